@@ -23,7 +23,7 @@ from rows import emit, interleaved, part, say, timed
 from rayrec.cluster import connection
 from rayrec.data.encoded import from_arrow
 from rayrec.data.encoding.counts import count_log
-from rayrec.data.encoding.preprocessor import Preprocessor, share_preprocessor
+from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
 from rayrec.data.encoding.presets import ALL, RAYREC, Preset, make_preprocessor
 from rayrec.data.engine import InProcess, Shared, StreamEngine, TaskContext, TaskPlacement, ThreadEngine
 from rayrec.data.log_source import LogSource
@@ -101,7 +101,7 @@ def prepare(path: str, preset: Preset = RAYREC, schema: Schema = SCHEMA) -> tupl
     parts = tuple(index.parts(0, index.rows))
     with count_log(preset.counting(schema), parts, engine=engine) as counts:
         preprocessor = make_preprocessor(preset, schema, counts)
-    return BlockOrder(parts, "window", 0, 16), share_preprocessor(preprocessor, engine), preprocessor
+    return BlockOrder(parts, "window", 0, 16), put_preprocessor(preprocessor, engine), preprocessor
 
 
 def through(

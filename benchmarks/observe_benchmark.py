@@ -41,13 +41,13 @@ class Cycled:
     block that a data task has made and measured, once per round."""
 
     def __init__(self, batches: list[Any], *, table: pa.Table | None) -> None:
-        from rayrec.data.stage_times import StageAccount
+        from rayrec.data.stage_times import StageTimes
 
         self.steps = self.steps_per_epoch = 10**9
         self._batches, self._left, self._table = cycle(batches), 0, table
         self._round = len(batches)
         if table is not None:
-            self.stages = StageAccount(cpus=2.0)
+            self.stages = StageTimes(cpus=2.0)
 
     def rows(self, batches: int) -> int:
         return batches * BATCH
@@ -128,10 +128,10 @@ def measuring_stages(config: Any, index: Any, preprocessor: Any) -> tuple[float,
     Data tasks spend this time, so the measured training does not include it.
     """
     from rayrec.data import stage_times
-    from rayrec.ingest.block_order import BlockOrder, Part
+    from rayrec.ingest.block_order import BlockOrder, SegmentRange
     from rayrec.ingest.stream import encoded_block
 
-    parts = tuple(Part(segment, 0, segment.rows) for segment in index.segments)
+    parts = tuple(SegmentRange(segment, 0, segment.rows) for segment in index.segments)
     (block, *_) = BlockOrder(parts, config.train_data.shuffle, config.seed, len(parts)).blocks(0)
 
     def make() -> pa.Table:

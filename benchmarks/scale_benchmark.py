@@ -27,7 +27,7 @@ from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.presets import ALL
 from rayrec.data.engine import TaskContext
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.index import LogIndex, Part
+from rayrec.data.logs.index import LogIndex, SegmentRange
 from rayrec.data.logs.reading import read_raw
 from rayrec.schema import Schema
 
@@ -95,7 +95,7 @@ def many_categories(folder: Path, size: int) -> Iterator[Result]:
     for number, first in enumerate(range(0, size, rows)):
         pq.write_table(clicks(min(rows, size - first), first), log / f"part-{number}.parquet", row_group_size=50_000)
     index = opened(str(log), str(folder / "cache"))
-    parts = [Part(segment, 0, segment.rows) for segment in index.segments]
+    parts = [SegmentRange(segment, 0, segment.rows) for segment in index.segments]
 
     def count() -> int:
         with count_log(

@@ -51,7 +51,7 @@ def setup_of(kind: str, *, batch_size: int, model: Any = None) -> Any:
     from rayrec.data.engine import InProcess, ThreadEngine
     from rayrec.data.logs.index import Segment
     from rayrec.datasets.criteo import SCHEMA
-    from rayrec.ingest.block_order import BlockOrder, Part
+    from rayrec.ingest.block_order import BlockOrder, SegmentRange
     from rayrec.recipes import criteo_kaggle
     from rayrec.workloads.base import WorkerContext
     from rayrec.workloads.recsys.settings import Prepared
@@ -61,7 +61,7 @@ def setup_of(kind: str, *, batch_size: int, model: Any = None) -> Any:
     )
     if model is not None:
         config = config.replace(workload=config.workload.replace(model=model))
-    order = BlockOrder((Part(Segment("", 0, 1, 0, 10**9), 0, 10**9),), "none", 0, 1)
+    order = BlockOrder((SegmentRange(Segment("", 0, 1, 0, 10**9), 0, 10**9),), "none", 0, 1)
     preprocessor: Any = type("Columns", (), {"sparse": [], "multi_hot": object()})()
     prepared = Prepared(InProcess(preprocessor), "", SCHEMA, list(SIZES), {"train": order}, 0, "", None)
     context = WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1))

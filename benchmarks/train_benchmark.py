@@ -130,7 +130,7 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
     from rayrec.data.engine import InProcess, ThreadEngine
     from rayrec.data.logs.index import Segment
     from rayrec.datasets.criteo import SCHEMA
-    from rayrec.ingest.block_order import BlockOrder, Part
+    from rayrec.ingest.block_order import BlockOrder, SegmentRange
     from rayrec.native import keep_freed_memory
     from rayrec.workloads.base import WorkerContext
     from rayrec.workloads.recsys.settings import Prepared
@@ -140,7 +140,7 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
     _one_process()
     config = recipe(path, precision=precision, batch_size=batch_size, workers=1, steps=steps, storage="")
     sizes, batches = _ready_batches(path, batch_size, number=steps * 6 // 5 + 20)
-    order = BlockOrder((Part(Segment("", 0, 1, 0, 10**9), 0, 10**9),), "none", 0, 1)
+    order = BlockOrder((SegmentRange(Segment("", 0, 1, 0, 10**9), 0, 10**9),), "none", 0, 1)
     preprocessor = InProcess(Preprocessor.load(preprocessor_of(path)))
     prepared = Prepared(preprocessor, "", SCHEMA, sizes, {"train": order}, 0, "", None)
     setup = config.workload.set_up(WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1)), prepared)

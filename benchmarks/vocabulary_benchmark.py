@@ -26,13 +26,13 @@ import rayrec
 from rayrec import storage
 from rayrec.cluster import connection
 from rayrec.data.encoding.counts import TASK_BYTES, CountingJob, count_log
-from rayrec.data.encoding.encoder import look_up
+from rayrec.data.encoding.encoder import find_ids
 from rayrec.data.encoding.one_pass import CountingIndexer
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.data.engine import TaskContext, TaskPlacement
 from rayrec.data.log_source import CHUNK_BYTES, index_log
-from rayrec.data.logs.index import LogIndex, Part, numbered
+from rayrec.data.logs.index import LogIndex, SegmentRange, numbered
 from rayrec.data.logs.text_log import cut, index_chunk, read_segments
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.ray_engine import RayEngine
@@ -46,8 +46,8 @@ ENGINE = RayEngine(TaskPlacement())
 WARM_FILES = storage.list_files(synthetic_log(1000)) * 4
 
 
-def parts_of(index: LogIndex) -> list[Part]:
-    return [Part(segment, 0, segment.rows) for segment in index.segments]
+def parts_of(index: LogIndex) -> list[SegmentRange]:
+    return [SegmentRange(segment, 0, segment.rows) for segment in index.segments]
 
 
 def warm() -> None:
@@ -143,7 +143,7 @@ def lookup_ns(entries: int) -> float:
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()
-        found = look_up(wanted, slots, 0)
+        found = find_ids(wanted, slots, 0)
         best = min(best, time.perf_counter() - start)
     assert (tokens[found - 2] == wanted).all()
     return best / len(wanted) * 1e9
@@ -208,7 +208,7 @@ def bounded_counting(distinct: int, memory_bytes: int) -> None:
         for name, bound in (("bounded", memory_bytes), ("unbounded", None)):
             start = time.perf_counter()
             with PeakMemory() as peak, count_log(CountingJob(WIDE), parts, engine=ENGINE, memory_bytes=bound) as counts:
-                tokens, amounts, _ = counts.kept(0, min_count)
+                tokens, amounts, _ = counts.frequent_tokens(0, min_count)
                 num_distinct, spill = counts.num_distinct(0), counts.spill
             seconds = time.perf_counter() - start
             order = np.argsort(tokens)

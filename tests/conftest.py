@@ -13,7 +13,7 @@ from hosts.cloud_stores import S3Store
 from hypothesis import HealthCheck, settings
 
 from rayrec.cluster import connection
-from rayrec.data.engine import STOP_ASKED
+from rayrec.data.engine import STOP_REQUESTED
 
 # How long an example takes says how busy the machine is, and nothing of the code.
 settings.register_profile("rayrec", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -49,7 +49,7 @@ _is_connected = connection.is_connected
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test that does not ask for the shared Ray finds none, whatever ran before it in this process: what it trains, scores or
     prepares with one worker is done in this process. Nor does it find a stop that a test before it asked for."""
-    STOP_ASKED.clear()
+    STOP_REQUESTED.clear()
     connection.is_connected = _is_connected if "local_ray" in getattr(item, "fixturenames", ()) else lambda: False
 
 

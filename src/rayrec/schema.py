@@ -179,7 +179,7 @@ class Schema(Config):
         return tuple(name for name in self.sparse if name not in self.lists)
 
     @cached_property
-    def places(self) -> dict[str, int]:
+    def positions(self) -> dict[str, int]:
         """Index of each column with at most one value per row: `dense` first, then `singles`."""
         return {name: index for index, name in enumerate((*self.dense, *self.singles))}
 

@@ -12,7 +12,7 @@ import torch
 
 from rayrec import checkpoint as checkpoints
 from rayrec import recipes
-from rayrec.data.encoded import Bags, EncodedRows, Ids
+from rayrec.data.encoded import EncodedRows, Ids, JaggedIds
 from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
@@ -145,7 +145,7 @@ class Saved:
         for num_embeddings, size in zip(given.num_embeddings, given.hotness, strict=True):
             if size is None:
                 lengths = rng.integers(0, 4, count).astype(np.int32)
-                ids.append(Bags(rng.integers(0, num_embeddings, lengths.sum(), given.id_dtype), lengths))
+                ids.append(JaggedIds(rng.integers(0, num_embeddings, lengths.sum(), given.id_dtype), lengths))
             else:
                 shape = count if size == 1 else (count, size)
                 ids.append(rng.integers(0, num_embeddings, shape, given.id_dtype))

@@ -26,7 +26,7 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import ALL, make_preprocessor
 from rayrec.data.engine import InProcess, TaskContext, ThreadEngine
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.index import MAPPED, LogIndex, Part, Segment
+from rayrec.data.logs.index import MAPPED, LogIndex, Segment, SegmentRange
 from rayrec.data.materialized.writer import preprocess
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.datasets.criteo import SCHEMA as CRITEO
@@ -254,7 +254,7 @@ def adopted(folder: Path) -> Log:
     return Log(opened(folder, preprocessor.schema), preprocessor)
 
 
-def parts_of(index: LogIndex, start: int, stop: int) -> tuple[Part, ...]:
+def parts_of(index: LogIndex, start: int, stop: int) -> tuple[SegmentRange, ...]:
     return tuple(index.parts(start, stop))
 
 
@@ -348,4 +348,4 @@ def index_of(path: Path, schema: Schema) -> dict[str, Any]:
 def made_up_order(shuffle: str, segment_bytes: int = 100) -> BlockOrder:
     """Return an order of segments that exist nowhere: the identity of orders is that of earlier checkpoints."""
     segments = [Segment(f"day_{i // 4}", segment_bytes * i, segment_bytes * (i + 1), 8 * i, 8) for i in range(12)]
-    return BlockOrder(tuple(Part(segment, i % 3, 4 + i % 3) for i, segment in enumerate(segments)), shuffle, 7, 2)
+    return BlockOrder(tuple(SegmentRange(segment, i % 3, 4 + i % 3) for i, segment in enumerate(segments)), shuffle, 7, 2)

@@ -18,7 +18,7 @@ from rayrec import storage
 from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data.encoding.counts import count_log
-from rayrec.data.encoding.preprocessor import Preprocessor, share_preprocessor
+from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import Shared, TaskContext, TaskPlacement
 from rayrec.data.log_source import LogSource, index_log
@@ -61,7 +61,7 @@ def preprocessor(index: LogIndex) -> Preprocessor:
 
 @pytest.fixture(scope="module")
 def shared(preprocessor: Preprocessor) -> ray.ObjectRef:
-    return share_preprocessor(preprocessor, RayEngine(PLACEMENT))
+    return put_preprocessor(preprocessor, RayEngine(PLACEMENT))
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def test_a_log_changed_under_a_run_stops_it(click_log: Path, tmp_path: Path, pre
     path.write_bytes(text)
     index = open_here(path, tmp_path)
     path.write_bytes(text[:-5000])
-    shared = share_preprocessor(preprocessor, RayEngine(PLACEMENT))
+    shared = put_preprocessor(preprocessor, RayEngine(PLACEMENT))
     order = BlockOrder(tuple(index.parts(0, index.rows)), "none", 0, 4)
     reader = ClickBatches(TaskSource(shared, RayEngine(PLACEMENT), SCHEMA, order.max_block_rows, 1), SCHEMA)
     loader = Loader(order, reader, Share(0, 1, 100), epochs=1)

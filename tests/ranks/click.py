@@ -14,7 +14,7 @@ from rayrec import checkpoint
 from rayrec.batch import DENSE, Batch
 from rayrec.checkpoint import Checkpoint
 from rayrec.checkpoint.state import all_tensors, restore_all
-from rayrec.data.encoded import Bags, Ids
+from rayrec.data.encoded import Ids, JaggedIds
 from rayrec.data.engine import InProcess
 from rayrec.ingest.batches import sparse_features
 from rayrec.models.ranking.din import DINConfig
@@ -122,7 +122,7 @@ def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int
         lists = [torch.randint(size, (rows, 3), generator=chance)[mine].int().numpy() for size in tables]
         of_lists = torch.rand(rows, 3, generator=chance)[mine].numpy()
         lengths = np.full(len(lists[0]), 3, np.int32)
-        columns[1:] = [Bags(lists[1].reshape(-1), lengths, of_lists.reshape(-1)), Bags(lists[2].reshape(-1), lengths)]
+        columns[1:] = [JaggedIds(lists[1].reshape(-1), lengths, of_lists.reshape(-1)), JaggedIds(lists[2].reshape(-1), lengths)]
         other, seconds = torch.rand(rows, generator=chance).round(), torch.rand(rows, generator=chance)
         other[torch.rand(rows, generator=chance) < 0.3] = torch.nan
         named |= {"other": other[mine], "seconds": seconds[mine]}
@@ -131,7 +131,7 @@ def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int
         listed = torch.randint(tables[2], (rows, 4), generator=chance).int()
         counts = torch.randint(0, 5, (rows,), generator=chance)[mine]
         values = listed[mine][torch.arange(4) < counts[:, None]]
-        bags = Bags(values.numpy(), counts.int().numpy())
+        bags = JaggedIds(values.numpy(), counts.int().numpy())
         sequences = sparse_features([keys[0], keys[2]], [columns[0], bags], count)
         keys, columns = keys[1:2], columns[1:2]
     features = sparse_features(keys, columns, count, weighted=tables == SHARED)

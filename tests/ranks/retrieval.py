@@ -12,7 +12,7 @@ from torch import distributed
 from rayrec import checkpoint
 from rayrec.batch import Batch
 from rayrec.checkpoint.state import all_tensors
-from rayrec.data.encoded import Bags, EncodedRows
+from rayrec.data.encoded import EncodedRows, JaggedIds
 from rayrec.data.engine import InProcess
 from rayrec.ingest.batches import Slicer
 from rayrec.models.retrieval.sasrec import SASRecConfig
@@ -44,7 +44,7 @@ def _batch(schema: Any, step: int, rank: int, size: int) -> Batch:
         chance = np.random.default_rng(step)
         lists = [chance.integers(0, ITEMS, chance.integers(1, 6)) for _ in range(rows)][own]
         values = np.concatenate([np.empty(0, np.int32), *lists]).astype(np.int32)
-        ids: list[Any] = [Bags(values, np.array([len(each) for each in lists], np.int32))]
+        ids: list[Any] = [JaggedIds(values, np.array([len(each) for each in lists], np.int32))]
     else:
         ids = [column[own].astype(np.int32) for column in pairs(step)]
     count = len(range(rows)[own])

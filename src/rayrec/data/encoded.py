@@ -12,7 +12,7 @@ from rayrec.data.arrow import arrow_numbers, arrow_rows, numpy_of, numpy_rows
 
 
 @dataclass(frozen=True)
-class Bags:
+class JaggedIds:
     """Any number of ids per row."""
 
     values: np.ndarray
@@ -22,19 +22,19 @@ class Bags:
     weights: np.ndarray | None = None
     """Weight of each id, float32. None: 1 each."""
 
-    def take(self, start: int, stop: int, offsets: np.ndarray) -> Bags:
+    def take(self, start: int, stop: int, offsets: np.ndarray) -> JaggedIds:
         """Return rows [start, stop). `offsets` is the result of `self.offsets()`."""
         ids = slice(offsets[start], offsets[stop])
         weights = None if self.weights is None else self.weights[ids]
-        return Bags(self.values[ids], self.lengths[start:stop], weights)
+        return JaggedIds(self.values[ids], self.lengths[start:stop], weights)
 
     def offsets(self) -> np.ndarray:
         """Return the first id of each row and the total, int64 [rows + 1]."""
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
 
-Ids = np.ndarray | Bags
-"""Ids of one sparse column: one per row [rows], a fixed number per row [rows, size], or Bags."""
+Ids = np.ndarray | JaggedIds
+"""Ids of one sparse column: one per row [rows], a fixed number per row [rows, size], or JaggedIds."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def to_arrow(rows: EncodedRows) -> pa.Table:
         arrays["dense"] = arrow_rows(rows.dense)
     for s, ids in enumerate(rows.ids):
         arrays[f"id_{s}"] = ids_to_arrow(ids)
-        if isinstance(ids, Bags) and ids.weights is not None:
+        if isinstance(ids, JaggedIds) and ids.weights is not None:
             arrays[f"of_{s}"] = weights_to_arrow(ids)
     for name, values in (
         *((f"label:{name}", values) for name, values in rows.labels.items()),
@@ -92,12 +92,12 @@ def to_arrow(rows: EncodedRows) -> pa.Table:
 
 def ids_to_arrow(ids: Ids) -> pa.Array:
     """Convert the ids of one column to integers, or lists of them."""
-    if isinstance(ids, Bags):
+    if isinstance(ids, JaggedIds):
         return pa.LargeListArray.from_arrays(arrow_numbers(ids.offsets()), arrow_numbers(ids.values))
     return arrow_rows(ids)
 
 
-def weights_to_arrow(bags: Bags) -> pa.Array:
+def weights_to_arrow(bags: JaggedIds) -> pa.Array:
     """Convert the weights of ids to one list of float32 per row."""
     assert bags.weights is not None
     return pa.LargeListArray.from_arrays(arrow_numbers(bags.offsets()), arrow_numbers(bags.weights))
@@ -121,5 +121,5 @@ def ids_from_arrow(column: pa.Array, weights: pa.Array | None = None) -> Ids:
     """Invert `ids_to_arrow` and, for lists with weights, `weights_to_arrow`."""
     if pa.types.is_large_list(column.type):
         lengths = np.diff(numpy_of(column.offsets)).astype(np.int32)
-        return Bags(numpy_of(column.flatten()), lengths, None if weights is None else numpy_of(weights.flatten()))
+        return JaggedIds(numpy_of(column.flatten()), lengths, None if weights is None else numpy_of(weights.flatten()))
     return numpy_rows(column)

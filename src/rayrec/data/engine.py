@@ -14,10 +14,10 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import Config
 
-STOP_ASKED: Final = threading.Event()
+STOP_REQUESTED: Final = threading.Event()
 """Set in a worker process when its run is asked to stop: it then stops waiting for data tasks that may never run."""
 _Value = TypeVar("_Value")
-_Held_co = TypeVar("_Held_co", covariant=True)
+_Shared_co = TypeVar("_Shared_co", covariant=True)
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -33,10 +33,10 @@ class Engine(Protocol):
         ...
 
 
-class Shared(Protocol[_Held_co]):
+class Shared(Protocol[_Shared_co]):
     """Picklable value that all processes of an engine can read."""
 
-    def get(self) -> _Held_co: ...
+    def get(self) -> _Shared_co: ...
 
 
 @dataclass(frozen=True)
@@ -116,18 +116,18 @@ class ThreadEngine:
     def run(
         self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 16 << 20
     ) -> Iterator[pa.Table]:
-        return self._tables(name, function, items, ahead=self.num_threads)
+        return self._tables(name, function, items, prefetch=self.num_threads)
 
     def stream(
         self, name: str, function: Callable[[Any], pa.Table], items: Iterable[Any], *, block_bytes: int, prefetch_blocks: int
     ) -> Generator[pa.Table, None, None]:
-        return self._tables(name, function, items, ahead=prefetch_blocks)
+        return self._tables(name, function, items, prefetch=prefetch_blocks)
 
     def share(self, value: _Value) -> Shared[_Value]:
         return InProcess(value)
 
     def _tables(
-        self, name: str, function: Callable[[Any], pa.Table], items: Iterable[Any], *, ahead: int
+        self, name: str, function: Callable[[Any], pa.Table], items: Iterable[Any], *, prefetch: int
     ) -> Generator[pa.Table, None, None]:
         patience = contextlib.nullcontext() if self.max_outage_s is None else storage.retry_timeout(self.max_outage_s)
         with patience:
@@ -136,29 +136,29 @@ class ThreadEngine:
         def task(item: Any) -> pa.Table:
             return context.copy().run(function, item)
 
-        return in_order(task, items, name=name, num_threads=self.num_threads, ahead=ahead)
+        return in_order(task, items, name=name, num_threads=self.num_threads, prefetch=prefetch)
 
 
-def grouped(items: Iterable[_Item], size_of: Callable[[_Item], int], *, most_bytes: int, most_items: int) -> list[list[_Item]]:
-    """Combine consecutive items into groups of up to `most_items` items and `most_bytes` in total."""
+def grouped(items: Iterable[_Item], size_of: Callable[[_Item], int], *, max_bytes: int, max_items: int) -> list[list[_Item]]:
+    """Combine consecutive items into groups of up to `max_items` items and `max_bytes` in total."""
     groups: list[list[_Item]] = []
     remaining = 0
     for item in items:
         size = size_of(item)
-        if not groups or size > remaining or len(groups[-1]) == most_items:
+        if not groups or size > remaining or len(groups[-1]) == max_items:
             groups.append([])
-            remaining = most_bytes
+            remaining = max_bytes
         groups[-1].append(item)
         remaining -= size
     return groups
 
 
 def in_order(
-    function: Callable[[_Item], _Result], items: Iterable[_Item], *, name: str, num_threads: int, ahead: int
+    function: Callable[[_Item], _Result], items: Iterable[_Item], *, name: str, num_threads: int, prefetch: int
 ) -> Generator[_Result, None, None]:
     """Yield the function's values for the items in order, computed by threads; an exception is raised at its position.
 
-    At most `num_threads` + `ahead` values exist or are in progress, in addition to the reader's current one.
+    At most `num_threads` + `prefetch` values exist or are in progress, in addition to the reader's current one.
     """
     waiting = iter(items)
     futures: deque[Future[_Result]] = deque()
@@ -166,7 +166,7 @@ def in_order(
         try:
             for item in waiting:
                 futures.append(pool.submit(function, item))
-                if len(futures) >= num_threads + ahead:
+                if len(futures) >= num_threads + prefetch:
                     yield futures.popleft().result()
             while futures:
                 yield futures.popleft().result()

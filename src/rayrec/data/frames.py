@@ -65,20 +65,20 @@ def transform(
     if is_frame(data):
         schema = _schema_for(preprocessor.schema, list(data.columns), "DataFrame")
         columns = [name for name in schema.columns if name in data.columns]
-        inputs = transform_table(arrow_of(data[columns]), preprocessor, where="DataFrame").to_pandas()
+        inputs = transform_table(arrow_of(data[columns]), preprocessor, source="DataFrame").to_pandas()
         inputs.index = data.index
         return inputs
     if is_dataset(data):
         _ = preprocessor.slots  # Built once here, not in every task
-        task = functools.partial(transform_table, preprocessor=preprocessor, where="Dataset, in a block")
+        task = functools.partial(transform_table, preprocessor=preprocessor, source="Dataset, in a block")
         return data.map_batches(task, batch_size=None, batch_format="pyarrow")
     raise InputError(f"transform: data must be a pandas DataFrame or a ray.data.Dataset, got {type(data).__name__}")
 
 
-def transform_table(table: pa.Table, preprocessor: Preprocessor, *, where: str) -> pa.Table:
-    """Transform raw rows as `transform` does. `where` is the source of the rows, for messages."""
-    schema = _schema_for(preprocessor.schema, table.column_names, where)
-    raw, faults = parse_table(table, schema, path=where)
+def transform_table(table: pa.Table, preprocessor: Preprocessor, *, source: str) -> pa.Table:
+    """Transform raw rows as `transform` does. `source` is the source of the rows, for messages."""
+    schema = _schema_for(preprocessor.schema, table.column_names, source)
+    raw, faults = parse_table(table, schema, path=source)
     if faults.total:
         count = f" ({faults.total:,} of {table.num_rows:,} rows are invalid)" if faults.total > 1 else ""
         raise InputError(f"{faults.first[0]}{count}; fix or remove it, since transform drops no rows")
@@ -93,7 +93,7 @@ def arrow_of(frame: pandas.DataFrame) -> pa.Table:
         raise InputError(f"DataFrame: {' '.join(str(error).split())}; give each column one type") from None
 
 
-def _schema_for(schema: Schema, names: Sequence[str], where: str) -> Schema:
+def _schema_for(schema: Schema, names: Sequence[str], source: str) -> Schema:
     """Return the schema without the labels, weight and timestamp that the data lacks. Raises InputError for other columns."""
     if schema.label is not None and schema.label not in names:
         schema = schema.unlabelled()
@@ -103,5 +103,5 @@ def _schema_for(schema: Schema, names: Sequence[str], where: str) -> Schema:
             weight=schema.weight if schema.weight in names else None,
             timestamp=schema.timestamp if schema.timestamp in names else None,
         )
-    check_columns(names, schema.columns, path=where, optional=schema.optional)
+    check_columns(names, schema.columns, path=source, optional=schema.optional)
     return schema

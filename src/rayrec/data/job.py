@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 COMPLETE: Final = "_SUCCESS"
 """Last file of a folder copied to a URL, which names the others and marks it as complete."""
 _AIDS: Final = "_job"
-_MADE_OF: Final = "made_of.json"
+_INPUTS: Final = "made_of.json"
 _LOCK: Final = "lock"
 _REMOVALS: Final = 20
 _REMOVAL_WAIT_S: Final = 0.1
@@ -57,7 +57,7 @@ class JobFolder:
 
     def require(self) -> None:
         """Check that the task can see the folder. Raises InputError."""
-        if not storage.exists(self.aid(_MADE_OF)):
+        if not storage.exists(self.aid(_INPUTS)):
             raise InputError(
                 f"{self.path}: not visible from a data task on {os.uname().nodename}; choose an --out that all nodes share"
             )
@@ -78,7 +78,7 @@ class JobFolder:
             storage.write_json(self.aid("done", _marker(kind, number)), result)
         return json_reply(result)
 
-    def is_begun(self) -> bool:
+    def has_finished_tasks(self) -> bool:
         """Return whether any task is finished."""
         return bool(storage.list_folder(self.aid("done")))
 
@@ -123,29 +123,29 @@ class ResumableJob:
 
 
 @contextmanager
-def resumable_job(out: str, made_of: dict[str, Any], *, last_file: str | None) -> Iterator[ResumableJob]:
+def resumable_job(out: str, job_inputs: dict[str, Any], *, last_file: str | None) -> Iterator[ResumableJob]:
     """Create the folder `out` with the tasks run in this context; it appears on exit without an error.
 
     After an error the partial folder stays for the same call to resume, unless no task is finished. `last_file` is the name of
     the file that the job writes last. None: no file marks the folder as complete, so at a URL its files are copied sequentially,
-    then COMPLETE. Raises InputError if `out` exists, is being written, or was started with a different or unknown `made_of`.
+    then COMPLETE. Raises InputError if `out` exists, is being written, or was started with a different or unknown `job_inputs`.
     """
     out = storage.absolute(out).rstrip("/")
     is_url, is_direct = storage.is_url(out), storage.is_url(out) and last_file is not None
     folder = JobFolder(out if is_direct else f"{out}.partial")
     exists = storage.exists(storage.join(out, last_file) if is_direct and last_file else out)
-    if exists and not (is_url and not is_direct and storage.exists(folder.aid(_MADE_OF))):
+    if exists and not (is_url and not is_direct and storage.exists(folder.aid(_INPUTS))):
         raise InputError(f"{out}: exists already; remove it or choose another place")
     with ExitStack() as locked:
         if not is_url:
             with folder.disk_errors():
                 os.makedirs(folder.aid(), exist_ok=True)
             locked.enter_context(_locked(folder))
-        resumed = _begin(folder, made_of)
+        resumed = _begin(folder, job_inputs)
         try:
             yield ResumableJob(folder, resumed)
         except BaseException:
-            if not folder.is_begun():
+            if not folder.has_finished_tasks():
                 _remove(folder.path)
             raise
         _finish(folder, out)
@@ -174,14 +174,14 @@ def _locked(folder: JobFolder) -> Iterator[None]:
         yield
 
 
-def _begin(folder: JobFolder, made_of: dict[str, Any]) -> bool:
+def _begin(folder: JobFolder, job_inputs: dict[str, Any]) -> bool:
     """Return whether to resume a job with the same inputs; otherwise clear the folder and record them."""
-    exists = storage.exists(folder.aid(_MADE_OF))
+    exists = storage.exists(folder.aid(_INPUTS))
     if not exists and set(storage.list_folder(folder.path)) - {_AIDS}:
-        raise InputError(f"{folder.path}: has files, but no {_AIDS}/{_MADE_OF}, so their source is unknown; remove that folder")
-    if exists and folder.is_begun():
-        before = storage.read_json(folder.aid(_MADE_OF))
-        changed = [name for name, value in made_of.items() if before.get(name) != value]
+        raise InputError(f"{folder.path}: has files, but no {_AIDS}/{_INPUTS}, so their source is unknown; remove that folder")
+    if exists and folder.has_finished_tasks():
+        before = storage.read_json(folder.aid(_INPUTS))
+        changed = [name for name, value in job_inputs.items() if before.get(name) != value]
         if changed:
             raise InputError(
                 f"{folder.path}: incomplete output of a call with a different {', '.join(changed)}; use the same values to "
@@ -193,7 +193,7 @@ def _begin(folder: JobFolder, made_of: dict[str, Any]) -> bool:
             storage.remove_folder(storage.join(path, name))
             storage.remove_file(storage.join(path, name))
     with folder.disk_errors():
-        storage.write_json(folder.aid(_MADE_OF), made_of)
+        storage.write_json(folder.aid(_INPUTS), job_inputs)
     return False
 
 
@@ -206,7 +206,7 @@ def _finish(folder: JobFolder, out: str) -> None:
         for name in names:
             storage.copy_file(storage.join(folder.path, name), storage.join(out, name))
         storage.write_json(storage.join(out, COMPLETE), {"files": names})
-        storage.remove_file(folder.aid(_MADE_OF))  # First: no call can resume the job from now on
+        storage.remove_file(folder.aid(_INPUTS))  # First: no call can resume the job from now on
         storage.remove_folder(folder.path)
         return
     for path, _, names in os.walk(folder.path):

@@ -19,7 +19,7 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import Engine, TaskContext, grouped
 from rayrec.data.logs.csv_reader import check_columns, csv_columns, read_csv
 from rayrec.data.logs.faults import HEAD_BYTES, LABEL_FAULT, Faults, likely_cause
-from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, numbered
+from rayrec.data.logs.index import CachedIndex, LogIndex, SegmentEntry, numbered
 from rayrec.data.logs.parquet import is_parquet, open_parquet
 from rayrec.data.logs.table_log import SUFFIXES, column_names, index_tables, is_table
 from rayrec.data.logs.table_parser import check_types, label_faults
@@ -95,13 +95,13 @@ def index_log(files: Sequence[storage.File], schema: Schema, *, segment_bytes: i
         return cached
     group_bytes = max(CHUNK_BYTES, segment_bytes)
     chunks = cut(files, group_bytes)
-    groups = grouped(chunks, lambda chunk: chunk.stop - chunk.start, most_bytes=group_bytes, most_items=CHUNKS_PER_TASK)
-    entries: list[Entry] = []
+    groups = grouped(chunks, lambda chunk: chunk.stop - chunk.start, max_bytes=group_bytes, max_items=CHUNKS_PER_TASK)
+    entries: list[SegmentEntry] = []
     faults, done, size = Faults(), 0, sum(file.size_bytes for file in files)
     function = functools.partial(_index_table, schema=schema, segment_bytes=segment_bytes)
     for table in context.engine.run("index", function, groups, block_bytes=1 << 16):
         result = json_of(table)
-        new = [Entry(*entry) for entry in result["entries"]]
+        new = [SegmentEntry(*entry) for entry in result["entries"]]
         entries.extend(new)
         faults.add(Faults.from_dict(result["faults"]))
         done += sum(entry.stop - entry.start for entry in new)
@@ -130,10 +130,10 @@ class LogSource:
     def at(cls, path: str, names: Sequence[str] = ()) -> LogSource:
         return cls(path, tuple(names), storage.exists(storage.join(path, MANIFEST)))
 
-    def require_raw(self, remedy: str = "give the raw log it was made from") -> None:
+    def require_raw(self, fix: str = "give the raw log it was made from") -> None:
         """Check that the data is a raw log. Raises InputError."""
         if self.is_preprocessed:
-            raise InputError(f"{self.path}: is preprocessed data; {remedy}")
+            raise InputError(f"{self.path}: is preprocessed data; {fix}")
 
     def dataset(self) -> PreprocessedDataset | None:
         """Open the preprocessed data; None for a raw log. Raises InputError if it is damaged."""
@@ -156,9 +156,9 @@ class LogSource:
             files = storage.list_files(self.path, names=self.names)
         except InputError:
             if os.path.isdir(self.path):  # Another program's files have other names
-                _refuse_foreign(self.path, storage.list_files(self.path))
+                reject_foreign_files(self.path, storage.list_files(self.path))
             raise
-        _refuse_foreign(self.path, files)
+        reject_foreign_files(self.path, files)
         return files
 
     def schema(self, schema: Schema) -> Schema:
@@ -264,7 +264,7 @@ class LogSource:
         return index
 
 
-def _refuse_foreign(path: str, files: Sequence[storage.File]) -> None:
+def reject_foreign_files(path: str, files: Sequence[storage.File]) -> None:
     """Check that the files are not preprocessed by another program. Raises InputError."""
     names = [storage.name_of(file.path) for file in files]
     arrays = [name for name in names if name.endswith((".npy", ".npz"))]

@@ -79,23 +79,25 @@ class LabelledImages:
 def read_idx(path: str) -> np.ndarray:
     """Read the uint8 array of an idx file, plain or gzip, local or a URL. Raises InputError if it is missing or damaged."""
     if not storage.exists(path):
-        raise InputError(f"{path}: no such file; {_again(path)}")
+        raise InputError(f"{path}: no such file; {_refetch_hint(path)}")
     data = storage.read_bytes(path)
     if data[:2] == _GZIP_HEAD:
         data = _unpacked(data, path)
     if len(data) < 4 or data[:2] != b"\0\0" or not 1 <= data[3] <= 4:
-        raise InputError(f"{path}: not an idx file (it begins with {data[:4].hex(' ') or 'nothing'}); {_again(path)}")
+        raise InputError(f"{path}: not an idx file (it begins with {data[:4].hex(' ') or 'nothing'}); {_refetch_hint(path)}")
     if data[2] != _UINT8:
         raise InputError(f"{path}: idx type of images and labels must be bytes, 0x08, got 0x{data[2]:02x}")
     head_bytes = 4 + 4 * data[3]
     if len(data) < head_bytes:
-        raise InputError(f"{path}: cut short within its header of {head_bytes} bytes; {_again(path)}")
+        raise InputError(f"{path}: cut short within its header of {head_bytes} bytes; {_refetch_hint(path)}")
     shape = tuple(int(size) for size in np.frombuffer(data, ">u4", count=data[3], offset=4))
     expected = head_bytes + math.prod(shape)
     if len(data) != expected:
         problem = "cut short" if len(data) < expected else "too long"
         sizes = " x ".join(f"{size:,}" for size in shape)
-        raise InputError(f"{path}: {problem}, has {len(data):,} bytes, but its {sizes} values need {expected:,}; {_again(path)}")
+        raise InputError(
+            f"{path}: {problem}, has {len(data):,} bytes, but its {sizes} values need {expected:,}; {_refetch_hint(path)}"
+        )
     return np.frombuffer(data, np.uint8, offset=head_bytes).reshape(shape)
 
 
@@ -111,12 +113,12 @@ def _unpacked(data: bytes, path: str) -> bytes:
                 break  # Too long, or not an idx file: the caller raises the error
         return bytes(content)
     except EOFError:
-        raise InputError(f"{path}: cut short, not a complete gzip file; {_again(path)}") from None
+        raise InputError(f"{path}: cut short, not a complete gzip file; {_refetch_hint(path)}") from None
     except zlib.error as error:
-        raise InputError(f"{path}: damaged, not a gzip file to its end ({error}); {_again(path)}") from None
+        raise InputError(f"{path}: damaged, not a gzip file to its end ({error}); {_refetch_hint(path)}") from None
 
 
-def _again(path: str) -> str:
+def _refetch_hint(path: str) -> str:
     return f"get it again ({_FETCH.format(folder=posixpath.dirname(path) or '.')})"
 
 

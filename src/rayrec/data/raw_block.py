@@ -40,21 +40,21 @@ class RawList:
         """Return the given rows (int64), in that order."""
         starts = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
         lengths = self.lengths[rows]
-        return self._of_places(places_of(starts[rows], lengths), lengths)
+        return self._gather(expand_ranges(starts[rows], lengths), lengths)
 
     def last(self, length: int) -> RawList:
         """Return the last `length` categories of each row."""
         if not len(self.lengths) or self.lengths.max() <= length:
             return self
         ends, lengths = np.cumsum(self.lengths, dtype=np.int64), np.minimum(self.lengths, np.int32(length))
-        return self._of_places(places_of(ends - lengths, lengths), lengths)
+        return self._gather(expand_ranges(ends - lengths, lengths), lengths)
 
-    def _of_places(self, indices: np.ndarray, lengths: np.ndarray) -> RawList:
+    def _gather(self, indices: np.ndarray, lengths: np.ndarray) -> RawList:
         weights = None if self.weights is None else self.weights[indices]
         return RawList(self.categories[indices], lengths, weights)
 
 
-def places_of(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def expand_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the ranges starts[i], ..., starts[i] + lengths[i] - 1 concatenated, int64."""
     ends = np.cumsum(lengths, dtype=np.int64)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0, dtype=np.int64)
@@ -113,14 +113,14 @@ class RawBlock:
 
     def column(self, name: str) -> np.ndarray | RawList:
         """Return the values of a column of schema.dense or schema.sparse, 0 if missing: [rows], or lists."""
-        index, first = self.schema.places.get(name), len(self.schema.dense)
+        index, first = self.schema.positions.get(name), len(self.schema.dense)
         if index is None:
             return self.lists[[each for each in self.schema.sparse if each in self.schema.lists].index(name)]
         return self.numbers[:, index] if index < first else self.categories[:, index - first]
 
     def is_missing(self, name: str) -> np.ndarray:
         """Return which rows lack a value in a column of schema.dense or schema.sparse, bool [rows]."""
-        index = self.schema.places.get(name)
+        index = self.schema.positions.get(name)
         if index is None:
             column = self.column(name)
             assert isinstance(column, RawList)
@@ -181,10 +181,10 @@ class RawBlock:
             np.concatenate([block.numbers for block in blocks]),
             np.concatenate([block.categories for block in blocks]),
             np.concatenate([block.missing for block in blocks]),
-            tuple(map(_joined_lists, zip(*(block.lists for block in blocks), strict=True))),
+            tuple(map(_concatenate_lists, zip(*(block.lists for block in blocks), strict=True))),
             {name: np.concatenate([block.labels[name] for block in blocks]) for name in blocks[0].labels},
-            _joined([block.weights for block in blocks]),
-            _joined([block.times for block in blocks]),
+            _concatenate([block.weights for block in blocks]),
+            _concatenate([block.times for block in blocks]),
             tuple(
                 (path, start + low, start + high)
                 for start, block in zip(starts, blocks, strict=False)
@@ -207,15 +207,15 @@ class RawBlock:
         return np.where(missing, np.uint64(0), mix64(categories.astype(np.uint64) + _OFFSET)).view(np.int64)
 
 
-def _joined_lists(columns: Sequence[RawList]) -> RawList:
+def _concatenate_lists(columns: Sequence[RawList]) -> RawList:
     return RawList(
         np.concatenate([column.categories for column in columns]),
         np.concatenate([column.lengths for column in columns]),
-        _joined([column.weights for column in columns]),
+        _concatenate([column.weights for column in columns]),
     )
 
 
-def _joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+def _concatenate(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
     present = [array for array in arrays if array is not None]
     assert len(present) in (0, len(arrays))
     return np.concatenate(present) if present else None

@@ -94,7 +94,7 @@ def times_of(table: pa.Table) -> BlockTimes | None:
 
 
 @final
-class StageAccount:
+class StageTimes:
     """Thread-safe sum of the times of the blocks that one worker uses."""
 
     FIELDS: Final = (
@@ -113,9 +113,9 @@ class StageAccount:
         self.begin_s = time.monotonic()
         self._cpus = cpus
         self._lock = threading.Lock()
-        self._sums = self._nothing()
+        self._sums = self._zeros()
 
-    def _nothing(self) -> dict[str, float]:
+    def _zeros(self) -> dict[str, float]:
         return {**dict.fromkeys(self.FIELDS, 0.0), "cpus": self._cpus}
 
     def add(self, block: BlockTimes) -> None:
@@ -134,5 +134,5 @@ class StageAccount:
     def take(self) -> list[float]:
         """Return the sums since the last call, in the order of FIELDS."""
         with self._lock:
-            sums, self._sums = self._sums, self._nothing()
+            sums, self._sums = self._sums, self._zeros()
         return list(sums.values())

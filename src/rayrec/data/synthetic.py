@@ -16,7 +16,7 @@ import numpy as np
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.engine import in_order
-from rayrec.data.synthetic_law import BLOCK_ROWS, DIALECTS, NUM_DENSE, NUM_SPARSE, VERSION, Plant
+from rayrec.data.synthetic_law import BLOCK_ROWS, DIALECTS, NUM_DENSE, NUM_SPARSE, VERSION, GroundTruth
 from rayrec.machine import usable_cpus
 from rayrec.native import call
 
@@ -92,7 +92,7 @@ def split_starts(dialect: str, starts: list[int]) -> tuple[int, int]:
     return validation, rows - (rows - validation) // 2
 
 
-def _truth(plan: Plant, logits: np.ndarray, labels: np.ndarray, starts: list[int]) -> dict[str, Any]:
+def _truth(plan: GroundTruth, logits: np.ndarray, labels: np.ndarray, starts: list[int]) -> dict[str, Any]:
     overall = _quality(logits, labels)
     days_detail = []
     for day, (start, end) in enumerate(itertools.pairwise(starts)):
@@ -211,7 +211,7 @@ def _write_full(file: BinaryIO, text: memoryview) -> None:
         text = text[file.write(text) :]
 
 
-def _block_text(plan: Plant, block: int, spans: list[tuple[int, int]], logits: np.ndarray, labels: np.ndarray) -> Any:
+def _block_text(plan: GroundTruth, block: int, spans: list[tuple[int, int]], logits: np.ndarray, labels: np.ndarray) -> Any:
     """Return the text of a block as (day, bytes) pairs, and fill the block's range of `logits` and `labels`."""
     buffer = np.empty(sum(count for _, count in spans) * max_row_bytes(NUM_DENSE, NUM_SPARSE), dtype=np.uint8)
     texts, at, row = [], 0, block * BLOCK_ROWS
@@ -244,7 +244,7 @@ def generate(
     for name in [*names, "truth.json"]:
         if os.path.lexists(os.path.join(out, name)):
             raise InputError(f"{out}: already has {name}, which is never overwritten; name another folder")
-    rows, plan = log.rows, Plant(log.dialect, log.seed, log.drift)
+    rows, plan = log.rows, GroundTruth(log.dialect, log.seed, log.drift)
     starts = day_starts(rows, log.days)
     logits, labels = np.empty(rows, dtype=np.float32), np.empty(rows, dtype=np.uint8)
 
@@ -255,7 +255,7 @@ def generate(
     files = _NewFiles(out)
     try:
         numbers = range(-(-rows // BLOCK_ROWS))
-        blocks = in_order(make, numbers, name="generate", num_threads=num_threads, ahead=num_threads)
+        blocks = in_order(make, numbers, name="generate", num_threads=num_threads, prefetch=num_threads)
         with contextlib.closing(blocks), contextlib.ExitStack() as stack:
             current, file = -1, None
             for block, texts in enumerate(blocks):

@@ -29,7 +29,7 @@ _QUANTILES = (0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 
 
 
 @dataclass(frozen=True)
-class Dialect:
+class LogSpec:
     """Constants of one of the two genuine logs."""
 
     label_rate: float
@@ -53,7 +53,7 @@ class Dialect:
 
 
 DIALECTS = {
-    "kaggle": Dialect(
+    "kaggle": LogSpec(
         label_rate=0.256,
         dense=(
             (0, 0, 0, 0, 0, 0, 0, 1, 1, 3, 4, 10, 17, 45, 130, 560),
@@ -118,7 +118,7 @@ DIALECTS = {
         shares=(0.55, 0.41, 0.04),
         shrinkage_rows=8_000,
     ),
-    "terabyte": Dialect(
+    "terabyte": LogSpec(
         label_rate=0.03,
         dense=(
             (1, 1, 1, 1, 2, 3, 5, 7, 11, 17, 32, 60, 96, 280, 1500, 3900),
@@ -260,7 +260,7 @@ class Rows:
     missing: np.ndarray
 
 
-def _dense_column(dialect: Dialect, column: int, strength: float, rng: np.random.Generator) -> _DenseColumn:
+def _dense_column(dialect: LogSpec, column: int, strength: float, rng: np.random.Generator) -> _DenseColumn:
     points = np.arange(_SLOTS + 1) / _SLOTS
     below = 0.0
     values = np.zeros(_SLOTS + 1, dtype=np.int64)
@@ -320,7 +320,7 @@ def _identities(column: _SparseColumn, day: int) -> tuple[np.ndarray, np.ndarray
     return holder, holder + cardinality * np.where(rare, (day + birth) // 32, 0)
 
 
-class Plant:
+class GroundTruth:
     """Distribution of a synthetic log, fixed by dialect, seed and drift, independent of the row count."""
 
     def __init__(self, dialect: str, seed: int, drift: int = 1) -> None:

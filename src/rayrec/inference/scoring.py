@@ -161,7 +161,7 @@ def scored_tables(scoring: Scoring, *, pool: Pool, device: Device, first_block: 
         return thread_state.score(number)
 
     try:
-        yield from in_order(scored, range(first_block, scoring.num_blocks), name="score", num_threads=pool.num_actors, ahead=2)
+        yield from in_order(scored, range(first_block, scoring.num_blocks), name="score", num_threads=pool.num_actors, prefetch=2)
     finally:
         torch.set_num_threads(threads)
 

@@ -11,10 +11,10 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.batch import DENSE, Batch
-from rayrec.data.encoded import Bags, EncodedRows, Ids
+from rayrec.data.encoded import EncodedRows, Ids, JaggedIds
 from rayrec.data.logs.index import Block
 from rayrec.data.numbered_rows import RowSource
-from rayrec.data.stage_times import BlockTimes, StageAccount, measured, stage
+from rayrec.data.stage_times import BlockTimes, StageTimes, measured, stage
 from rayrec.ingest.block_order import BlockPlan, Piece
 from rayrec.ingest.order import EpochPlan, Plans, Share
 from rayrec.ingest.row_order import RowPlan
@@ -30,7 +30,7 @@ Targets = Callable[[EncodedRows], np.ndarray]
 class BatchReader(Protocol[Plan_contra]):
     """Reader of one worker's batches."""
 
-    stages: StageAccount
+    stages: StageTimes
     """Time per reading stage."""
 
     def batches(self, plans: Plans[Plan_contra], share: Share) -> Iterator[Batch]:
@@ -59,7 +59,7 @@ class ArrayBatches:
     def __init__(self, source: RowSource, *, ahead: int = 2) -> None:
         self._source, self._num_ahead = source, max(1, ahead)
         self._made: Ahead[tuple[Batch, BlockTimes]] | None = None
-        self.stages = StageAccount(cpus=1.0)
+        self.stages = StageTimes(cpus=1.0)
 
     def batches(self, plans: Plans[RowPlan], share: Share) -> Iterator[Batch]:
         self._made = made = Ahead(self._make(plans, share), most=self._num_ahead)
@@ -157,7 +157,7 @@ class ClickBatches:
         self._num_pinned, self._tables = pinned, tables
         self._rows: RowStream | None = None
         self._pinned: Ahead[Batch] | None = None
-        self.stages = StageAccount(cpus=source.cpus)
+        self.stages = StageTimes(cpus=source.cpus)
 
     def batches(self, plans: Plans[BlockPlan], share: Share) -> Iterator[Batch]:
         self._rows = rows = RowStream(self._source, _Pieces(plans), self.stages)
@@ -238,7 +238,7 @@ class Slicer:
         while done < count:
             if self._current is None or self._used == len(self._current):
                 self._current, self._used = next(self._rows), 0
-                self._offsets = [ids.offsets() if isinstance(ids, Bags) else None for ids in self._current.ids]
+                self._offsets = [ids.offsets() if isinstance(ids, JaggedIds) else None for ids in self._current.ids]
             size = min(count - done, len(self._current) - self._used)
             slices.append((self._current, self._offsets, self._used, self._used + size))
             done += size
@@ -293,11 +293,11 @@ class Slicer:
             return self._features(ids, self._unpooled, count)
         columns: list[Ids] = [ids[number] for number in self._unpooled]
         if not count:
-            columns = [Bags(np.empty(0, np.int32), np.zeros(1, np.int32)) for _ in columns]
+            columns = [JaggedIds(np.empty(0, np.int32), np.zeros(1, np.int32)) for _ in columns]
         for of_table in self._tables.values():
             lengths = np.zeros(max(count, 1), np.int32)
             lengths[0] = len(of_table)
-            columns.append(Bags(of_table, lengths))
+            columns.append(JaggedIds(of_table, lengths))
         keys = [*(self._keys[number] for number in self._unpooled), *self._tables]
         return sparse_features(keys, columns, max(count, 1))
 
@@ -316,10 +316,10 @@ class Slicer:
 
     def _ids(
         self, slices: list[tuple[EncodedRows, list[np.ndarray | None], int, int]], count: int
-    ) -> Sequence[np.ndarray | Bags]:
+    ) -> Sequence[np.ndarray | JaggedIds]:
         """Concatenate the ids of the slices. Fixed-width columns share one buffer, column by column."""
         first = slices[0][0].ids if slices else [np.empty(0, np.int32)] * len(self._keys)
-        if any(isinstance(column, Bags) for column in first):
+        if any(isinstance(column, JaggedIds) for column in first):
             return [
                 _joined([_part(rows.ids[c], offsets[c], start, stop) for rows, offsets, start, stop in slices])
                 for c in range(len(self._keys))
@@ -358,17 +358,17 @@ class OneArray(list[np.ndarray]):
 
 
 def _part(ids: Ids, offsets: np.ndarray | None, start: int, stop: int) -> Ids:
-    if isinstance(ids, Bags):
+    if isinstance(ids, JaggedIds):
         assert offsets is not None
         return ids.take(start, stop, offsets)
     return ids[start:stop]
 
 
 def _joined(parts: Sequence[Ids]) -> Ids:
-    if isinstance(parts[0], Bags):
-        bags = [part for part in parts if isinstance(part, Bags)]
+    if isinstance(parts[0], JaggedIds):
+        bags = [part for part in parts if isinstance(part, JaggedIds)]
         weights = [bag.weights for bag in bags if bag.weights is not None]
-        return Bags(
+        return JaggedIds(
             np.concatenate([bag.values for bag in bags]),
             np.concatenate([bag.lengths for bag in bags]),
             np.concatenate(weights) if weights else None,
@@ -388,15 +388,15 @@ def sparse_features(
 
     `constant` caches the lengths and offsets of fixed-width columns by row count. `weighted` adds weights, 1 for columns without.
     """
-    sizes = [len(column.values) if isinstance(column, Bags) else column.size for column in columns]
+    sizes = [len(column.values) if isinstance(column, JaggedIds) else column.size for column in columns]
     if isinstance(columns, OneArray):
         values = columns.values
     elif isinstance(columns, np.ndarray):
         values = columns.reshape(-1)
     else:
-        flat = [column.values if isinstance(column, Bags) else column.reshape(-1) for column in columns]
+        flat = [column.values if isinstance(column, JaggedIds) else column.reshape(-1) for column in columns]
         values = np.concatenate(flat) if flat else np.empty(0, np.int32)
-    varying = any(isinstance(column, Bags) for column in columns)
+    varying = any(isinstance(column, JaggedIds) for column in columns)
     constant = {} if constant is None or varying else constant
     if rows not in constant:
         lengths = torch.from_numpy(np.concatenate([_lengths(column, rows) for column in columns] or [np.empty(0, np.int32)]))
@@ -418,13 +418,13 @@ def sparse_features(
 
 def _weights(columns: Sequence[Ids], sizes: Sequence[int]) -> np.ndarray:
     """Concatenate the weights of all columns, float32 [ids]."""
-    given = [column.weights if isinstance(column, Bags) else None for column in columns]
+    given = [column.weights if isinstance(column, JaggedIds) else None for column in columns]
     return np.concatenate(
         [np.ones(size, np.float32) if weights is None else weights for weights, size in zip(given, sizes, strict=True)]
     )
 
 
 def _lengths(ids: Ids, rows: int) -> np.ndarray:
-    if isinstance(ids, Bags):
+    if isinstance(ids, JaggedIds):
         return ids.lengths
     return np.full(rows, ids.shape[1] if ids.ndim == 2 else 1, np.int32)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rayrec.config import InputError
-from rayrec.data.logs.index import Block, Part, row_numbers, source_of, sources_in_order
+from rayrec.data.logs.index import Block, SegmentRange, row_numbers, source_of, sources_in_order
 from rayrec.ingest.order import Share
 from rayrec.row_tally import RowNumbers, RowTally, merged
 
@@ -38,7 +38,9 @@ class Piece:
         return self.stop - self.start
 
 
-def blocks_of_epoch(parts: Sequence[Part], *, shuffle: str, seed: int, epoch: int, segments_per_block: int) -> list[Block]:
+def blocks_of_epoch(
+    parts: Sequence[SegmentRange], *, shuffle: str, seed: int, epoch: int, segments_per_block: int
+) -> list[Block]:
     """Compute the blocks of one epoch.
 
     shuffle: `none` keeps the log order. `files` permutes files and keeps the order within each. `window` permutes segments, and
@@ -69,7 +71,7 @@ def _generator(seed: int, epoch: int) -> np.random.Generator:
 class BlockOrder:
     """Epoch order over row ranges of a click log."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[SegmentRange, ...]
     shuffle: str
     seed: int
     segments_per_block: int
@@ -169,7 +171,7 @@ class BlockOrder:
         return tally
 
 
-def _numbers_of(part: Part) -> tuple[int, int]:
+def _numbers_of(part: SegmentRange) -> tuple[int, int]:
     """Return the range of the part's row numbers in the log, as [start, stop)."""
     first = part.segment.first_row
     return first + part.start, first + part.stop

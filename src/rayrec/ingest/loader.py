@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, Generic, final
 
 from rayrec.batch import Batch
-from rayrec.data.stage_times import StageAccount
+from rayrec.data.stage_times import StageTimes
 from rayrec.ingest.batches import BatchReader
 from rayrec.ingest.order import EpochOrder, Place, Plan, Share
 from rayrec.row_tally import RowTally
@@ -49,7 +49,7 @@ class Loader(Generic[Place, Plan]):
         self._handed_out = 0
 
     @property
-    def stages(self) -> StageAccount:
+    def stages(self) -> StageTimes:
         return self._reader.stages
 
     def start(self) -> None:

@@ -30,7 +30,7 @@ from ray.data.block import BlockMetadata
 from rayrec import storage
 from rayrec.compat.ray_compat import ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, BackpressurePolicy, PhysicalOperator
 from rayrec.config import InputError
-from rayrec.data.engine import STOP_ASKED, Shared, TaskPlacement
+from rayrec.data.engine import STOP_REQUESTED, Shared, TaskPlacement
 
 _ITEMS_A_DATASET: Final = (64, 256, 1024)
 """Number of items in the first Datasets of a stream. The last value, about 32 GB of text with default blocks, applies to all
@@ -316,7 +316,7 @@ class _Started:
             yield from self._values
 
     def close(self) -> None:
-        wait([self._first], timeout=0 if STOP_ASKED.is_set() else _CLOSE_S)
+        wait([self._first], timeout=0 if STOP_REQUESTED.is_set() else _CLOSE_S)
         if self._first.done():  # A running generator cannot be closed.
             self._values.close()
 

@@ -13,13 +13,13 @@ import pyarrow as pa
 
 from rayrec.data.encoded import EncodedRows, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.engine import STOP_ASKED, Shared, StreamEngine
+from rayrec.data.engine import STOP_REQUESTED, Shared, StreamEngine
 from rayrec.data.logs.index import Block, row_numbers
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.materialized.dataset import dataset_of
 from rayrec.data.materialized.dataset import read as read_preprocessed
 from rayrec.data.raw_block import RawBlock
-from rayrec.data.stage_times import BlockTimes, StageAccount, measured, stage, times_of, with_times
+from rayrec.data.stage_times import BlockTimes, StageTimes, measured, stage, times_of, with_times
 from rayrec.ingest.block_order import Piece
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
@@ -67,7 +67,7 @@ class Ahead(Generic[T]):
             try:
                 value, error = self._made.get(timeout=_POLL_S)
             except queue.Empty:
-                if self._may_stall and STOP_ASKED.is_set() and time.monotonic() - since_s >= _STALL_S:
+                if self._may_stall and STOP_REQUESTED.is_set() and time.monotonic() - since_s >= _STALL_S:
                     self._over = self.stalled = True
                 continue
             if error is None:
@@ -80,7 +80,7 @@ class Ahead(Generic[T]):
         """Stop the thread. Waits for the pending value, unless that could stall a run that was asked to stop."""
         self._over = True
         self._closed.set()
-        if not (self._may_stall and STOP_ASKED.is_set()):
+        if not (self._may_stall and STOP_REQUESTED.is_set()):
             self._thread.join(_CLOSE_S)
 
     def _make(self) -> None:
@@ -223,7 +223,7 @@ class RowStream(Iterator[EncodedRows]):
     missing rows: other workers may have trained theirs of the same step, and a checkpoint needs a complete step.
     """
 
-    def __init__(self, source: TaskSource | MappedSource, pieces: Pieces, account: StageAccount | None = None) -> None:
+    def __init__(self, source: TaskSource | MappedSource, pieces: Pieces, account: StageTimes | None = None) -> None:
         """Start reading. `pieces` must be re-iterable. `account` receives the stage times of each piece."""
         self._source, self._pieces, self._account = source, pieces, account
         self._made = Ahead(source.make(pieces), most=source.num_ahead, may_stall=source.may_stall)

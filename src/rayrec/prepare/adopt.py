@@ -18,7 +18,7 @@ from rayrec.data.encoding.extension import preprocessor_folder
 from rayrec.data.encoding.preprocessor import MAX_TABLE_ROWS, PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.engine import Engine
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.index import Entry, LogIndex, numbered
+from rayrec.data.logs.index import LogIndex, SegmentEntry, numbered
 from rayrec.data.logs.splits import NAMES, Kind, Split, SplitParts, check_parts
 from rayrec.data.materialized.adopted import (
     MAX_FAULTY_ROWS,
@@ -269,7 +269,7 @@ def _index(folder: str, days: Sequence[Day], scanned: Scanned, rows_per_segment:
         starts, stops = cuts[:-1], cuts[1:]
         good = ~np.isin(starts, faulty)
         for start, stop in zip(starts[good].tolist(), stops[good].tolist(), strict=True):
-            entries.append(Entry(path, start, stop, stop - start))
+            entries.append(SegmentEntry(path, start, stop, stop - start))
     return LogIndex(numbered(entries, "npy" if days[0].matrices[2].name == "sparse" else "npz"), scanned.faults)
 
 

@@ -114,7 +114,7 @@ def collision_rate(column: SparseColumn, vocabulary: np.ndarray, tokens: np.ndar
     encoder = Preprocessor("report", schema, (), (column,), vocabulary).encoder
     ids = encoder.ids(tokens, 0)
     if column.num_tokens is not None:
-        in_vocabulary = np.isin(column.looked_up(tokens), vocabulary)
+        in_vocabulary = np.isin(column.apply_modulo(tokens), vocabulary)
         ids, counts = ids[in_vocabulary], counts[in_vocabulary]
     _, index, categories = np.unique(ids, return_inverse=True, return_counts=True)
     return fraction(counts[categories[index] > 1].sum(), counts.sum())

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from rayrec.data.arrow import arrow_bytes
 from rayrec.data.encoding.counts import add_logarithms
-from rayrec.data.encoding.encoder import build_slots, look_up, num_slots
+from rayrec.data.encoding.encoder import build_slots, find_ids, num_slots
 from rayrec.data.raw_block import RawBlock, RawList
 from rayrec.schema import Schema
 
@@ -146,7 +146,7 @@ class ColumnStats:
     ) -> None:
         tokens = (column.categories if isinstance(column, RawList) else column).astype(np.uint64)
         self.missing[number, len(job.schema.dense) + s] += np.count_nonzero(missing)
-        codes = look_up(tokens, _slots(job.top[s]), -1).astype(np.int64)
+        codes = find_ids(tokens, _slots(job.top[s]), -1).astype(np.int64)
         rest = TOP + (tokens * _MIX[0] >> np.uint64(64 - _BUCKET_BITS)).astype(np.int64)
         codes = np.where(codes < 0, rest, codes)
         if not isinstance(column, RawList):

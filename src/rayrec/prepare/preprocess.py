@@ -58,7 +58,7 @@ def vocabulary(path: str, *, out: str, extend: str | None = None, config: Prepar
         console.table("categories", _extension_rows(extension))
         extended = {
             "extends": extension.preprocessor.constants["extends"],
-            "kept": extension.kept,
+            "kept": extension.existing,
             "appended": extension.appended,
             "left_out": {name: number for name, number in extension.left_out.items() if number},
         }
@@ -98,8 +98,10 @@ def _opened_to_extend(path: str, config: PreparationConfig) -> tuple[Preprocesso
 
 
 def _extension_rows(extension: Extension) -> list[tuple[str, str]]:
-    rows = [(name, _amounts(kept, extension.appended[name], extension.left_out[name])) for name, kept in extension.kept.items()]
-    counts = (extension.kept, extension.appended, extension.left_out)
+    rows = [
+        (name, _amounts(kept, extension.appended[name], extension.left_out[name])) for name, kept in extension.existing.items()
+    ]
+    counts = (extension.existing, extension.appended, extension.left_out)
     return [*rows, ("total", _amounts(*(sum(count.values()) for count in counts)))]
 
 

@@ -130,7 +130,7 @@ def _lines(segment: Segment, schema: Schema) -> tuple[RawBlock, _Lines]:
     starts = np.concatenate([[0], np.flatnonzero(text[:size] == ord("\n")) + 1])
     starts = starts[starts < size]
     stops = np.append(starts[1:], size)
-    faults = parser.parse(text, size, most_faults=len(starts))
+    faults = parser.parse(text, size, max_faults=len(starts))
     good = ~np.isin(starts, np.array([fault.byte for fault in faults.first], np.int64))
     if parser.rows != segment.rows or int(good.sum()) != parser.rows:
         raise changed(segment.path, segment.start, segment.stop, "bytes")

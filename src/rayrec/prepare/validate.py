@@ -16,7 +16,7 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, Preset, merged
 from rayrec.data.engine import Engine
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.index import LogIndex, Part, Segment
+from rayrec.data.logs.index import LogIndex, Segment, SegmentRange
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.splits import Slice, slices_of
 from rayrec.data.logs.text_log import read_text
@@ -92,7 +92,7 @@ def examine_categories(
 
 
 def _column(counts: Counts, number: int) -> tuple[dict[str, Any], np.ndarray]:
-    tokens, amounts, _ = counts.kept(number, 2)
+    tokens, amounts, _ = counts.frequent_tokens(number, 2)
     column = {**data_report.concentration(amounts, counts.num_distinct(number)), "unknown_rate": None}
     return column, data_report.top_categories(tokens, amounts)
 
@@ -105,9 +105,9 @@ def _merge_categories(tokens: np.ndarray, amounts: np.ndarray, modulo: int | Non
 
 def _unknown_to_the_past(counts: Counts, latest: Counts, number: int, rules: Preset) -> float | None:
     """Return the fraction of the latest values whose category occurred fewer than min_count times before."""
-    tokens, amounts = _merge_categories(*latest.kept(number)[:2], rules.token_modulo)
+    tokens, amounts = _merge_categories(*latest.frequent_tokens(number)[:2], rules.token_modulo)
     # Fewer occurrences than min_count plus one cannot matter, unless the modulo merges categories.
-    counted = counts.kept(number, 1 if rules.token_modulo else rules.min_count + 1)
+    counted = counts.frequent_tokens(number, 1 if rules.token_modulo else rules.min_count + 1)
     all_tokens, all_amounts = _merge_categories(*counted[:2], rules.token_modulo)
     both, latest_index, index = np.intersect1d(tokens, all_tokens, assume_unique=True, return_indices=True)
     return data_report.unknown_rate(tokens, amounts, both[all_amounts[index] - amounts[latest_index] >= rules.min_count])
@@ -116,7 +116,7 @@ def _unknown_to_the_past(counts: Counts, latest: Counts, number: int, rules: Pre
 def _category_rates(preprocessor: Preprocessor, counts: Counts, number: int) -> dict[str, float | None]:
     """Return the unknown and collision rates of a Preprocessor's column."""
     column = preprocessor.sparse[number]
-    tokens, amounts, _ = counts.kept(number)
+    tokens, amounts, _ = counts.frequent_tokens(number)
     vocabulary = preprocessor.vocabulary(number)
     rates: dict[str, float | None] = {"unknown_rate": None}
     if column.num_tokens is not None:
@@ -138,12 +138,12 @@ _HASH_BYTES = 1 << 30
 """Memory for row hashes without a configured limit."""
 
 
-Batch = tuple[int, tuple[Part, ...]]
+Batch = tuple[int, tuple[SegmentRange, ...]]
 """Number of a slice, and adjacent parts of it."""
 
 
-def _batches(items: Sequence[tuple[int, Part]], limit: int) -> list[Batch]:
-    batches: list[tuple[int, list[Part]]] = []
+def _batches(items: Sequence[tuple[int, SegmentRange]], limit: int) -> list[Batch]:
+    batches: list[tuple[int, list[SegmentRange]]] = []
     rows = 0
     for number, part in items:
         size = part.stop - part.start
@@ -155,7 +155,7 @@ def _batches(items: Sequence[tuple[int, Part]], limit: int) -> list[Batch]:
     return [(number, tuple(parts)) for number, parts in batches]
 
 
-def _read(parts: Sequence[Part], schema: Schema) -> RawBlock:
+def _read(parts: Sequence[SegmentRange], schema: Schema) -> RawBlock:
     block = read_raw([part.segment for part in parts], schema)
     return block.cut(
         parts[0].start, block.rows - (parts[-1].segment.rows - parts[-1].stop)
@@ -170,7 +170,7 @@ def _stats_task(batches: Sequence[Batch], *, job: StatsJob) -> pa.Table:
     return stats.to_table()
 
 
-def _values_task(parts: Sequence[Part], *, schema: Schema) -> pa.Table:
+def _values_task(parts: Sequence[SegmentRange], *, schema: Schema) -> pa.Table:
     block = _read(parts, schema)
     values = [
         arrow_numbers(numbers.astype(np.float64), block.is_missing(name))
@@ -183,7 +183,7 @@ def _faults_task(segments: Sequence[Segment], *, schema: Schema) -> pa.Table:
     counter = Counter[tuple[str, str]]()
     for segment in segments:
         size = segment.stop - segment.start
-        faults = TextParser(schema, max_rows_in(schema, size)).parse(read_text(segment), size, most_faults=size)
+        faults = TextParser(schema, max_rows_in(schema, size)).parse(read_text(segment), size, max_faults=size)
         counter.update((fault.kind, fault.column) for fault in faults.first)
     return json_reply([[*key, rows] for key, rows in counter.items()])
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 import orjson
 
-from rayrec.data.encoding.known_categories import UnknownCategories, tokens_by_id
+from rayrec.data.encoding.known_categories import OOVCounter, tokens_by_id
 from rayrec.data.raw_block import RawBlock
 from rayrec.serve.counters import Counters
 from rayrec.serve.requests import RequestBody, RequestError
@@ -56,7 +56,7 @@ class BatchScorer:
     def __init__(self, model: ServedModel, counters: Counters) -> None:
         self.model = model
         self._reader = make_reader(model.preprocessor.schema)
-        self._unknown = UnknownCategories(model.preprocessor)
+        self._unknown = OOVCounter(model.preprocessor)
         self._columns = model.preprocessor.inputs.sparse
         self._tokens = functools.cache(functools.partial(tokens_by_id, model.preprocessor))
         self._counters = counters

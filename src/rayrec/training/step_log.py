@@ -13,7 +13,7 @@ from rayrec import machine
 from rayrec.collectives import num_workers, over_workers
 from rayrec.compat.torch_compat import linear_pointwise
 from rayrec.config import InputError
-from rayrec.data.stage_times import STAGES, StageAccount
+from rayrec.data.stage_times import STAGES, StageTimes
 from rayrec.optim.config import learning_rates
 from rayrec.row_tally import RowNumbers
 from rayrec.training.progress import Cut, Training
@@ -40,9 +40,9 @@ class DataStats:
 
     def __init__(self, loader: Any) -> None:
         """Read `loader.stages`; loaders without it are not reported."""
-        self._account: StageAccount | None = getattr(loader, "stages", None)
+        self._account: StageTimes | None = getattr(loader, "stages", None)
         self._since_s = time.monotonic() if self._account is None else self._account.begin_s
-        self._sums = dict.fromkeys(StageAccount.FIELDS, 0.0)
+        self._sums = dict.fromkeys(StageTimes.FIELDS, 0.0)
 
     def take(self) -> list[float]:
         """Return this worker's numbers since the last call, equally many on each worker, to be averaged for `log_means`."""
@@ -53,14 +53,14 @@ class DataStats:
         if self._account is None:
             return
         workers = num_workers()
-        for name, mean in zip(StageAccount.FIELDS, means, strict=True):
+        for name, mean in zip(StageTimes.FIELDS, means, strict=True):
             self._sums[name] = mean * workers + (0.0 if name == "cpus" else self._sums[name])
         seconds = time.monotonic() - self._since_s
         if seconds < _MIN_EVENT_S or (seconds < _MAX_EVENT_S and not self._sums["blocks"]):
             return
         log("data", {"step": step, **data_fields(self._sums, seconds=seconds)})
         self._since_s += seconds
-        self._sums = dict.fromkeys(StageAccount.FIELDS, 0.0)
+        self._sums = dict.fromkeys(StageTimes.FIELDS, 0.0)
 
 
 def data_fields(sums: Mapping[str, float], *, seconds: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any, Final, Protocol, Self, final
 
-from rayrec.data.engine import STOP_ASKED
+from rayrec.data.engine import STOP_REQUESTED
 from rayrec.workloads.run_config import FailureConfig
 
 
@@ -159,7 +159,7 @@ class StopMonitor:
         """Unix time of a node's preemption."""
         self._known: set[str] = set()
         self._closed = threading.Event()
-        STOP_ASKED.clear()
+        STOP_REQUESTED.clear()
         if channel is not None:
             threading.Thread(target=self._poll, args=(channel,), name="stop-watch", daemon=True).start()
 
@@ -169,7 +169,7 @@ class StopMonitor:
             with contextlib.suppress(OSError):  # Ray ends the workers of a lost driver
                 cause = channel.stop_reason()
         if cause is not None and not self._closed.is_set():
-            STOP_ASKED.set()
+            STOP_REQUESTED.set()
         if self._first:
             self.cause = cause
 

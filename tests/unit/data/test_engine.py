@@ -41,7 +41,7 @@ def test_results_come_in_the_order_of_the_items() -> None:
             behind.set()
         return table(item)
 
-    assert values(stream(task, range(10), num_threads=2, ahead=3)) == [*range(10)]
+    assert values(stream(task, range(10), num_threads=2, prefetch=3)) == [*range(10)]
     engine: Engine = ThreadEngine(4)
     assert isinstance(engine, StreamEngine)
     assert engine.cpus == 4.0
@@ -67,7 +67,7 @@ def test_tasks_do_not_run_further_ahead_than_they_may(num_threads: int, ahead: i
             running -= 1
         return item
 
-    reading = in_order(task, range(20), name="bounded", num_threads=num_threads, ahead=ahead)
+    reading = in_order(task, range(20), name="bounded", num_threads=num_threads, prefetch=ahead)
     assert begun == 0  # nothing runs before it is read
     for expected in range(20):
         assert next(reading) == expected
@@ -93,7 +93,7 @@ def test_an_error_comes_in_its_place_and_no_further_item_starts() -> None:
             raise failed
         return table(item)
 
-    reading = stream(task, range(1000), num_threads=2, ahead=1)
+    reading = stream(task, range(1000), num_threads=2, prefetch=1)
     assert values(iter([next(reading), next(reading)])) == [0, 1]
     with pytest.raises(InputError) as raised:
         next(reading)

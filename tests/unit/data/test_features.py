@@ -13,7 +13,7 @@ from builders.logs import made_from
 
 from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
+from rayrec.data.encoded import EncodedRows, JaggedIds, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, make_preprocessor
 from rayrec.data.frames import transform
@@ -70,7 +70,7 @@ def encoded() -> tuple[Preprocessor, EncodedRows]:
     return preprocessor, preprocessor.encode(raw)
 
 
-def bags(rows: EncodedRows, column: str) -> Bags:
+def bags(rows: EncodedRows, column: str) -> JaggedIds:
     return rows.ids[SCHEMA.sparse.index(column)]
 
 
@@ -245,7 +245,9 @@ def test_csv_gives_the_same_rows(tmp_path: Path) -> None:
 
 
 def arrays(rows: EncodedRows) -> list[Any]:
-    ids = [x for each in rows.ids for x in ((each.values, each.lengths, each.weights) if isinstance(each, Bags) else (each,))]
+    ids = [
+        x for each in rows.ids for x in ((each.values, each.lengths, each.weights) if isinstance(each, JaggedIds) else (each,))
+    ]
     return [rows.dense, *ids, *rows.labels.values(), rows.timestamps]
 
 

@@ -18,7 +18,7 @@ from builders.torchrec_scripts import torchrec_criteo
 
 from rayrec import machine
 from rayrec.config import InputError
-from rayrec.data.encoded import Bags, EncodedRows
+from rayrec.data.encoded import EncodedRows, JaggedIds
 from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import ALL, RAYREC
@@ -93,7 +93,7 @@ def order_of(index: LogIndex, start: int, stop: int, shuffle: str = "none") -> B
 
 
 def arrays(rows: EncodedRows) -> list[np.ndarray | None]:
-    ids = [each for ids in rows.ids for each in ((ids.values, ids.lengths) if isinstance(ids, Bags) else (ids,))]
+    ids = [each for ids in rows.ids for each in ((ids.values, ids.lengths) if isinstance(ids, JaggedIds) else (ids,))]
     return [rows.dense, *rows.labels.values(), rows.weights, *ids]
 
 
@@ -434,7 +434,7 @@ def test_an_id_outside_its_table_is_refused(days: LogIndex, tmp_path: Path, form
 
 def test_ids_of_bags_and_negative_ids_are_checked() -> None:
     dense = np.zeros((3, 0), np.float32)
-    bags = Bags(np.array([1, 2, 9, 0], np.int32), np.array([2, 0, 2], np.int32))
+    bags = JaggedIds(np.array([1, 2, 9, 0], np.int32), np.array([2, 0, 2], np.int32))
     one = EncodedRows(dense, [np.array([0, 1, -1], np.int64), np.array([[0, 1], [2, 3], [4, 4]]), bags])
     assert dataset.wrong_id(one, [2, 5, 10]) == dataset.WrongId(2, 0, -1)
     one.ids[0][2] = 1  # type: ignore[index]

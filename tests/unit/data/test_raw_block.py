@@ -11,7 +11,7 @@ from builders.raw_blocks import block_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
+from rayrec.data.encoded import EncodedRows, JaggedIds, from_arrow, to_arrow
 from rayrec.data.encoding.counts import CountingJob
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
@@ -61,7 +61,7 @@ def expected_id(preprocessor: Preprocessor, column: int, token: int) -> int:
 
 def ids_of(encoded: EncodedRows, column: int) -> list[Any]:
     ids = encoded.ids[column]
-    if isinstance(ids, Bags):
+    if isinstance(ids, JaggedIds):
         assert ids.lengths.dtype == np.int32
         ends = np.cumsum(ids.lengths).tolist()
         return [ids.values[end - n : end].tolist() for n, end in zip(ids.lengths.tolist(), ends, strict=True)]
@@ -94,7 +94,7 @@ def check(rows: list[Row], order: list[int] | None, num_embeddings: int = LARGE)
                 wanted_ids.append(missing_id if cell is None else expected_id(preprocessor, s, cell))
         assert ids_of(encoded, s) == wanted_ids, name
         ids = encoded.ids[s]
-        assert (ids.values if isinstance(ids, Bags) else ids).dtype == preprocessor.id_dtype
+        assert (ids.values if isinstance(ids, JaggedIds) else ids).dtype == preprocessor.id_dtype
     (again,) = from_arrow(to_arrow(encoded)) or [encoded]
     assert [ids_of(again, s) for s in range(4)] == [ids_of(encoded, s) for s in range(4)]
 

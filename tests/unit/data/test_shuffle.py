@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
-from rayrec.data.logs.index import LogIndex, Part, numbered
+from rayrec.data.logs.index import LogIndex, SegmentRange, numbered
 from rayrec.data.logs.splits import Split
 from rayrec.data.materialized import write_tasks
 from rayrec.data.materialized.dataset import PreprocessedDataset, open_preprocessed
@@ -168,7 +168,7 @@ def orders_of_days(shuffle: str, *, days: int, segments: int, rows: int, segment
     if shuffle == "full":
         day_of_row = np.arange(total) // (segments * rows)
         return day_of_row[np.argsort(Permutation(total, seed=1)(np.arange(total)))]
-    parts = [Part(segment, 0, rows) for segment in index]
+    parts = [SegmentRange(segment, 0, rows) for segment in index]
     blocks = blocks_of_epoch(parts, shuffle=shuffle, seed=1, epoch=0, segments_per_block=segments_per_block)
     day_of_part = [np.repeat([int(part.segment.path.removeprefix("day_")) for part in block.parts], rows) for block in blocks]
     return np.concatenate([of_block[block.order()] for of_block, block in zip(day_of_part, blocks, strict=True)])

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from rayrec.data import stage_times
-from rayrec.data.stage_times import STAGES, BlockTimes, StageAccount, measured, stage, times_of, with_times
+from rayrec.data.stage_times import STAGES, BlockTimes, StageTimes, measured, stage, times_of, with_times
 
 
 def test_stages_are_measured_in_their_own_thread_and_waiting_is_not_computing() -> None:
@@ -123,17 +123,17 @@ def test_a_table_carries_them() -> None:
 
 
 def test_an_account_adds_up_until_it_is_taken() -> None:
-    account = StageAccount(cpus=1.5)
+    account = StageTimes(cpus=1.5)
     ready_s = time.time() - 2
     account.add(BlockTimes(100, {"read": 1.0, "parse": 2.0}, {"read": 0.5, "parse": 2.0}, {"read": 0.1, "parse": 0.0}, ready_s))
     account.add(BlockTimes(50, {"read": 1.0}, {"read": 0.5}, {"read": 0.2}, time.time() + 100))  # another node's clock
     most_s = time.time() - ready_s
-    sums = dict(zip(StageAccount.FIELDS, account.take(), strict=True))
+    sums = dict(zip(StageTimes.FIELDS, account.take(), strict=True))
     assert (sums["cpus"], sums["rows"], sums["blocks"]) == (1.5, 150, 2)
     assert (sums["read_wall_s"], sums["read_cpu_s"], sums["parse_wall_s"], sums["encode_wall_s"]) == (2.0, 1.0, 2.0, 0.0)
     assert sums["read_queue_s"] == pytest.approx(0.3)
     assert 200 <= sums["waited_row_s"] <= 100 * most_s
     assert 2 <= sums["waited_block_s"] <= most_s
-    again = dict(zip(StageAccount.FIELDS, account.take(), strict=True))
-    assert again == {**dict.fromkeys(StageAccount.FIELDS, 0.0), "cpus": 1.5}
+    again = dict(zip(StageTimes.FIELDS, account.take(), strict=True))
+    assert again == {**dict.fromkeys(StageTimes.FIELDS, 0.0), "cpus": 1.5}
     assert len(STAGES) == 3

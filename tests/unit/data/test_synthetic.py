@@ -13,12 +13,12 @@ from sklearn.metrics import roc_auc_score
 from rayrec.config import InputError
 from rayrec.data import synthetic
 from rayrec.data.synthetic import format_rows, max_row_bytes
-from rayrec.data.synthetic_law import BLOCK_ROWS, DIALECTS, Plant, Rows
+from rayrec.data.synthetic_law import BLOCK_ROWS, DIALECTS, GroundTruth, Rows
 
 ROWS = 70_000  # more than one block
 
 
-def all_rows(plan: Plant, rows: int, days: int) -> list[Rows]:
+def all_rows(plan: GroundTruth, rows: int, days: int) -> list[Rows]:
     starts = synthetic.day_starts(rows, days)
     blocks = range(-(-rows // BLOCK_ROWS))
     return [r for b in blocks for _, r in plan.rows(b, spans=synthetic.block_spans(b, starts=starts))]
@@ -33,7 +33,7 @@ def kaggle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 @pytest.fixture(scope="module")
 def planted() -> tuple[np.ndarray, np.ndarray]:
     """Logits and labels of the rows of `kaggle`, drawn again without files."""
-    pieces = all_rows(Plant("kaggle", 5), ROWS, 3)
+    pieces = all_rows(GroundTruth("kaggle", 5), ROWS, 3)
     return np.concatenate([p.logits for p in pieces]), np.concatenate([p.labels for p in pieces])
 
 
@@ -45,7 +45,7 @@ def test_same_bytes_whatever_the_parallelism(kaggle: tuple[Path, dict[str, Any]]
 
 
 def test_more_rows_continue_the_same_process() -> None:
-    plan = Plant("terabyte", 1)
+    plan = GroundTruth("terabyte", 1)
     (short,), long = all_rows(plan, 5_000, 1), all_rows(plan, 20_000, 1)
     for name in ("labels", "logits", "missing", "tokens"):
         joined = np.concatenate([getattr(piece, name) for piece in long], axis=-1)
@@ -53,7 +53,7 @@ def test_more_rows_continue_the_same_process() -> None:
 
 
 def test_seeds_differ() -> None:
-    one, other = (all_rows(Plant("kaggle", seed), 1_000, 1)[0] for seed in (0, 1))
+    one, other = (all_rows(GroundTruth("kaggle", seed), 1_000, 1)[0] for seed in (0, 1))
     both = (one.tokens != 0) & (other.tokens != 0)  # 0 stands where a token is missing
     assert (one.tokens[both] != other.tokens[both]).mean() > 0.99
 
@@ -79,7 +79,7 @@ def test_rows_are_criteo_rows(kaggle: tuple[Path, dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(("dialect", "rate"), [("kaggle", 0.256), ("terabyte", 0.03)])
 def test_label_rate_and_auroc_are_the_targets(dialect: str, rate: float) -> None:
-    pieces = all_rows(Plant(dialect, 2), 100_000, 1)
+    pieces = all_rows(GroundTruth(dialect, 2), 100_000, 1)
     logits, labels = np.concatenate([p.logits for p in pieces]), np.concatenate([p.labels for p in pieces])
     assert labels.mean() == pytest.approx(rate, rel=0.05)
     assert synthetic.exact_auroc(logits, labels) == pytest.approx(0.80, abs=0.015)
@@ -138,8 +138,8 @@ def test_dated_folders_hold_a_day_each_of_a_law_that_moves_faster(tmp_path: Path
     files = sorted(str(path.relative_to(tmp_path / "dated")) for path in (tmp_path / "dated").rglob("*.*"))
     assert files == [*names, "truth.json"]
     # The truth is that of the rows: theirs are drawn from the law of day 0, 5 and 10.
-    plan = Plant("kaggle", 4)
-    whole = Plant("kaggle", 4, 5).rows(0, spans=[(0, 2_000), (1, 2_000), (2, 2_000)])
+    plan = GroundTruth("kaggle", 4)
+    whole = GroundTruth("kaggle", 4, 5).rows(0, spans=[(0, 2_000), (1, 2_000), (2, 2_000)])
     days = [rows for _, rows in whole]
     rng = np.random.Generator(np.random.SFC64(np.random.SeedSequence(4, spawn_key=(2, 0))))
     draws = plan._draws(rng)
@@ -166,7 +166,7 @@ def test_a_dated_log_that_cannot_be_written_leaves_no_folder(tmp_path: Path) -> 
 
 
 def test_tokens_drift_and_new_ones_appear() -> None:
-    plan = Plant("kaggle", 0)
+    plan = GroundTruth("kaggle", 0)
     first, same, later = (plan._tables(day).tokens[2][:-1] for day in (0, 0, 6))
     assert (first == same).all()
     assert len(np.unique(first)) == len(first)  # one-to-one

@@ -13,7 +13,7 @@ import rayrec
 from rayrec import recipes
 from rayrec.cli import run
 from rayrec.config import InputError
-from rayrec.data.encoded import Bags, EncodedRows
+from rayrec.data.encoded import EncodedRows, JaggedIds
 from rayrec.data.logs.text_parser import parse
 from rayrec.inference.compare import compare as compare_checkpoints
 from rayrec.inference.config import ComparisonGates
@@ -233,7 +233,9 @@ def test_baseline_features(tmp_path: Path) -> None:
     preprocessor = hashed_preprocessor([4_000], Schema(tokens="hexadecimal", dense=("a",), sparse=("b",)))
     options = Baselines(preprocessor, rows, rows, "", recipes.criteo_demo())
     assert binary_metrics(options.fit("lightgbm").logits(rows), labels)["auroc"] < 0.6
-    lists = EncodedRows(np.array([[0.5], [1.5]], np.float32), [Bags(np.array([3, 3, 4]), np.array([2, 1])), np.array([3, 3])])
+    lists = EncodedRows(
+        np.array([[0.5], [1.5]], np.float32), [JaggedIds(np.array([3, 3, 4]), np.array([2, 1])), np.array([3, 3])]
+    )
     features = one_hot(lists)
     assert features.shape == (2, 1 + (1 << 20))
     assert features.sum(axis=1).tolist() == [[0.5 + 3], [1.5 + 2]]

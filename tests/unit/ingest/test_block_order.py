@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrec.data.logs.index import Block, Part, Segment
+from rayrec.data.logs.index import Block, Segment, SegmentRange
 from rayrec.ingest.block_order import BlockOrder, Piece, Position, after, deal, steps_in, whole
 
 pieces = st.lists(st.integers(1, 40), max_size=12).map(
@@ -25,7 +25,7 @@ def make_order(sizes: list[int], shuffle: str, segments_per_block: int = 2, file
     parts, first = [], 0
     for i, size in enumerate(sizes):
         segment = Segment(f"day_{i * files // len(sizes)}", 100 * i, 100 * i + 100, first, size + 4)
-        parts.append(Part(segment, i % 3, i % 3 + size))
+        parts.append(SegmentRange(segment, i % 3, i % 3 + size))
         first += size + 4
     return BlockOrder(tuple(parts), shuffle, 7, segments_per_block)
 
@@ -143,7 +143,7 @@ def test_window_shuffles_segments_and_rows_inside_blocks() -> None:
 
 
 def of_paths(*paths: str, shuffle: str = "window", seed: int = 7) -> BlockOrder:
-    parts = [Part(Segment(path, 0, 90, 4 * i, 4), 0, 4) for i, path in enumerate(paths)]
+    parts = [SegmentRange(Segment(path, 0, 90, 4 * i, 4), 0, 4) for i, path in enumerate(paths)]
     return BlockOrder(tuple(parts), shuffle, seed, 2)
 
 

@@ -19,10 +19,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
+from rayrec.data.encoded import EncodedRows, JaggedIds, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import InProcess, ThreadEngine
-from rayrec.data.logs.index import LogIndex, Part
+from rayrec.data.logs.index import LogIndex, SegmentRange
 from rayrec.data.logs.text_log import read_segments
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.batches import ClickBatches, Slicer, sparse_features
@@ -129,7 +129,7 @@ def test_plan_matches_the_rows_of_each_worker(prepared: Prepared, world_size: in
 
 def test_plan_memory_does_not_grow_with_workers(prepared: Prepared) -> None:
     segment = dataclasses.replace(prepared[0].segments[0], rows=1 << 24)
-    order = BlockOrder((Part(segment, 0, segment.rows),), "none", 0, 1)
+    order = BlockOrder((SegmentRange(segment, 0, segment.rows),), "none", 0, 1)
     tracemalloc.start()
     try:
         planned = loader(prepared, order, batch_size=128, world_size=1024)
@@ -206,7 +206,7 @@ def test_a_worker_may_have_an_empty_batch(prepared: Prepared) -> None:
 
 def test_slicer_adds_full_tables_also_to_no_rows() -> None:
     inputs = Schema(label="label", dense=(), sparse=("user", "item"), lists=("item",), tokens="any")
-    lists = Bags(np.array([5, 3, 4], np.int32), np.array([2, 1], np.int32))
+    lists = JaggedIds(np.array([5, 3, 4], np.int32), np.array([2, 1], np.int32))
     rows = EncodedRows(np.empty((2, 0), np.float32), [np.array([7, 8], np.int32), lists], {"label": np.ones(2, np.float32)})
     slicer = Slicer(iter([rows]), inputs, unpooled=("item",), tables={"table:item": 3})
     features = slicer.take(2, loss_weight=1.0).sequence_features
@@ -437,7 +437,7 @@ def test_batches_hold_any_number_of_ids_a_row() -> None:
     parts = []
     for part in (slice(0, 7), slice(7, 8), slice(8, 50)):
         sizes = np.array([len(ids) for ids in lists[part]], np.int32)
-        bags = Bags(np.array([x for ids in lists[part] for x in ids], np.int64), sizes)
+        bags = JaggedIds(np.array([x for ids in lists[part] for x in ids], np.int64), sizes)
         numbers = np.zeros((len(sizes), 2), np.float32)
         parts += from_arrow(
             to_arrow(EncodedRows(numbers[:, :1], [one[part], bags, two[part]], {"label": numbers[:, 1]}, weights[part]))

@@ -16,12 +16,12 @@ from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC
 from rayrec.data.engine import InProcess, ThreadEngine
-from rayrec.data.logs.index import Block, Part
+from rayrec.data.logs.index import Block, SegmentRange
 from rayrec.data.logs.reading import read_raw
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest import stream as stream_module
 from rayrec.ingest.block_order import Piece
-from rayrec.ingest.stream import STOP_ASKED, Ahead, RowStream, TaskSource, encoded_block
+from rayrec.ingest.stream import STOP_REQUESTED, Ahead, RowStream, TaskSource, encoded_block
 from rayrec.training import stop_monitor
 
 BLOCKS = 4
@@ -33,7 +33,7 @@ Pieces = list[tuple[Block, Piece]]
 @pytest.fixture
 def pieces(click_log: Path) -> Pieces:
     segments = open_index(click_log / "train.txt").segments[:BLOCKS]
-    blocks = [Block((Part(each, 0, each.rows),), (3, number)) for number, each in enumerate(segments)]
+    blocks = [Block((SegmentRange(each, 0, each.rows),), (3, number)) for number, each in enumerate(segments)]
     return [(block, Piece(number, 5, block.rows)) for number, block in enumerate(blocks)]
 
 
@@ -46,10 +46,10 @@ def preprocessor(pieces: Pieces) -> Preprocessor:
 def never() -> Iterator[threading.Event]:
     """What data tasks wait for whose nodes are gone."""
     event = threading.Event()
-    STOP_ASKED.clear()
+    STOP_REQUESTED.clear()
     yield event
     event.set()
-    STOP_ASKED.clear()
+    STOP_REQUESTED.clear()
 
 
 class Given(ThreadEngine):
@@ -87,7 +87,7 @@ def test_blocks_that_never_come_are_made_here_once_the_run_is_asked_to_stop(
 
     monkeypatch.setattr(stream_module, "_STALL_S", 0.3)
     monkeypatch.setattr(stream_module, "_POLL_S", 0.05)
-    threading.Timer(0.2, STOP_ASKED.set).start()
+    threading.Timer(0.2, STOP_REQUESTED.set).start()
     found: list[list[int]] = []
     thread = threading.Thread(target=lambda: found.append(numbers(pieces, preprocessor, Given(tables))), daemon=True)
     thread.start()
@@ -127,7 +127,7 @@ def test_every_worker_hears_of_a_stop(monkeypatch: pytest.MonkeyPatch, never: th
     monkeypatch.setattr(stop_monitor, "_RANKS_POLL_S", 0.01)
     channel: Any = SimpleNamespace(stop_reason=lambda: "SIGTERM")
     watch = stop_monitor.StopMonitor(channel, rank=rank)
-    assert STOP_ASKED.wait(10)
+    assert STOP_REQUESTED.wait(10)
     watch.close()
     assert (watch.cause is None) == (rank == 1)  # all act on what worker 0 has heard
 

@@ -161,7 +161,7 @@ def test_faults_have_columns(kinds: list[int], newline: bool) -> None:
     text = b"".join((BAD_LINES[k] if k >= 0 else b"1\t1\t1\tdeadbeef") + b"\n" for k in kinds)
     if kinds and kinds[-1] != 0 and not newline:
         text = text[:-1]
-    faults = TextParser(SCHEMA, max_rows_in(SCHEMA, len(text))).parse(padded(text), len(text), most_faults=len(text))
+    faults = TextParser(SCHEMA, max_rows_in(SCHEMA, len(text))).parse(padded(text), len(text), max_faults=len(text))
     found = Counter((fault.kind, fault.column) for fault in faults.first)
     assert found == Counter(KIND_AND_COLUMN[k] for k in kinds if k >= 0)
 

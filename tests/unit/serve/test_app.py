@@ -694,7 +694,7 @@ def test_metrics_count_requests_and_rows() -> None:
 def test_failure_affects_one_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app(MODEL)
     with monkeypatch.context() as patch:
-        patch.setattr("rayrec.serve.responses.UnknownCategories.count", lambda *_: 1 / 0)
+        patch.setattr("rayrec.serve.responses.OOVCounter.count", lambda *_: 1 / 0)
         error = error_of(post(app, TEXT), 500)
         assert "division" not in json.dumps(error)
     assert post(app, TEXT).status == 200

@@ -17,7 +17,7 @@ from ranks.data_parallel import Small, config
 from rayrec import recipes, storage
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import InProcess, ThreadEngine
-from rayrec.data.logs.index import LogIndex, Part
+from rayrec.data.logs.index import LogIndex, SegmentRange
 from rayrec.data.logs.text_parser import TextParser
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.datasets.criteo import SCHEMA
@@ -179,7 +179,7 @@ def click_run(prepared: tuple[LogIndex, Preprocessor]) -> Diagnosis:
         make_metrics=lambda: SimpleNamespace(update=None, compute=lambda: {"auroc": 0.5}),
         eval_batches={"validation": lambda: iter(())},
     )
-    order = BlockOrder(tuple(Part(s, 0, s.rows) for s in index.segments), "window", 0, 3)
+    order = BlockOrder(tuple(SegmentRange(s, 0, s.rows) for s in index.segments), "window", 0, 3)
     source = TaskSource(InProcess(preprocessor), ThreadEngine(1), SCHEMA, order.max_block_rows, prefetch_blocks=1)
     loader = Loader(order, ClickBatches(source, SCHEMA), Share(0, 1, 32), epochs=1)
     configuration = recipes.criteo_demo("none").replace(log_every=4, evaluate_every=10**6, early_stopping={"patience": 0})

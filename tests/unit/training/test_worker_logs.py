@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rayrec.data.stage_times import BlockTimes, StageAccount
+from rayrec.data.stage_times import BlockTimes, StageTimes
 from rayrec.training import step_log
 from rayrec.training import worker_logs as module
 from rayrec.training.step_log import DataStats, data_fields
@@ -86,7 +86,7 @@ def test_worker_logs_restores_caller_logging(tmp_path: Path, monkeypatch: pytest
 
 
 def test_data_fields_returns_stage_shares() -> None:
-    sums = dict.fromkeys(StageAccount.FIELDS, 0.0)
+    sums = dict.fromkeys(StageTimes.FIELDS, 0.0)
     sums |= {"cpus": 2.0, "rows": 1000.0, "blocks": 4.0, "waited_row_s": 500.0, "waited_block_s": 2.0}
     sums |= {"read_wall_s": 2.0, "read_cpu_s": 0.5, "read_queue_s": 0.5, "parse_wall_s": 8.0, "parse_cpu_s": 8.0}
     fields = data_fields(sums, seconds=10.0)
@@ -104,13 +104,13 @@ def test_data_fields_returns_stage_shares() -> None:
             {"stage": "parse", "rows_per_s": 250.0, "busy": 0.4, "cpu_share": 1.0, "queue_share": 0.0},
         ],
     }
-    idle = data_fields({**dict.fromkeys(StageAccount.FIELDS, 0.0), "cpus": 1.0}, seconds=10.0)
+    idle = data_fields({**dict.fromkeys(StageTimes.FIELDS, 0.0), "cpus": 1.0}, seconds=10.0)
     assert (idle["stages"], idle["capacity_rows_per_s"], idle["busy"]) == ([], None, 0.0)
 
 
 def test_data_events_are_throttled(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[dict[str, Any]] = []
-    account = StageAccount(cpus=1.0)
+    account = StageTimes(cpus=1.0)
     report = DataStats(SimpleNamespace(stages=account))
 
     def tell(step: int) -> None:

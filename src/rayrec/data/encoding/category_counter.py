@@ -83,7 +83,7 @@ class TokenCounter:
 
     def merge(self, tokens: np.ndarray, counts: np.ndarray, first_rows: np.ndarray | None = None, *, shift_rows: int = 0) -> None:
         """Add tokens with their counts (1 or more) and, if kept, first rows, each raised by shift_rows."""
-        self.make_room(len(tokens))
+        self.reserve(len(tokens))
         self._add(tokens, counts, first_rows, shift_rows)
 
     def items(self, min_count: int = 1) -> Items:
@@ -104,7 +104,7 @@ class TokenCounter:
     def clear(self) -> None:
         self._allocate(1024)
 
-    def make_room(self, tokens: int) -> None:
+    def reserve(self, tokens: int) -> None:
         """Grow the table to take `tokens` more tokens without growing again."""
         size = self._slots_with(tokens)
         if size > self._c.size:
@@ -141,7 +141,7 @@ class TokenCounter:
             done += call("rayrec_count_values", tokens[done:], ctypes.c_int32(tokens.itemsize), counted, numbers, *sizes)
             if done == len(tokens):
                 return
-            self.make_room(0)
+            self.reserve(0)
 
 
 def _plain(array: np.ndarray, dtype: Any) -> np.ndarray:
@@ -166,7 +166,7 @@ def count_columns(counters: Sequence[TokenCounter], raw: RawBlock, first_row: in
         if done == raw.rows:
             return
         for counter in counters:
-            counter.make_room(0)
+            counter.reserve(0)
 
 
 _PARTITION_BITS = 6
@@ -208,7 +208,7 @@ class Spill:
         self.written_bytes = 0
 
     @property
-    def begun(self) -> bool:
+    def has_spilled(self) -> bool:
         return self._file is not None
 
     def write(self, counters: Sequence[TokenCounter]) -> None:
@@ -248,7 +248,7 @@ class Spill:
         for first, stop, split_bits in _groups(sizes.tolist(), self.table_bytes, like):
             for part in range(1 << split_bits):
                 counter = TokenCounter(dtype=like.dtype, first_rows=like.first_rows, family=2)
-                counter.make_room(int(sizes[first:stop].sum()) >> split_bits)
+                counter.reserve(int(sizes[first:stop].sum()) >> split_bits)
                 for run in runs:
                     for arrays in run.read(self._file.fileno(), first, stop):
                         if split_bits:

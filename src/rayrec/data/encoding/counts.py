@@ -18,7 +18,7 @@ from rayrec.data.arrow import arrow_bytes
 from rayrec.data.encoding.category_counter import NO_ROW, Items, Spill, TokenCounter, count_columns, frequent_items, narrow
 from rayrec.data.encoding.derivation import Derivation, file_key
 from rayrec.data.engine import Engine
-from rayrec.data.logs.index import Part, Segment
+from rayrec.data.logs.index import Segment, SegmentRange
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.raw_block import RawBlock, RawList, category_type
 from rayrec.native import call, keep_freed_memory
@@ -27,13 +27,13 @@ from rayrec.schema import Schema
 DENSE_UNITS = 1 << 20
 """Units of the fixed-point numbers whose exact sums yield mean and variance. See Counts.dense_moments."""
 DENSE_LOW_BITS = 26
-_MEMORY_SHARE = 0.25
+_MEMORY_FRACTION = 0.25
 """Default fraction of the available memory for count tables. Ray's object store and the system need the rest."""
 
 
 def default_memory_bytes() -> int:
     """Return the default memory for count tables: a quarter of the memory available within the control group's limits."""
-    return max(64 << 20, int(machine.memory().available * _MEMORY_SHARE))
+    return max(64 << 20, int(machine.memory().available * _MEMORY_FRACTION))
 
 
 TASK_BYTES = 128 << 20
@@ -66,7 +66,7 @@ class Counts:
 
     rows: int
     tokens: list[TokenCounter]
-    """Counter of each sparse column, or of the first with its vocabulary. After spilling, only the latest counts: use `kept`."""
+    """Counter of each sparse column, or of the first with its vocabulary. After spilling, use `frequent_tokens`."""
     missing: np.ndarray
     """Number of rows without a value and the first such row (2^63 - 1 if none), int64 [num_sparse, 2]."""
     dense_moments: np.ndarray
@@ -99,32 +99,32 @@ class Counts:
             spill=spill,
         )
 
-    def kept(self, column: int, min_count: int = 1, *, always: int | None = None) -> Items:
+    def frequent_tokens(self, column: int, min_count: int = 1, *, always: int | None = None) -> Items:
         """Return a sparse column's tokens counted at least `min_count` times, and the token `always` with any count. Spilled
         counts are read in parts, so that only the returned ones are in memory together."""
-        if self.spill is None or not self.spill.begun:
+        if self.spill is None or not self.spill.has_spilled:
             return frequent_items(self.tokens[column], min_count, always)
         self.spill.write(self.tokens)
         items, self._distinct[column] = self.spill.merged(column, self.tokens[column], min_count, always=always)
         return items
 
     def num_distinct(self, column: int) -> int:
-        """Return the number of distinct tokens of a sparse column. Free after `kept` of the same column."""
-        if self.spill is None or not self.spill.begun:
+        """Return the number of distinct tokens of a sparse column. Free after `frequent_tokens` of the same column."""
+        if self.spill is None or not self.spill.has_spilled:
             return self.tokens[column].used
         if column not in self._distinct:
-            self.kept(column, NO_ROW)
+            self.frequent_tokens(column, NO_ROW)
         return self._distinct[column]
 
     def spilled(self) -> str:
         """Return a sentence on the counts written to disk, empty if all fit into memory."""
-        if self.spill is None or not self.spill.begun:
+        if self.spill is None or not self.spill.has_spilled:
             return ""
         limit, size = self.spill.memory_bytes >> 20, self.spill.written_bytes >> 20
         return f"spilled {size:,} MiB of category counts beyond {limit:,} MiB of memory to {self.spill.folder}"
 
     def close(self) -> None:
-        """Free the spilled counts. `kept` must not be called afterwards."""
+        """Free the spilled counts. `frequent_tokens` must not be called afterwards."""
         if self.spill is not None:
             self.spill.close()
 
@@ -195,9 +195,9 @@ class Counts:
             "labels": self.labels,
             "file_minimum": np.frombuffer(json.dumps(self.file_minimum).encode(), np.uint8),
             "sizes": np.array([len(tokens) for tokens, _, _ in items], np.int64),
-            "tokens": _joined([tokens for tokens, _, _ in items], np.uint32),
-            "counts": narrow(_joined([counts for _, counts, _ in items], np.int64)),
-            "first_rows": _joined([rows for _, _, rows in items if rows is not None], np.int64),
+            "tokens": _concatenate([tokens for tokens, _, _ in items], np.uint32),
+            "counts": narrow(_concatenate([counts for _, counts, _ in items], np.int64)),
+            "first_rows": _concatenate([rows for _, _, rows in items if rows is not None], np.int64),
         }
         return pa.table({name: arrow_bytes([value.tobytes()]) for name, value in row.items()})
 
@@ -284,7 +284,7 @@ def problems_of(counts: Counts, inputs: Schema) -> list[str]:
     return problems
 
 
-def _joined(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
+def _concatenate(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
 
 
@@ -295,7 +295,7 @@ def _small_logs() -> np.ndarray:
     return table
 
 
-class Packer:
+class CountAccumulator:
     """Counts of a data task, packed when their tables grow large."""
 
     def __init__(self, counting: CountingJob) -> None:
@@ -314,10 +314,10 @@ class Packer:
         return pa.concat_tables([*self._packed, self._counts.to_table()])
 
 
-def count_parts(parts: Sequence[Part], *, counting: CountingJob) -> pa.Table:
+def count_parts(parts: Sequence[SegmentRange], *, counting: CountingJob) -> pa.Table:
     """Count the rows of some segments in a data task. Returns one row of `Counts.to_table`, or more if tables grow large."""
     keep_freed_memory()
-    packer = Packer(counting)
+    packer = CountAccumulator(counting)
     for part in parts:
         block = read_raw([part.segment], counting.schema).cut(part.start, part.stop)
         packer.add(block, part.segment.path, part.segment.first_row + part.start)
@@ -326,7 +326,7 @@ def count_parts(parts: Sequence[Part], *, counting: CountingJob) -> pa.Table:
 
 def count_log(
     counting: CountingJob,
-    parts: Sequence[Part],
+    parts: Sequence[SegmentRange],
     *,
     engine: Engine,
     memory_bytes: int | None = None,
@@ -339,7 +339,7 @@ def count_log(
 
     `progress` receives the number of counted rows. `into` are counts of other rows to add to. Tables that together exceed
     `memory_bytes` (None: `default_memory_bytes()`) are spilled to a file in `spill_folder` (None: the folder for temporary files)
-    and read back by `Counts.kept`; the result is the same. Close the Counts to free that file. Raises InputError if rows are
+    and read back later; the result is the same. Close the Counts to free that file. Raises InputError if rows are
     missing, or if the disk is full.
     """
     total = counting.total(memory_bytes, spill_folder) if into is None else into
@@ -362,13 +362,13 @@ def _size_bytes(segment: Segment) -> int:
 
 _ROW_BYTES = 256
 """Assumed size of a table row, about that of one in Criteo's text."""
-_LEAST_TASKS, _LEAST_TASK_BYTES = 16, 24 << 20
+_MIN_TASKS, _MIN_TASK_BYTES = 16, 24 << 20
 """Minimum number of tasks for a short log, and their minimum size. More tasks use all cores; each costs about 25 ms."""
 
 
 def tasks_of(items: Sequence[Any], sizes: Sequence[int], task_bytes: int) -> list[list[Any]]:
     """Combine neighbouring items of the given sizes into tasks."""
-    return filled(items, sizes, min(max(sum(sizes) // _LEAST_TASKS, _LEAST_TASK_BYTES), task_bytes))
+    return filled(items, sizes, min(max(sum(sizes) // _MIN_TASKS, _MIN_TASK_BYTES), task_bytes))
 
 
 def filled(items: Sequence[Any], sizes: Sequence[int], limit: int) -> list[list[Any]]:

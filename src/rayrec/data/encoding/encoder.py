@@ -9,11 +9,11 @@ from typing import Literal
 import numpy as np
 
 from rayrec.config import Config, InputError
-from rayrec.data.encoded import Bags, EncodedRows, Ids
+from rayrec.data.encoded import EncodedRows, Ids, JaggedIds
 from rayrec.data.encoding.derivation import Derivation
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.text_parser import MAX_LINE_BYTES, CLayout, CRawRows
-from rayrec.data.raw_block import RawBlock, RawList, places_of
+from rayrec.data.raw_block import RawBlock, RawList, expand_ranges
 from rayrec.native import call
 
 MLPERF_SIZES = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
@@ -131,7 +131,7 @@ def build_slots(categories: np.ndarray, ids: np.ndarray, out: np.ndarray) -> boo
     return not failed
 
 
-def look_up(categories: np.ndarray, slots: np.ndarray, unknown_id: int) -> np.ndarray:
+def find_ids(categories: np.ndarray, slots: np.ndarray, unknown_id: int) -> np.ndarray:
     """Return the id of each category in a table of `build_slots`, unknown_id if absent, int32 [categories]."""
     assert slots.flags.c_contiguous
     assert slots.dtype == np.uint64
@@ -189,7 +189,7 @@ class Encoder:
 
     def ids(self, categories: np.ndarray, column: int) -> np.ndarray:
         """Return the ids of categories in one column."""
-        return self._categories[column].encode(categories, None, self._look_up_in(column), self._id_type)
+        return self._categories[column].encode(categories, None, self._vocabulary_lookup(column), self._id_type)
 
     def _by_kernel(self, block: RawBlock, order: np.ndarray | None) -> tuple[np.ndarray, Sequence[Ids]]:
         order = np.arange(block.rows, dtype=np.int64) if order is None else np.ascontiguousarray(order, np.int64)
@@ -223,29 +223,29 @@ class Encoder:
             if isinstance(values, RawList):
                 ids.append(_bags(self.ids(values.categories, index), values, rule.missing_id))
             else:
-                ids.append(rule.encode(values, block.is_missing(name), self._look_up_in(index), self._id_type))
+                ids.append(rule.encode(values, block.is_missing(name), self._vocabulary_lookup(index), self._id_type))
         return dense, ids
 
-    def _look_up_in(self, column: int) -> Callable[[np.ndarray], np.ndarray]:
+    def _vocabulary_lookup(self, column: int) -> Callable[[np.ndarray], np.ndarray]:
         rule, slots = self._categories[column], self._slots[column]
 
         def ids_of(categories: np.ndarray) -> np.ndarray:
             assert slots is not None
-            return look_up(categories, slots, rule.unknown_id)
+            return find_ids(categories, slots, rule.unknown_id)
 
         return ids_of
 
 
-def _bags(ids: np.ndarray, lists: RawList, missing_id: int) -> Bags:
+def _bags(ids: np.ndarray, lists: RawList, missing_id: int) -> JaggedIds:
     """Return the ids of lists as bags with at least one id each."""
     lengths = np.maximum(lists.lengths, 1)
     if len(ids) == lengths.sum():  # No list is empty
-        return Bags(ids, lengths, lists.weights)
+        return JaggedIds(ids, lengths, lists.weights)
     values = np.full(lengths.sum(), missing_id, ids.dtype)
-    indices = places_of(np.cumsum(lengths, dtype=np.int64) - lengths, lists.lengths)
+    indices = expand_ranges(np.cumsum(lengths, dtype=np.int64) - lengths, lists.lengths)
     values[indices] = ids
     if lists.weights is None:
-        return Bags(values, lengths)
+        return JaggedIds(values, lengths)
     weights = np.ones(len(values), np.float32)
     weights[indices] = lists.weights
-    return Bags(values, lengths, weights)
+    return JaggedIds(values, lengths, weights)

@@ -11,7 +11,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoding.known_categories import ENDS
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
-from rayrec.data.encoding.presets import KnownTokens, Preset, known_tokens
+from rayrec.data.encoding.presets import Preset, VocabularyColumn, build_vocabulary
 from rayrec.data.encoding.rules import SparseColumn
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Extension:
     """Preprocessor with an older one's ids and additional ids. Counts of categories are by each vocabulary's first column."""
 
     preprocessor: Preprocessor
-    kept: dict[str, int]
+    existing: dict[str, int]
     appended: dict[str, int]
     left_out: dict[str, int]
     """Categories beyond max_num_embeddings."""
@@ -56,7 +56,7 @@ def extend(old: Preprocessor, preset: Preset, counts: Counts) -> Extension:
     inputs = old.inputs
     sparse: list[SparseColumn] = []
     tokens: list[np.ndarray] = []
-    kept: dict[str, int] = {}
+    existing: dict[str, int] = {}
     appended: dict[str, int] = {}
     left_out: dict[str, int] = {}
     for number, (name, owner) in enumerate(zip(inputs.sparse, inputs.vocabulary_owners, strict=True)):
@@ -65,9 +65,9 @@ def extend(old: Preprocessor, preset: Preset, counts: Counts) -> Extension:
             continue
         column, vocabulary = old.sparse[number], old.vocabulary(number)
         if column.num_tokens is not None:
-            new = known_tokens(preset, counts, number)
+            new = build_vocabulary(preset, counts, number)
             column, added, left_out[name] = _extended(preset, column, vocabulary, new, number, name)
-            kept[name], appended[name] = len(vocabulary), len(added)
+            existing[name], appended[name] = len(vocabulary), len(added)
             vocabulary = np.concatenate([vocabulary, added])
         sparse.append(column)
         tokens.append(vocabulary)
@@ -82,11 +82,11 @@ def extend(old: Preprocessor, preset: Preset, counts: Counts) -> Extension:
     preprocessor = replace(
         old, sparse=tuple(sparse), tokens=np.concatenate(tokens) if tokens else old.tokens, constants=constants
     )
-    return Extension(preprocessor, kept, appended, left_out)
+    return Extension(preprocessor, existing, appended, left_out)
 
 
 def _extended(
-    preset: Preset, old: SparseColumn, vocabulary: np.ndarray, new: KnownTokens, number: int, name: str
+    preset: Preset, old: SparseColumn, vocabulary: np.ndarray, new: VocabularyColumn, number: int, name: str
 ) -> tuple[SparseColumn, np.ndarray, int]:
     """Return the column's new rule, the tokens to append, and the number of omitted ones."""
     fresh = ~np.isin(new.tokens, vocabulary)
@@ -95,12 +95,12 @@ def _extended(
     if preset.missing == "token" and new.gap is not None and missing_id == old.unknown_id:
         # The empty field became frequent enough to be a separate category.
         if gap is not None:
-            raise _crowded(name)
+            raise _gap_error(name)
         gap = missing_id = old.first_id + num_old + int(np.count_nonzero(fresh[: new.gap]))
-    if old.has_own_ids and old.unknown_id == old.first_id + num_old + (old.gap is not None) and len(added):
+    if old.has_unique_ids and old.unknown_id == old.first_id + num_old + (old.gap is not None) and len(added):
         # The row of unknown categories followed the vocabulary; it keeps its place, now in the middle.
         if gap is not None:
-            raise _crowded(name)
+            raise _gap_error(name)
         gap = old.unknown_id
     fixed = preset.num_embeddings[number] if preset.num_embeddings else None
     limit, left_out = fixed or preset.max_num_embeddings, 0
@@ -116,7 +116,7 @@ def _extended(
     return column, added, left_out
 
 
-def _crowded(name: str) -> InputError:
+def _gap_error(name: str) -> InputError:
     return InputError(
         f"column {name}: its rows of empty fields and of unknown categories would both be in the middle of the vocabulary; "
         "count all days again with a preset whose unknown_id is a number"

@@ -11,7 +11,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from rayrec.config import InputError
-from rayrec.data.encoded import Bags, EncodedRows, Ids
+from rayrec.data.encoded import EncodedRows, Ids, JaggedIds
 from rayrec.data.encoding.encoder import Encoder
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import SparseColumn
@@ -55,8 +55,8 @@ def buckets_of(preprocessor: Preprocessor, column: str, ids: np.ndarray) -> np.n
         numbers -= ids > rule.gap
     # The number of ends above a token's number is the number of edges that its count reaches.
     buckets = np.searchsorted(-np.array(ends, np.int64), -numbers, side="left") - 1
-    is_known = (ids != rule.unknown_id) & (numbers >= 0) & (buckets >= 0)
-    return np.where(is_known, buckets, len(ends)).astype(np.int8)
+    in_vocabulary = (ids != rule.unknown_id) & (numbers >= 0) & (buckets >= 0)
+    return np.where(in_vocabulary, buckets, len(ends)).astype(np.int8)
 
 
 def _ends(preprocessor: Preprocessor, column: str) -> list[int]:
@@ -81,7 +81,7 @@ def tokens_by_id(preprocessor: Preprocessor, column: str) -> np.ndarray:
     """
     number = preprocessor.inputs.sparse.index(column)
     rule, tokens = preprocessor.sparse[number], preprocessor.vocabulary(number)
-    if not rule.has_own_ids:
+    if not rule.has_unique_ids:
         raise InputError(f"column {column}: ids must belong to one category each. Use a vocabulary without a limit.")
     result = np.full(rule.num_embeddings, -1, np.int64)
     result[rule.ids()] = tokens.astype(np.uint64).view(np.int64)
@@ -89,7 +89,7 @@ def tokens_by_id(preprocessor: Preprocessor, column: str) -> np.ndarray:
 
 
 @final
-class UnknownCategories:
+class OOVCounter:
     """Counter of present categories outside the vocabulary, by row and column. A hashed column knows all categories."""
 
     def __init__(self, preprocessor: Preprocessor) -> None:
@@ -100,7 +100,7 @@ class UnknownCategories:
         self._with_vocabulary = np.array([column.num_tokens is not None for column in columns], np.int32)
         self._unknown_ids = np.array([column.unknown_id for column in columns], np.int64)
         self._told_apart: Encoder | None = None
-        if any(map(_shares_unknown_id, columns)):
+        if any(map(_has_unknown_id, columns)):
             self._unknown_ids[:] = -1
             self._told_apart = self._encoder()
 
@@ -118,7 +118,7 @@ class UnknownCategories:
             unknown[:, self._singles] = is_unknown
         for index, column in zip(self._lists, block.lists, strict=True):
             bags = ids[index]
-            assert isinstance(bags, Bags)
+            assert isinstance(bags, JaggedIds)
             rows = np.repeat(np.arange(block.rows), bags.lengths)
             mask = (bags.values == self._unknown_ids[index]) & (column.lengths > 0)[rows]
             unknown[:, index] = np.bincount(rows[mask], minlength=block.rows)
@@ -132,7 +132,7 @@ class UnknownCategories:
         return Encoder(old.dense, columns, slots, derivation=old.derivation, multi_hot=None)
 
 
-def _shares_unknown_id(column: SparseColumn) -> bool:
+def _has_unknown_id(column: SparseColumn) -> bool:
     """Return whether a known category has the id of unknown ones, for example through ids modulo the table's rows."""
     return column.num_tokens is not None and bool((column.ids() == column.unknown_id).any())
 

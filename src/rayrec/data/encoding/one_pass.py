@@ -13,18 +13,18 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import arrow_texts
-from rayrec.data.encoding.counts import TASK_BYTES, CountingJob, Counts, Packer, count_log, tasks_of
+from rayrec.data.encoding.counts import TASK_BYTES, CountAccumulator, CountingJob, Counts, count_log, tasks_of
 from rayrec.data.engine import Engine, TaskContext
 from rayrec.data.log_source import CHUNK_BYTES
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, numbered
+from rayrec.data.logs.index import CachedIndex, LogIndex, SegmentEntry, numbered
 from rayrec.data.logs.text_log import Chunk, cut, parsed_segments
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
 
 
 @dataclass(frozen=True)
-class _Share:
+class _CountedChunk:
     """Chunk to index, and the bytes [start, stop) of its file whose segments are also counted."""
 
     chunk: Chunk
@@ -32,10 +32,10 @@ class _Share:
     stop: int
 
 
-def _index_and_count(chunks: Sequence[_Share], *, counting: CountingJob, segment_bytes: int) -> pa.Table:
+def _index_and_count(chunks: Sequence[_CountedChunk], *, counting: CountingJob, segment_bytes: int) -> pa.Table:
     """Index and count in a data task. Rows are numbered from the task's first."""
     keep_freed_memory()
-    packer, entries, total, rows = Packer(counting), [], Faults(), 0
+    packer, entries, total, rows = CountAccumulator(counting), [], Faults(), 0
     counted = []
     for each in chunks:
         for entry, faults, raw in parsed_segments(each.chunk, counting.schema, segment_bytes):
@@ -51,7 +51,7 @@ def _index_and_count(chunks: Sequence[_Share], *, counting: CountingJob, segment
 
 
 @dataclass(frozen=True)
-class _Found:
+class _PartialCounts:
     """Counts of rows [start, stop) of a log."""
 
     counts: Counts
@@ -68,21 +68,21 @@ def _one_pass(
     context: TaskContext,
     memory_bytes: int | None,
     task_bytes: int,
-) -> tuple[LogIndex, _Found]:
+) -> tuple[LogIndex, _PartialCounts]:
     """Return the index of text files, and counts of the adjacent segments within each file's bytes `ranges`."""
     range_of = dict(zip([file.path for file in files], ranges, strict=True))
-    chunks = [_Share(chunk, *range_of[chunk.path]) for chunk in cut(files, max(CHUNK_BYTES, segment_bytes))]
+    chunks = [_CountedChunk(chunk, *range_of[chunk.path]) for chunk in cut(files, max(CHUNK_BYTES, segment_bytes))]
     tasks = tasks_of(chunks, [each.chunk.stop - each.chunk.start for each in chunks], task_bytes)
     function = functools.partial(_index_and_count, counting=counting, segment_bytes=segment_bytes)
     total = counting.total(memory_bytes, None)
-    entries: list[Entry] = []
+    entries: list[SegmentEntry] = []
     faults, rows, done, size = Faults(), 0, 0, sum(file.size_bytes for file in files)
     counted: list[int] = []
     try:
         for table in context.engine.run("index and count", function, tasks):
             total.add(table, first_row=rows)
             result = json.loads(table.column("index")[0].as_py())
-            new = [Entry(*entry) for entry in result["entries"]]
+            new = [SegmentEntry(*entry) for entry in result["entries"]]
             entries.extend(new)
             faults.add(Faults.from_dict(result["faults"]))
             counted += [rows + row for row in result["counted"] or ()]
@@ -94,7 +94,7 @@ def _one_pass(
         raise
     start, stop = (min(counted), max(counted)) if counted else (0, 0)
     assert total.rows == stop - start
-    return LogIndex(numbered(entries), faults), _Found(total, start, stop)
+    return LogIndex(numbered(entries), faults), _PartialCounts(total, start, stop)
 
 
 _MARGIN: Final = 0.03
@@ -112,15 +112,15 @@ class CountingIndexer:
     def __init__(
         self,
         counting: CountingJob,
-        chosen_rows: Callable[[LogIndex], tuple[int, int]],
+        rows_of: Callable[[LogIndex], tuple[int, int]],
         *,
         memory_bytes: int | None = None,
         task_bytes: int = TASK_BYTES,
     ) -> None:
-        """Create an indexer. `chosen_rows` returns the rows [start, stop) of an index to count."""
-        self._counting, self._chosen = counting, chosen_rows
+        """Create an indexer. `rows_of` returns the rows [start, stop) of an index to count."""
+        self._counting, self._chosen = counting, rows_of
         self._memory_bytes, self._task_bytes = memory_bytes, task_bytes
-        self._found: _Found | None = None
+        self._partial: _PartialCounts | None = None
 
     def index(self, files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext) -> LogIndex:
         """Index like `index_log`; counts nothing if the index is cached."""
@@ -129,7 +129,7 @@ class CountingIndexer:
         cache = CachedIndex.at(context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes)
         if cached := cache.read():
             return cached
-        index, self._found = _one_pass(
+        index, self._partial = _one_pass(
             files,
             self._counting,
             self._guess(files),
@@ -142,7 +142,7 @@ class CountingIndexer:
 
     def _guess(self, files: Sequence[storage.File]) -> list[tuple[int, int]]:
         """Return the bytes [start, stop) of each file with chosen rows only, assuming equally long rows, minus a margin."""
-        sizes = numbered(Entry(file.path, 0, file.size_bytes, file.size_bytes) for file in files)
+        sizes = numbered(SegmentEntry(file.path, 0, file.size_bytes, file.size_bytes) for file in files)
         try:
             start, stop = self._chosen(LogIndex(sizes, Faults()))
         except InputError:  # From the estimate; the index is checked later
@@ -156,7 +156,7 @@ class CountingIndexer:
     def counts(self, index: LogIndex, *, engine: Engine, progress: Callable[[int], None] | None = None) -> Counts:
         """Return counts of the chosen rows, to be closed by the caller. See `count_log` for the arguments."""
         start, stop = self._chosen(index)
-        partial, self._found = self._found, None
+        partial, self._partial = self._partial, None
         if partial is not None and not start <= partial.start <= partial.stop <= stop:  # The guess was wrong
             partial.counts.close()
             partial = None
@@ -174,9 +174,9 @@ class CountingIndexer:
 
     def close(self) -> None:
         """Free unused counts."""
-        if self._found is not None:
-            self._found.counts.close()
-            self._found = None
+        if self._partial is not None:
+            self._partial.counts.close()
+            self._partial = None
 
     def __enter__(self) -> CountingIndexer:
         return self

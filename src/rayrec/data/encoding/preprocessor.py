@@ -18,7 +18,7 @@ from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding.derivation import Derivation
 from rayrec.data.encoding.encoder import DENSE_KINDS, Encoder, MultiHot, build_slots, id_type, num_slots
-from rayrec.data.encoding.rules import LOWEST_INTEGER, DenseColumn, SparseColumn
+from rayrec.data.encoding.rules import MIN_INTEGER, DenseColumn, SparseColumn
 from rayrec.data.engine import Shared, StreamEngine
 from rayrec.data.raw_block import RawBlock, category_type
 from rayrec.schema import Schema
@@ -35,7 +35,7 @@ def _check_dense(name: str, column: DenseColumn) -> None:
     if (
         column.kind not in DENSE_KINDS
         or type(column.lowest) is not int
-        or abs(column.lowest) > -LOWEST_INTEGER
+        or abs(column.lowest) > -MIN_INTEGER
         or not all(type(number) in (int, float) and abs(number) < math.inf for number in numbers)
     ):
         raise InputError(f"preprocessor: column {name} has the invalid rule {column}; it is damaged")
@@ -154,7 +154,7 @@ class Preprocessor:
     def slots(self) -> np.ndarray:
         """Concatenated lookup tables of all vocabularies, uint64. About 20 ns per token. Raises InputError for a repeated
         token."""
-        offsets = self._slot_places
+        offsets = self._slot_offsets
         slots = np.zeros((offsets[-1], 2) if self.tokens.dtype == np.uint64 else offsets[-1], np.uint64)
         for number, (name, column) in enumerate(zip(self.inputs.sparse, self.sparse, strict=True)):
             out = slots[offsets[number] : offsets[number + 1]]
@@ -165,7 +165,7 @@ class Preprocessor:
         return slots
 
     @cached_property
-    def _slot_places(self) -> list[int]:
+    def _slot_offsets(self) -> list[int]:
         """Start of each sparse column's own vocabulary in `slots`, and the end."""
         owners = self.inputs.vocabulary_owners
         sizes = [
@@ -178,7 +178,7 @@ class Preprocessor:
         """Return the lookup table of a sparse column within `slots`; None if it is hashed."""
         if self.sparse[column].num_tokens is None:
             return None
-        offsets, owner = self._slot_places, self.inputs.vocabulary_owners[column]
+        offsets, owner = self._slot_offsets, self.inputs.vocabulary_owners[column]
         return self.slots[offsets[owner] : offsets[owner + 1]]
 
     def grouped_by(self, column: str | None) -> Preprocessor:
@@ -275,7 +275,7 @@ class Preprocessor:
         return self.encoder.encode(block, order)
 
 
-def share_preprocessor(preprocessor: Preprocessor, engine: StreamEngine) -> Shared[Preprocessor]:
+def put_preprocessor(preprocessor: Preprocessor, engine: StreamEngine) -> Shared[Preprocessor]:
     """Share the Preprocessor with an engine's tasks; all processes on a machine share its arrays without copies."""
     _ = preprocessor.slots  # Built once, before sharing
     return engine.share(preprocessor)

@@ -13,7 +13,7 @@ from rayrec.data.encoding.derivation import Derivation
 from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.known_categories import ENDS, frequency_ends
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.encoding.rules import LOWEST_INTEGER, DenseColumn, SparseColumn
+from rayrec.data.encoding.rules import MIN_INTEGER, DenseColumn, SparseColumn
 from rayrec.data.logs.splits import Split
 from rayrec.hashing import murmur3
 from rayrec.schema import Schema
@@ -74,7 +74,7 @@ class Preset(Config):
             raise InputError(f"min_count: must be at least 1, got {self.min_count}")
         if self.max_num_embeddings is not None and self.max_num_embeddings <= self.first_id:
             raise InputError(f"max_num_embeddings: must be above {self.first_id}, got {self.max_num_embeddings}")
-        if self.dense_lowest is not None and abs(self.dense_lowest) > -LOWEST_INTEGER:
+        if self.dense_lowest is not None and abs(self.dense_lowest) > -MIN_INTEGER:
             raise InputError(f"dense_lowest: must be between -2^62 and 2^62, got {self.dense_lowest}")
         if self.token_modulo is not None and not 1 <= self.token_modulo < 2**32:
             raise InputError(f"token_modulo: must be between 1 and 2^32 - 1, got {self.token_modulo}")
@@ -136,7 +136,7 @@ def make_preprocessor(preset: Preset, schema: Schema, counts: Counts) -> Preproc
         column, vocabulary = _sparse_column(preset, counts, number)
         sparse.append(column)
         vocabularies.append(vocabulary.tokens)
-        if vocabulary.amounts is not None and column.has_own_ids:
+        if vocabulary.amounts is not None and column.has_unique_ids:
             ends[name] = frequency_ends(vocabulary.amounts)
     return Preprocessor(
         preset=preset.name,
@@ -158,7 +158,7 @@ def _file_minimum(counts: Counts) -> dict[str, int]:
 def _dense_column(preset: Preset, moments: list[int]) -> DenseColumn:
     """Return the rule of a dense column from its row of Counts.dense_moments."""
     assert preset.dense != "buckets"
-    minimum = LOWEST_INTEGER if preset.dense_lowest is None else preset.dense_lowest
+    minimum = MIN_INTEGER if preset.dense_lowest is None else preset.dense_lowest
     mean, scale = 0.0, 1.0
     if preset.dense_standardized and moments[0]:
         mean, variance = mean_and_variance(moments)
@@ -173,7 +173,7 @@ def _dense_column(preset: Preset, moments: list[int]) -> DenseColumn:
 
 
 @dataclass(frozen=True)
-class KnownTokens:
+class VocabularyColumn:
     """Tokens of a column with sufficient counts, in id order."""
 
     tokens: np.ndarray
@@ -183,11 +183,11 @@ class KnownTokens:
     """Row count of each token. None if the order is not by falling count."""
 
 
-def known_tokens(preset: Preset, counts: Counts, number: int) -> KnownTokens:
+def build_vocabulary(preset: Preset, counts: Counts, number: int) -> VocabularyColumn:
     """Return the vocabulary of sparse column `number` of the model's inputs."""
     # Empty fields may raise the count of token 0 above the minimum.
     always = 0 if preset.missing == "zero" else None
-    tokens, amounts, first_rows = counts.kept(number, preset.min_count, always=always)
+    tokens, amounts, first_rows = counts.frequent_tokens(number, preset.min_count, always=always)
     missing_count, missing_row = (int(value) for value in counts.missing[number])
     if preset.missing == "zero" and missing_count:
         tokens, amounts, first_rows = merged(
@@ -207,18 +207,18 @@ def known_tokens(preset: Preset, counts: Counts, number: int) -> KnownTokens:
         # By frequency, it precedes tokens of equal count.
         keys, key = (-amounts, -missing_count) if first_rows is None else (first_rows, missing_row)
         gap = int(np.searchsorted(keys[order], key))
-    return KnownTokens(tokens[order], gap, amounts[order] if first_rows is None else None)
+    return VocabularyColumn(tokens[order], gap, amounts[order] if first_rows is None else None)
 
 
-def _sparse_column(preset: Preset, counts: Counts, number: int) -> tuple[SparseColumn, KnownTokens]:
+def _sparse_column(preset: Preset, counts: Counts, number: int) -> tuple[SparseColumn, VocabularyColumn]:
     """Return the column's rule, and its vocabulary (empty if hashed)."""
     fixed = preset.num_embeddings[number] if preset.num_embeddings else None
     if preset.ids == "murmur3":
         assert fixed is not None
         missing_id = int(murmur3(np.zeros(1, np.uint32))[0]) % fixed
         column = SparseColumn(fixed, None, first_id=0, unknown_id=0, missing_id=missing_id, murmur3=True)
-        return column, KnownTokens(np.zeros(0, np.uint32))
-    vocabulary = known_tokens(preset, counts, number)
+        return column, VocabularyColumn(np.zeros(0, np.uint32))
+    vocabulary = build_vocabulary(preset, counts, number)
     first_id, limit = preset.first_id, fixed or preset.max_num_embeddings
     gap = None if vocabulary.gap is None else first_id + vocabulary.gap
     num_ids = first_id + len(vocabulary.tokens) + (gap is not None)
@@ -233,14 +233,14 @@ def _sparse_column(preset: Preset, counts: Counts, number: int) -> tuple[SparseC
         missing_id = missing_id if isinstance(preset.missing, int) else first_id  # The id of token 0
         wide = vocabulary.tokens.dtype == np.uint64  # Tokens may be regular numbers; Criteo's are hashes
         column = SparseColumn(limit, None, first_id, unknown_id % limit, missing_id, mixed=wide)
-        return column, KnownTokens(vocabulary.tokens[:0])
+        return column, VocabularyColumn(vocabulary.tokens[:0])
     column = SparseColumn(
         limit, len(vocabulary.tokens), first_id, unknown_id % limit, missing_id % limit, gap, preset.token_modulo
     )
     return column, vocabulary
 
 
-def _missing_id(preset: Preset, vocabulary: KnownTokens, unknown_id: int) -> int:
+def _missing_id(preset: Preset, vocabulary: VocabularyColumn, unknown_id: int) -> int:
     if isinstance(preset.missing, int):
         return preset.missing
     if preset.missing == "token" and vocabulary.gap is not None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from rayrec.hashing import GOLDEN, mix64, murmur3
 
-LOWEST_INTEGER = -(2**62)
+MIN_INTEGER = -(2**62)
 """`DenseColumn.lowest` without a lower bound."""
 
 
@@ -23,7 +23,7 @@ class DenseColumn:
     kind: Literal["signed_log", "log", "identity"] = "signed_log"
     """Function f(x): sign(x) ln(1 + |x|), ln(max(x, lowest) + shift), or max(x, lowest)."""
     shift: float = 1.0
-    lowest: int = LOWEST_INTEGER
+    lowest: int = MIN_INTEGER
     mean: float = 0.0
     scale: float = 1.0
     missing_value: float = 0.0
@@ -71,7 +71,7 @@ class SparseColumn:
     """Whether to mix a hashed column's token bits before the modulo, to spread multiples over all rows. Old versions: False."""
 
     @property
-    def has_own_ids(self) -> bool:
+    def has_unique_ids(self) -> bool:
         """True if every known token has a unique id."""
         if self.num_tokens is None:
             return False
@@ -86,14 +86,14 @@ class SparseColumn:
         return (ids % self.num_embeddings).astype(np.int32)
 
     def encode(
-        self, tokens: np.ndarray, missing: np.ndarray | None, look_up: Callable[[np.ndarray], np.ndarray], dtype: np.dtype
+        self, tokens: np.ndarray, missing: np.ndarray | None, lookup: Callable[[np.ndarray], np.ndarray], dtype: np.dtype
     ) -> np.ndarray:
         """Return the id of each token, `dtype` [tokens].
 
         Args:
             tokens: uint32 or uint64 [tokens].
             missing: Mask of empty fields, bool [tokens]. None if all are present.
-            look_up: Function that returns the vocabulary's ids of tokens, after `token_modulo`. Not called for a hashed column.
+            lookup: Function that returns the vocabulary's ids of tokens, after `token_modulo`. Not called for a hashed column.
             dtype: int32 or int64.
         """
         if self.num_tokens is None:
@@ -104,10 +104,10 @@ class SparseColumn:
                 tokens = mix64(tokens)
             ids = (tokens % np.uint64(self.num_embeddings - self.first_id)).astype(dtype) + dtype.type(self.first_id)
         else:
-            ids = look_up(self.looked_up(tokens)).astype(dtype, copy=False)
+            ids = lookup(self.apply_modulo(tokens)).astype(dtype, copy=False)
         return ids if missing is None else np.where(missing, dtype.type(self.missing_id), ids)
 
-    def looked_up(self, tokens: np.ndarray) -> np.ndarray:
+    def apply_modulo(self, tokens: np.ndarray) -> np.ndarray:
         """Return the tokens after `token_modulo`, of the same dtype."""
         return tokens if self.token_modulo is None else tokens % tokens.dtype.type(self.token_modulo)
 

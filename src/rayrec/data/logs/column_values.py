@@ -23,7 +23,7 @@ from pyarrow import types
 from rayrec.config import InputError
 from rayrec.native import call
 
-VALUE, EMPTY, REFUSED = 0, 1, 2  # rayrec_text_status in native/kernels.h
+VALUE, EMPTY, REJECTED = 0, 1, 2  # rayrec_text_status in native/kernels.h
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Text:
         return len(self.offsets) - 1
 
     def call(self, kernel: str, *outputs: np.ndarray) -> np.ndarray:
-        """Run a kernel over the values into `outputs`. Return VALUE, EMPTY or REFUSED for each value, uint8 [values]."""
+        """Run a kernel over the values into `outputs`. Return VALUE, EMPTY or REJECTED for each value, uint8 [values]."""
         status = np.empty(len(self), np.uint8)
         call(kernel, self.offsets, self.data, self.null, len(self), *outputs, status)
         return status
@@ -61,13 +61,13 @@ class Text:
 
 def text_tokens(array: pa.Array, out: np.ndarray, *, booleans: bool = True) -> np.ndarray:
     """Write the tokens of an Arrow array of text to `out` (contiguous uint64) and return their status, uint8 [values]. Invalid
-    UTF-8 is REFUSED. Without `booleans`, true and false are plain text. About 20 ns per value."""
+    UTF-8 is REJECTED. Without `booleans`, true and false are plain text. About 20 ns per value."""
     return Text.of(array).call("rayrec_text_tokens" if booleans else "rayrec_plain_text_tokens", out)
 
 
 def text_integers(array: pa.Array, out: np.ndarray) -> np.ndarray:
     """Write the tokens of an Arrow array of text with 64-bit integers in any form (7, 07, +7, 7.0) and return their status.
-    Blanks around a number are ignored, true and false are 1 and 0, `nan` is a missing value; the rest is REFUSED."""
+    Blanks around a number are ignored, true and false are 1 and 0, `nan` is a missing value; the rest is REJECTED."""
     return Text.of(array).call("rayrec_text_whole", out)
 
 
@@ -90,14 +90,14 @@ def integer_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
 LIMIT = 10**18
 """Maximum absolute value of a number."""
 
-RefuseType = Callable[[str, str], InputError]
+MakeError = Callable[[str, str], InputError]
 
 
-def type_error(table_schema: pa.Schema, path: str) -> RefuseType:
+def type_error(table_schema: pa.Schema, path: str) -> MakeError:
     return lambda name, fix: InputError(f"{path}: column {name} is of type {table_schema.field(name).type}; {fix}")
 
 
-MOST_SECONDS = 2.0**42
+MAX_SECONDS = 2.0**42
 """Maximum seconds from 1970: 139,000 years, whose microseconds fit an int64."""
 
 
@@ -107,22 +107,22 @@ def times_of(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     status = Text.of(binary).call("rayrec_check_numbers")
     null = pa.scalar(None, pa.large_binary())
     seconds, _ = _text_numbers(pc.if_else(pa.array(status == VALUE), binary, null))
-    good = (status == VALUE) & np.isfinite(seconds) & (np.abs(seconds) < MOST_SECONDS)
+    good = (status == VALUE) & np.isfinite(seconds) & (np.abs(seconds) < MAX_SECONDS)
     values = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64)
     text = pc.cast(pc.if_else(pc.match_substring_regex(binary, _ISO_TIME), binary, null), pa.large_string())
     zoned = pc.match_substring_regex(text, r"(Z|[+-]\d\d:?\d\d)$").fill_null(False)
     for mask, kind in ((zoned, pa.timestamp("us", "UTC")), (pc.invert(zoned), pa.timestamp("us"))):
-        times = _cast_where_possible(pc.if_else(mask, text, pa.scalar(None, pa.large_string())), kind)
+        times = _cast_or_null(pc.if_else(mask, text, pa.scalar(None, pa.large_string())), kind)
         valid = times.is_valid().to_numpy(zero_copy_only=False)
         values[valid] = pc.fill_null(pc.cast(times, pa.int64()), 0).to_numpy(zero_copy_only=False)[valid]
         good |= valid
-    return values, np.where(good, VALUE, REFUSED).astype(np.uint8)
+    return values, np.where(good, VALUE, REJECTED).astype(np.uint8)
 
 
 _ISO_TIME = r"^\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d:?\d\d)?)?$"
 
 
-def _cast_where_possible(array: pa.Array, kind: pa.DataType) -> pa.Array:
+def _cast_or_null(array: pa.Array, kind: pa.DataType) -> pa.Array:
     """Cast the values to `kind`; impossible ones, such as February 30, become null. Each of these costs several casts."""
     try:
         return pc.cast(array, kind)
@@ -130,7 +130,7 @@ def _cast_where_possible(array: pa.Array, kind: pa.DataType) -> pa.Array:
         middle = len(array) // 2
         if not middle:
             return pa.nulls(1, kind)
-        return pa.concat_arrays([_cast_where_possible(half, kind) for half in (array[:middle], array[middle:])])
+        return pa.concat_arrays([_cast_or_null(half, kind) for half in (array[:middle], array[middle:])])
 
 
 def plain_array(column: pa.ChunkedArray) -> pa.Array:
@@ -170,7 +170,7 @@ def _text_numbers(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     status = Text.of(array).call("rayrec_check_numbers")
     text = pc.if_else(pa.array(status == VALUE), array, pa.scalar(None, pa.large_binary()))
     values = pc.fill_null(pc.cast(pc.cast(text, pa.large_string()), pa.float64()), 0.0).to_numpy(zero_copy_only=False)
-    words = np.flatnonzero(status == REFUSED)
+    words = np.flatnonzero(status == REJECTED)
     if len(words):
         values = values.copy()
         for value, spellings in _WORDS.items():
@@ -191,7 +191,7 @@ def _seconds(array: pa.Array) -> pa.Array:
     return pc.divide(pc.cast(pc.cast(array, pa.int64()), pa.float64(), safe=False), float(units[array.type.unit]))
 
 
-def numbers_of(array: pa.Array, name: str, make_error: RefuseType, *, times: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def numbers_of(array: pa.Array, name: str, make_error: MakeError, *, times: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Return (float64, status), 0 if missing or rejected, also NaN and infinities. With `times`, dates and timestamps in
     seconds."""
     if types.is_null(array.type):
@@ -208,7 +208,7 @@ def numbers_of(array: pa.Array, name: str, make_error: RefuseType, *, times: boo
     return pc.fill_null(values, 0.0).to_numpy(zero_copy_only=False), _empty(array)
 
 
-def integers_of(array: pa.Array, name: str, make_error: RefuseType) -> tuple[np.ndarray, np.ndarray]:
+def integers_of(array: pa.Array, name: str, make_error: MakeError) -> tuple[np.ndarray, np.ndarray]:
     """Return (int64, status) of numbers with at most 18 digits, as text or as integral numbers of other types."""
     if is_text(array.type):
         values = np.empty(len(array), np.int64)
@@ -220,19 +220,19 @@ def integers_of(array: pa.Array, name: str, make_error: RefuseType) -> tuple[np.
             values = np.minimum(values, LIMIT)
         values = values.astype(np.int64)
         good = (values < LIMIT) & (values > -LIMIT)
-        return np.where(good, values, 0), np.where(good, status, REFUSED)
+        return np.where(good, values, 0), np.where(good, status, REJECTED)
     numbers, status = numbers_of(array, name, make_error)
     good = np.isfinite(numbers) & (np.abs(numbers) < LIMIT) & (np.trunc(numbers) == numbers)
-    return np.where(good, numbers, 0).astype(np.int64), np.where(good, status, REFUSED)
+    return np.where(good, numbers, 0).astype(np.int64), np.where(good, status, REJECTED)
 
 
-def whole_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
+def float_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
     """Write the tokens of integers stored as floating-point numbers, as pandas stores integers with gaps, and return their
-    status. NaN is a missing value. A number is REFUSED if it is fractional or beyond the exact integers of its type."""
+    status. NaN is a missing value. A number is REJECTED if it is fractional or beyond the exact integers of its type."""
     mantissa = {pa.float16(): 11, pa.float32(): 24}.get(array.type, 53)
     missing = array.is_null().to_numpy(zero_copy_only=False)
     values = pc.fill_null(pc.cast(array, pa.float64(), safe=False), 0.0).to_numpy(zero_copy_only=False)
     missing |= np.isnan(values)
     good = (np.abs(values) < 2.0**mantissa) & (np.trunc(values) == values)
     out[:] = np.where(good, values, 0).astype(np.int64).view(np.uint64)
-    return np.where(missing, EMPTY, np.where(good, VALUE, REFUSED)).astype(np.uint8)
+    return np.where(missing, EMPTY, np.where(good, VALUE, REJECTED)).astype(np.uint8)

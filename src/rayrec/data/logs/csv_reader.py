@@ -129,7 +129,7 @@ class CsvRange:
         # The row cut by `stop`, or rows after a quote that is not closed before it.
         final = False
         while at < self._stop and (text or not final):
-            tables, rest = splitter.split(text, final=final, most_rows=1)
+            tables, rest = splitter.split(text, final=final, max_rows=1)
             at += len(text) - len(rest)
             yield from tables
             if len(rest) == len(text):
@@ -137,7 +137,7 @@ class CsvRange:
                 final, rest = not chunk, text + chunk
                 splitter.check_length(rest)
             text = rest
-        self.end = _behind_line_ends(path, at)
+        self.end = _skip_line_ends(path, at)
 
 
 def row_start(path: str, start: int) -> int:
@@ -146,12 +146,12 @@ def row_start(path: str, start: int) -> int:
     while chunk := _bytes_at(path, (at, _SEARCHED_BYTES)):
         ends = [end_at for end in (b"\n", b"\r") if (end_at := chunk.find(end)) >= 0]
         if ends:
-            return _behind_line_ends(path, at + min(ends))
+            return _skip_line_ends(path, at + min(ends))
         at += len(chunk)
     return at
 
 
-def _behind_line_ends(path: str, at: int) -> int:
+def _skip_line_ends(path: str, at: int) -> int:
     """Return the first byte at or after `at` that is not a line end."""
     while chunk := _bytes_at(path, (at, _SEARCHED_BYTES)):
         rest = chunk.lstrip(b"\r\n")
@@ -173,7 +173,7 @@ def read_csv_text(text: bytes, schema: Schema, *, delimiter: str, columns: Seque
     splitter = _Splitter(path, Header(delimiter, tuple(columns)), schema)
     splitter.row = 0  # No header
     tables, _ = splitter.split(text, final=True)
-    return pa.concat_tables(tables) if tables else splitter.nothing()
+    return pa.concat_tables(tables) if tables else splitter.empty_table()
 
 
 @contextmanager
@@ -221,18 +221,18 @@ class _Splitter:
         check_columns(header.columns, schema.columns, path=path, hint=hint, optional=schema.optional)
         return cls(path, header, schema)
 
-    def split(self, text: bytes, *, final: bool, most_rows: int | None = None) -> tuple[list[pa.Table], bytes]:
-        """Return the complete rows, all or the first `most_rows`, and the remaining text."""
+    def split(self, text: bytes, *, final: bool, max_rows: int | None = None) -> tuple[list[pa.Table], bytes]:
+        """Return the complete rows, all or the first `max_rows`, and the remaining text."""
         data = np.frombuffer(bytearray(text), np.uint8)
         tables, begin = [], 0
         while begin < len(data):
-            table, consumed = self._table(data[begin:], final, most_rows or _ROWS_AT_ONCE)
+            table, consumed = self._table(data[begin:], final, max_rows or _ROWS_AT_ONCE)
             if table.num_rows:
                 tables.append(table)
             begin += consumed
-            if not consumed or most_rows:
+            if not consumed or max_rows:
                 break
-        assert not final or most_rows or begin == len(data)
+        assert not final or max_rows or begin == len(data)
         return tables, text[begin:]
 
     def check_length(self, text: bytes) -> None:
@@ -242,32 +242,32 @@ class _Splitter:
                 f"{self.path}: row {max(self.row, 0)} is longer than {MAX_ROW_BYTES >> 20} MiB, so it is not a CSV file"
             )
 
-    def nothing(self) -> pa.Table:
+    def empty_table(self) -> pa.Table:
         """Return a table without rows."""
         arrays = [pa.array([], pa.large_binary())] * len(self.names)
         return pa.table([*arrays, pa.array([], pa.uint8())], names=[*self.names, FAULT])
 
-    def _table(self, data: np.ndarray, final: bool, most_rows: int) -> tuple[pa.Table, int]:
+    def _table(self, data: np.ndarray, final: bool, max_rows: int) -> tuple[pa.Table, int]:
         """Return rows at the start of the text, and their size in bytes."""
-        num_kept = len(self.names)
-        capacity = min(len(data) // max(self.columns, 2) + 1, most_rows)  # More rows come with the next call
-        starts, lengths = np.empty((capacity, num_kept), np.int64), np.empty((capacity, num_kept), np.int64)
+        columns_out = len(self.names)
+        capacity = min(len(data) // max(self.columns, 2) + 1, max_rows)  # More rows come with the next call
+        starts, lengths = np.empty((capacity, columns_out), np.int64), np.empty((capacity, columns_out), np.int64)
         kinds, consumed = np.empty(capacity, np.uint8), np.zeros(1, np.int64)
         how = (ctypes.c_int32(final), ctypes.c_uint8(ord(self.delimiter)), ctypes.c_int32(self.trim))
-        columns = (ctypes.c_int32(self.columns), self.places, ctypes.c_int32(num_kept), capacity)
+        columns = (ctypes.c_int32(self.columns), self.places, ctypes.c_int32(columns_out), capacity)
         out = (starts, lengths, kinds, consumed)
         rows = call("rayrec_split_csv", data, len(data), *how, MAX_QUOTED_BYTES, MAX_QUOTED_LINES, *columns, *out)
         skip = 1 if rows and self.row < 0 else 0
         if skip and kinds[0]:
             raise InputError(f"{self.path}: first row must be a header (an unmatched quote)")
         self.row += rows
-        arrays = [self._gather(data, starts[skip:rows], lengths[skip:rows], column) for column in range(num_kept)]
+        arrays = [self._gather(data, starts[skip:rows], lengths[skip:rows], column) for column in range(columns_out)]
         return pa.table([*arrays, pa.array(kinds[skip:rows])], names=[*self.names, FAULT]), int(consumed[0])
 
     def _gather(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray, column: int) -> pa.Array:
-        rows, num_kept = starts.shape
+        rows, width = starts.shape
         offsets = np.empty(rows + 1, np.int64)
         out = np.empty(lengths[:, column].sum(), np.uint8)
-        call("rayrec_gather_text", data, starts, lengths, rows, ctypes.c_int32(num_kept), ctypes.c_int32(column), offsets, out)
+        call("rayrec_gather_text", data, starts, lengths, rows, ctypes.c_int32(width), ctypes.c_int32(column), offsets, out)
         buffers = [None, pa.py_buffer(offsets), pa.py_buffer(out)]
         return pa.LargeBinaryArray.from_buffers(pa.large_binary(), rows, buffers)

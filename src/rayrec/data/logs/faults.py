@@ -10,7 +10,7 @@ from typing import Any, Final
 LABEL_FAULT: Final = "label is not 0 or 1"
 LABEL_LETTERS: Final = 24
 """Maximum letters of a label in a report."""
-_MOST_LABELS, _MOST_SHOWN = 20, 8
+_MAX_LABELS, _MAX_SHOWN = 20, 8
 """Maximum distinct labels per column, stored and shown in an error."""
 _POSITIVE = ("yes", "y", "t", "click", "clicked", "positive", "pos")
 """Texts that mean a click."""
@@ -96,7 +96,7 @@ class Faults:
         else:
             positive = next((value for value in values if value.lower() in _POSITIVE), threshold)
             fix = f"derive one, such as {column} == {positive!r}"
-        shown = ", ".join(values[:_MOST_SHOWN]) + (" and others" if values[_MOST_SHOWN:] else "")
+        shown = ", ".join(values[:_MAX_SHOWN]) + (" and others" if values[_MAX_SHOWN:] else "")
         return f"labels must be 0 or 1, found {shown} in column {column}; {fix}"
 
 
@@ -111,7 +111,7 @@ def distinct_labels(values: Iterable[str]) -> list[str]:
     """Return the first distinct values, numbers in order before other texts."""
     texts = {value[:LABEL_LETTERS] for value in values}
     order = {text: (0, float(text), text) if _is_number(text) else (1, 0.0, text) for text in texts}
-    return sorted(texts, key=order.__getitem__)[:_MOST_LABELS]
+    return sorted(texts, key=order.__getitem__)[:_MAX_LABELS]
 
 
 HEAD_BYTES = 64 << 10

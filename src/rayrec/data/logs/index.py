@@ -18,7 +18,7 @@ from rayrec.native import call
 from rayrec.schema import Schema
 from rayrec.storage.cache import head_of
 
-_MOST_INDICES = 64
+_MAX_INDICES = 64
 """Maximum number of indices per folder."""
 
 Format = Literal["text", "table", "binary", "npy", "npz", "parquet"]
@@ -29,7 +29,7 @@ VERSION = 2
 """Version of stored indices. A log with an index of another version is indexed again."""
 
 
-class Entry(NamedTuple):
+class SegmentEntry(NamedTuple):
     """Segment without row numbers."""
 
     path: str
@@ -64,7 +64,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Part:
+class SegmentRange:
     """Rows [start, stop) of one segment, counted from its first valid row."""
 
     segment: Segment
@@ -76,7 +76,7 @@ class Part:
 class Block:
     """Rows that are read, parsed and permuted together."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[SegmentRange, ...]
     seed: tuple[int, ...] | None
     """Seed of the permutation. None keeps the log's order."""
 
@@ -128,14 +128,14 @@ class LogIndex:
         lines = self.rows + self.faults.total
         return self.faults.total / lines if lines else 0.0
 
-    def parts(self, start: int, stop: int) -> Iterator[Part]:
+    def parts(self, start: int, stop: int) -> Iterator[SegmentRange]:
         """Yield rows [start, stop) of the log."""
         number = max(bisect_right(self.segments, start, key=lambda segment: segment.first_row) - 1, 0)
         while number < len(self.segments) and self.segments[number].first_row < stop:
             segment = self.segments[number]
             low, high = max(start - segment.first_row, 0), min(stop - segment.first_row, segment.rows)
             if low < high:
-                yield Part(segment, low, high)
+                yield SegmentRange(segment, low, high)
             number += 1
 
     def check(self, max_bad_fraction: float, path: str) -> None:
@@ -173,15 +173,15 @@ class LogIndex:
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> LogIndex:
-        entries = (Entry(stored["paths"][number], *rest) for number, *rest in stored["segments"])
+        entries = (SegmentEntry(stored["paths"][number], *rest) for number, *rest in stored["segments"])
         return cls(numbered(entries, stored["format"]), Faults.from_dict(stored["faults"]))
 
 
-def numbered(entries: Iterable[Entry | tuple[str, int, int, int]], format: Format = "text") -> tuple[Segment, ...]:
+def numbered(entries: Iterable[SegmentEntry | tuple[str, int, int, int]], format: Format = "text") -> tuple[Segment, ...]:
     """Return segments in log order with consecutive row numbers."""
     segments, first_row = [], 0
     for entry in entries:
-        path, start, stop, rows, checksum = Entry(*entry)
+        path, start, stop, rows, checksum = SegmentEntry(*entry)
         segments.append(Segment(path, start, stop, first_row, rows, format, checksum))
         first_row += rows
     return tuple(segments)
@@ -279,7 +279,7 @@ class CachedIndex:
         storage.write_json(self.path, {"version": self.version, **index.to_dict()})
         folder = storage.folder_of(self.path)
         indices = [file for file in storage.files_in(folder) if storage.name_of(file.path).startswith("index-")]
-        for file in sorted(indices, key=lambda file: file.modified_ns)[:-_MOST_INDICES]:
+        for file in sorted(indices, key=lambda file: file.modified_ns)[:-_MAX_INDICES]:
             storage.remove_file(file.path)
         return None if old is None else _edited(old, index)
 

@@ -33,7 +33,7 @@ PART_GROUPS = 64
 
 
 @dataclass(frozen=True)
-class Part:
+class ParquetPart:
     """Parquet file with rows of `source`, or `source` itself."""
 
     source: str
@@ -87,7 +87,7 @@ def _leaves(metadata: pq.FileMetaData, names: Sequence[str]) -> list[int]:
     return [i for i, path in enumerate(paths) if path in roots or path.partition(".")[0] in roots]
 
 
-def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str) -> list[Part]:
+def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str) -> list[ParquetPart]:
     """Return the Parquet files to read for `file`: itself, or rewritten ones in `folder`, created if absent. Raises InputError
     for a missing column or an unusable type."""
     if is_parquet(file.path):
@@ -98,7 +98,7 @@ def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str
             check_types(empty.schema, schema, path=file.path)
             groups = _group_sizes(parquet, schema.columns)
         if all(size <= 2 * segment_bytes or rows <= 1 for rows, size in groups):
-            return [Part(file.path, file.path, 0, groups)]
+            return [ParquetPart(file.path, file.path, 0, groups)]
     source = (
         *(file.path, schema.columns, schema.delimiter, schema.list_delimiter, segment_bytes),
         *(schema.category_rules, schema.optional),
@@ -112,11 +112,11 @@ def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str
         name = storage.name_of(file.path).removesuffix(".gz").removesuffix(".parquet") + ".parquet"
         # Folder names store the values of partition columns.
         name = "/".join([*partition_names(storage.folder_of(file.path).partition("?")[0]), name])
-        stored = list(_written(tables, folder, name, schema, segment_bytes))
+        stored = list(_write_parts(tables, folder, name, schema, segment_bytes))
         storage.write_json(manifest, stored)  # Last: files without it are ignored
     parts, first_row = [], 0
     for path, groups in stored:
-        parts.append(Part(file.path, path, first_row, [(rows, size) for rows, size in groups]))
+        parts.append(ParquetPart(file.path, path, first_row, [(rows, size) for rows, size in groups]))
         first_row += parts[-1].rows
     return parts
 
@@ -175,7 +175,7 @@ def _read_parquet(path: str, schema: Schema) -> Iterator[pa.Table]:
             yield pa.table(batch).select(names)
 
 
-def _written(
+def _write_parts(
     tables: Iterable[pa.Table], folder: str, name: str, schema: Schema, segment_bytes: int
 ) -> Iterator[tuple[str, list[tuple[int, int]]]]:
     """Write the rows to files `folder`/number/`name` of up to PART_GROUPS row groups; yield their paths and row groups."""
@@ -238,7 +238,7 @@ class _Footer:
 
 @lru_cache(maxsize=_FOOTERS)
 def _footer(path: str, version: tuple[int, int] | None) -> _Footer:
-    del version  # Part of the cache key
+    del version  # ParquetPart of the cache key
     filesystem, inner = storage.resolve(path)
     try:
         with filesystem.open_input_file(inner) as file, pq.ParquetFile(file) as parquet:

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from rayrec.data.engine import Engine
 from rayrec.data.logs.column_values import is_text
-from rayrec.data.logs.index import Block, LogIndex, Part, Segment
+from rayrec.data.logs.index import Block, LogIndex, Segment, SegmentRange
 from rayrec.data.logs.parquet import read_rows
 from rayrec.data.logs.splits import Slice
 from rayrec.data.logs.table_log import good_rows, read_tables
@@ -66,7 +66,7 @@ def good_lines(segment: Segment, schema: Schema) -> np.ndarray:
     starts = line_starts(text, length)
     if len(starts) == segment.rows:
         return np.arange(segment.rows, dtype=np.int64)
-    faults = TextParser(schema, max_rows_in(schema, length)).parse(text, length, most_faults=len(starts))
+    faults = TextParser(schema, max_rows_in(schema, length)).parse(text, length, max_faults=len(starts))
     bad = np.searchsorted(starts, np.array([fault.byte for fault in faults.first], np.int64))
     good = np.delete(np.arange(len(starts), dtype=np.int64), bad)
     assert len(good) == segment.rows
@@ -86,7 +86,7 @@ def values_of(block: Block, raw: RawBlock, column: str, schema: Schema) -> pa.Ar
     return pa.concat_arrays([_text(part, column, schema) for part in block.parts]).dictionary_encode()
 
 
-def _text(part: Part, column: str, schema: Schema) -> pa.Array:
+def _text(part: SegmentRange, column: str, schema: Schema) -> pa.Array:
     """Return the column's text in the part's rows, null if missing, large_string."""
     segment = part.segment
     table, _ = read_rows(segment.path, segment.start, segment.stop, schema, columns=[column])
@@ -104,7 +104,7 @@ def _text(part: Part, column: str, schema: Schema) -> pa.Array:
     return pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.large_string()), text).combine_chunks()
 
 
-def stretch_of(block: Block, slices: Sequence[Slice]) -> pa.Array:
+def slice_of(block: Block, slices: Sequence[Slice]) -> pa.Array:
     """Return the name of each row's range in an unpermuted block, as a dictionary. The ranges are adjacent and cover the log."""
     starts = np.array([each.start for each in slices], np.int64)
     rows = np.concatenate([part.segment.first_row + np.arange(part.start, part.stop, dtype=np.int64) for part in block.parts])

@@ -57,7 +57,7 @@ class SplitParts(Config):
             raise InputError("split days: train_days and validation_days must be at least 1, and test_days at least 0")
 
 
-_OWN_FIELDS: dict[str, tuple[str, ...]] = {
+_KIND_FIELDS: dict[str, tuple[str, ...]] = {
     "fraction": ("validation", "test"),
     "days": ("train_days", "validation_days", "test_days"),
     "named_days": ("train_names", "validation_names", "test_names"),
@@ -67,7 +67,7 @@ _OWN_FIELDS: dict[str, tuple[str, ...]] = {
 
 def check_parts(kind: str, parts: SplitParts) -> None:
     """Check that only sizes of the kind are set, and that named_days has validation days. Raises InputError."""
-    for owner, names in _OWN_FIELDS.items():
+    for owner, names in _KIND_FIELDS.items():
         for name in names:
             if kind != owner and getattr(parts, name) != getattr(SplitParts(), name):
                 raise InputError(f"split {kind}: {name} applies to kind {owner} only; remove it or choose {owner}")
@@ -213,10 +213,10 @@ def _days(index: LogIndex) -> list[Slice]:
     sources = [source_of(segment.path) for segment in index.segments]
     if sources and all("/" in name for _, name in sources):
         sources = [(folder := name.rpartition("/")[0], folder) for _, name in sources]
-    return _stretches(index, sources)
+    return _slices(index, sources)
 
 
-def _stretches(index: LogIndex, units: Sequence[tuple[str, str]]) -> list[Slice]:
+def _slices(index: LogIndex, units: Sequence[tuple[str, str]]) -> list[Slice]:
     """Return the row ranges of adjacent segments with the same unit. `units` is the (key, name) of each segment."""
     slices: list[Slice] = []
     last = None
@@ -261,7 +261,7 @@ MAX_SLICES = 64
 
 def slices_of(index: LogIndex) -> tuple[str, list[Slice]]:
     """Return the kind of slices (file, files, seventh), and the slices in log order."""
-    files = _stretches(index, [source_of(segment.path) for segment in index.segments])
+    files = _slices(index, [source_of(segment.path) for segment in index.segments])
     if len(files) > MAX_SLICES:
         ends = [len(files) * (i + 1) // MAX_SLICES for i in range(MAX_SLICES)]
         groups = [files[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]

@@ -16,8 +16,8 @@ from rayrec.data.arrow import json_of, json_reply
 from rayrec.data.engine import TaskContext, grouped
 from rayrec.data.logs.csv_reader import csv_columns
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, Segment, changed, numbered
-from rayrec.data.logs.parquet import VERSION, Part, is_parquet, open_parquet, partitions_of, prepared, read_rows
+from rayrec.data.logs.index import CachedIndex, LogIndex, Segment, SegmentEntry, changed, numbered
+from rayrec.data.logs.parquet import VERSION, ParquetPart, is_parquet, open_parquet, partitions_of, prepared, read_rows
 from rayrec.data.logs.table_parser import good_rows_of, parse_table
 from rayrec.data.raw_block import RawBlock
 from rayrec.data.stage_times import stage
@@ -63,11 +63,11 @@ def index_tables(files: Sequence[storage.File], schema: Schema, *, segment_bytes
     if csv_files:
         context.note(f"Writing {len(csv_files)} CSV files as Parquet to {folder} (once)")
     prepare = functools.partial(_prepare_task, schema=schema, segment_bytes=segment_bytes, folder=folder)
-    parts: list[Part] = []
+    parts: list[ParquetPart] = []
     total = 0
-    groups = grouped(files, lambda file: file.size_bytes, most_bytes=_TASK_BYTES, most_items=_TASK_FILES)
+    groups = grouped(files, lambda file: file.size_bytes, max_bytes=_TASK_BYTES, max_items=_TASK_FILES)
     for table in context.engine.run("tables", prepare, groups, block_bytes=1 << 16):
-        new = [Part(**{**part, "groups": [tuple(group) for group in part["groups"]]}) for part in json_of(table)]
+        new = [ParquetPart(**{**part, "groups": [tuple(group) for group in part["groups"]]}) for part in json_of(table)]
         parts += new
         total += sum(part.rows for part in new)
         context.progress("tables (rows)", total, None)
@@ -81,16 +81,16 @@ def index_tables(files: Sequence[storage.File], schema: Schema, *, segment_bytes
     if rewritten:
         remove_older(folder, {part.path.removeprefix(folder).lstrip("/")[:16] for part in rewritten})
     chunks = [chunk for part in parts for chunk in _chunks(part, segment_bytes)]
-    sized = grouped(chunks, lambda chunk: chunk[1], most_bytes=_TASK_SEGMENTS * segment_bytes, most_items=_TASK_FILES)
+    sized = grouped(chunks, lambda chunk: chunk[1], max_bytes=_TASK_SEGMENTS * segment_bytes, max_items=_TASK_FILES)
     tasks = [[chunk for chunk, _ in task] for task in sized]
-    entries: list[Entry] = []
+    entries: list[SegmentEntry] = []
     faults, done = Faults(), 0
     check = functools.partial(_check_task, schema=schema)
     results = context.engine.run("index", check, tasks, block_bytes=1 << 16)
     for task, result in zip(tasks, map(json_of, results), strict=True):
         ranges = [(part.path, *range_) for part, of_part in task for range_ in of_part]
         results_of_ranges = zip(ranges, result["rows"], result["checksums"], strict=True)
-        entries.extend(Entry(*range_, rows, sum_) for range_, rows, sum_ in results_of_ranges)
+        entries.extend(SegmentEntry(*range_, rows, sum_) for range_, rows, sum_ in results_of_ranges)
         faults.add(Faults.from_dict(result["faults"]))
         done += sum(stop - start for _, start, stop in ranges)
         context.progress("index (rows)", done, total)
@@ -104,11 +104,11 @@ def _prepare_task(files: Sequence[storage.File], *, schema: Schema, segment_byte
     return json_reply([vars(part) for part in parts])
 
 
-Chunk = tuple[Part, list[tuple[int, int]]]
+Chunk = tuple[ParquetPart, list[tuple[int, int]]]
 """Row ranges of a part, one per segment. An indexing task has one or more chunks."""
 
 
-def _chunks(part: Part, segment_bytes: int) -> Iterator[tuple[Chunk, int]]:
+def _chunks(part: ParquetPart, segment_bytes: int) -> Iterator[tuple[Chunk, int]]:
     """Yield the chunks of a part, each with its approximate size in bytes."""
     ranges: list[tuple[int, int]] = []
     sizes: list[int] = []

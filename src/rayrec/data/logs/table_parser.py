@@ -11,10 +11,11 @@ from pyarrow import types
 from rayrec.data.logs.column_values import (
     EMPTY,
     LIMIT,
-    MOST_SECONDS,
-    REFUSED,
+    MAX_SECONDS,
+    REJECTED,
     VALUE,
     Text,
+    float_tokens,
     integer_tokens,
     integers_of,
     is_list,
@@ -26,11 +27,10 @@ from rayrec.data.logs.column_values import (
     text_tokens,
     times_of,
     type_error,
-    whole_tokens,
 )
 from rayrec.data.logs.csv_reader import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, present_columns
 from rayrec.data.logs.faults import LABEL_FAULT, Fault, Faults, distinct_labels
-from rayrec.data.raw_block import RawBlock, RawList, category_type, number_type, places_of
+from rayrec.data.raw_block import RawBlock, RawList, category_type, expand_ranges, number_type
 from rayrec.schema import Label, Schema
 
 _KINDS = (
@@ -52,11 +52,11 @@ _KINDS = (
     "not a number of 0 or more",
 )
 (
-    NO_LABEL, LABEL, WEIGHT, NOT_FINITE, BEYOND, NOT_AN_INTEGER, NOT_HEXADECIMAL, NOT_UTF8, FEW, MANY, QUOTE, NOT_WHOLE,
-    LIST_WEIGHTS, TIME, LIST_PLACES, NEGATIVE,
+    NO_LABEL, LABEL, WEIGHT, NOT_FINITE, TOO_LARGE, NOT_AN_INTEGER, NOT_HEXADECIMAL, NOT_UTF8, FEW, MANY, QUOTE, NOT_INTEGRAL,
+    LIST_WEIGHTS, TIME, LIST_POSITIONS, NEGATIVE,
 ) = range(len(_KINDS))  # fmt: skip
-_WHOLE_ROW = -1
-_PLACE_BITS = 32
+_FULL_ROW = -1
+_POSITION_BITS = 32
 """Low bits for a list item's position in its row, below the row number."""
 
 
@@ -76,7 +76,7 @@ class _TableParser:
         if FAULT in table.column_names:
             fault = table.column(FAULT).to_numpy()
             for value, kind in ((TOO_FEW, FEW), (TOO_MANY, MANY), (UNMATCHED, QUOTE)):
-                self._reject(fault == value, kind, _WHOLE_ROW)
+                self._reject(fault == value, kind, _FULL_ROW)
         labels: dict[str, np.ndarray] = {}
         weights = None
         if schema.label is not None:
@@ -112,7 +112,7 @@ class _TableParser:
     def faults(self, first_row: int) -> Faults:
         rows = np.flatnonzero(self.fault_kinds >= 0)
         counts = np.bincount(self.fault_kinds[rows], minlength=len(_KINDS)).tolist()
-        names = [*self.schema.columns, ""]  # The last one for _WHOLE_ROW
+        names = [*self.schema.columns, ""]  # The last one for _FULL_ROW
         first = [
             Fault(self.path, None, _KINDS[self.fault_kinds[row]], names[self.fault_columns[row]], first_row + row)
             for row in rows[: Faults.keep].tolist()
@@ -120,7 +120,7 @@ class _TableParser:
         return Faults({kind: count for kind, count in zip(_KINDS, counts, strict=True) if count}, first, labels=self.labels)
 
     def _reject(self, bad: np.ndarray, kind: int, column: str | int) -> None:
-        """Record a fault of the rows `bad`, bool [rows], in a column, or _WHOLE_ROW."""
+        """Record a fault of the rows `bad`, bool [rows], in a column, or _FULL_ROW."""
         if bad.any():
             new = bad & (self.fault_kinds < 0)
             self.fault_kinds[new] = kind
@@ -146,15 +146,15 @@ class _TableParser:
         """Return the values of a dense column, `number_type`, 0 if missing or rejected, and which are missing."""
         if self.schema.tokens == "hexadecimal":
             values, status = integers_of(self._array(name), name, self.type_error)
-            self._reject(status == REFUSED, NOT_AN_INTEGER, name)
+            self._reject(status == REJECTED, NOT_AN_INTEGER, name)
             return values, status == EMPTY
         values, status = self._numbers(name, times=True)
         if self.schema.nan == "missing":
             status = np.where(np.isnan(values), EMPTY, status)
             values = np.where(status == EMPTY, 0.0, values)
         finite = np.isfinite(values)
-        self._reject((status == REFUSED) | ~finite, NOT_FINITE, name)
-        self._reject(np.abs(values) > LIMIT, BEYOND, name)
+        self._reject((status == REJECTED) | ~finite, NOT_FINITE, name)
+        self._reject(np.abs(values) > LIMIT, TOO_LARGE, name)
         good = finite & (status == VALUE)
         return values if good.all() else np.where(good, values, 0.0), status == EMPTY
 
@@ -175,7 +175,7 @@ class _TableParser:
             self._reject_labels(~missing & ((status != VALUE) | ((values != 0) & (values != 1))), label.name)
         else:
             self._reject(~missing & ((status != VALUE) | ~np.isfinite(values)), NOT_FINITE, label.name)
-            self._reject(~missing & (np.abs(values) > LIMIT), BEYOND, label.name)
+            self._reject(~missing & (np.abs(values) > LIMIT), TOO_LARGE, label.name)
             if label.kind == "count":
                 self._reject(~missing & (values < 0), NEGATIVE, label.name)
         return np.where(missing, np.nan, values).astype(np.float32)
@@ -189,8 +189,8 @@ class _TableParser:
             if types.is_boolean(array.type):
                 raise self.type_error(name, "a time must be a date, a timestamp, ISO 8601 text, or seconds since 1970")
             seconds, status = self._numbers(name, times=True)
-            good = np.isfinite(seconds) & (np.abs(seconds) < MOST_SECONDS) & (status == VALUE)
-            values, status = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64), np.where(good, VALUE, REFUSED)
+            good = np.isfinite(seconds) & (np.abs(seconds) < MAX_SECONDS) & (status == VALUE)
+            values, status = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64), np.where(good, VALUE, REJECTED)
         self._reject(status != VALUE, TIME, name)
         return values
 
@@ -205,21 +205,21 @@ class _TableParser:
             else:
                 if is_list(array.type) and schema.tokens == "any":
                     raise self.type_error(name, "name it in the schema's lists, or leave it out")
-                index = schema.places[name]
+                index = schema.positions[name]
                 status, kind = self._categories(array, name, block.categories[:, index - len(schema.dense)])
                 block.missing[:, index] = status == EMPTY
-                bad = status == REFUSED
+                bad = status == REJECTED
             self._reject(bad, kind, name)
         for name in schema.sparse:
             other = schema.feature(name).aligned_with
             if other is not None:
                 bad = np.zeros(block.rows, bool)
-                bad[np.setxor1d(positions[name], positions[other], assume_unique=True) >> _PLACE_BITS] = True
-                self._reject(bad, LIST_PLACES, name)
+                bad[np.setxor1d(positions[name], positions[other], assume_unique=True) >> _POSITION_BITS] = True
+                self._reject(bad, LIST_POSITIONS, name)
         return tuple(lists)
 
     def _categories(self, array: pa.Array, name: str, out: np.ndarray) -> tuple[np.ndarray, int]:
-        """Write categories to `out`, 0 if missing or rejected; return (status, fault kind of REFUSED), see column_values."""
+        """Write categories to `out`, 0 if missing or rejected; return (status, fault kind of REJECTED), see column_values."""
         schema = self.schema
         if types.is_null(array.type):
             out[:] = 0
@@ -237,12 +237,12 @@ class _TableParser:
             array = pc.cast(pc.cast(array, pa.date32()), pa.large_string())
         if is_text(array.type):
             if name in schema.integers:
-                return text_integers(array, out), NOT_WHOLE
+                return text_integers(array, out), NOT_INTEGRAL
             return text_tokens(array, out, booleans=schema.category_rules >= 2), NOT_UTF8
         if types.is_integer(array.type) or types.is_boolean(array.type):
-            return integer_tokens(array, out), NOT_WHOLE
+            return integer_tokens(array, out), NOT_INTEGRAL
         if types.is_floating(array.type) or types.is_decimal(array.type):
-            return whole_tokens(array, out), NOT_WHOLE
+            return float_tokens(array, out), NOT_INTEGRAL
         if types.is_timestamp(array.type):
             raise self.type_error(
                 name,
@@ -266,10 +266,10 @@ class _TableParser:
             weights, bad = self._list_weights(feature.weights, lengths, status != EMPTY)
             kind = LIST_WEIGHTS if bad.any() else kind
         present, row_of = status != EMPTY, np.repeat(np.arange(rows), lengths)
-        positions = ((row_of << _PLACE_BITS) + places_of(np.zeros(rows, np.int64), lengths))[present]
+        positions = ((row_of << _POSITION_BITS) + expand_ranges(np.zeros(rows, np.int64), lengths))[present]
         if status.any():
             lengths = np.bincount(row_of[present], minlength=rows)
-            bad |= np.bincount(row_of[status == REFUSED], minlength=rows) > 0
+            bad |= np.bincount(row_of[status == REJECTED], minlength=rows) > 0
             tokens = np.ascontiguousarray(tokens[present])
             weights = None if weights is None else weights[present]
         column = RawList(tokens, lengths.astype(np.int32), weights)
@@ -299,8 +299,8 @@ class _TableParser:
             values, status = numbers_of(items, name, self.type_error)
         good = (status == VALUE) & np.isfinite(values) & (np.abs(values) <= LIMIT)
         fits = num_weights == lengths
-        targets = places_of(np.cumsum(lengths)[fits] - lengths[fits], lengths[fits])
-        sources = places_of(np.cumsum(num_weights)[fits] - num_weights[fits], num_weights[fits])
+        targets = expand_ranges(np.cumsum(lengths)[fits] - lengths[fits], lengths[fits])
+        sources = expand_ranges(np.cumsum(num_weights)[fits] - num_weights[fits], num_weights[fits])
         weights[targets] = np.where(good[sources], values[sources], 0)
         wrong = np.zeros(len(present), bool)
         wrong[targets] = ~good[sources] & present[targets]

@@ -8,7 +8,7 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import Entry, Segment, changed, checksum
+from rayrec.data.logs.index import Segment, SegmentEntry, changed, checksum
 from rayrec.data.logs.text_parser import MAX_LINE_BYTES, PADDING_BYTES, TextParser, max_rows_in
 from rayrec.data.raw_block import RawBlock
 from rayrec.data.stage_times import stage
@@ -69,7 +69,7 @@ def _find_newline(text: np.ndarray, start: int, stop: int) -> int:
     return -1
 
 
-def parsed_segments(chunk: Chunk, schema: Schema, segment_bytes: int) -> Iterator[tuple[Entry, Faults, RawBlock]]:
+def parsed_segments(chunk: Chunk, schema: Schema, segment_bytes: int) -> Iterator[tuple[SegmentEntry, Faults, RawBlock]]:
     """Parse a chunk in segments of about `segment_bytes`. The rows of one segment are overwritten by the next."""
     text, length, first_byte = read_lines(chunk)
     parser = TextParser(schema, max_rows_in(schema, min(length, 2 * segment_bytes + MAX_LINE_BYTES)))
@@ -85,11 +85,11 @@ def parsed_segments(chunk: Chunk, schema: Schema, segment_bytes: int) -> Iterato
         parser.drop_after(0)
         sum_ = checksum(text[start:stop])
         faults = parser.parse(text[start:], stop - start, path=chunk.path, first_byte=first_byte + start)
-        yield Entry(chunk.path, first_byte + start, first_byte + stop, parser.rows, sum_), faults, parser.block()
+        yield SegmentEntry(chunk.path, first_byte + start, first_byte + stop, parser.rows, sum_), faults, parser.block()
         start = stop
 
 
-def index_chunk(chunk: Chunk, schema: Schema, segment_bytes: int) -> tuple[list[Entry], Faults]:
+def index_chunk(chunk: Chunk, schema: Schema, segment_bytes: int) -> tuple[list[SegmentEntry], Faults]:
     """Return the segments of a chunk, and its faults."""
     entries, total = [], Faults()
     for entry, faults, _ in parsed_segments(chunk, schema, segment_bytes):

@@ -68,10 +68,10 @@ class TextParser:
         *,
         path: str = "",
         first_byte: int = 0,
-        most_faults: int = Faults.keep,
+        max_faults: int = Faults.keep,
         labelled: bool | None = None,
     ) -> Faults:
-        """Append the rows of text[:length], and return the faults among its lines with details of the first `most_faults`.
+        """Append the rows of text[:length], and return the faults among its lines with details of the first `max_faults`.
 
         `text` is uint8 with PADDING_BYTES after `length`; it begins with a line, at `first_byte` of file `path`. `labelled` is
         whether lines begin with a label. None: if the schema has one.
@@ -85,7 +85,7 @@ class TextParser:
         if not self._files or self._files[-1][0] != path:
             self._files.append((path, before))
         counts = np.zeros(len(FAULT_KINDS), np.int64)
-        details = np.zeros(most_faults, _FAULT_DTYPE)
+        details = np.zeros(max_faults, _FAULT_DTYPE)
         num_details = ctypes.c_int64()
         columns = (self._numbers, self._categories, self._missing, self._labels)
         layout = CLayout(labelled, len(schema.dense), len(schema.sparse), MAX_LINE_BYTES)

@@ -21,7 +21,7 @@ from pyarrow import fs as arrow_fs
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.encoded import Bags, EncodedRows
+from rayrec.data.encoded import EncodedRows, JaggedIds
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import TaskContext
 from rayrec.data.logs.faults import Faults
@@ -389,14 +389,14 @@ def wrong_id(rows: EncodedRows, num_embeddings: Sequence[int]) -> WrongId | None
     One pass over the ids, about 1 ns per id.
     """
     for column, (ids, size) in enumerate(zip(rows.ids, num_embeddings, strict=True)):
-        values = ids.values if isinstance(ids, Bags) else ids
+        values = ids.values if isinstance(ids, JaggedIds) else ids
         if not values.size:
             continue
         unsigned = values.view(np.dtype(f"u{values.itemsize}"))  # Negative ids become the largest values.
         if int(unsigned.max()) < size:
             continue
         place = int(np.argmax(unsigned.reshape(-1) >= size))
-        if isinstance(ids, Bags):
+        if isinstance(ids, JaggedIds):
             row = int(np.searchsorted(ids.offsets(), place, side="right")) - 1
         else:
             row = place // (values.size // len(rows))

@@ -16,7 +16,7 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import arrow_numbers, numpy_of
-from rayrec.data.encoded import Bags, EncodedRows, Ids, ids_from_arrow, ids_to_arrow, weights_to_arrow
+from rayrec.data.encoded import EncodedRows, Ids, JaggedIds, ids_from_arrow, ids_to_arrow, weights_to_arrow
 from rayrec.data.encoding.encoder import c_dense_column
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.raw_block import RawBlock
@@ -290,7 +290,7 @@ def named_columns(rows: EncodedRows, schema: Schema) -> pa.Table:
         columns[name] = arrow_numbers(np.ascontiguousarray(rows.dense[:, number]))
     for name, ids in zip(schema.sparse, rows.ids, strict=True):
         columns[name] = ids_to_arrow(ids)
-        if isinstance(ids, Bags) and ids.weights is not None:
+        if isinstance(ids, JaggedIds) and ids.weights is not None:
             columns[_weights_of(name, schema)] = weights_to_arrow(ids)
     columns |= {name: arrow_numbers(values) for name, values in rows.labels.items() if name != schema.label}
     if rows.timestamps is not None:

@@ -16,7 +16,7 @@ from rayrec import storage
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import Shared
 from rayrec.data.job import JobFolder
-from rayrec.data.logs.index import Part
+from rayrec.data.logs.index import SegmentRange
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.materialized.formats import Matrix, file_checksum, matrix_of, stored
 from rayrec.hashing import GOLDEN, mix64
@@ -30,7 +30,7 @@ class Task:
 
     number: int
     set: str
-    parts: tuple[Part, ...]
+    parts: tuple[SegmentRange, ...]
     places: tuple[tuple[int, int], ...]
     """Raw file number and first row in that file, for each part."""
     matrices: dict[int, tuple[Matrix, ...]] = field(default_factory=dict)

@@ -19,10 +19,10 @@ from typing import Any, Literal
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoding.derivation import file_key
-from rayrec.data.encoding.preprocessor import Preprocessor, share_preprocessor
+from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
 from rayrec.data.engine import Engine, StreamEngine
 from rayrec.data.job import ResumableJob, resumable_job
-from rayrec.data.logs.index import LogIndex, Part, source_of, sources_in_order
+from rayrec.data.logs.index import LogIndex, SegmentRange, source_of, sources_in_order
 from rayrec.data.materialized.dataset import MANIFEST, VERSION, hash_of, write_manifest
 from rayrec.data.materialized.formats import FilePlan, check, create_files, finish_files, plan_files, row_bytes
 from rayrec.data.materialized.write_tasks import Job, Task, gather_rows, scatter_rows, write_rows
@@ -80,9 +80,9 @@ def preprocess(
         "shuffle": output.shuffle,
         "seed": output.seed if output.shuffle == "full" else None,
     }
-    made_of = {**known, "log": _identity(index, sources), "segments_per_task": output.segments_per_task}
+    job_inputs = {**known, "log": _identity(index, sources), "segments_per_task": output.segments_per_task}
     schema = preprocessor.schema if output.labelled else preprocessor.schema.unlabelled()
-    with resumable_job(out, made_of, last_file=MANIFEST) as running:
+    with resumable_job(out, job_inputs, last_file=MANIFEST) as running:
         folder = running.folder
         if not storage.is_url(out):
             _check_disk(folder.path, layout, preprocessor, index.rows, output)
@@ -170,7 +170,7 @@ def _check_disk(work: str, layout: Layout, preprocessor: Preprocessor, rows: int
 def _shared(preprocessor: Preprocessor, engine: Engine, work: str) -> Any:
     """Return the Preprocessor for tasks: shared by the engine, or the path of its folder (Spark)."""
     if isinstance(engine, StreamEngine):
-        return share_preprocessor(preprocessor, engine)
+        return put_preprocessor(preprocessor, engine)
     return storage.join(work, "preprocessor")
 
 
@@ -323,6 +323,6 @@ def _tasks(index: LogIndex, layout: Layout, output: Output) -> list[Task]:
     return tasks
 
 
-def _place(part: Part, number_of: dict[str, int], first_rows: dict[str, int]) -> tuple[int, int]:
+def _place(part: SegmentRange, number_of: dict[str, int], first_rows: dict[str, int]) -> tuple[int, int]:
     path = part.segment.path
     return number_of[path], part.segment.first_row + part.start - first_rows[path]

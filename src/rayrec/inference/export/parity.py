@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayrec.config import InputError
-from rayrec.data.encoded import Bags, EncodedRows, Ids
+from rayrec.data.encoded import EncodedRows, Ids, JaggedIds
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.index import LogIndex, Part
+from rayrec.data.logs.index import LogIndex, SegmentRange
 from rayrec.data.logs.parquet import read_rows
 from rayrec.data.logs.reading import good_lines, line_starts
 from rayrec.data.logs.table_parser import parse_table
@@ -54,7 +54,7 @@ class ParityRows:
     batches: tuple[EncodedRows, ...]
     fault: str | None = None
     """Reason why the rows cannot prove the quality of an export. None if they can."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[SegmentRange, ...] = ()
     """Ranges of the log that contain the rows. Empty for random rows."""
 
     @property
@@ -125,7 +125,7 @@ def _read(
     return ParityRows(origin, tuple(encode_parts(parts, preprocessor)), parts=parts)
 
 
-def spread(ranges: Sequence[Part], *, rows: int) -> list[Part]:
+def spread(ranges: Sequence[SegmentRange], *, rows: int) -> list[SegmentRange]:
     """Choose at most `rows` rows from evenly spaced segments. Pure."""
     total = sum(part.stop - part.start for part in ranges)
     num_parts = max(1, math.ceil(len(ranges) * min(1.0, rows / total)))
@@ -152,7 +152,7 @@ def random_rows(preprocessor: Preprocessor, *, rows: int, seed: int = 0) -> Pari
         for name, num_embeddings, hotness in columns:
             if hotness is None:
                 lengths = lengths_of(name).astype(np.int32)
-                ids.append(Bags(rng.integers(0, num_embeddings, int(lengths.sum()), dtype), lengths))
+                ids.append(JaggedIds(rng.integers(0, num_embeddings, int(lengths.sum()), dtype), lengths))
             else:
                 ids.append(rng.integers(0, num_embeddings, count if hotness == 1 else (count, hotness), dtype))
         batches.append(EncodedRows(dense, ids))
@@ -190,7 +190,7 @@ RawValues = tuple[RawBlock, list[dict[str, Any]]]
 """Rows as input of the Preprocessor, and as input of an Encoder."""
 
 
-def _raw_rows(parts: Sequence[Part], encoder: Any, preprocessor: Preprocessor) -> Iterator[RawValues]:
+def _raw_rows(parts: Sequence[SegmentRange], encoder: Any, preprocessor: Preprocessor) -> Iterator[RawValues]:
     schema = preprocessor.schema
     for part in parts:
         segment = part.segment
@@ -262,7 +262,9 @@ def _encoder_failure(encoder: Any, preprocessor: Preprocessor, raw: RawBlock, va
             return f"it encodes {values[row].get(name)!r} of {name} as {pair[0][row]} instead of {pair[1][row]}"
     for name, column, expected_column in zip(inputs.sparse, ids, expected.ids, strict=True):
         actual = column if isinstance(column, tuple) else (column,)
-        required = (expected_column.values, expected_column.lengths) if isinstance(expected_column, Bags) else (expected_column,)
+        required = (
+            (expected_column.values, expected_column.lengths) if isinstance(expected_column, JaggedIds) else (expected_column,)
+        )
         if len(actual) != len(required) or not all(map(np.array_equal, actual, required)):
             return f"its ids of column {name} differ"
     return None

@@ -19,7 +19,7 @@ from rayrec import storage
 from rayrec.cluster.layout import TorchrunEnv
 from rayrec.collectives import group_arguments, use_device
 from rayrec.config import InputError, line_of
-from rayrec.data.engine import STOP_ASKED, ThreadEngine
+from rayrec.data.engine import STOP_REQUESTED, ThreadEngine
 from rayrec.training.launchers.base import AttemptContext, PreparedRun, follow_attempt
 from rayrec.training.profiling import watched_requests
 from rayrec.training.stop_monitor import ProfileRequest, Signals
@@ -240,7 +240,7 @@ def _work(attempt: AttemptContext, rendezvous: StoreRendezvous, device: torch.de
             return run_worker(attempt, context, stopwatch=stopwatch)
     finally:
         torch.set_num_threads(threads)
-        STOP_ASKED.clear()  # later work in this process must wait for its data
+        STOP_REQUESTED.clear()  # later work in this process must wait for its data
 
 
 @contextlib.contextmanager

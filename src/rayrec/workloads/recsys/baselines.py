@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 import numpy as np
 
 from rayrec.config import InputError
-from rayrec.data.encoded import Bags, EncodedRows, Ids
-from rayrec.data.logs.index import LogIndex, Part
+from rayrec.data.encoded import EncodedRows, Ids, JaggedIds
+from rayrec.data.logs.index import LogIndex, SegmentRange
 from rayrec.imports import require
 from rayrec.metrics.binary import binary_metrics
 from rayrec.workloads.recsys.run_rows import encode_parts, open_run_log
@@ -106,16 +106,16 @@ def open_baselines(config: TrainConfig, checkpoint: str, *, most_rows: int, kind
     return Baselines(preprocessor, train_rows, validation_rows, cache, config)
 
 
-def _encode(parts: Iterable[Part], preprocessor: Preprocessor) -> EncodedRows:
+def _encode(parts: Iterable[SegmentRange], preprocessor: Preprocessor) -> EncodedRows:
     """Encode rows without weights, groups and additional labels, which baselines do not use."""
     kept = list(encode_parts(parts, preprocessor))
     if not kept:
         raise InputError("baselines: the run's split has no rows to train or to validate on")
     columns: list[Ids] = []
     for column in zip(*(batch.ids for batch in kept), strict=True):
-        bags = [ids for ids in column if isinstance(ids, Bags)]
+        bags = [ids for ids in column if isinstance(ids, JaggedIds)]
         if bags:
-            columns.append(Bags(np.concatenate([bag.values for bag in bags]), np.concatenate([bag.lengths for bag in bags])))
+            columns.append(JaggedIds(np.concatenate([bag.values for bag in bags]), np.concatenate([bag.lengths for bag in bags])))
         else:
             columns.append(np.concatenate(column))
     labels = {next(iter(kept[0].labels)): np.concatenate([batch.label for batch in kept])}
@@ -161,7 +161,7 @@ class _Trees:
         fold = np.arange(len(rows)) % _FOLDS
         rates, columns = {}, [rows.dense]
         for number, ids in enumerate(rows.ids):
-            if isinstance(ids, Bags) or ids.ndim != 1:
+            if isinstance(ids, JaggedIds) or ids.ndim != 1:
                 continue
             whole = rates[number] = _Rates.of(ids, labels, num_embeddings[number])
             encoded_ids = np.empty((len(rows), 2), np.float32)
@@ -237,7 +237,7 @@ def one_hot(rows: EncodedRows) -> sparse.csr_matrix:
 
     values, owners = [], []
     for number, ids in enumerate(rows.ids):
-        if isinstance(ids, Bags):
+        if isinstance(ids, JaggedIds):
             flat, owner = ids.values, np.repeat(np.arange(len(rows)), ids.lengths)
         else:
             flat, owner = ids.reshape(-1), np.repeat(np.arange(len(rows)), ids.size // max(len(rows), 1))

@@ -10,13 +10,13 @@ import numpy as np
 
 from rayrec import machine, storage
 from rayrec.config import InputError
-from rayrec.data.encoded import Bags, EncodedRows
+from rayrec.data.encoded import EncodedRows, JaggedIds
 from rayrec.data.encoding.counts import count_parts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import make_preprocessor
 from rayrec.data.engine import InProcess
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.index import Block, LogIndex, Part, numbered
+from rayrec.data.logs.index import Block, LogIndex, SegmentRange, numbered
 from rayrec.data.logs.table_log import is_table
 from rayrec.data.logs.text_log import cut, index_chunk
 from rayrec.data.stage_times import BlockTimes, measured
@@ -373,7 +373,7 @@ def _read_slice(workload: ClickSettings, config: TrainConfig) -> _Slice:
         return _Slice(index, rows, Preprocessor.load(workload.preprocessor), False)
     counting = workload.preset.counting(workload.schema)
     counts = counting.empty()
-    counts.add(count_parts([Part(segment, 0, segment.rows) for segment in index.segments], counting=counting))
+    counts.add(count_parts([SegmentRange(segment, 0, segment.rows) for segment in index.segments], counting=counting))
     return _Slice(index, rows, make_preprocessor(workload.preset, workload.schema, counts), True)
 
 
@@ -381,7 +381,7 @@ def _time_stages(piece: _Slice, config: TrainConfig) -> BlockTimes:
     """Measure the duration of one data task on the slice."""
     from rayrec.ingest.stream import encoded_block
 
-    parts = tuple(Part(segment, 0, segment.rows) for segment in piece.index.segments)
+    parts = tuple(SegmentRange(segment, 0, segment.rows) for segment in piece.index.segments)
     (block, *_) = BlockOrder(parts, config.train_data.shuffle, config.seed, len(parts)).blocks(0)
     assert isinstance(block, Block)
     tables = [
@@ -411,7 +411,7 @@ class SliceRows:
 
     def _prepared(self, preprocessor: Preprocessor) -> Prepared:
         # Only the row count matters.
-        order = BlockOrder((Part(self.index.segments[0], 0, self.rows_of_log),), "none", 0, 1)
+        order = BlockOrder((SegmentRange(self.index.segments[0], 0, self.rows_of_log),), "none", 0, 1)
         shared, inputs = InProcess(preprocessor), preprocessor.inputs
         sets = {"train": order}
         return Prepared(shared, preprocessor.hash(), inputs, self.num_embeddings, sets, 0, self.folder, None)
@@ -435,7 +435,7 @@ class SliceRows:
 def folded(rows: EncodedRows, num_embeddings: list[int]) -> EncodedRows:
     """Wrap ids beyond the end of their table to other rows."""
     ids = [
-        replace(column, values=column.values % size) if isinstance(column, Bags) else column % size
+        replace(column, values=column.values % size) if isinstance(column, JaggedIds) else column % size
         for column, size in zip(rows.ids, num_embeddings, strict=True)
     ]
     return replace(rows, ids=ids)

@@ -10,7 +10,7 @@ from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.engine import TaskContext, ThreadEngine
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.index import Block, LogIndex, Part
+from rayrec.data.logs.index import Block, LogIndex, SegmentRange
 from rayrec.ingest.stream import open_block
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def open_run_log(data: DataConfig, preprocessor: Preprocessor, *, cache: str, ma
     )
 
 
-def encode_parts(parts: Iterable[Part], preprocessor: Preprocessor) -> Iterator[EncodedRows]:
+def encode_parts(parts: Iterable[SegmentRange], preprocessor: Preprocessor) -> Iterator[EncodedRows]:
     """Yield the rows of parts of a log in order, in batches of up to `BATCH_ROWS`."""
     for part in parts:
         read = open_block(Block((part,), None), preprocessor).encode

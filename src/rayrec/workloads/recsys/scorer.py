@@ -20,7 +20,7 @@ from rayrec.batch import DENSE, Batch
 from rayrec.checkpoint import Checkpoint, full_tensors
 from rayrec.checkpoint.writer import TargetSlice
 from rayrec.config import InputError
-from rayrec.data.encoded import Bags, EncodedRows, Ids
+from rayrec.data.encoded import EncodedRows, Ids, JaggedIds
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
 from rayrec.layers.mlp import Precision
@@ -218,16 +218,16 @@ class ClickScorer:
 
 
 def _lookup(ids: Ids) -> Lookup:
-    if not isinstance(ids, Bags):
+    if not isinstance(ids, JaggedIds):
         return Lookup(np.ascontiguousarray(ids))
     weights = None if ids.weights is None else np.ascontiguousarray(ids.weights)
     return Lookup(np.ascontiguousarray(ids.values), ids.offsets(), weights)
 
 
-def _as_bags(ids: Ids) -> Bags:
-    if isinstance(ids, Bags):
+def _as_bags(ids: Ids) -> JaggedIds:
+    if isinstance(ids, JaggedIds):
         return ids
-    return Bags(ids.reshape(-1), np.full(len(ids), ids.size // max(len(ids), 1), np.int32))
+    return JaggedIds(ids.reshape(-1), np.full(len(ids), ids.size // max(len(ids), 1), np.int32))
 
 
 def empty_model(

@@ -15,11 +15,11 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import arrow_numbers, arrow_rows, numpy_of
 from rayrec.data.encoding.known_categories import bucket_names, buckets_of, tokens_by_id
-from rayrec.data.encoding.preprocessor import Preprocessor, share_preprocessor
+from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
 from rayrec.data.engine import Shared, TaskContext
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import Block, LogIndex
-from rayrec.data.logs.reading import first_lines, good_lines, stretch_of, values_of
+from rayrec.data.logs.reading import first_lines, good_lines, slice_of, values_of
 from rayrec.data.logs.splits import Slice, slices_of
 from rayrec.ingest.block_order import blocks_of_epoch
 from rayrec.ingest.stream import open_block
@@ -81,7 +81,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
         workload=workload,
         config=context.config,
         checkpoint=context.checkpoint,
-        preprocessor=share_preprocessor(preprocessor, engine),
+        preprocessor=put_preprocessor(preprocessor, engine),
         blocks=engine.share(blocks),
         labelled=labelled,
         measuring=measuring,
@@ -266,7 +266,7 @@ class _LogBlock:
         if GROUP in scored:
             columns[GROUP] = arrow_numbers(scored[GROUP])
         if told.stretches:
-            columns[KEY + DAY] = stretch_of(block, told.stretches)
+            columns[KEY + DAY] = slice_of(block, told.stretches)
         for name in told.key_columns:
             columns[KEY + name] = self._values(name)
         for name in told.frequency_columns:

@@ -122,7 +122,7 @@ def carried(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_to
     count = len(old_tokens)
     if _extends(old, new, old_tokens, new_tokens):
         return Carried(RowMap(new.num_embeddings, old.num_embeddings), count, len(new_tokens) - count, 0)
-    if not (old.has_own_ids and new.has_own_ids):
+    if not (old.has_unique_ids and new.has_unique_ids):
         raise InputError(
             f"{where}: several categories share a row, and the vocabularies differ. Extend the vocabulary of the checkpoint "
             "(`rayrec vocabulary --extend`)."
@@ -145,7 +145,7 @@ def _extends(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_t
     ids = new.ids()
     if not np.array_equal(ids[:count], old.ids()):
         return False
-    shared = old.num_embeddings == new.num_embeddings and not new.has_own_ids
+    shared = old.num_embeddings == new.num_embeddings and not new.has_unique_ids
     return shared or bool((ids[count:] >= old.num_embeddings).all())
 
 

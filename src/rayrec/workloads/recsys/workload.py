@@ -85,7 +85,7 @@ class ClickWorkload(ClickSettings):
             return self._prepare(context, folder, counting)
 
     def _prepare(self, context: RunContext, folder: str, counting: CountingIndexer) -> Prepared:
-        from rayrec.data.encoding.preprocessor import share_preprocessor
+        from rayrec.data.encoding.preprocessor import put_preprocessor
 
         config = context.config
         assert config.train_data.path is not None
@@ -113,7 +113,7 @@ class ClickWorkload(ClickSettings):
             )
         preprocessor = preprocessor.grouped_by(self.schema.group)
         return Prepared(
-            preprocessor=share_preprocessor(preprocessor, context.engine),
+            preprocessor=put_preprocessor(preprocessor, context.engine),
             preprocessor_hash=preprocessor.hash(),
             inputs=preprocessor.inputs,
             num_embeddings=preprocessor.num_embeddings,

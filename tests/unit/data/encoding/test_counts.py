@@ -41,7 +41,7 @@ from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import TaskContext
 from rayrec.data.log_source import index_log
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import LogIndex, Part
+from rayrec.data.logs.index import LogIndex, SegmentRange
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import parse
 from rayrec.datasets.criteo import SCHEMA as CRITEO
@@ -79,7 +79,7 @@ def text_of(columns: list[list[int | None]]) -> bytes:
     return b"".join(b"\t" + b"\t".join(b"" if x is None else b"%08x" % x for x in row) + b"\n" for row in rows)
 
 
-def parts_in(folder: Path, schema: Schema, text: bytes, segment_bytes: int = 5000) -> list[Part]:
+def parts_in(folder: Path, schema: Schema, text: bytes, segment_bytes: int = 5000) -> list[SegmentRange]:
     path = folder / "log.txt"
     path.write_bytes(text)
     index = open_index(path, schema, segment_bytes=segment_bytes)
@@ -89,7 +89,7 @@ def parts_in(folder: Path, schema: Schema, text: bytes, segment_bytes: int = 500
 def everything(counts: Counts, min_count: int = 1) -> dict[str, Any]:
     return {
         "rows": counts.rows,
-        "tokens": [found(counts.kept(column, min_count)) for column in range(len(counts.tokens))],
+        "tokens": [found(counts.frequent_tokens(column, min_count)) for column in range(len(counts.tokens))],
         "distinct": [counts.num_distinct(column) for column in range(len(counts.tokens))],
         "missing": counts.missing.tolist(),
         "dense": counts.dense_moments.tolist(),
@@ -195,7 +195,7 @@ def test_only_the_chosen_rows_of_a_segment_count(tmp_path: Path) -> None:
     counts = job.empty()
     counts.add(count_parts(list(index.parts(13, 77)), counting=job))
     assert (counts.rows, counts.dense_moments[0, 0], counts.missing.tolist()) == (64, 64, [[0, NO_ROW], [64, 13]])
-    assert found(counts.kept(0)) == {i: (1, i) for i in range(13, 77)}
+    assert found(counts.frequent_tokens(0)) == {i: (1, i) for i in range(13, 77)}
 
 
 def test_rows_may_be_prepared_before(tmp_path: Path) -> None:
@@ -227,8 +227,8 @@ def test_columns_of_any_log_are_counted(rows: list[tuple[int | None, list[int]]]
     first = dict(reversed(listed))
     number = Counter(token for token, _ in listed)
     assert counts.rows == len(rows)
-    assert found(counts.kept(0)) == expected([token for token, _ in rows], 100)
-    assert found(counts.kept(1)) == {token: (number[token], first[token]) for token in number}
+    assert found(counts.frequent_tokens(0)) == expected([token for token, _ in rows], 100)
+    assert found(counts.frequent_tokens(1)) == {token: (number[token], first[token]) for token in number}
     empty = [row for row, (_, tokens) in enumerate(rows, 100) if not tokens]
     none = [row for row, (token, _) in enumerate(rows, 100) if token is None]
     assert counts.missing.tolist() == [[len(none), min(none, default=NO_ROW)], [len(empty), min(empty, default=NO_ROW)]]
@@ -242,7 +242,7 @@ def test_it_does_not_matter_how_the_log_is_divided(click_log: Path, tmp_path: Pa
     text = (click_log / "train.txt").read_bytes()[: 1 << 20]
     text = text[: text.rindex(b"\n") + 1]
 
-    def count(parts: list[Part], **settings: Any) -> Counts:
+    def count(parts: list[SegmentRange], **settings: Any) -> Counts:
         return count_log(CountingJob(CRITEO, first_rows=first_rows), parts, engine=HERE, **settings)
 
     whole = everything(count(parts_in(tmp_path, CRITEO, text, 1 << 21)))
@@ -260,7 +260,7 @@ def test_it_does_not_matter_how_the_log_is_divided(click_log: Path, tmp_path: Pa
                 assert everything(count(order, task_bytes=task_bytes)) == whole
         for memory_bytes in (1, 300_000, 1 << 30):
             with count(parts, memory_bytes=memory_bytes, spill_folder=str(tmp_path)) as counts:
-                assert counts.spill.begun == (memory_bytes < 1 << 30)
+                assert counts.spill.has_spilled == (memory_bytes < 1 << 30)
                 assert everything(counts) == whole
 
 
@@ -300,7 +300,7 @@ def test_many_distinct_tokens_in_little_memory(dtype: Any, tmp_path: Path) -> No
             assert counts is whole or counts.table_bytes <= 1 << 17
     assert spilled.num_distinct(0) == whole.num_distinct(0)
     for min_count in (1, 3):
-        assert found(spilled.kept(0, min_count)) == found(whole.kept(0, min_count))
+        assert found(spilled.frequent_tokens(0, min_count)) == found(whole.frequent_tokens(0, min_count))
 
 
 def open_spill_files(folder: Path) -> int:
@@ -313,16 +313,16 @@ def open_spill_files(folder: Path) -> int:
 
 
 @pytest.fixture
-def clicks(click_log: Path) -> list[Part]:
+def clicks(click_log: Path) -> list[SegmentRange]:
     index = open_index(click_log / "train.txt", segment_bytes=1 << 20)
     return list(index.parts(0, index.rows))
 
 
-def spilled(parts: Sequence[Part], folder: Path) -> Counts:
+def spilled(parts: Sequence[SegmentRange], folder: Path) -> Counts:
     return count_log(CountingJob(CRITEO), parts, engine=HERE, memory_bytes=1 << 20, spill_folder=str(folder))
 
 
-def test_spill_files_leave_nothing_behind(clicks: list[Part], tmp_path: Path) -> None:
+def test_spill_files_leave_nothing_behind(clicks: list[SegmentRange], tmp_path: Path) -> None:
     folder = tmp_path / "spill"
     with spilled(clicks, folder) as counts:
         assert counts.spill.written_bytes > 100_000
@@ -332,13 +332,13 @@ def test_spill_files_leave_nothing_behind(clicks: list[Part], tmp_path: Path) ->
     counts = spilled(clicks, folder)
     del counts
     assert open_spill_files(folder) == 0
-    broken = Part(replace(clicks[-1].segment, rows=1), 0, 1)
+    broken = SegmentRange(replace(clicks[-1].segment, rows=1), 0, 1)
     with pytest.raises(InputError, match="changed since the log was indexed"):
         spilled([*clicks, broken], folder)
     assert open_spill_files(folder) == 0
 
 
-def test_a_full_disk_is_told(clicks: list[Part], tmp_path: Path) -> None:
+def test_a_full_disk_is_told(clicks: list[SegmentRange], tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a disk as small as that
     try:
@@ -388,9 +388,9 @@ def test_the_chosen_rows_are_counted_while_the_log_is_indexed(
         text = b"".join(lines[number * 1000 : (number + 1) * 1000]) + b"not a row\n" * number
         (tmp_path / f"day_{number}").write_bytes(text)
     files, job = storage.list_files(str(tmp_path)), CountingJob(CRITEO, first_rows=first_rows)
-    again: list[Part] = []
+    again: list[SegmentRange] = []
 
-    def noted(parts: Sequence[Part], *, counting: CountingJob) -> pa.Table:
+    def noted(parts: Sequence[SegmentRange], *, counting: CountingJob) -> pa.Table:
         again.extend(parts)
         return count_parts(parts, counting=counting)
 

@@ -11,7 +11,7 @@ from builders.logs import made_from, open_index
 from rayrec.config import InputError
 from rayrec.data.encoding.counts import Counts
 from rayrec.data.encoding.extension import extend
-from rayrec.data.encoding.known_categories import UnknownCategories
+from rayrec.data.encoding.known_categories import OOVCounter
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import ALL, FUXICTR_X4, MLPERF_V1, NVT, RAY_TEMPLATE, RAYREC, TORCHREC, Preset
 from rayrec.data.logs.text_log import read_segments
@@ -58,14 +58,14 @@ def extended(preset: Preset, old: str, new: str, folder: Path) -> tuple[Preproce
     after = extension.preprocessor
     raw = read(lines("".join(sorted(set(old + new)))), folder / "both")
     old_ids, new_ids = before.encode(raw).ids[0], after.encode(raw).ids[0]
-    known = UnknownCategories(before).count(raw, before.encode(raw))[:, 0] == 0
+    known = OOVCounter(before).count(raw, before.encode(raw))[:, 0] == 0
     assert known.any()
     if before.sparse[0].missing_id == before.sparse[0].unknown_id:  # an empty field may become a category
         known &= ~raw.is_missing("C")
     assert (old_ids[known] == new_ids[known]).all()
     assert before.sparse[0].unknown_id == after.sparse[0].unknown_id
     assert max(new_ids) < after.num_embeddings[0]
-    assert extension.kept["C"] == before.sparse[0].num_tokens
+    assert extension.existing["C"] == before.sparse[0].num_tokens
     assert extension.appended["C"] == after.sparse[0].num_tokens - before.sparse[0].num_tokens
     assert before.dense == after.dense
     assert after.constants["extends"] == before.hash() != after.hash()
@@ -118,7 +118,7 @@ def test_hashed_columns_stay(tmp_path: Path) -> None:
     before = made_from(read(lines("aab"), tmp_path / "old"), SCHEMA, nvt)
     after = extend(before, nvt, counted(nvt, lines("ccdd"), tmp_path / "new"))
     assert after.preprocessor.sparse == before.sparse
-    assert after.kept == after.appended == {}
+    assert after.existing == after.appended == {}
 
 
 def test_a_limit_of_rows_leaves_rarer_categories_out(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayrec.config import InputError
-from rayrec.data.encoding.encoder import build_slots, c_dense_column, look_up, num_slots
+from rayrec.data.encoding.encoder import build_slots, c_dense_column, find_ids, num_slots
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
@@ -126,7 +126,7 @@ def test_ids_below_2_to_the_31_are_looked_up() -> None:
     first_id = 2**31 - 10
     slots, known = np.zeros(16, np.uint64), np.arange(3, dtype=np.uint32)
     assert build_slots(known, (first_id + known).astype(np.int32), slots)
-    assert look_up(np.array([2, 3, 0], np.uint32), slots, UNKNOWN_ID).tolist() == [first_id + 2, UNKNOWN_ID, first_id]
+    assert find_ids(np.array([2, 3, 0], np.uint32), slots, UNKNOWN_ID).tolist() == [first_id + 2, UNKNOWN_ID, first_id]
 
 
 def test_tables_stay_two_thirds_full_at_most() -> None:

@@ -84,10 +84,10 @@ def test_kernels_match_the_rule_for_every_field(wide: bool, data: st.DataObject)
     preprocessor.check()
     id_of = dict(zip(known, column.ids().tolist(), strict=True)) if known else {}
 
-    def look_up(looked_up: np.ndarray) -> np.ndarray:
-        return np.array([id_of.get(token, column.unknown_id) for token in looked_up.tolist()], np.int64)
+    def find_ids(apply_modulo: np.ndarray) -> np.ndarray:
+        return np.array([id_of.get(token, column.unknown_id) for token in apply_modulo.tolist()], np.int64)
 
-    wanted = column.encode(tokens, missing, look_up, preprocessor.id_dtype)
+    wanted = column.encode(tokens, missing, find_ids, preprocessor.id_dtype)
     found = np.asarray(preprocessor.encode(raw).ids[0])
     assert found.dtype == wanted.dtype
     assert found.tolist() == wanted.tolist()

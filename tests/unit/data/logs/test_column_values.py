@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrec.data.encoding.encoder import build_slots, look_up, num_slots
-from rayrec.data.logs.column_values import EMPTY, REFUSED, VALUE, integer_tokens, text_tokens
+from rayrec.data.encoding.encoder import build_slots, find_ids, num_slots
+from rayrec.data.logs.column_values import EMPTY, REJECTED, VALUE, integer_tokens, text_tokens
 
 MASK = 2**64 - 1
 P1, P2, P3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
@@ -106,7 +106,7 @@ def check_texts(texts: list[bytes | None]) -> None:
         try:
             return (token(text), VALUE) if text and text.decode() else (0, EMPTY)
         except UnicodeDecodeError:
-            return 0, REFUSED
+            return 0, REJECTED
 
     for kind in (pa.binary(), pa.large_binary(), pa.binary_view()):
         found = tokens_of(text_tokens, pa.array([b"before", *texts], kind).slice(1))
@@ -176,7 +176,7 @@ def built(tokens: list[int], ids: list[int]) -> np.ndarray:
 def test_look_up(known: dict[int, int], others: list[int]) -> None:
     slots = built(list(known), list(known.values()))
     asked = others + list(known)
-    assert look_up(np.array(asked, np.uint64), slots, -7).tolist() == [known.get(t, -7) for t in asked]
+    assert find_ids(np.array(asked, np.uint64), slots, -7).tolist() == [known.get(t, -7) for t in asked]
 
 
 def test_many_tokens() -> None:
@@ -185,8 +185,8 @@ def test_many_tokens() -> None:
         tokens = np.unique(tokens)
         ids = rng.permutation(len(tokens)).astype(np.int32)
         slots = built(tokens.tolist(), ids.tolist())
-        assert (look_up(tokens, slots, -1) == ids).all()
-        assert (look_up(~tokens, slots, -1) == -1).all()
+        assert (find_ids(tokens, slots, -1) == ids).all()
+        assert (find_ids(~tokens, slots, -1) == -1).all()
 
 
 def test_a_token_that_comes_twice_is_told() -> None:
@@ -195,5 +195,5 @@ def test_a_token_that_comes_twice_is_told() -> None:
 
 
 def test_an_empty_table_knows_nothing() -> None:
-    assert look_up(np.array([0, 1], np.uint64), np.zeros((16, 2), np.uint64), 3).tolist() == [3, 3]
-    assert look_up(np.zeros(0, np.uint64), np.zeros((16, 2), np.uint64), 3).tolist() == []
+    assert find_ids(np.array([0, 1], np.uint64), np.zeros((16, 2), np.uint64), 3).tolist() == [3, 3]
+    assert find_ids(np.zeros(0, np.uint64), np.zeros((16, 2), np.uint64), 3).tolist() == []

@@ -11,8 +11,8 @@ from builders.logs import open_index
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrec.data.logs.index import Block, Part, Segment, numbered
-from rayrec.data.logs.reading import distinct_names, good_lines, line_starts, read_raw, stretch_of, values_of
+from rayrec.data.logs.index import Block, Segment, SegmentRange, numbered
+from rayrec.data.logs.reading import distinct_names, good_lines, line_starts, read_raw, slice_of, values_of
 from rayrec.data.logs.splits import Slice, slices_of
 from rayrec.data.logs.text_log import Chunk, index_chunk, read_text
 from rayrec.schema import Schema
@@ -66,7 +66,7 @@ def _values(path: Path, schema: Schema, *columns: str, start: int = 0, stop: int
     """Of rows [start, stop) of a log of one segment."""
     with tempfile.TemporaryDirectory() as cache:
         (segment,) = open_index(path, schema, segment_bytes=1 << 16, cache=cache).segments
-        block = Block((Part(segment, start, segment.rows if stop is None else stop),), None)
+        block = Block((SegmentRange(segment, start, segment.rows if stop is None else stop),), None)
         raw = read_raw([segment], schema)
         return [values_of(block, raw, column, schema).to_pylist() for column in columns]
 
@@ -116,8 +116,8 @@ def test_stretches(tmp_path: Path) -> None:
         (tmp_path / f"day_{day}").write_text(line * rows)
     index = open_index(tmp_path, HEXADECIMAL, segment_bytes=1 << 16, cache=tmp_path / "cache")
     stretches = slices_of(index)[1]
-    block = Block(tuple(Part(segment, 0, segment.rows) for segment in index.segments), None)
-    assert stretch_of(block, stretches).to_pylist() == ["day_0"] * 2 + ["day_1"] * 3
-    sevenths = Block((Part(index.segments[1], 1, 3),), None)
-    assert stretch_of(sevenths, [Slice("a", 0, 4), Slice("b", 4, 5)]).to_pylist() == ["a", "b"]
+    block = Block(tuple(SegmentRange(segment, 0, segment.rows) for segment in index.segments), None)
+    assert slice_of(block, stretches).to_pylist() == ["day_0"] * 2 + ["day_1"] * 3
+    sevenths = Block((SegmentRange(index.segments[1], 1, 3),), None)
+    assert slice_of(sevenths, [Slice("a", 0, 4), Slice("b", 4, 5)]).to_pylist() == ["a", "b"]
     assert distinct_names([Slice("a", 0, 1), Slice("b", 1, 2), Slice("a", 2, 3)]) == ["a (1)", "b", "a (2)"]

@@ -204,7 +204,7 @@ def test_chosen_rows_of_segments_are_counted(tmp_path: Path) -> None:
     for name in ("labels", "missing", "dense_moments"):
         np.testing.assert_array_equal(getattr(counts, name), getattr(expected, name))
     for column in range(4):
-        found, wanted = (sorted(zip(*each.kept(column), strict=True)) for each in (counts, expected))
+        found, wanted = (sorted(zip(*each.frequent_tokens(column), strict=True)) for each in (counts, expected))
         assert found == wanted
 
 
@@ -599,7 +599,7 @@ def test_fixed_size_lists() -> None:
     assert tokens_of(raw, 0) == [1, 2, 3]
 
 
-REFUSED = [
+REJECTED = [
     (pa.array([0], pa.timestamp("us")), "sparse", {}, "text or integers are needed"),
     (pa.array([0], pa.time32("s")), "dense", {}, "numbers are needed"),
     (pa.array([0], pa.duration("us")), "dense", {}, "numbers are needed"),
@@ -615,7 +615,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("array", "role", "changes", "why"), REFUSED)
+@pytest.mark.parametrize(("array", "role", "changes", "why"), REJECTED)
 def test_unusable_types_are_refused(tmp_path: Path, array: pa.Array, role: str, changes: dict[str, Any], why: str) -> None:
     pq.write_table(pa.table({"c": array}), tmp_path / "a.parquet")
     schema = Schema(**{"label": None, "tokens": "any", role: ("c",), **changes})

@@ -18,7 +18,7 @@ from builders.exports import ROWS, export_of, scored_by_strangers, write_criteo_
 import rayrec
 from rayrec import cli, models, recipes
 from rayrec.config import InputError
-from rayrec.data.logs.index import Part, Segment
+from rayrec.data.logs.index import Segment, SegmentRange
 from rayrec.data.logs.text_parser import parse
 from rayrec.inference.config import ExportConfig
 from rayrec.inference.export.manifest import read_manifest
@@ -249,7 +249,7 @@ def test_comparison_reports_worst_row() -> None:
 
 
 def test_parity_rows_are_evenly_spaced() -> None:
-    found = [Part(Segment("a", 0, 1, 100 * n, 100), 0, 100) for n in range(50)]
+    found = [SegmentRange(Segment("a", 0, 1, 100 * n, 100), 0, 100) for n in range(50)]
     parts = spread(found, rows=1000)
     assert sum(part.stop - part.start for part in parts) == 1000
     assert [part.segment.first_row for part in parts] == list(range(0, 5000, 500))

@@ -13,7 +13,7 @@ from torch import nn
 from rayrec import models
 from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.data.encoded import Bags, EncodedRows
+from rayrec.data.encoded import EncodedRows, JaggedIds
 from rayrec.ingest.batches import sparse_features
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
@@ -153,7 +153,7 @@ def rows_with_lists(inputs: ModelInputs, unpooled: tuple[str, ...]) -> tuple[Bat
     lengths = torch.randint(0, 6, (ROWS,), generator=chance).int()
     history = torch.randint(0, 12, (int(lengths.sum()),), generator=chance).int()
     item, tags = (torch.randint(0, size, (ROWS,), generator=chance).int().numpy() for size in (12, 3))
-    ids: list[Any] = [item, Bags(history.numpy(), lengths.numpy()), Bags(tags, torch.ones(ROWS).int().numpy())]
+    ids: list[Any] = [item, JaggedIds(history.numpy(), lengths.numpy()), JaggedIds(tags, torch.ones(ROWS).int().numpy())]
 
     def features(numbers: list[int]) -> Any:
         keys = [inputs.features[number] for number in numbers]

@@ -23,7 +23,7 @@ from torch import distributed
 from rayrec import storage
 from rayrec.checkpoint import latest
 from rayrec.config import InputError
-from rayrec.data.engine import STOP_ASKED, ThreadEngine
+from rayrec.data.engine import STOP_REQUESTED, ThreadEngine
 from rayrec.training import profiling, stop_monitor, trainer
 from rayrec.training.launchers import process_worker
 from rayrec.workloads.base import RunContext, TrainConfig
@@ -72,7 +72,7 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     handlers, level, threads = root.handlers, root.level, torch.get_num_threads()
     on_signal = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     yield
-    assert not STOP_ASKED.is_set()
+    assert not STOP_REQUESTED.is_set()
     assert not distributed.is_initialized()
     assert torch.get_num_threads() == threads
     assert (root.handlers, root.level) == (handlers, level)
@@ -112,7 +112,7 @@ def at(step: int, what: Callable[[], object]) -> None:
     def act(number: int) -> None:
         if number == step:
             what()
-            assert STOP_ASKED.wait(WAIT_S)
+            assert STOP_REQUESTED.wait(WAIT_S)
 
     STATE.act = act
 

@@ -10,7 +10,7 @@ import torch
 
 from rayrec import recipes
 from rayrec.config import InputError
-from rayrec.data.encoded import Bags, EncodedRows
+from rayrec.data.encoded import EncodedRows, JaggedIds
 from rayrec.sharding.placement import PROCESS_BYTES
 from rayrec.training import forecast as forecasts
 from rayrec.training.forecast import ClusterShape, forecast
@@ -103,12 +103,12 @@ def test_some_steps_are_trained_by_the_loop_of_every_run(
 
 
 def test_ids_beyond_a_cut_table_are_folded_into_it() -> None:
-    ids = (np.array([0, 5, 9]), np.array([[1, 7], [2, 8], [3, 3]]), Bags(np.array([4, 6]), np.array([0, 2, 0])))
+    ids = (np.array([0, 5, 9]), np.array([[1, 7], [2, 8], [3, 3]]), JaggedIds(np.array([4, 6]), np.array([0, 2, 0])))
     rows = EncodedRows(np.zeros((3, 1), np.float32), ids)
     one, two, bags = folded(rows, [5, 4, 10]).ids
     assert isinstance(one, np.ndarray)
     assert isinstance(two, np.ndarray)
-    assert isinstance(bags, Bags)
+    assert isinstance(bags, JaggedIds)
     assert one.tolist() == [0, 0, 4]
     assert two.tolist() == [[1, 3], [2, 0], [3, 3]]
     assert bags.values.tolist() == [4, 6]
