@@ -3,7 +3,7 @@
     encoder = Encoder("preprocessor")
     dense, ids = encoder.encode([{"age": 3, "user": "u1", "tags": ["a", "b"]}, {"age": None}])
 
-This file is part of a rayrec export and does not import rayrec.
+This file is part of a rayrec export and needs no rayrec.
 """
 
 import json
