@@ -30,7 +30,7 @@ def threads_named(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
 
 
-def test_results_come_in_the_order_of_the_items() -> None:
+def test_results_are_in_item_order() -> None:
     """The first task ends last."""
     behind = threading.Event()
 
@@ -52,7 +52,7 @@ def test_results_come_in_the_order_of_the_items() -> None:
 
 
 @pytest.mark.parametrize(("num_threads", "ahead"), [(1, 0), (1, 2), (2, 1), (3, 4)])
-def test_tasks_do_not_run_further_ahead_than_they_may(num_threads: int, ahead: int) -> None:
+def test_in_order_limits_prefetch(num_threads: int, ahead: int) -> None:
     """A reader that is slower than the tasks: what was begun and not read is limited, and that limit is reached."""
     lock, begun, read, running = threading.Lock(), 0, 0, 0
     most_unread = most_running = 0
@@ -83,7 +83,7 @@ def test_tasks_do_not_run_further_ahead_than_they_may(num_threads: int, ahead: i
     assert next(reading, None) is None
 
 
-def test_an_error_comes_in_its_place_and_no_further_item_starts() -> None:
+def test_in_order_raises_error_in_place() -> None:
     started: list[int] = []
     failed = InputError("day_3: no such file; give another")
 
@@ -103,7 +103,7 @@ def test_an_error_comes_in_its_place_and_no_further_item_starts() -> None:
     assert list(reading) == []
 
 
-def test_a_reader_that_closes_ends_the_threads() -> None:
+def test_closing_stream_ends_threads() -> None:
     started: list[int] = []
 
     def task(item: int) -> pa.Table:
@@ -122,7 +122,7 @@ def test_a_reader_that_closes_ends_the_threads() -> None:
 
 
 @pytest.mark.parametrize(("max_outage_s", "expected"), [(7.5, 7.5), (None, 12.0)])
-def test_a_task_waits_for_a_store_as_long_as_its_engine_says(max_outage_s: float | None, expected: float) -> None:
+def test_tasks_apply_engine_outage_limit(max_outage_s: float | None, expected: float) -> None:
     """None: as long as the caller waits at the time of the call, whatever it does while it reads."""
 
     def task(item: int) -> pa.Table:

@@ -115,12 +115,12 @@ def test_yaml_declares_labels_and_features() -> None:
         ('tokens: hexadecimal\ndelimiter: "\\t"\nlists: []\ntimestamp: at', "timestamp needs tokens: any"),
     ],
 )
-def test_a_wrong_declaration_is_refused_in_one_line(text: str, message: str) -> None:
+def test_schema_rejects_invalid_features(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         load_schema(f"sparse: [user, item, history]\nlists: [history]\n{text}", "schema.yaml")
 
 
-def test_aligned_lists_have_categories_at_the_same_places() -> None:
+def test_aligned_lists_require_matching_positions() -> None:
     schema = load_schema(
         "label: click\nsparse: [items, shops]\nlists: [items, shops]\n"
         "features: [{name: items, max_length: 2}, {name: shops, aligned_with: items, max_length: 2}]",
@@ -139,7 +139,7 @@ def test_aligned_lists_have_categories_at_the_same_places() -> None:
     assert [column.lengths.tolist() for column in raw.lists] == [[2, 0, 1, 1]] * 2
 
 
-def test_an_earlier_schemas_description_stays_the_same() -> None:
+def test_earlier_schema_descriptions_are_unchanged() -> None:
     plain = Schema(dense=("a",), sparse=("b",), tokens="any")
     assert not {"features", "labels", "timestamp"} & plain.describe().keys()
     assert all("aligned_with" not in feature for feature in SCHEMA.describe()["features"])
@@ -156,7 +156,7 @@ def test_labels_with_missing_values_and_times_are_read() -> None:
     assert raw.times.tolist() == [0, 1, 2, 3_000_000]
 
 
-def test_a_list_keeps_its_last_items_and_the_weights_of_its_items() -> None:
+def test_max_length_keeps_last_items_and_weights() -> None:
     raw = parsed()
     history, tags = raw.lists
     assert (history.categories.tolist(), history.lengths.tolist()) == ([20, 20, 30, 40], [1, 0, 3, 0])
@@ -182,14 +182,14 @@ def column(name: str, values: pa.Array) -> pa.Table:
         ("at", pa.array([0.0, 1.0, 2.0, float("nan")]), "not a time", 3),
     ],
 )
-def test_a_faulty_value_is_counted_with_its_row_and_column(name: str, values: pa.Array, kind: str, row: int) -> None:
+def test_invalid_value_reports_row_and_column(name: str, values: pa.Array, kind: str, row: int) -> None:
     raw, faults = parse_table(column(name, values), SCHEMA)
     (fault,) = faults.first
     assert (raw.rows, fault.row, fault.column) == (3, row, "tags" if name == "tag_weights" else name)
     assert fault.kind.startswith(kind)
 
 
-def test_a_count_may_be_the_main_label_and_is_not_negative() -> None:
+def test_count_label_can_be_main_and_rejects_negative() -> None:
     count = Label(name="views", kind="count", missing="fault")
     schema = Schema(label=None, labels=(count,), sparse=("user",), tokens="any")
     raw, faults = parse_table(pa.table({"user": ["a", "b", "c"], "views": [3.0, -1.0, 0.0]}), schema)
@@ -230,7 +230,7 @@ def test_other_types_of_time() -> None:
         parse_table(column("at", pa.array([True] * 4)), SCHEMA)
 
 
-def test_csv_gives_the_same_rows(tmp_path: Path) -> None:
+def test_csv_matches_parquet(tmp_path: Path) -> None:
     file = tmp_path / "log.csv"
     file.write_text(
         "at,click,like,seconds,price,user,item,history,tags,tag_weights\n"
@@ -257,7 +257,7 @@ def assert_equal(left: EncodedRows, right: EncodedRows) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def test_rows_are_taken_and_joined_with_everything_they_have() -> None:
+def test_take_and_concatenate_keep_all_fields() -> None:
     raw = parsed()
     order = np.array([3, 0, 0, 2])
     parts = RawBlock.concatenated([raw.take(order[:1]), raw.take(order[1:])])
@@ -268,7 +268,7 @@ def test_rows_are_taken_and_joined_with_everything_they_have() -> None:
 # Vocabulary and encoding ---------------------------------------------------------------------------------------------
 
 
-def test_columns_of_one_vocabulary_give_a_category_the_same_id(encoded: tuple[Preprocessor, EncodedRows]) -> None:
+def test_shared_vocabulary_returns_same_ids(encoded: tuple[Preprocessor, EncodedRows]) -> None:
     preprocessor, rows = encoded
     item, history = rows.ids[1], bags(rows, "history")
     assert item[1] == history.values[0]  # 20
@@ -284,7 +284,7 @@ def test_columns_of_one_vocabulary_give_a_category_the_same_id(encoded: tuple[Pr
     assert len(preprocessor.tokens) == 3 + 4 + 3
 
 
-def test_a_category_is_counted_over_all_columns_of_its_vocabulary() -> None:
+def test_shared_vocabulary_counts_all_columns() -> None:
     """20 comes once as an item and twice in a history: only the sum reaches three."""
     job = Preset(min_count=3).counting(SCHEMA)
     counts, merged = job.empty(), job.empty()
@@ -295,14 +295,14 @@ def test_a_category_is_counted_over_all_columns_of_its_vocabulary() -> None:
     assert preprocessor_of(parsed(schema=unshared), unshared, 3).vocabulary(2).tolist() == []
 
 
-def test_an_empty_list_has_the_missing_id_with_weight_one(encoded: tuple[Preprocessor, EncodedRows]) -> None:
+def test_empty_list_returns_missing_id(encoded: tuple[Preprocessor, EncodedRows]) -> None:
     preprocessor, rows = encoded
     tags = bags(rows, "tags")
     assert tags.weights.tolist() == [0.5, 2.0, 1.0, 1.0, 3.0, 4.0]
     assert tags.values[3] == preprocessor.sparse[3].missing_id
 
 
-def test_a_stored_preprocessor_is_the_same(tmp_path: Path, encoded: tuple[Preprocessor, EncodedRows]) -> None:
+def test_features_preprocessor_roundtrip(tmp_path: Path, encoded: tuple[Preprocessor, EncodedRows]) -> None:
     preprocessor, rows = encoded
     preprocessor.save(str(tmp_path))
     loaded = Preprocessor.load(str(tmp_path))
@@ -339,7 +339,7 @@ def batches(rows: EncodedRows, *sizes: int) -> list[Batch]:
     return [slicer.take(size, loss_weight=1.0) for size in sizes]
 
 
-def test_a_batch_has_labels_by_name_weights_of_ids_and_times(encoded: tuple[Preprocessor, EncodedRows]) -> None:
+def test_batch_has_labels_id_weights_and_times(encoded: tuple[Preprocessor, EncodedRows]) -> None:
     _, rows = encoded
     one, two, filler = batches(rows, 3, 1, 0)
     assert list(one.labels) == ["click", "like", "seconds"]
@@ -352,7 +352,7 @@ def test_a_batch_has_labels_by_name_weights_of_ids_and_times(encoded: tuple[Prep
     assert {name: len(values) for name, values in filler.labels.items()} == dict.fromkeys(one.labels, 0)
 
 
-def test_sequences_are_in_a_field_of_their_own(encoded: tuple[Preprocessor, EncodedRows]) -> None:
+def test_sequences_are_in_separate_field(encoded: tuple[Preprocessor, EncodedRows]) -> None:
     _, rows = encoded
     whole = Slicer(iter([rows]), SCHEMA).take(4, loss_weight=1.0).sparse_features
     schema = SCHEMA.replace(features=SCHEMA.features[:1])
@@ -368,7 +368,7 @@ def test_sequences_are_in_a_field_of_their_own(encoded: tuple[Preprocessor, Enco
             assert torch.equal(features[key].lengths(), whole[key].lengths())
 
 
-def test_a_schema_without_any_of_this_is_unchanged() -> None:
+def test_schema_without_features_is_unchanged() -> None:
     schema = Schema(label="click", sparse=("user",), tokens="any")
     raw, _ = parse_table(ROWS.select(["click", "user"]), schema)
     rows = preprocessor_of(raw, schema).encode(raw)

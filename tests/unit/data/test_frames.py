@@ -54,7 +54,7 @@ def trained_on(preprocessor: Preprocessor, text: bytes) -> pa.Table:
 
 
 @pytest.mark.parametrize("file_minimum", [None, {"": -4, "day_0": -9}])
-def test_a_frame_is_what_training_reads_of_its_rows_as_text(file_minimum: dict[str, int] | None) -> None:
+def test_transform_matches_training(file_minimum: dict[str, int] | None) -> None:
     preprocessor = criteo(file_minimum=file_minimum)
     inputs = rayrec.transform(preprocessor, FRAME)
     table = pa.Table.from_pandas(inputs, preserve_index=False).replace_schema_metadata()
@@ -90,7 +90,7 @@ def test_rows_to_score_have_no_label() -> None:
 
 
 @pytest.mark.parametrize("place", ["", "preprocessor"])
-def test_a_folder_of_a_preprocessor_or_of_a_run(tmp_path: Path, place: str) -> None:
+def test_transform_accepts_folders(tmp_path: Path, place: str) -> None:
     criteo().save(str(tmp_path / place))
     pd.testing.assert_frame_equal(rayrec.transform(tmp_path, FRAME), rayrec.transform(criteo(), FRAME))
 
@@ -105,13 +105,13 @@ def test_a_folder_of_a_preprocessor_or_of_a_run(tmp_path: Path, place: str) -> N
         ({"t": ["000003e8", 3, None]}, "DataFrame: .*column t.*; give each column one type"),
     ],
 )
-def test_a_faulty_row_is_refused(changes: dict[str, list[object]], message: str) -> None:
+def test_transform_rejects_invalid_row(changes: dict[str, list[object]], message: str) -> None:
     with pytest.raises(InputError, match=message) as raised:
         rayrec.transform(criteo(), FRAME.assign(**changes))
     assert "\n" not in str(raised.value)
 
 
-def test_other_data_is_refused() -> None:
+def test_transform_rejects_other_data() -> None:
     with pytest.raises(InputError, match="DataFrame: has no column named s; it has"):
         rayrec.transform(criteo(), FRAME.drop(columns="s"))
     with pytest.raises(InputError, match=r"transform: data must be a pandas DataFrame or a ray.data.Dataset, got dict"):
@@ -119,7 +119,7 @@ def test_other_data_is_refused() -> None:
 
 
 @pytest.mark.ray
-def test_a_dataset(local_ray: None) -> None:
+def test_transform_dataset_matches_dataframe(local_ray: None) -> None:
     import ray
     import ray.data
 
@@ -160,7 +160,7 @@ def test_missing_numbers() -> None:
         numpy_of(array)
 
 
-def test_numbers_share_their_memory() -> None:
+def test_arrow_numbers_share_memory() -> None:
     values = np.arange(4)
     assert np.shares_memory(numpy_of(arrow_numbers(values)), values)
 
@@ -201,7 +201,7 @@ def test_keys_of_any_categories() -> None:
     assert 0 not in keys[[0, 1]]
 
 
-def test_a_group_is_a_column_of_one_category() -> None:
+def test_group_requires_single_category_column() -> None:
     for changes in ({"group": "age"}, {"group": "nobody"}):
         with pytest.raises(
             InputError, match=r"schema: group must be a column of sparse with one category per row, got (age|nobody)"
@@ -211,7 +211,7 @@ def test_a_group_is_a_column_of_one_category() -> None:
         Schema(sparse=("tags",), lists=("tags",), tokens="any", delimiter=",", group="tags")
 
 
-def test_a_group_changes_no_preprocessor() -> None:
+def test_group_keeps_preprocessor_hash() -> None:
     plain = HEXADECIMAL.replace(group=None)
     assert plain == HEXADECIMAL
     assert plain.describe() == HEXADECIMAL.describe()

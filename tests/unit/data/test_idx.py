@@ -20,7 +20,7 @@ IMAGES = np.arange(5 * 4 * 3, dtype=np.uint8).reshape(5, 4, 3)
 LABELS = np.array([3, 0, 9, 1, 1], np.uint8)
 
 
-def test_a_file_spelt_out_in_bytes(tmp_path: Path) -> None:
+def test_read_idx_parses_bytes(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes([0, 0, 8, 2, 0, 0, 0, 2, 0, 0, 0, 3, 1, 2, 3, 4, 5, 255]))
     array = read_idx(str(path))
@@ -30,7 +30,7 @@ def test_a_file_spelt_out_in_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("separator", ["-", "."])
-def test_the_pairs_of_a_folder(tmp_path: Path, packed: bool, separator: str) -> None:
+def test_read_part_returns_pairs(tmp_path: Path, packed: bool, separator: str) -> None:
     pack = gzip.compress if packed else bytes
     end = ".gz" if packed else ""
     for part, rows in (("train", 5), ("t10k", 2)):
@@ -43,7 +43,7 @@ def test_the_pairs_of_a_folder(tmp_path: Path, packed: bool, separator: str) -> 
     assert read_part(f"file://{tmp_path}", "t10k", num_classes=10).images.shape == (2, 4, 3)
 
 
-def test_names_are_those_that_are_fetched(tmp_path: Path) -> None:
+def test_idx_names_match_fetched_files(tmp_path: Path) -> None:
     for file in mnist.FILES:
         (tmp_path / file.name).touch()
     found = [find(str(tmp_path), part, what) for part in ("train", "t10k") for what in ("images", "labels")]
@@ -86,7 +86,7 @@ def test_damaged_files_are_refused(tmp_path: Path, content: bytes, message: str)
         assert f"rayrec fetch mnist --out {tmp_path}" in str(raised.value)
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_read_idx_rejects_wrong_shapes(tmp_path: Path) -> None:
     images, labels = tmp_path / "train-images-idx3-ubyte", tmp_path / "train-labels-idx1-ubyte"
     with pytest.raises(InputError, match=r"train-images-idx3-ubyte not found.* rayrec fetch mnist --out "):
         read_part(str(tmp_path), "train", num_classes=10)

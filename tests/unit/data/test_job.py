@@ -59,7 +59,7 @@ def _raise(*_: object) -> None:
 @pytest.mark.parametrize("place", ["", "file://"])
 @pytest.mark.parametrize("last_file", ["last", None])
 @pytest.mark.parametrize("tasks", range(5))
-def test_job_resumes_where_it_died(tmp_path: Path, place: str, last_file: str | None, tasks: int) -> None:
+def test_job_resumes_after_kill(tmp_path: Path, place: str, last_file: str | None, tasks: int) -> None:
     out, engine, progress = f"{place}{tmp_path}/out", LoopEngine(), []
     with pytest.raises(Died):
         _make(out, last_file=last_file, engine=LoopEngine(tasks))
@@ -79,7 +79,7 @@ def test_job_resumes_where_it_died(tmp_path: Path, place: str, last_file: str | 
 
 @pytest.mark.parametrize("place", ["", "file://"])
 @pytest.mark.parametrize("last_file", ["last", None])
-def test_complete_folder_is_refused(tmp_path: Path, place: str, last_file: str | None) -> None:
+def test_job_rejects_complete_folder(tmp_path: Path, place: str, last_file: str | None) -> None:
     _make(f"{place}{tmp_path}/out", last_file=last_file)
     with pytest.raises(InputError, match=r"out: exists already; remove it or choose another place"):
         _make(f"{place}{tmp_path}/out", last_file=last_file)
@@ -94,7 +94,7 @@ def test_files_of_killed_tasks_are_removed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "out" / "train") == ["shard"]
 
 
-def test_folder_stays_only_if_begun(tmp_path: Path) -> None:
+def test_partial_folder_is_kept_after_first_task(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     failed = resumable_job(out, MADE_OF, last_file=None)
     Path(failed.__enter__().folder.path, "prepared").write_text("1")
@@ -112,7 +112,7 @@ def test_folder_stays_only_if_begun(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["", "file://"])
-def test_nothing_done_is_started_over(tmp_path: Path, place: str) -> None:
+def test_job_without_finished_tasks_restarts(tmp_path: Path, place: str) -> None:
     """As a process leaves it that was killed before its first task was done."""
     work = tmp_path / ("out" if place else "out.partial")
     (work / "_job" / "keys").mkdir(parents=True)
@@ -126,7 +126,7 @@ def test_nothing_done_is_started_over(tmp_path: Path, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["", "file://"])
-def test_foreign_folder_is_refused_and_kept(tmp_path: Path, place: str) -> None:
+def test_job_rejects_foreign_folder(tmp_path: Path, place: str) -> None:
     work = tmp_path / ("out" if place else "out.partial")
     work.mkdir()
     (work / "a").write_text("1")
@@ -152,7 +152,7 @@ def test_kill_while_folder_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("copies", [0, 1, 2])
-def test_kill_while_copied_to_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int) -> None:
+def test_job_resumes_copy_to_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int) -> None:
     """After so many of two files; of both: killed before all that says of what it is made is gone."""
     url, copy, done = f"file://{tmp_path}/out", storage.copy_file, []
 
@@ -177,7 +177,7 @@ def test_kill_while_copied_to_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_kill_while_the_copied_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_resumes_removal_after_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"file://{tmp_path}/out"
     killed = _begun(url)
     with monkeypatch.context() as patch:
@@ -191,7 +191,7 @@ def test_kill_while_the_copied_is_removed(tmp_path: Path, monkeypatch: pytest.Mo
         resumable_job(url, MADE_OF, last_file=None).__enter__()
 
 
-def test_one_writer_at_a_time(tmp_path: Path) -> None:
+def test_job_rejects_second_writer(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     with (
         resumable_job(out, MADE_OF, last_file=None),
@@ -201,7 +201,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
         raise AssertionError
 
 
-def test_task_errors_say_what_to_do(tmp_path: Path) -> None:
+def test_task_errors_name_fix(tmp_path: Path) -> None:
     folder = JobFolder(str(tmp_path / "gone"))
     with pytest.raises(InputError, match=r"gone: not visible from a data task on .*choose an --out that all nodes share"):
         folder.require()
@@ -212,7 +212,7 @@ def test_task_errors_say_what_to_do(tmp_path: Path) -> None:
         raise PermissionError(errno.EPERM, "no")
 
 
-def test_error_is_told_while_tasks_still_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_is_raised_while_tasks_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remove, refusals = storage.remove_folder, [OSError(errno.ENOTEMPTY, "not empty")] * 2
 
     def remove_at_last(path: str) -> None:

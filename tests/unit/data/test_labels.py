@@ -42,7 +42,7 @@ def write(folder: Path, values: list[Any], kind: str, *, good: int = 0) -> Path:
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
 @pytest.mark.parametrize("name", FOUND)
-def test_wrong_labels_are_refused_before_the_log_is_read(tmp_path: Path, name: str, kind: str) -> None:
+def test_check_head_rejects_wrong_labels(tmp_path: Path, name: str, kind: str) -> None:
     values, expected = FOUND[name]
     with pytest.raises(InputError) as raised:
         LogSource.at(str(write(tmp_path, values, kind))).check_head(SCHEMA)
@@ -51,11 +51,11 @@ def test_wrong_labels_are_refused_before_the_log_is_read(tmp_path: Path, name: s
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
 @pytest.mark.parametrize("values", [[True, False], ["true", "False"], [0.0, 1.0], ["1", "0.0"]])
-def test_labels_that_mean_0_and_1_are_accepted(tmp_path: Path, values: list[Any], kind: str) -> None:
+def test_boolean_labels_are_accepted(tmp_path: Path, values: list[Any], kind: str) -> None:
     LogSource.at(str(write(tmp_path, values, kind))).check_head(SCHEMA)
 
 
-def test_share_of_wrong_labels_that_is_allowed_passes(tmp_path: Path) -> None:
+def test_allowed_fraction_of_wrong_labels_passes(tmp_path: Path) -> None:
     path = str(write(tmp_path, [1, 2, 3, 4, 5], "csv"))
     LogSource.at(path).check_head(SCHEMA, max_bad_fraction=0.8)
     with pytest.raises(InputError, match="found 1, 2, 3, 4, 5"):

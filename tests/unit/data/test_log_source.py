@@ -40,7 +40,7 @@ def line(label: int) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "text"])
-def test_many_files_of_a_store(tmp_path: Path, store: SlowStore, kind: str) -> None:
+def test_many_store_files_need_few_requests(tmp_path: Path, store: SlowStore, kind: str) -> None:
     log = tmp_path / "log"
     log.mkdir()
     if kind == "parquet":
@@ -67,7 +67,7 @@ def test_many_files_of_a_store(tmp_path: Path, store: SlowStore, kind: str) -> N
     assert store.calls.total() <= 2 * 48
 
 
-def test_the_files_of_an_index_are_looked_up_by_folder(tmp_path: Path, store: SlowStore) -> None:
+def test_cached_index_lists_folders_once(tmp_path: Path, store: SlowStore) -> None:
     for number in range(50):
         (tmp_path / f"{number}").write_bytes(b"x")
     paths = [f"slow://{tmp_path}/{number}" for number in range(60)]
@@ -115,7 +115,7 @@ def test_folders_of_partitions_are_one_log(tmp_path: Path, glob: str, csv: bool)
     assert {"dt", "hour", "shop"} <= set(column_names(file, schema))
 
 
-def test_partitions_that_cannot_be_columns(tmp_path: Path) -> None:
+def test_partitions_reject_invalid_columns(tmp_path: Path) -> None:
     hive(tmp_path / "log")
     with pytest.raises(InputError, match=r"column dt is the partition dt=2026-01-01, which is not a number; add it to"):
         open_index(f"{tmp_path}/log", CLICKS.replace(dense=("dt",)))
@@ -125,7 +125,7 @@ def test_partitions_that_cannot_be_columns(tmp_path: Path) -> None:
         Split(kind="last_partition").rows(flat)
 
 
-def test_an_edited_log_is_reported_and_its_old_caches_go(tmp_path: Path) -> None:
+def test_edited_log_is_reported_and_old_caches_removed(tmp_path: Path) -> None:
     log, cache = tmp_path / "log", tmp_path / "cache"
     log.mkdir()
     notes: list[str] = []
@@ -149,7 +149,7 @@ def test_an_edited_log_is_reported_and_its_old_caches_go(tmp_path: Path) -> None
     assert open_index(str(log), SCHEMA, cache=cache).rows == 101  # made again
 
 
-def test_tables_written_from_older_versions_go(tmp_path: Path) -> None:
+def test_old_rewritten_tables_are_removed(tmp_path: Path) -> None:
     for rows in (40, 30):
         pq.write_table(table(rows), tmp_path / "a.csv")  # any bytes
         (tmp_path / "a.csv").write_text("clicked,price,shop\n" + "1,2.5,x\n" * rows)
@@ -165,7 +165,7 @@ def test_tables_written_from_older_versions_go(tmp_path: Path) -> None:
         ("shard.00000.mds.zstd", "has shard.00000.mds.zstd, an MDS shard; click logs must be"),
     ],
 )
-def test_folders_of_other_programs_are_refused(tmp_path: Path, name: str, message: str) -> None:
+def test_raw_files_reject_foreign_folders(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / name).write_bytes(b"\x93NUMPY")
     (tmp_path / "index.json").write_text("{}")
     with pytest.raises(InputError, match=message):

@@ -169,7 +169,7 @@ def test_dense_moments(values: list[float | None]) -> None:
     assert abs(int(found[0, 1]) - wanted[1]) <= 4 * len(q)
 
 
-def test_integers_have_the_moments_that_integer_columns_have() -> None:
+def test_integer_moments_match_kernel() -> None:
     chance = random.Random(0)
     kinds = (None, 20_000, 10**6, -(10**17))
     values = [kind and round(chance.random() * kind) - 20 for kind in chance.choices(kinds, k=3000)]

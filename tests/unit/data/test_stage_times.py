@@ -12,7 +12,7 @@ from rayrec.data import stage_times
 from rayrec.data.stage_times import STAGES, BlockTimes, StageTimes, measured, stage, times_of, with_times
 
 
-def test_stages_are_measured_in_their_own_thread_and_waiting_is_not_computing() -> None:
+def test_stages_are_measured_per_thread() -> None:
     def make() -> list[int]:
         with stage("read"):
             time.sleep(0.03)
@@ -40,7 +40,7 @@ def test_stages_are_measured_in_their_own_thread_and_waiting_is_not_computing() 
     assert begin_s <= times.done_s <= time.time()
 
 
-def test_queueing_is_that_of_the_own_thread_and_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queueing_is_measured_per_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight threads, for each of which the kernel reports 1 ms more of queueing at every poll."""
     threads: dict[int, int] = {}
     looks = dict.fromkeys(range(8), 0)
@@ -85,7 +85,7 @@ def test_queueing_is_that_of_the_own_thread_and_leaves_nothing_open(monkeypatch:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/thread-self/schedstat"), reason="the kernel does not report queueing")
-def test_the_kernels_numbers_go_up() -> None:
+def test_schedstat_increases() -> None:
     clock = stage_times._Clock()
     before = clock.now()
     end_s = time.thread_time() + 0.005
@@ -98,7 +98,7 @@ def test_the_kernels_numbers_go_up() -> None:
     assert after[2] < 3600  # seconds
 
 
-def test_nobody_measures_without_measured_and_none_is_left_by_an_error() -> None:
+def test_stage_needs_measured_and_survives_errors() -> None:
     with stage("read"):
         pass
 
@@ -112,7 +112,7 @@ def test_nobody_measures_without_measured_and_none_is_left_by_an_error() -> None
     assert times.wall_s == {}
 
 
-def test_a_table_carries_them() -> None:
+def test_table_metadata_roundtrip() -> None:
     table = pa.table({"a": [1, 2]}).replace_schema_metadata({b"other": b"kept"})
     assert times_of(table) is None
     times = BlockTimes(2, {"read": 0.5}, {"read": 0.25}, {"read": 0.125}, 1_790_000_000.0)
@@ -122,7 +122,7 @@ def test_a_table_carries_them() -> None:
     assert carried.equals(table)
 
 
-def test_an_account_adds_up_until_it_is_taken() -> None:
+def test_stage_times_sum_until_taken() -> None:
     account = StageTimes(cpus=1.5)
     ready_s = time.time() - 2
     account.add(BlockTimes(100, {"read": 1.0, "parse": 2.0}, {"read": 0.5, "parse": 2.0}, {"read": 0.1, "parse": 0.0}, ready_s))

@@ -37,14 +37,14 @@ def planted() -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([p.logits for p in pieces]), np.concatenate([p.labels for p in pieces])
 
 
-def test_same_bytes_whatever_the_parallelism(kaggle: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_bytes_are_independent_of_parallelism(kaggle: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out, truth = kaggle
     assert synthetic.generate(str(tmp_path), rows=ROWS, days=3, seed=5, parallelism=1) == truth
     for name in ("train.txt", "truth.json"):
         assert (tmp_path / name).read_bytes() == (out / name).read_bytes()
 
 
-def test_more_rows_continue_the_same_process() -> None:
+def test_more_rows_keep_first_rows() -> None:
     plan = GroundTruth("terabyte", 1)
     (short,), long = all_rows(plan, 5_000, 1), all_rows(plan, 20_000, 1)
     for name in ("labels", "logits", "missing", "tokens"):
@@ -78,16 +78,14 @@ def test_rows_are_criteo_rows(kaggle: tuple[Path, dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(("dialect", "rate"), [("kaggle", 0.256), ("terabyte", 0.03)])
-def test_label_rate_and_auroc_are_the_targets(dialect: str, rate: float) -> None:
+def test_label_rate_and_auroc_match_targets(dialect: str, rate: float) -> None:
     pieces = all_rows(GroundTruth(dialect, 2), 100_000, 1)
     logits, labels = np.concatenate([p.logits for p in pieces]), np.concatenate([p.labels for p in pieces])
     assert labels.mean() == pytest.approx(rate, rel=0.05)
     assert synthetic.exact_auroc(logits, labels) == pytest.approx(0.80, abs=0.015)
 
 
-def test_truth_is_that_of_the_rows_in_the_file(
-    kaggle: tuple[Path, dict[str, Any]], planted: tuple[np.ndarray, np.ndarray]
-) -> None:
+def test_truth_matches_file_rows(kaggle: tuple[Path, dict[str, Any]], planted: tuple[np.ndarray, np.ndarray]) -> None:
     out, truth = kaggle
     logits, labels = planted
     written = np.array([line[0] == "1" for line in (out / "train.txt").read_text().splitlines()])
@@ -105,7 +103,7 @@ def test_truth_is_that_of_the_rows_in_the_file(
 
 
 @pytest.mark.parametrize("rows", [1, 6, 7, 13, 20, 71])
-def test_split_is_seven_near_equal_parts(rows: int) -> None:
+def test_kaggle_split_is_seven_near_equal_parts(rows: int) -> None:
     sizes = [rows // 7 + (part < rows % 7) for part in range(7)]
     validation, test = synthetic.split_starts("kaggle", [0, rows])
     assert validation == sum(sizes[:6])
@@ -120,7 +118,7 @@ def test_auroc_counts_ties_half() -> None:
     assert synthetic.exact_auroc(scores, np.ones(2_000, dtype=np.uint8)) is None
 
 
-def test_terabyte_writes_a_file_a_day(tmp_path: Path) -> None:
+def test_terabyte_writes_one_file_per_day(tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
     options: dict[str, Any] = {"dialect": "terabyte", "days": 3, "progress": lambda *of_rows: calls.append(of_rows)}
     truth = synthetic.generate(str(tmp_path / "new"), rows=1_001, **options)
@@ -131,7 +129,7 @@ def test_terabyte_writes_a_file_a_day(tmp_path: Path) -> None:
     assert calls == [(1_001, 1_001)]
 
 
-def test_dated_folders_hold_a_day_each_of_a_law_that_moves_faster(tmp_path: Path) -> None:
+def test_dated_folders_apply_drift(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"rows": 6_000, "days": 3, "seed": 4}
     truth = synthetic.generate(str(tmp_path / "dated"), drift=5, first_date="2026-02-27", **arguments)
     names = [f"dt={date}/train.txt" for date in ("2026-02-27", "2026-02-28", "2026-03-01")]
@@ -158,7 +156,7 @@ def test_dated_folders_hold_a_day_each_of_a_law_that_moves_faster(tmp_path: Path
             synthetic.generate(str(tmp_path / "wrong"), first_date=wrong, **arguments)
 
 
-def test_a_dated_log_that_cannot_be_written_leaves_no_folder(tmp_path: Path) -> None:
+def test_failed_dated_log_leaves_no_folder(tmp_path: Path) -> None:
     options: dict[str, Any] = {"days": 2, "first_date": "2026-01-01", "progress": lambda *_: 1 // 0}
     with pytest.raises(ZeroDivisionError):
         synthetic.generate(str(tmp_path / "log"), rows=100, **options)
@@ -178,7 +176,7 @@ def test_tokens_drift_and_new_ones_appear() -> None:
 
 
 @pytest.mark.parametrize("parallelism", [1, 2])
-def test_nothing_is_left_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallelism: int) -> None:
+def test_failed_log_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallelism: int) -> None:
     genuine = synthetic._block_text
 
     def failing(plan: Any, block: int, *rest: Any) -> Any:
@@ -192,7 +190,7 @@ def test_nothing_is_left_after_a_failure(tmp_path: Path, monkeypatch: pytest.Mon
     assert os.listdir(tmp_path) == []
 
 
-def test_nothing_is_left_when_naming_the_files_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_publish_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     genuine = os.rename
 
     def failing(source: str, target: str) -> None:
@@ -228,7 +226,7 @@ def test_never_overwrites(tmp_path: Path, name: str) -> None:
         ({"out": "s3://bucket/log"}, "local folder"),
     ],
 )
-def test_bad_arguments_are_told_in_one_line(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
+def test_generate_rejects_invalid_arguments(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
     (tmp_path / "file").write_text("")
     arguments = {"out": "FOLDER/out", "rows": 100, **wrong}
     with pytest.raises(InputError, match=message) as caught:
@@ -255,7 +253,7 @@ def format_extremes(capacity: int) -> bytes:
     return out[:size].tobytes()
 
 
-def test_kernel_formats_every_integer_and_stays_inside_its_buffer() -> None:
+def test_format_rows_matches_python_within_buffer() -> None:
     tokens = [*["0a1f9bcd"] * 9, ""]
     wanted = "".join(f"1\t{value}\t{token}\n" for value, token in zip(EXTREMES[0], tokens, strict=True)).encode()
     assert format_extremes(10 * max_row_bytes(1, 1)) == wanted
@@ -265,7 +263,7 @@ def test_kernel_formats_every_integer_and_stays_inside_its_buffer() -> None:
             format_extremes(capacity)
 
 
-def test_kernel_refuses_arrays_that_do_not_fit() -> None:
+def test_format_rows_rejects_mismatched_arrays() -> None:
     good = {
         "dense": np.zeros((1, 2), dtype=np.int32),
         "tokens": np.zeros((1, 2), dtype=np.uint32),

@@ -133,7 +133,7 @@ def test_values_of_64_bits(values: list[int], first_rows: bool, at: int) -> None
     assert found(other.items(4)) == {token: (2 * count, row) for token, (count, row) in wanted.items() if count > 1}
 
 
-def test_counts_beyond_32_bits() -> None:
+def test_counts_exceed_32_bits() -> None:
     whole, counts = Counts.empty(0, 1), Counts.empty(0, 1)
     for _ in range(3):
         counts.tokens[0].merge(np.array([7, 8], np.uint32), np.array([2**32 - 1, 1]))
@@ -164,7 +164,7 @@ def moments(values: Sequence[int]) -> list[int]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.none() | st.integers(-20, 20) | st.integers(16300, 16400) | st.integers(-(10**18) + 1, 10**18 - 1)))
-def test_moments_are_the_exact_integer_sums(values: list[int | None]) -> None:
+def test_moments_match_exact_integer_sums(values: list[int | None]) -> None:
     schema = Schema(tokens="hexadecimal", label=None, dense=("d", "e"), sparse=("s",))
     raw, _ = parse(schema, b"".join(b"%s\t3\t\n" % (b"" if v is None else b"%d" % v) for v in values))
     counts = CountingJob(schema).empty()
@@ -177,7 +177,7 @@ def test_moments_are_the_exact_integer_sums(values: list[int | None]) -> None:
     assert got[0][1] == pytest.approx(wanted[1], abs=len(there))  # NumPy's log1p may differ in the last bit
 
 
-def test_labels_and_the_least_integer_of_each_file(tmp_path: Path) -> None:
+def test_labels_and_file_minimums_are_counted(tmp_path: Path) -> None:
     schema = Schema(tokens="hexadecimal", label="l", dense=("d", "e"), sparse=("s",))
     texts = {"b.txt": b"1\t5\t3\t\n0\t9\t4\t\n", "a.txt": b"1\t5\t\t\n", "c.txt": b"1\t7\t-2\t\n1\t\t8\t\n0\t7\t7\t\n"}
     for name, text in texts.items():
@@ -188,7 +188,7 @@ def test_labels_and_the_least_integer_of_each_file(tmp_path: Path) -> None:
         assert (counts.file_minimum, counts.labels.tolist()) == (least, labels)
 
 
-def test_only_the_chosen_rows_of_a_segment_count(tmp_path: Path) -> None:
+def test_count_log_counts_only_requested_rows(tmp_path: Path) -> None:
     text = b"".join(b"%d\t%08x\t\n" % (i, i) for i in range(100))
     index = LogIndex(tuple(part.segment for part in parts_in(tmp_path, SCHEMA, text, 200)), Faults())
     job = CountingJob(SCHEMA, first_rows=True)
@@ -238,7 +238,7 @@ def test_columns_of_any_log_are_counted(rows: list[tuple[int | None, list[int]]]
 
 
 @pytest.mark.parametrize("first_rows", [False, True])
-def test_it_does_not_matter_how_the_log_is_divided(click_log: Path, tmp_path: Path, first_rows: bool) -> None:
+def test_counts_are_independent_of_tasks(click_log: Path, tmp_path: Path, first_rows: bool) -> None:
     text = (click_log / "train.txt").read_bytes()[: 1 << 20]
     text = text[: text.rindex(b"\n") + 1]
 
@@ -271,7 +271,7 @@ def test_it_does_not_matter_how_the_log_is_divided(click_log: Path, tmp_path: Pa
     st.integers(1, 4),
     st.sampled_from([1, 50_000, 1 << 30]),
 )
-def test_spilled_counts_are_those_of_memory(runs: list[list[int]], first_rows: bool, min_count: int, memory_bytes: int) -> None:
+def test_spilled_counts_match_memory(runs: list[list[int]], first_rows: bool, min_count: int, memory_bytes: int) -> None:
     kinds: dict[str, Any] = {"dtype": np.uint64, "first_rows": first_rows}
     both = [Counts.empty(0, 2, **kinds, spill=spill) for spill in (None, Spill(None, memory_bytes))]
     for number, run in enumerate(runs):
@@ -322,7 +322,7 @@ def spilled(parts: Sequence[SegmentRange], folder: Path) -> Counts:
     return count_log(CountingJob(CRITEO), parts, engine=HERE, memory_bytes=1 << 20, spill_folder=str(folder))
 
 
-def test_spill_files_leave_nothing_behind(clicks: list[SegmentRange], tmp_path: Path) -> None:
+def test_spill_files_are_removed(clicks: list[SegmentRange], tmp_path: Path) -> None:
     folder = tmp_path / "spill"
     with spilled(clicks, folder) as counts:
         assert counts.spill.written_bytes > 100_000
@@ -338,7 +338,7 @@ def test_spill_files_leave_nothing_behind(clicks: list[SegmentRange], tmp_path: 
     assert open_spill_files(folder) == 0
 
 
-def test_a_full_disk_is_told(clicks: list[SegmentRange], tmp_path: Path) -> None:
+def test_spill_rejects_full_disk(clicks: list[SegmentRange], tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a disk as small as that
     try:
@@ -349,7 +349,7 @@ def test_a_full_disk_is_told(clicks: list[SegmentRange], tmp_path: Path) -> None
     assert open_spill_files(tmp_path) == 0
 
 
-def test_a_spill_folder_is_local_and_can_be_made(tmp_path: Path) -> None:
+def test_spill_creates_local_folder_and_rejects_url(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="local folder"):
         Spill("s3://bucket/x", 1)
     (tmp_path / "file").write_bytes(b"")
@@ -374,7 +374,7 @@ Rows = tuple[int, int]
     ],
 )
 @pytest.mark.parametrize("first_rows", [False, True])
-def test_the_chosen_rows_are_counted_while_the_log_is_indexed(
+def test_counting_indexer_matches_count_log(
     click_log: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -430,7 +430,7 @@ def test_problems_of_counted_rows() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"missing": "zero"}, {"missing": "zero", "token_modulo": 2**31}])
-def test_memory_is_bounded_whatever_the_profile(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_counting_memory_is_bounded_for_all_presets(changes: dict[str, Any], tmp_path: Path) -> None:
     """Tokens that are too seldom are not gathered, and an empty field still counts as token 0."""
     schema = Schema(tokens="hexadecimal", label=None, sparse=("s",))
     preset = RAYREC.replace(min_count=3, **changes)
@@ -453,7 +453,7 @@ def test_memory_is_bounded_whatever_the_profile(changes: dict[str, Any], tmp_pat
     assert preprocessors[0].tokens.tolist() == [7, 0]  # five times; once and two empty fields
 
 
-def test_the_default_limit_is_a_share_of_the_available_memory() -> None:
+def test_default_memory_limit_is_quarter_of_available() -> None:
     with mock.patch("rayrec.machine.memory", return_value=Memory(total=64 << 30, available=8 << 30)):
         counts = CountingJob(SCHEMA).total(None, None)
     assert counts.spill.memory_bytes == 2 << 30

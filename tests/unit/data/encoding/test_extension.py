@@ -79,21 +79,21 @@ def hexadecimal(preprocessor: Preprocessor) -> str:
     return "".join(f"{token:08x}"[0] for token in preprocessor.vocabulary(0).tolist())
 
 
-def test_new_categories_follow_the_old_ones_by_falling_count(tmp_path: Path) -> None:
+def test_extension_appends_by_falling_count(tmp_path: Path) -> None:
     before, after = extended(RAYREC, "aabbb", "ccddda.efeaaaa", tmp_path)
     assert (hexadecimal(before), hexadecimal(after)) == ("ba", "badce")
     assert after.num_embeddings == [7, 7]
     assert after.constants["rows"] == 5 + 14
 
 
-def test_new_categories_follow_in_the_order_of_rows_if_the_preset_has_it(tmp_path: Path) -> None:
+def test_extension_appends_in_row_order(tmp_path: Path) -> None:
     before, after = extended(TORCHREC, "bbbaaa", "cdcdcddbbb", tmp_path)
     assert (hexadecimal(before), hexadecimal(after)) == ("ba", "bacd")
     assert after.file_minimum == before.file_minimum
 
 
 @pytest.mark.parametrize("preset", [MLPERF_V1, FUXICTR_X4.replace(min_count=1, dense="identity")])
-def test_a_last_row_of_unknown_categories_keeps_its_place(tmp_path: Path, preset: Preset) -> None:
+def test_extension_keeps_last_row_of_unknown_categories(tmp_path: Path, preset: Preset) -> None:
     before, after = extended(preset, "aab", "ccd", tmp_path)
     unknown = before.sparse[0].unknown_id
     assert unknown == before.num_embeddings[0] - 1
@@ -103,7 +103,7 @@ def test_a_last_row_of_unknown_categories_keeps_its_place(tmp_path: Path, preset
     assert again.sparse[0].ids().tolist() == [*after.sparse[0].ids().tolist(), unknown + 3]
 
 
-def test_an_empty_field_becomes_a_category_when_it_is_frequent(tmp_path: Path) -> None:
+def test_extension_adds_frequent_empty_field(tmp_path: Path) -> None:
     before, after = extended(RAY_TEMPLATE, "aaabbb", "cccc...ddd", tmp_path)
     assert before.sparse[0].missing_id == before.sparse[0].unknown_id
     assert after.sparse[0].ids().tolist() == [2, 3, 4, 6]  # the empty field comes before those as frequent
@@ -121,7 +121,7 @@ def test_hashed_columns_stay(tmp_path: Path) -> None:
     assert after.existing == after.appended == {}
 
 
-def test_a_limit_of_rows_leaves_rarer_categories_out(tmp_path: Path) -> None:
+def test_extension_omits_rare_categories_beyond_limit(tmp_path: Path) -> None:
     preset = RAYREC.replace(max_num_embeddings=5)
     before = made_from(read(lines("aabb"), tmp_path / "first"), SCHEMA, preset)
     extension = extend(before, preset, counted(preset, lines("ccddda"), tmp_path / "log"))
@@ -133,7 +133,7 @@ def test_a_limit_of_rows_leaves_rarer_categories_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "nvt"])
-def test_every_preset_keeps_the_ids_of_a_real_size_log(click_log: Path, tmp_path: Path, name: str) -> None:
+def test_extension_keeps_ids_for_all_presets(click_log: Path, tmp_path: Path, name: str) -> None:
     text = (click_log / "train.txt").read_bytes().splitlines(keepends=True)
     days = {"first": text[:3000], "second": text[12000:15000]}
     for day, rows in days.items():
@@ -188,7 +188,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str,
     return first, second, config
 
 
-def test_columns_that_share_a_vocabulary_share_its_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extension_is_shared_with_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, second, config = prepared(tmp_path, monkeypatch)
     (tmp_path / "run").mkdir()
     (tmp_path / "old").rename(tmp_path / "run" / "preprocessor")
@@ -202,7 +202,7 @@ def test_columns_that_share_a_vocabulary_share_its_extension(tmp_path: Path, mon
     assert json.loads((tmp_path / "new" / "preprocessor.json").read_text())["hash"] == made["hash"]
 
 
-def test_other_columns_and_other_rules_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extension_rejects_other_columns_and_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, second, config = prepared(tmp_path, monkeypatch)
     wrong = {
         "columns must match": config.replace(schema=ANY.replace(dense=())),

@@ -114,7 +114,7 @@ def test_encode_many_rows(num_rows: int) -> None:
     check(rows, rng.sample(range(num_rows), num_rows))
 
 
-def test_the_small_table_gives_the_very_same_numbers() -> None:
+def test_small_integer_table_matches_computation() -> None:
     """A row is encoded alike alone (as when serving) and among thousands (as when training)."""
     raw, _ = parse(SCHEMA, text_of([(0, [x, -x], [None] * 3) for x in range(-20, 3000)]))
     many = make().encode(raw).dense
@@ -122,14 +122,14 @@ def test_the_small_table_gives_the_very_same_numbers() -> None:
     assert (many == alone).all()
 
 
-def test_ids_below_2_to_the_31_are_looked_up() -> None:
+def test_lookup_returns_largest_int32_id() -> None:
     first_id = 2**31 - 10
     slots, known = np.zeros(16, np.uint64), np.arange(3, dtype=np.uint32)
     assert build_slots(known, (first_id + known).astype(np.int32), slots)
     assert find_ids(np.array([2, 3, 0], np.uint32), slots, UNKNOWN_ID).tolist() == [first_id + 2, UNKNOWN_ID, first_id]
 
 
-def test_tables_stay_two_thirds_full_at_most() -> None:
+def test_lookup_tables_are_at_most_two_thirds_full() -> None:
     for count in [*range(200), 10_000, 1 << 20]:
         slots = num_slots(count)
         assert slots & (slots - 1) == 0
@@ -147,7 +147,7 @@ def test_unlabelled_rows_have_no_labels() -> None:
 # Saved and loaded ----------------------------------------------------------------------------------------------------
 
 
-def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_preprocessor_roundtrip(tmp_path: Path) -> None:
     preprocessor = make()
     preprocessor.save(str(tmp_path))
     again = Preprocessor.load(str(tmp_path))
@@ -160,7 +160,7 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["preprocessor.json", "tokens.npy"]
 
 
-def test_the_hash_follows_everything() -> None:
+def test_hash_depends_on_all_fields() -> None:
     base = {field.name: getattr(make(), field.name) for field in dataclasses.fields(Preprocessor)}
     hashes = {make().hash()}
     other = base["tokens"].copy()
@@ -199,7 +199,7 @@ def rewritten(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
         Path.unlink,
     ],
 )
-def test_damaged_tokens_are_refused(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+def test_load_rejects_damaged_tokens(tmp_path: Path, damage: Callable[[Path], object]) -> None:
     make().save(str(tmp_path))
     damage(tmp_path / "tokens.npy")
     with pytest.raises(InputError, match=str(tmp_path)):
@@ -220,7 +220,7 @@ def test_damaged_tokens_are_refused(tmp_path: Path, damage: Callable[[Path], obj
         (lambda stored: None, r"preprocessor\.json: damaged"),
     ],
 )
-def test_a_damaged_description_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], Any], why: str) -> None:
+def test_load_rejects_damaged_description(tmp_path: Path, change: Callable[[dict[str, Any]], Any], why: str) -> None:
     make().save(str(tmp_path))
     path = tmp_path / "preprocessor.json"
     changed = change(json.loads(path.read_text()))
@@ -229,7 +229,7 @@ def test_a_damaged_description_is_refused(tmp_path: Path, change: Callable[[dict
         Preprocessor.load(str(tmp_path))
 
 
-def test_a_folder_without_a_description_is_refused(tmp_path: Path) -> None:
+def test_load_rejects_folder_without_description(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"preprocessor\.json not found"):
         Preprocessor.load(str(tmp_path))
 
@@ -256,13 +256,13 @@ def save_forged(folder: Path, *, tokens: np.ndarray | None = None, **changes: An
     ],
     ids=str,
 )
-def test_values_that_no_kernel_may_see_are_refused(tmp_path: Path, forged: dict[str, Any]) -> None:
+def test_check_rejects_values_unsafe_for_kernels(tmp_path: Path, forged: dict[str, Any]) -> None:
     save_forged(tmp_path, **forged)
     with pytest.raises(InputError, match=str(tmp_path)):
         Preprocessor.load(str(tmp_path))
 
 
-def test_the_least_integer_has_a_logarithm() -> None:
+def test_encode_handles_smallest_integer() -> None:
     column, out = DenseColumn(), np.empty(2, np.float32)
     values = np.array([-(2**63), 2**63 - 1], np.int64)
     library().rayrec_transform_dense(
@@ -274,7 +274,7 @@ def test_the_least_integer_has_a_logarithm() -> None:
     assert out.tolist() == [-np.float32(63 * math.log(2)), np.float32(63 * math.log(2))]
 
 
-def test_multiples_spread_over_a_hashed_column_and_earlier_preprocessors_keep_their_ids() -> None:
+def test_hashing_spreads_multiples_and_keeps_old_ids() -> None:
     schema = Schema(label=None, sparse=("s",), tokens="any")
     ids = np.arange(0, 50_000_000, 1000)
     raw, _ = parse_table(pa.table({"s": ids}), schema)

@@ -112,7 +112,7 @@ def test_rows_of_presets(
     assert preprocessor.inputs.sparse == (*(("A", "B") if preset is FUXICTR_X4 else ()), "C", "D")
 
 
-def test_mlperf_v1_tells_categories_apart_by_their_remainder(tmp_path: Path) -> None:
+def test_mlperf_v1_applies_token_modulo(tmp_path: Path) -> None:
     preprocessor, _, ids = encoded(MLPERF_V1.replace(token_modulo=10), tmp_path)
     # a0000001 = 2684354561 -> 1, ffffffff = 4294967295 -> 5, missing -> 0, 0000000a -> 0; 05db9164 -> 4, 68fd1e64 -> 2
     assert ids == [[0, 0, 1, 2, 2, 0], [0, 1, 0, 0, 0, 2]]
@@ -121,7 +121,7 @@ def test_mlperf_v1_tells_categories_apart_by_their_remainder(tmp_path: Path) -> 
     assert ids == [[0, 0, 1, 2, 2, 0], [0, 1, 0, 0, 0, 3]]  # 15 mod 10 is known; 3 is not: the table's last row
 
 
-def test_torchrec_counts_each_file_from_its_own_least_integer(tmp_path: Path) -> None:
+def test_torchrec_subtracts_file_minimum(tmp_path: Path) -> None:
     second = TOY.replace(b"-3", b"-9").replace(b"a0000001", b"b0000001")
     preprocessor, dense, ids = encoded(TORCHREC.replace(min_count=1), tmp_path, TOY, second)
     assert preprocessor.file_minimum == {"": -9, "day_0": -3, "day_1": -9}
@@ -132,7 +132,7 @@ def test_torchrec_counts_each_file_from_its_own_least_integer(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("limit", [None, 7, 2**31 + 5])
-def test_fuxictr_x4_gives_a_row_the_same_ids_in_a_large_block_and_alone(limit: int | None) -> None:
+def test_fuxictr_x4_ids_are_independent_of_block_size(limit: int | None) -> None:
     draw = np.random.default_rng(3)
     numbers = np.where(draw.random((5000, 2)) < 0.7, draw.integers(-3, 3000, (5000, 2)), 0)
     numbers[:8, 0] = [-(10**17), -(2**31), -1, 0, 2, 2047, 2048, 10**17]
@@ -163,7 +163,7 @@ def test_rayrec(tmp_path: Path) -> None:
     assert dense[0, 1] == dense[0, 3]  # missing counts as 0
 
 
-def test_a_table_has_no_more_rows_than_allowed(tmp_path: Path) -> None:
+def test_max_num_embeddings_limits_tables(tmp_path: Path) -> None:
     preprocessor, _, ids = encoded(RAYREC.replace(min_count=1, max_num_embeddings=4), tmp_path)
     assert preprocessor.num_embeddings == [4, 4]
     a, f, ten = 2 + 0xA0000001 % 2, 2 + 0xFFFFFFFF % 2, 2 + 10 % 2
@@ -173,7 +173,7 @@ def test_a_table_has_no_more_rows_than_allowed(tmp_path: Path) -> None:
     assert ids == [[2, 2, 3, 0, 1, 2], [2, 3, 2, 2, 2, 0]]
 
 
-def test_every_profile_comes_back_from_its_files_and_says_what_it_did(tmp_path: Path) -> None:
+def test_preset_roundtrip_keeps_constants(tmp_path: Path) -> None:
     index = index_of(tmp_path, TOY)
     hashes = set()
     for name, preset in ALL.items():
@@ -193,7 +193,7 @@ def test_every_profile_comes_back_from_its_files_and_says_what_it_did(tmp_path: 
 
 
 @pytest.mark.parametrize("preset", [preset for preset in ALL.values() if preset.dense != "buckets"])
-def test_ids_do_not_depend_on_how_the_log_is_divided(click_log: Path, tmp_path: Path, preset: Preset) -> None:
+def test_ids_are_independent_of_tasks(click_log: Path, tmp_path: Path, preset: Preset) -> None:
     text = b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:3000])
     indices = (index_of(tmp_path, text, schema=CRITEO, segment_bytes=size) for size in (7_000, 100_000, 1 << 24))
     assert len({learn(index, CRITEO, preset).hash() for index in indices}) == 1
@@ -208,7 +208,7 @@ def test_ids_do_not_depend_on_how_the_log_is_divided(click_log: Path, tmp_path: 
         (lambda: RAYREC.replace(first_id=1), "first_id"),
     ],
 )
-def test_presets_that_cannot_be_are_refused(make: Callable[[], Preset], why: str) -> None:
+def test_preset_rejects_invalid_values(make: Callable[[], Preset], why: str) -> None:
     assert by_name("torchrec") is TORCHREC
     with pytest.raises(InputError, match=why):
         make()
@@ -253,7 +253,7 @@ def test_against_torchrec_itself(
 # Multi-hot -----------------------------------------------------------------------------------------------------------
 
 
-def test_bags_start_with_their_id_and_are_always_the_same() -> None:
+def test_multi_hot_bags_start_with_id_and_are_deterministic() -> None:
     bags = MultiHot(sizes=(3, 1, 5))
     ids = [np.array([7, 9, 7], np.int32), np.array([1, 2, 3], np.int32), np.array([0, 2**24 + 1, 5], np.int32)]
     sizes = [10, 4, 40_000_000]
@@ -271,7 +271,7 @@ def test_bags_start_with_their_id_and_are_always_the_same() -> None:
     assert wide[2].dtype == np.int64
 
 
-def test_bags_have_the_published_distributions() -> None:
+def test_multi_hot_bags_match_published_distributions() -> None:
     assert sum(MLPERF_SIZES) == 214
     ids = np.arange(20_000, dtype=np.int32)
     for size in (10, 1_000_000):
@@ -288,7 +288,7 @@ def test_bags_have_the_published_distributions() -> None:
             assert abs((pareto == value).mean() - (expected == value).mean()) < 0.006
 
 
-def test_a_multi_hot_profile(tmp_path: Path) -> None:
+def test_multi_hot_preset_expands_ids(tmp_path: Path) -> None:
     index = index_of(tmp_path, TOY)
     preprocessor = learn(index, SCHEMA, TORCHREC_2024.replace(min_count=1, multi_hot=MultiHot(sizes=(2, 3))))
     rows = preprocessor.encode(read_segments(index.segments, SCHEMA))
@@ -299,7 +299,7 @@ def test_a_multi_hot_profile(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", [1, "token", "zero", "unknown"])
-def test_how_often_a_category_was_counted_is_told_by_its_id(tmp_path: Path, missing: int | str) -> None:
+def test_frequency_buckets_match_counts(tmp_path: Path, missing: int | str) -> None:
     rng = np.random.default_rng(0)
     drawn = np.minimum(rng.geometric(0.02, 5000), 400)  # the first some hundred times, the last once
     fields = ["" if value == 7 else f"{value:08x}" for value in drawn.tolist()]
@@ -319,7 +319,7 @@ def test_how_often_a_category_was_counted_is_told_by_its_id(tmp_path: Path, miss
     assert {"2-9", "10-99", "(not in the vocabulary)"} <= set(found)
 
 
-def test_where_it_is_not_known_how_often(tmp_path: Path) -> None:
+def test_frequency_buckets_reject_unknown_counts(tmp_path: Path) -> None:
     index = index_of(tmp_path, TOY)
     shared = RAYREC.replace(min_count=1, max_num_embeddings=4, beyond_limit="modulo")
     for preset, column, why in (

@@ -123,7 +123,7 @@ def test_texts(texts: list[bytes | None]) -> None:
     check_texts(texts)
 
 
-def test_every_length_and_the_edges_of_int64() -> None:
+def test_text_tokens_match_python_for_all_lengths() -> None:
     rng = random.Random(0)
     check_texts([bytes(rng.choices(b"abc \xc3"[:4], k=n)) for n in range(1, 140)])
     check_texts([str(n).encode() for edge in (0, 2**31, 2**63, 2**64, 10**19) for n in range(-edge - 2, -edge + 3)])
@@ -131,7 +131,7 @@ def test_every_length_and_the_edges_of_int64() -> None:
     check_texts([b"-", b"-0", b"00", b"01", b"+1", b"1 ", b" 1", b"1.0", b"1e3", "١".encode(), b"0x1", b"\0"])
 
 
-def test_utf8_is_told_from_other_bytes() -> None:
+def test_text_tokens_reject_invalid_utf8() -> None:
     ends = (0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC0)
     check_texts([bytes([a, b]) for a in range(256) for b in (0x00, 0x7F, 0x80, 0xBF, 0xC0)])
     check_texts([bytes([a, b, 0x80]) for a in range(0xE0, 0x100) for b in ends])
@@ -142,7 +142,7 @@ def test_utf8_is_told_from_other_bytes() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.none() | st.integers(0, 2**64 - 1) | st.sampled_from([2**24 + 1, 2**40, 2**63 - 1, 2**63])))
-def test_integers_have_the_tokens_of_their_text(values: list[int | None]) -> None:
+def test_integer_tokens_match_text(values: list[int | None]) -> None:
     text, _ = tokens_of(text_tokens, pa.array([None if v is None else str(v) for v in values], pa.string()))
     tokens, status = tokens_of(integer_tokens, pa.array(values, pa.uint64()))
     assert tokens.tolist() == text.tolist()
@@ -173,7 +173,7 @@ def built(tokens: list[int], ids: list[int]) -> np.ndarray:
     ),
     st.lists(st.integers(0, MASK) | st.integers(0, 40)),
 )
-def test_look_up(known: dict[int, int], others: list[int]) -> None:
+def test_lookup_matches_dict(known: dict[int, int], others: list[int]) -> None:
     slots = built(list(known), list(known.values()))
     asked = others + list(known)
     assert find_ids(np.array(asked, np.uint64), slots, -7).tolist() == [known.get(t, -7) for t in asked]
@@ -189,11 +189,11 @@ def test_many_tokens() -> None:
         assert (find_ids(~tokens, slots, -1) == -1).all()
 
 
-def test_a_token_that_comes_twice_is_told() -> None:
+def test_build_slots_rejects_repeated_token() -> None:
     slots = np.zeros((16, 2), np.uint64)
     assert not build_slots(np.array([5, 2**40, 5], np.uint64), np.arange(3, dtype=np.int32), slots)
 
 
-def test_an_empty_table_knows_nothing() -> None:
+def test_empty_table_returns_unknown_id() -> None:
     assert find_ids(np.array([0, 1], np.uint64), np.zeros((16, 2), np.uint64), 3).tolist() == [3, 3]
     assert find_ids(np.zeros(0, np.uint64), np.zeros((16, 2), np.uint64), 3).tolist() == []

@@ -120,7 +120,7 @@ def test_chunks_cover_files_in_order() -> None:
     ]
 
 
-def test_a_chunk_s_text_is_its_own_lines(tmp_path: Path) -> None:
+def test_chunks_partition_lines(tmp_path: Path) -> None:
     file = write(tmp_path, b"aa\nbbbb\ncc\n")
     expected = {0: b"aa\n", 1: b"", 3: b"bbbb\n", 4: b"", 8: b"cc\n", 9: b""}
     for start, own in expected.items():
@@ -131,13 +131,13 @@ def test_a_chunk_s_text_is_its_own_lines(tmp_path: Path) -> None:
         assert not text[length : length + 64].any()
 
 
-def test_segments_have_about_the_size_asked_for(tmp_path: Path) -> None:
+def test_segment_sizes_match_request(tmp_path: Path) -> None:
     *sizes, last = (s.stop - s.start for s in index(write(tmp_path, b"\n".join(LINES * 500)), 1 << 20, 1000).segments)
     assert all(900 <= size <= 1000 for size in sizes)
     assert last <= 1500
 
 
-def test_an_index_comes_back_from_json(tmp_path: Path) -> None:
+def test_index_json_roundtrip(tmp_path: Path) -> None:
     made = index(write(tmp_path, b"\n".join((LINES + BAD_LINES) * 5)), 100, 50)
     path = str(tmp_path / "index.json")
     storage.write_json(path, made.to_dict())
@@ -147,7 +147,7 @@ def test_an_index_comes_back_from_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", ["", "{ torn", "[]", "null", '{"paths": []}', '{"paths": [], "segments": [[0, 1]]}'])
-def test_a_damaged_index_in_the_cache_is_made_again(tmp_path: Path, damaged: str) -> None:
+def test_damaged_cached_index_is_rebuilt(tmp_path: Path, damaged: str) -> None:
     made = index(write(tmp_path, b"\n".join(LINES)), 100, 50)
     cache = CachedIndex(str(tmp_path / "index.json"), "1", frozenset(segment.path for segment in made.segments))
     assert cache.read() is None
@@ -157,7 +157,7 @@ def test_a_damaged_index_in_the_cache_is_made_again(tmp_path: Path, damaged: str
     assert cache.read() is None
 
 
-def test_parts_are_found_for_every_row_range() -> None:
+def test_parts_cover_all_row_ranges() -> None:
     made = LogIndex(numbered([("f", 0, 9, 3), ("f", 9, 9, 0), ("f", 9, 20, 4), ("g", 0, 8, 2)]), Faults())
     found = [(part.segment.first_row, part.start, part.stop) for part in made.parts(0, 9)]
     assert found == [(0, 0, 3), (3, 0, 4), (7, 0, 2)]
@@ -183,7 +183,7 @@ def test_a_changed_file_is_noticed(tmp_path: Path) -> None:
         read_segments(segments, SCHEMA)
 
 
-def test_too_many_bad_rows_are_refused_with_the_first(tmp_path: Path) -> None:
+def test_check_rejects_too_many_invalid_rows(tmp_path: Path) -> None:
     file = write(tmp_path, b"\n".join([*LINES, b"junk", *LINES]))
     made = index(file, 10, 10)
     made.check(0.12, file.path)
@@ -195,7 +195,7 @@ def test_too_many_bad_rows_are_refused_with_the_first(tmp_path: Path) -> None:
             index(write(tmp_path, text), 10, 10).check(1.0, file.path)
 
 
-def test_the_identity_follows_files_columns_and_segments() -> None:
+def test_cache_key_depends_on_files_columns_and_segments() -> None:
     def identity(*files: storage.File, schema: Schema = SCHEMA, segment_bytes: int = 5) -> str:
         cached = log_index.CachedIndex.at("cache", files=files, schema=schema, segment_bytes=segment_bytes)
         return f"{cached.path} {cached.version}"
@@ -250,7 +250,7 @@ def test_gzip_is_unpacked_once(tmp_path: Path, packed: bytes) -> None:
     assert unpack(newer, str(tmp_path / "plain")).path != unpacked.path
 
 
-def test_damaged_gzip_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_unpack_rejects_damaged_gzip(tmp_path: Path) -> None:
     packed = gzip.compress(np.random.default_rng(0).integers(0, 256, 5000, np.uint8).tobytes())
     flipped = bytearray(packed)
     flipped[-6] ^= 1  # of the CRC
@@ -286,7 +286,7 @@ CAUSES = [
 
 
 @pytest.mark.parametrize(("text", "cause"), CAUSES)
-def test_a_refused_log_names_the_likely_cause(tmp_path: Path, text: bytes, cause: str | None) -> None:
+def test_rejected_log_reports_likely_cause(tmp_path: Path, text: bytes, cause: str | None) -> None:
     path = tmp_path / "log.txt"
     path.write_bytes(text + b"\n")
     entries, faults = index_chunk(cut(storage.list_files(str(path)), 1 << 20)[0], SCHEMA, 1 << 20)
@@ -299,7 +299,7 @@ def test_a_refused_log_names_the_likely_cause(tmp_path: Path, text: bytes, cause
     assert "\n" not in str(raised.value)
 
 
-def test_a_file_that_may_not_be_read_is_the_users_error(tmp_path: Path) -> None:
+def test_unreadable_file_raises_input_error(tmp_path: Path) -> None:
     with (
         mock.patch("rayrec.storage.read_into", side_effect=PermissionError(13, "Permission denied")),
         pytest.raises(InputError, match=r"a\.txt: cannot be read \(Permission denied\)\. Check its permissions"),
@@ -307,7 +307,7 @@ def test_a_file_that_may_not_be_read_is_the_users_error(tmp_path: Path) -> None:
         is_gzip(str(tmp_path / "a.txt"))
 
 
-def test_an_empty_first_file_does_not_make_a_log_unlabelled(tmp_path: Path) -> None:
+def test_empty_first_file_keeps_log_labelled(tmp_path: Path) -> None:
     schema = Schema(label="y", sparse=("s",), tokens="any", delimiter=",")
     (tmp_path / "a.csv").write_bytes(b"")
     assert LogSource.at(str(tmp_path)).is_labelled(schema)
@@ -317,7 +317,7 @@ def test_an_empty_first_file_does_not_make_a_log_unlabelled(tmp_path: Path) -> N
     assert not LogSource.at(str(tmp_path)).is_labelled(schema)
 
 
-def test_what_is_packed_well_is_unpacked_in_small_pieces() -> None:
+def test_gunzip_bounds_memory() -> None:
     packed = gzip.compress(bytes(100 << 20), 9)
     assert len(packed) < 200_000
     largest = total = 0
@@ -334,7 +334,7 @@ def test_what_is_packed_well_is_unpacked_in_small_pieces() -> None:
             list(cache.gunzip([damaged]))
 
 
-def test_a_checksum_finds_every_changed_byte() -> None:
+def test_checksum_detects_changed_bytes() -> None:
     text = np.frombuffer(b"\n".join(LINES * 3)[:150], np.uint8).copy()
     sums = [log_index.checksum(text[:length]) for length in range(len(text) + 1)]
     for place in range(len(text)):

@@ -110,7 +110,7 @@ def test_parquet(tmp_path: Path, users: pa.Array, expected: list[str | None]) ->
     assert _values(tmp_path / "log.parquet", ANY, "user") == [expected]
 
 
-def test_stretches(tmp_path: Path) -> None:
+def test_slice_of_names_rows(tmp_path: Path) -> None:
     line = "1\t3\t\t0000000a\t\n"
     for day, rows in enumerate([2, 3]):
         (tmp_path / f"day_{day}").write_text(line * rows)

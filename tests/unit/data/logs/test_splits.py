@@ -32,7 +32,7 @@ def test_criteo_kaggle() -> None:
     }
 
 
-def test_the_last_file_is_held_out() -> None:
+def test_last_file_is_held_out() -> None:
     split = Split(kind="last_file").rows(index_of(10, 5, 0, 7, 3, 4))
     assert split == {"train": (0, 22), "validation": (22, 26), "test": (26, 29)}
 
@@ -40,7 +40,7 @@ def test_the_last_file_is_held_out() -> None:
 @pytest.mark.parametrize(
     ("kind", "rows"), [("sevenths", (6,)), ("sevenths", (13,)), ("last_file", (5,)), ("last_file", (5, 5, 1))]
 )
-def test_an_empty_part_is_refused(kind: str, rows: tuple[int, ...]) -> None:
+def test_split_rejects_empty_part(kind: str, rows: tuple[int, ...]) -> None:
     with pytest.raises(InputError, match=r"leave no rows for .*--eval-data\.path"):
         Split(kind=kind).rows(index_of(*rows))  # type: ignore[arg-type]
 
@@ -58,7 +58,7 @@ def test_fractions_cover_every_row_in_order(rows: int, validation: float, test: 
         assert abs(ranges[name][1] - ranges[name][0] - rows * share) <= 0.5
 
 
-def test_a_fraction_without_a_test() -> None:
+def test_fraction_without_test_part() -> None:
     assert Split(kind="fraction", validation=0.29, test=0.0).rows(index_of(60, 40)) == {"train": (0, 71), "validation": (71, 100)}
 
 
@@ -107,7 +107,7 @@ def test_days_are_named(names: dict[str, tuple[str, ...]], expected: dict[str, t
             split.rows(days_of(2, 3, 5, 4, 5))
 
 
-def test_a_day_is_a_folder_if_the_log_has_them_or_a_file_with_or_without_its_endings() -> None:
+def test_days_are_folders_or_files() -> None:
     folders = days_of(2, 3, 5, 4, 5, names=("l/dt=1/a", "l/dt=1/b", "l/dt=2/a", "l/dt=3/a", "l/dt=3/b"))
     assert Split(kind="days").rows(folders) == {"train": (0, 5), "validation": (5, 10), "test": (10, 19)}
     named = Split(kind="named_days", validation_names=("dt=2",), test_names=("dt=3",))
@@ -137,7 +137,7 @@ def test_a_day_is_a_folder_if_the_log_has_them_or_a_file_with_or_without_its_end
         ({"kind": "named_days", "validation_names": ("day_9",), "train_names": ("day_1",)}, "no rows for validation"),
     ],
 )
-def test_parts_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+def test_split_rejects_invalid_parts(options: dict[str, Any], message: str) -> None:
     rows = (2, 3, 5, 1, 5) if "overlap" in message else (2, 3, 5, 0, 0)
     with pytest.raises(InputError, match=message):
         Split(**options).rows(days_of(*rows))

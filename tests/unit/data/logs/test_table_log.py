@@ -193,7 +193,7 @@ def test_several_files_are_one_log(tmp_path: Path) -> None:
     assert LogIndex.from_dict(index.to_dict()) == index
 
 
-def test_chosen_rows_of_segments_are_counted(tmp_path: Path) -> None:
+def test_count_log_counts_requested_table_rows(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(as_csv(movies(300)))
     index, job = index_of([tmp_path / "a.csv"], MOVIES, tmp_path / "cache", 3000), CountingJob(MOVIES, first_rows=True)
     counts = count_log(job, list(index.parts(10, 290)), engine=LoopEngine())
@@ -279,7 +279,7 @@ def test_criteo_s_numbers_may_be_floats_with_gaps(tmp_path: Path) -> None:
     assert [fault.row for fault in faults.first] == [4, 5, 6, 7]
 
 
-def test_files_are_told_apart_as_in_text(tmp_path: Path) -> None:
+def test_table_sources_match_text(tmp_path: Path) -> None:
     pq.write_table(criteo_table(criteo_text(20, 0)), tmp_path / "day_0.parquet")
     text = "\t".join(CRITEO.columns).encode() + b"\n" + criteo_text(9, 1)
     (tmp_path / "day_1.csv").write_bytes(text.replace(b"\t", b","))
@@ -293,7 +293,7 @@ def test_files_are_told_apart_as_in_text(tmp_path: Path) -> None:
 # Segments ------------------------------------------------------------------------------------------------------------
 
 
-def test_small_row_groups_are_joined_and_read_where_they_are(tmp_path: Path) -> None:
+def test_small_row_groups_are_joined_in_place(tmp_path: Path) -> None:
     rows = movies(1000)
     pq.write_table(as_table(rows), tmp_path / "a.parquet", row_group_size=10)
     index = index_of([tmp_path / "a.parquet"], MOVIES, tmp_path / "cache", 10_000)
@@ -303,7 +303,7 @@ def test_small_row_groups_are_joined_and_read_where_they_are(tmp_path: Path) -> 
     assert not (tmp_path / "cache" / "tables").exists()
 
 
-def test_large_row_groups_are_written_anew(tmp_path: Path) -> None:
+def test_large_row_groups_are_rewritten(tmp_path: Path) -> None:
     rows = movies(20_000)
     pq.write_table(as_table(rows), tmp_path / "a.parquet")
     index = index_of([tmp_path / "a.parquet"], MOVIES, tmp_path / "cache", 10_000)
@@ -316,7 +316,7 @@ def test_large_row_groups_are_written_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
-def test_rows_keep_their_numbers_where_files_are_written_anew(tmp_path: Path, name: str) -> None:
+def test_rewritten_rows_keep_numbers(tmp_path: Path, name: str) -> None:
     rows = [{**GOOD, "y": "5" if i % 1000 == 999 else "1", "s": f"s{i}"} for i in range(9000)]
     if name == "a.parquet":
         pq.write_table(pa.table({column: [row[column] for row in rows] for column in GOOD}), tmp_path / name)
@@ -335,7 +335,7 @@ def test_rows_keep_their_numbers_where_files_are_written_anew(tmp_path: Path, na
     assert places == [i for i in range(9000) if i % 1000 != 999]
 
 
-def test_nothing_is_done_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_index_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = movies(50)
     (tmp_path / "a.csv").write_bytes(as_csv(rows))
     engine, cache = LoopEngine(), tmp_path / "cache"
@@ -448,7 +448,7 @@ def test_numbers_in_text(cells: list[str]) -> None:
     assert faults.total == bad
 
 
-def test_cells_of_hexadecimal_logs_are_those_of_text() -> None:
+def test_hexadecimal_tables_match_text() -> None:
     """Every byte in the midst of a good cell, and bad cells."""
     schema = Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=("s",))
     others = [b for b in range(256) if b not in b"\t\n\r"]
@@ -482,7 +482,7 @@ def test_rows_with_other_numbers_of_columns(tmp_path: Path) -> None:
         assert sum(segment.stop - segment.start for segment in index.segments) == 7
 
 
-def test_the_first_fault_of_a_row_counts_and_the_first_of_a_log_are_named(tmp_path: Path) -> None:
+def test_first_fault_per_row_is_counted(tmp_path: Path) -> None:
     rows = [{**GOOD, "y": "7", "d": "x", "s": "ok"}] * 25 + [GOOD]
     pq.write_table(pa.table({name: [row[name] for row in rows] for name in GOOD}), tmp_path / "a.parquet", row_group_size=3)
     raw, faults = read([tmp_path / "a.parquet"], ANY, tmp_path, 10)
@@ -529,7 +529,7 @@ def test_types_of_numbers(array: pa.Array) -> None:
     assert faults.counts == {"weight is not a number of 0 or more": 1}
 
 
-def test_a_column_of_nothing() -> None:
+def test_null_column_is_missing() -> None:
     table = pa.table({"d": pa.nulls(2), "s": pa.nulls(2), "l": pa.nulls(2)})
     schema = Schema(label=None, dense=("d",), sparse=("s", "l"), lists=("l",), tokens="any")
     raw, faults = parse_table(table, schema)
@@ -616,7 +616,9 @@ REJECTED = [
 
 
 @pytest.mark.parametrize(("array", "role", "changes", "why"), REJECTED)
-def test_unusable_types_are_refused(tmp_path: Path, array: pa.Array, role: str, changes: dict[str, Any], why: str) -> None:
+def test_parse_table_rejects_unusable_types(
+    tmp_path: Path, array: pa.Array, role: str, changes: dict[str, Any], why: str
+) -> None:
     pq.write_table(pa.table({"c": array}), tmp_path / "a.parquet")
     schema = Schema(**{"label": None, "tokens": "any", role: ("c",), **changes})
     with pytest.raises(InputError, match=rf"a\.parquet: column c is of type .*; {re.escape(why)}"):
@@ -636,7 +638,7 @@ SAME_CATEGORIES = [
 
 @pytest.mark.parametrize(("values", "kinds", "texts"), SAME_CATEGORIES)
 @pytest.mark.parametrize("lists", [False, True])
-def test_a_category_is_the_same_in_every_format(
+def test_categories_match_in_all_formats(
     tmp_path: Path, values: list[Any], kinds: list[pa.DataType], texts: list[str], lists: bool
 ) -> None:
     schema = Schema(label=None, sparse=("c",), lists=("c",) * lists, tokens="any", delimiter=",")
@@ -674,7 +676,7 @@ def test_integers_in_text() -> None:
     assert len(set(tokens_of(raw, 0))) == 3
 
 
-def test_earlier_rules_read_text_as_it_is(tmp_path: Path) -> None:
+def test_category_rules_1_read_plain_text(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"c,d\n True,0\nTrue,0\n")
 
     def plain(text: str) -> int:
@@ -695,7 +697,7 @@ def test_labels_may_be_booleans(tmp_path: Path) -> None:
     assert (raw.labels["y"].tolist(), raw.numbers[:, 0].tolist(), faults.total) == ([1, 0, 1], [1, 0, 2], 0)
 
 
-def test_nan_is_a_fault_or_a_missing_value(tmp_path: Path) -> None:
+def test_nan_setting_is_applied(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"d,e\n1,0\nnan,0\nNaN,0\ninf,0\n")
     arrow = pa.table({"d": pa.array([1, math.nan, math.nan, math.inf], from_pandas=False)})
     for nan, rows, bad in (("fault", [1.0], 3), ("missing", [1.0, 0.0, 0.0], 1)):
@@ -773,7 +775,7 @@ def test_names_with_dots_and_nested_neighbours(tmp_path: Path) -> None:
     assert raw.lists[0].lengths.tolist() == [1, 2]
 
 
-def test_mixtures_are_refused() -> None:
+def test_index_rejects_mixed_files() -> None:
     def files(*names: str) -> list[storage.File]:
         return [storage.File(name, 1, 0) for name in names]
 
@@ -891,7 +893,7 @@ PIECES = ["x", "yz", ",", ",", ",", '"', '""', "\n", "\r\n", "\r", "\xff", "12",
     limits=st.sampled_from([(1 << 20, 100), (1 << 20, 2), (8, 100), (30, 1)]),
     rules=st.sampled_from([1, 2]),
 )
-def test_csv_is_split_by_the_rule_and_as_python_splits_it(
+def test_csv_splitting_matches_python(
     *,
     tmp_path_factory: pytest.TempPathFactory,
     header: str,
@@ -926,7 +928,7 @@ def test_two_stray_quotes_lose_two_rows(tmp_path: Path, read_bytes: int) -> None
 
 
 @pytest.mark.parametrize(("text", "starts"), [("a,b\r\n1,2\r\n\r\n3,4", [0, 5, 12, 15]), ('a\n"x\ny"\nz', [0, 2, 5, 8, 9])])
-def test_row_start_is_the_line_behind(tmp_path: Path, text: str, starts: list[int]) -> None:
+def test_row_start_returns_next_line(tmp_path: Path, text: str, starts: list[int]) -> None:
     """Also within a quoted field: the caller compares it with the end of the rows before."""
     (tmp_path / "a.csv").write_bytes(text.encode())
     for place in range(1, len(text)):

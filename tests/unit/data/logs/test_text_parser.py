@@ -134,7 +134,7 @@ def test_any_bytes(schema: Schema, text: bytes) -> None:
     check(schema, text)
 
 
-def test_every_byte_at_every_place_of_a_token() -> None:
+def test_hexadecimal_digits_are_checked_at_all_positions() -> None:
     schema = Schema(tokens="hexadecimal", label=None, dense=(), sparse=("s",))
     for place in range(8):
         check(schema, b"".join(b"12cdEF9a"[:place] + bytes([b]) + b"12cdEF9a"[place + 1 :] + b"\n" for b in range(256)))
@@ -148,7 +148,7 @@ def test_every_byte_as_label_and_integer() -> None:
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_rows_with_nothing_in_them_fit_the_capacity(schema: Schema) -> None:
+def test_empty_rows_fit_capacity(schema: Schema) -> None:
     line = (b"1" if schema.label else b"") + b"\t" * (len(schema.columns) - 1)
     if len(schema.columns) == 1:
         line = b"1" if schema.dense else b"00000000"
@@ -156,7 +156,7 @@ def test_rows_with_nothing_in_them_fit_the_capacity(schema: Schema) -> None:
         check(schema, text)
 
 
-def test_the_text_may_be_followed_by_more_of_it() -> None:
+def test_parse_stops_at_length() -> None:
     """A segment in the middle of a buffer: nothing behind its end is used, not even digits."""
     rng = random.Random(3)
     rows = [valid_row(SCHEMA, rng) + b"\n" for _ in range(20)]
@@ -169,7 +169,7 @@ def test_the_text_may_be_followed_by_more_of_it() -> None:
         assert [(fault.byte, fault.kind) for fault in faults.first] == [f[:2] for f in expected_faults]
 
 
-def test_rows_are_appended_and_positions_counted_from_the_file_s_start() -> None:
+def test_parse_appends_rows_and_reports_file_positions() -> None:
     schema = Schema(tokens="hexadecimal", label="y", dense=("d",), sparse=())
     parser = TextParser(schema, 10)
     parser.parse(padded(b"1\t5\n"), 4, path="p", first_byte=0)
@@ -221,13 +221,13 @@ def test_bad_lines(kind: str, line: bytes, ending: bytes) -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, len(GOOD)))
-def test_a_truncated_last_line_is_a_fault(cut: int) -> None:
+def test_truncated_last_line_is_rejected(cut: int) -> None:
     raw, faults = parse(SCHEMA, GOOD + b"\n" + GOOD[:cut])
     last_column_empty = cut == len(GOOD) - 8  # cannot be told from a missing category
     assert (raw.rows, faults.total) == ((2, 0) if last_column_empty else (1, 1))
 
 
-def test_only_the_first_faults_are_described() -> None:
+def test_only_first_faults_have_details() -> None:
     raw, faults = parse(SCHEMA, b"x\n" * 25)
     assert raw.rows == 0
     assert faults.total == 25
@@ -238,7 +238,7 @@ def test_only_the_first_faults_are_described() -> None:
     assert Faults().describe() == "no invalid rows"
 
 
-def test_a_binary_file_gives_no_rows() -> None:
+def test_binary_file_has_no_rows() -> None:
     noise = np.random.default_rng(0).integers(0, 256, 200_000, np.uint8).tobytes()
     raw, faults = parse(SCHEMA, noise)
     assert raw.rows == 0
