@@ -1,4 +1,4 @@
-"""Data tasks as threads: their order, how far they run ahead of the reader, and how they end."""
+"""Data tasks in threads: order, prefetching and shutdown."""
 
 import threading
 import time
@@ -31,7 +31,6 @@ def threads_named(name: str) -> list[threading.Thread]:
 
 
 def test_results_are_in_item_order() -> None:
-    """The first task ends last."""
     behind = threading.Event()
 
     def task(item: int) -> pa.Table:
@@ -53,7 +52,7 @@ def test_results_are_in_item_order() -> None:
 
 @pytest.mark.parametrize(("num_threads", "ahead"), [(1, 0), (1, 2), (2, 1), (3, 4)])
 def test_in_order_limits_prefetch(num_threads: int, ahead: int) -> None:
-    """A reader that is slower than the tasks: what was begun and not read is limited, and that limit is reached."""
+    """With a slow reader, the number of unread values reaches the limit and never exceeds it."""
     lock, begun, read, running = threading.Lock(), 0, 0, 0
     most_unread = most_running = 0
 
@@ -123,7 +122,7 @@ def test_closing_stream_ends_threads() -> None:
 
 @pytest.mark.parametrize(("max_outage_s", "expected"), [(7.5, 7.5), (None, 12.0)])
 def test_tasks_apply_engine_outage_limit(max_outage_s: float | None, expected: float) -> None:
-    """None: as long as the caller waits at the time of the call, whatever it does while it reads."""
+    """None: the caller's limit at the time of the call, whatever it does while reading."""
 
     def task(item: int) -> pa.Table:
         return table(storage.outage_s())

@@ -1,4 +1,4 @@
-"""What a schema declares beyond one value a column: several labels, shared vocabularies, cut and weighted lists, times."""
+"""Schema features: several labels, shared vocabularies, truncated and weighted lists, times."""
 
 from pathlib import Path
 from typing import Any
@@ -285,7 +285,7 @@ def test_shared_vocabulary_returns_same_ids(encoded: tuple[Preprocessor, Encoded
 
 
 def test_shared_vocabulary_counts_all_columns() -> None:
-    """20 comes once as an item and twice in a history: only the sum reaches three."""
+    """20 occurs once as an item and twice in a history: only the sum reaches three."""
     job = Preset(min_count=3).counting(SCHEMA)
     counts, merged = job.empty(), job.empty()
     counts.add_rows(parsed(), 0)

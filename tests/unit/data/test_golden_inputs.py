@@ -1,4 +1,4 @@
-"""Preprocessors, batches, indices and positions, bit for bit as they were: of every format, shuffle and kind of column.
+"""Golden Preprocessors, batches, indices and positions, bit-identical for all formats, shuffles and kinds of columns.
 
 Regenerate knowingly: RAYREC_WRITE_GOLDEN=1.
 """
@@ -95,7 +95,7 @@ LOADERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def source_log(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Log]:
-    """Makes each log of SOURCES once, and once more for an order that it is written in."""
+    """Write each log of SOURCES once, and once per written order."""
     made: dict[tuple[str, str], Log] = {}
 
     def make(source: str, shuffle: str) -> Log:
@@ -131,7 +131,7 @@ def test_batches_of_other_loaders_match_golden(source_log: Callable[[str, str], 
 
 
 def damaged_lines(change: Callable[[bytes], list[bytes]]) -> list[bytes]:
-    """Lines of which every seventh is replaced by what `change` makes of it, by one after the other."""
+    """Return lines with every seventh replaced by the changes in turn."""
     lines = criteo_lines(90, seed=7)
     for number, place in enumerate(range(3, len(lines), 7)):
         changed = change(lines[place])
@@ -159,7 +159,7 @@ TEXTS: dict[str, Callable[[], list[bytes]]] = {
 
 
 def damaged_rows() -> list[dict[str, Any]]:
-    """Rows with values that no column may have, in one column each."""
+    """Return rows with values that no column may have, in one column each."""
     rows = any_rows(300, seed=7)
     wrong: list[tuple[str, list[Any]]] = [
         ("click", [None, 2, -1]),
@@ -178,7 +178,7 @@ def damaged_rows() -> list[dict[str, Any]]:
 
 
 def write_damaged_csv(path: Path) -> None:
-    """CSV whose rows have unmatched quotes, line ends in fields, and fields too few and too many."""
+    """Write CSV rows with unmatched quotes, line ends in fields, and too few and too many fields."""
     write_csv(path, damaged_rows())
     lines = path.read_bytes().splitlines(keepends=True)
     lines[90] = b'1,"two\r\nlines",' + lines[90]
@@ -205,7 +205,7 @@ def write_unaligned(path: Path) -> None:
 
 
 def write_hexadecimal_csv(path: Path) -> None:
-    """CSV of a log of hexadecimal tokens with all faults of text but those of whole lines."""
+    """Write CSV of a log of hexadecimal tokens with all faults of text except those of full lines."""
     names = ",".join(SCHEMAS["criteo"]().columns).encode() + b"\n"
     lines = [line for name in ("labels", "integers", "hexadecimals") for line in TEXTS[name]()]
     write_text(path, [names, *(line.replace(b"\t", b",") for line in lines)])
@@ -242,7 +242,7 @@ MOVES = ((2, 2), (3, 1), (3, 1), (1, 3))
 
 
 def resumed(make: Callable[..., Any], **changes: Any) -> dict[str, Any]:
-    """States, tallies and batches of workers that resume one after the other with another number of workers."""
+    """Return states, tallies and batches of workers that resume with varying numbers of workers."""
     state, moves = None, []
     for workers, steps in MOVES:
         loaders = [make(rank, workers, state=state, max_steps=steps, **changes) for rank in range(workers)]

@@ -1,4 +1,4 @@
-"""Files in the idx format are read as they are meant, and damaged or missing ones refused in one clear line."""
+"""Idx files: correct reading, and rejection of damaged or missing files in one line."""
 
 import gzip
 from pathlib import Path

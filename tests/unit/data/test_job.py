@@ -1,4 +1,4 @@
-"""A folder that tasks make: complete or not there, resumed after a kill, never made by two at once."""
+"""Resumable jobs: the folder is complete or absent, resumed after a kill, and never written by two processes."""
 
 import errno
 import functools
@@ -43,7 +43,7 @@ def _make(out: str, *, last_file: str | None = "last", engine: LoopEngine | None
 
 
 def _begun(out: str, *, last_file: str | None = None, names: tuple[str, ...] = ("a",)) -> Any:
-    """A context that was entered, in which a task is done."""
+    """Enter a context in which one task is finished."""
     context = resumable_job(out, MADE_OF, last_file=last_file)
     job = context.__enter__()
     for name in names:
@@ -113,7 +113,7 @@ def test_partial_folder_is_kept_after_first_task(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["", "file://"])
 def test_job_without_finished_tasks_restarts(tmp_path: Path, place: str) -> None:
-    """As a process leaves it that was killed before its first task was done."""
+    """The state after a kill before the first task is finished."""
     work = tmp_path / ("out" if place else "out.partial")
     (work / "_job" / "keys").mkdir(parents=True)
     (work / "half").mkdir()
@@ -137,7 +137,7 @@ def test_job_rejects_foreign_folder(tmp_path: Path, place: str) -> None:
 
 @pytest.mark.parametrize("killed_at", ["rename", "remove"])
 def test_kill_while_folder_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str) -> None:
-    """The same call finds either everything that it needs to resume, or the folder."""
+    """The same call finds either all that it needs to resume, or the folder."""
     out, killed = tmp_path / "out", _begun(str(tmp_path / "out"))
     with monkeypatch.context() as patch:
         patch.setattr(*{"rename": (os, "rename"), "remove": (storage, "remove_folder")}[killed_at], _raise)
@@ -153,7 +153,7 @@ def test_kill_while_folder_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("copies", [0, 1, 2])
 def test_job_resumes_copy_to_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int) -> None:
-    """After so many of two files; of both: killed before all that says of what it is made is gone."""
+    """Killed after some of two files, or after both, before the job's inputs are removed."""
     url, copy, done = f"file://{tmp_path}/out", storage.copy_file, []
 
     def copy_some(source: str, target: str) -> None:

@@ -1,4 +1,4 @@
-"""Labels other than 0 and 1: found in the first scan, with the values and a fix."""
+"""Labels other than 0 and 1: detected in the first scan, with the values and a fix."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ FOUND: dict[str, tuple[list[Any], str]] = {
 
 
 def write(folder: Path, values: list[Any], kind: str, *, good: int = 0) -> Path:
-    """A table whose labels are `values` again and again, after so many good ones."""
+    """Write a table whose labels repeat `values`, after some valid ones."""
     labels = [type(values[0])(1)] * good + [values[row % len(values)] for row in range(100)]
     table = pa.table({"rating": labels, "user": [f"u{row % 9}" for row in range(len(labels))]})
     if kind == "parquet":
@@ -76,7 +76,7 @@ def commands(folder: Path) -> list[list[str]]:
 def test_commands_name_labels_and_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], good: int
 ) -> None:
-    """Also labels that the first rows do not show; none advises to leave out more rows."""
+    """Includes labels beyond the first rows; no message suggests skipping more rows."""
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     (tmp_path / "schema.yaml").write_text(YAML)
     write(tmp_path, [1, 2, 3, 4, 5], "csv", good=good)

@@ -1,4 +1,4 @@
-"""Opening a log of many files: few calls to the store, many at the same time, none for files that have not changed."""
+"""Logs of many files: few calls to the store, many in parallel, none for unchanged files."""
 
 import gzip
 import shutil

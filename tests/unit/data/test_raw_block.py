@@ -1,4 +1,4 @@
-"""Encoding and counting of raw columns against plain Python, row by row."""
+"""Encoding and counting of raw columns compared with plain Python, row by row."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Times of stages: measured in one thread, carried by a table, added up where blocks are used."""
+"""Stage times: measured per thread, stored in tables, summed where blocks are used."""
 
 import os
 import threading
@@ -41,7 +41,7 @@ def test_stages_are_measured_per_thread() -> None:
 
 
 def test_queueing_is_measured_per_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight threads, for each of which the kernel reports 1 ms more of queueing at every poll."""
+    """Eight threads, for each of which the kernel reports 1 ms more queueing at every poll."""
     threads: dict[int, int] = {}
     looks = dict.fromkeys(range(8), 0)
     open_file, close_file = stage_times.os.open, stage_times.os.close

@@ -1,4 +1,4 @@
-"""The synthetic click log: format, determinism, the truth it plants, and files that are whole or absent."""
+"""Synthetic click log: format, determinism, ground truth, and complete or absent files."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def kaggle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 
 @pytest.fixture(scope="module")
 def planted() -> tuple[np.ndarray, np.ndarray]:
-    """Logits and labels of the rows of `kaggle`, drawn again without files."""
+    """Return logits and labels of the rows of `kaggle`, drawn again without files."""
     pieces = all_rows(GroundTruth("kaggle", 5), ROWS, 3)
     return np.concatenate([p.logits for p in pieces]), np.concatenate([p.labels for p in pieces])
 
@@ -239,7 +239,7 @@ EXTREMES = np.array([[0, 9, 10, 99, 100, -1, -2, 12345, 2**31 - 1, -(2**31)]], d
 
 
 def format_extremes(capacity: int) -> bytes:
-    """Ten rows whose integers reach every branch of the kernel, the last row's token missing."""
+    """Return ten rows whose integers reach every branch of the kernel, without the last row's token."""
     count = EXTREMES.shape[1]
     out = np.full(capacity + 8, 0xEE, dtype=np.uint8)
     missing = np.zeros(count, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""Counts against collections.Counter; they depend on the rows alone, not on how these were divided or spilled."""
+"""Counts compared with collections.Counter, independent of tasks and spilling."""
 
 import contextlib
 import gc
@@ -285,7 +285,7 @@ def test_spilled_counts_match_memory(runs: list[list[int]], first_rows: bool, mi
 
 @pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
 def test_many_distinct_tokens_in_little_memory(dtype: Any, tmp_path: Path) -> None:
-    """Also where one partition alone outgrows memory, and tokens that a weak hash function would crowd together."""
+    """Includes a partition that exceeds memory alone, and tokens that a weak hash function would cluster."""
     rng = np.random.default_rng(0)
     shift = np.uint64(0 if dtype == np.uint32 else 40)
     whole, spilled = (
@@ -431,7 +431,7 @@ def test_problems_of_counted_rows() -> None:
 
 @pytest.mark.parametrize("changes", [{"missing": "zero"}, {"missing": "zero", "token_modulo": 2**31}])
 def test_counting_memory_is_bounded_for_all_presets(changes: dict[str, Any], tmp_path: Path) -> None:
-    """Tokens that are too seldom are not gathered, and an empty field still counts as token 0."""
+    """Rare tokens are not gathered, and an empty field still counts as token 0."""
     schema = Schema(tokens="hexadecimal", label=None, sparse=("s",))
     preset = RAYREC.replace(min_count=3, **changes)
     raw = block_of(schema, {"s": [*range(299_994), None, None, 7, 7, 7, 7]})  # 0 and all others once

@@ -1,4 +1,4 @@
-"""A Preprocessor that is extended gives every old category its old id, and the new ones further ids."""
+"""Extended Preprocessors: old categories keep their ids, new ones get further ids."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("A",), sparse=("C", "D")
 
 
 def lines(*columns: str) -> bytes:
-    """Criteo's text of rows with the tokens of column C, one digit each, `.` being empty; D repeats C's."""
+    """Return Criteo text of rows with one-digit tokens in column C, `.` if empty; D repeats C."""
     return b"".join(
         f"0\t3\t{token}\t{token}\n".replace(".", "").encode()
         for column in columns
@@ -52,7 +52,7 @@ def counted(preset: Preset, text: bytes, folder: Path) -> Counts:
 
 
 def extended(preset: Preset, old: str, new: str, folder: Path) -> tuple[Preprocessor, Preprocessor]:
-    """Of column C as `lines` reads it; checks that no old id has changed."""
+    """Extend by column C as read by `lines`, and check that no old id has changed."""
     before = made_from(read(lines(old), folder / "old"), SCHEMA, preset)
     extension = extend(before, preset, counted(preset, lines(new), folder / "new"))
     after = extension.preprocessor

@@ -1,4 +1,4 @@
-"""Every preset against rows computed by hand from the published pipelines' rules, and against TorchRec's own code."""
+"""Presets compared with rows computed by hand from the published pipelines' rules, and with TorchRec's own code."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -227,7 +227,7 @@ def torchrec_utils() -> Iterator[type]:
 def test_against_torchrec_itself(
     click_log: Path, tmp_path: Path, torchrec_utils: type, min_count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two days through tsv_to_npys and sparse_to_contiguous: ids bit for bit, dense to float32 rounding."""
+    """Two days through tsv_to_npys and sparse_to_contiguous: bit-identical ids, dense to float32 rounding."""
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)
     raw, npy = tmp_path / "raw", tmp_path / "npy"
     raw.mkdir()

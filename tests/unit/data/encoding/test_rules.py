@@ -1,4 +1,4 @@
-"""One rule of ids and numbers (data/encoding/rules.py): the kernels, the Arrow path and an export's encode.py agree on it."""
+"""Agreement of kernels, the Arrow path and an export's encode.py on the rules of ids and numbers (data/encoding/rules.py)."""
 
 import dataclasses
 import datetime
@@ -48,7 +48,7 @@ def encoder_class(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @st.composite
 def sparse_columns(draw: st.DrawFn, *, wide: bool) -> tuple[SparseColumn, list[int]]:
-    """A column with each field drawn, and its vocabulary."""
+    """Draw a column with random fields, and its vocabulary."""
     hashed = draw(st.booleans())
     bits = 64 if wide else 32
     rows = draw(st.integers(1, 60) | st.integers(1, 2**40))
@@ -112,7 +112,7 @@ def test_kernels_match_the_rule_for_every_field(wide: bool, data: st.DataObject)
 )
 def test_every_field_of_a_rule_reaches_the_kernel(rule: SparseColumn | DenseColumn, changes: dict[str, Any]) -> None:
     def in_c(column: SparseColumn | DenseColumn) -> bytes:
-        """What the kernel gets: its column, and the table of ids."""
+        """Return the kernel's input: its column, and the table of ids."""
         if isinstance(column, DenseColumn):
             return bytes(encoder.c_dense_column(column))
         table = b"" if column.num_tokens is None else column.ids().tobytes()
@@ -241,7 +241,7 @@ NUM_ROWS = 14
 
 @st.composite
 def own_logs(draw: st.DrawFn) -> tuple[Schema, pa.Table, pa.Table]:
-    """A schema of any columns, the rows that are counted, and further ones."""
+    """Draw a schema of any columns, the counted rows, and further rows."""
 
     def column(values: st.SearchStrategy[Any], kind: pa.DataType) -> pa.Array:
         few = st.sampled_from(draw(st.lists(values, min_size=1, max_size=5)))  # so that they repeat
@@ -350,7 +350,7 @@ def test_encode_py_matches_preprocessors_of_criteo_logs(
 
 
 def test_encode_py_reads_every_setting_of_a_preprocessor(encoder_class: Any, tmp_path: Path) -> None:
-    """All that `describe` can store is known to `encode.py`, so that no new setting is left out in silence."""
+    """`encode.py` knows all that `describe` can store, so that no new setting is ignored."""
     columns: dict[str, Any] = {"dense": ("a",), "sparse": ("s", "t"), "lists": ("t",), "integers": ("s",), "optional": ("s",)}
     features = (Feature(name="t", max_length=3),)
     schema = Schema(label="y", features=features, labels=(), timestamp="at", nan="missing", tokens="any", **columns)

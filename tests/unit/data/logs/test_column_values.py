@@ -1,4 +1,4 @@
-"""Tokens against published hashes and plain Python; look-up tables against a dict."""
+"""Tokens compared with published hashes and plain Python; lookup tables compared with a dict."""
 
 import random
 import re
@@ -23,7 +23,7 @@ def rotated(x: int, bits: int) -> int:
 
 
 def xxh64(data: bytes) -> int:
-    """Step by step as the specification tells it."""
+    """Compute XXH64 step by step like the specification."""
 
     def lane(accumulator: int, at: int) -> int:
         return rotated((accumulator + int.from_bytes(data[at : at + 8], "little") * P2) & MASK, 31) * P1 & MASK
@@ -54,7 +54,7 @@ def xxh64(data: bytes) -> int:
 
 
 def token(text: bytes) -> int:
-    """What the module's docstring says."""
+    """Return the token that the module's docstring specifies."""
     if re.fullmatch(rb"0|-?[1-9][0-9]*", text) and -(2**63) <= int(text) < 2**63:
         return int(text) & MASK
     if text in (b"true", b"True", b"TRUE", b"false", b"False", b"FALSE"):

@@ -1,4 +1,4 @@
-"""However a log is cut, every line is read once, in order; changed, damaged and faulty files are refused by name."""
+"""Segments and indices: every line is read once, in order; changed, damaged and invalid files are rejected by name."""
 
 import gzip
 import os
@@ -211,7 +211,7 @@ def test_cache_key_depends_on_files_columns_and_segments() -> None:
 
 
 def stored_member(size: int) -> bytes:
-    """A gzip member of exactly `size` bytes."""
+    """Return a gzip member of exactly `size` bytes."""
     low = size - 200
     while len(packed := gzip.compress(b"a" * low, 0, mtime=0)) < size:
         low += size - len(packed)

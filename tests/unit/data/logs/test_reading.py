@@ -1,4 +1,4 @@
-"""Where good rows stand among all lines of a log, and the values of a column as the log has them."""
+"""Line numbers of valid rows, and the values of a column."""
 
 import tempfile
 from pathlib import Path
@@ -63,7 +63,7 @@ ANY = Schema(label="click", dense=("age",), sparse=("user", "tags"), lists=("tag
 
 
 def _values(path: Path, schema: Schema, *columns: str, start: int = 0, stop: int | None = None) -> list[list[object]]:
-    """Of rows [start, stop) of a log of one segment."""
+    """Return the values of rows [start, stop) in a log of one segment."""
     with tempfile.TemporaryDirectory() as cache:
         (segment,) = open_index(path, schema, segment_bytes=1 << 16, cache=cache).segments
         block = Block((SegmentRange(segment, start, segment.rows if stop is None else stop),), None)

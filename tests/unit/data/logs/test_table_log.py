@@ -1,4 +1,4 @@
-"""Parquet and CSV logs against plain Python and against the same log as text; faults are counted, located and left out."""
+"""Parquet and CSV logs compared with plain Python and with the same log as text; faults are counted, located and skipped."""
 
 import contextlib
 import csv
@@ -71,7 +71,7 @@ def read(paths: Sequence[Path], schema: Schema, cache: Path, segment_bytes: int 
 
 
 def movies(rows: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Plain rows of a log in the way of MovieLens: None or [] is a missing value."""
+    """Draw plain rows of a log like MovieLens; None or [] is a missing value."""
     rng = random.Random(seed)
 
     def maybe(value: Any) -> Any:
@@ -166,7 +166,7 @@ def test_any_log_comes_out_alike_of_parquet_and_csv(tmp_path: Path, seed: int) -
     ids=["semicolon", "tab", "caret", "space", "colon", "default"],
 )
 def test_delimiters(tmp_path: Path, written: str, declared: str) -> None:
-    """The default, a tab, may be a comma too."""
+    """The default, a tab, also accepts a comma."""
     rows = movies(30)
     (tmp_path / "a.csv").write_bytes(as_csv(rows, written))
     check_movies(read([tmp_path / "a.csv"], MOVIES.replace(delimiter=declared), tmp_path)[0], rows)
@@ -268,7 +268,7 @@ def test_criteo_s_columns_come_out_as_of_text(tmp_path: Path, labelled: bool) ->
 
 
 def test_criteo_s_numbers_may_be_floats_with_gaps(tmp_path: Path) -> None:
-    """As pandas makes of integers with gaps."""
+    """Pandas stores integers with gaps as floats."""
     values = [1.0, None, -3.0, 2.0**40, 0.5, math.inf, math.nan, 1e18]
     table = pa.table({"d": pa.array(values, pa.float64()), "s": ["0000000a"] * 8})
     schema = Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=("s",))
@@ -449,7 +449,7 @@ def test_numbers_in_text(cells: list[str]) -> None:
 
 
 def test_hexadecimal_tables_match_text() -> None:
-    """Every byte in the midst of a good cell, and bad cells."""
+    """Every byte inside a valid cell, and invalid cells."""
     schema = Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=("s",))
     others = [b for b in range(256) if b not in b"\t\n\r"]
     numbers = [b"1" * 19, b" 3", b"3\0", *b"x 1.0 +3 - --3 nan 0x3".split()]
@@ -809,7 +809,8 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 
 
 def split_by_rule(text: str, columns: int, *, trim: bool, max_bytes: int, max_lines: int) -> Iterator[tuple[int, list[str]]]:
-    """The kind (0, TOO_FEW, TOO_MANY, UNMATCHED) and the fields of every row: the documented rule, a character at a time."""
+    """Return the kind (0, TOO_FEW, TOO_MANY, UNMATCHED) and fields of every row by the documented rule, one character at a
+    time."""
     place = 0
     while place < len(text):
         line, fields, spans, unmatched = place, [], False, False
@@ -846,7 +847,7 @@ def rows_of_tables(tables: list[pa.Table]) -> list[tuple[int, bytes, bytes]]:
 
 
 def rows_of_ranges(path: Path, schema: Schema, range_bytes: int) -> list[tuple[int, bytes, bytes]]:
-    """Rows of the file in ranges of bytes, each from where the one before has ended."""
+    """Return the rows in consecutive byte ranges of the file."""
     rows, begin, size = [], 0, path.stat().st_size
     with mock.patch.multiple(csv_reader, READ_BYTES=range_bytes // 2 + 1, _SEARCHED_BYTES=3):
         for start in range(0, size, range_bytes):
@@ -929,7 +930,7 @@ def test_two_stray_quotes_lose_two_rows(tmp_path: Path, read_bytes: int) -> None
 
 @pytest.mark.parametrize(("text", "starts"), [("a,b\r\n1,2\r\n\r\n3,4", [0, 5, 12, 15]), ('a\n"x\ny"\nz', [0, 2, 5, 8, 9])])
 def test_row_start_returns_next_line(tmp_path: Path, text: str, starts: list[int]) -> None:
-    """Also within a quoted field: the caller compares it with the end of the rows before."""
+    """Includes quoted fields: the caller compares it with the end of the previous rows."""
     (tmp_path / "a.csv").write_bytes(text.encode())
     for place in range(1, len(text)):
         expected = next(start for start in [*starts, len(text)] if start >= place or start == len(text))

@@ -1,4 +1,4 @@
-"""The parser against a slow, obvious one; a catalogue of bad lines: each is counted and located, none is a row."""
+"""Parser compared with a slow, obvious one; every kind of invalid line is counted, located and skipped."""
 
 import random
 import re
@@ -34,7 +34,7 @@ Row = tuple[int | None, list[int], list[int], int]
 
 
 def reference(schema: Schema, text: bytes) -> tuple[list[Row], list[tuple[int, str, str]]]:
-    """Rows as (label, integers, tokens, missing) and faults as (byte, kind, column)."""
+    """Return rows as (label, integers, tokens, missing) and faults as (byte, kind, column)."""
     rows: list[Row] = []
     faults: list[tuple[int, str, str]] = []
     byte = 0
@@ -157,7 +157,7 @@ def test_empty_rows_fit_capacity(schema: Schema) -> None:
 
 
 def test_parse_stops_at_length() -> None:
-    """A segment in the middle of a buffer: nothing behind its end is used, not even digits."""
+    """Text beyond the end is not used, not even digits."""
     rng = random.Random(3)
     rows = [valid_row(SCHEMA, rng) + b"\n" for _ in range(20)]
     text = b"".join(rows)
