@@ -75,7 +75,7 @@ def test_idx_names_match_fetched_files(tmp_path: Path) -> None:
     ],
     ids=range(13),
 )
-def test_damaged_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_damaged_files_are_rejected(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "train-images-idx3-ubyte"
     path.write_bytes(content)
     with pytest.raises(InputError, match=message) as raised:

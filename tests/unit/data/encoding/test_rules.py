@@ -71,7 +71,7 @@ def sparse_columns(draw: st.DrawFn, *, wide: bool) -> tuple[SparseColumn, list[i
 @pytest.mark.parametrize("wide", [False, True])
 @given(data=st.data())
 @CHECKED
-def test_kernels_match_the_rule_for_every_field(wide: bool, data: st.DataObject) -> None:
+def test_kernels_match_rules(wide: bool, data: st.DataObject) -> None:
     column, known = data.draw(sparse_columns(wide=wide))
     dtype = np.uint64 if wide else np.uint32
     any_token = st.integers(0, np.iinfo(dtype).max) | st.integers(0, 60)
@@ -110,7 +110,7 @@ def test_kernels_match_the_rule_for_every_field(wide: bool, data: st.DataObject)
         ),
     ],
 )
-def test_every_field_of_a_rule_reaches_the_kernel(rule: SparseColumn | DenseColumn, changes: dict[str, Any]) -> None:
+def test_kernel_structs_match_rules(rule: SparseColumn | DenseColumn, changes: dict[str, Any]) -> None:
     def in_c(column: SparseColumn | DenseColumn) -> bytes:
         """Return the kernel's input: its column, and the table of ids."""
         if isinstance(column, DenseColumn):
@@ -126,7 +126,7 @@ def test_every_field_of_a_rule_reaches_the_kernel(rule: SparseColumn | DenseColu
 @given(st.lists(NUMBERS, max_size=20))
 @example([int(np.exp(np.sqrt(k))) + step for k, step in itertools.product(range(1, 1700, 97), (-1, 0, 1))])
 @CHECKED
-def test_bucket_kernel_matches_the_rule(integers: list[int]) -> None:
+def test_bucket_kernel_matches_rule(integers: list[int]) -> None:
     found = Derivation(buckets=True).applied(block_of(ONE_NUMBER, {"d": integers})).categories[:, 0]
     assert found.tolist() == bucket_tokens(np.array(integers, np.int64)).tolist()
 
@@ -140,7 +140,7 @@ def test_bucket_kernel_matches_the_rule(integers: list[int]) -> None:
     distribution=st.sampled_from(["uniform", "pareto"]),
 )
 @CHECKED
-def test_bag_kernel_matches_the_rule(ids: list[int], size: int, rows: int, column: int, seed: int, distribution: Any) -> None:
+def test_bag_kernel_matches_rule(ids: list[int], size: int, rows: int, column: int, seed: int, distribution: Any) -> None:
     bags = MultiHot(sizes=(1,) * column + (size,), distribution=distribution, seed=seed)
     given_ids = np.array(ids, np.int64)
     found = bags.expand([given_ids] * (column + 1), [rows] * (column + 1))[column].reshape(len(ids), size)
@@ -161,7 +161,7 @@ def test_bag_kernel_matches_the_rule(ids: list[int], size: int, rows: int, colum
     ),
 )
 @CHECKED
-def test_dense_kernel_matches_the_rule(values: list[int], column: DenseColumn) -> None:
+def test_dense_kernel_matches_rule(values: list[int], column: DenseColumn) -> None:
     raw = block_of(ONE_NUMBER, {"d": [None if place % 3 == 2 else value for place, value in enumerate(values)]})
     preprocessor = Preprocessor("test", raw.schema, (column,), (), np.zeros(0, np.uint32))
     preprocessor.check()
@@ -172,7 +172,7 @@ def test_dense_kernel_matches_the_rule(values: list[int], column: DenseColumn) -
 @pytest.mark.parametrize(
     "change", [{"mixed": 1}, {"murmur3": "yes"}, {"unknown_id": 2**31}, {"first_id": 2**31 - 3}, {"token_modulo": 0}]
 )
-def test_check_rejects_rules_that_kernels_cannot_follow(change: dict[str, Any]) -> None:
+def test_check_rejects_rules_beyond_kernels(change: dict[str, Any]) -> None:
     column = SparseColumn(**{**vars(SparseColumn(2**33, 5)), **change})
     schema = Schema(tokens="hexadecimal", sparse=("s",))
     with pytest.raises(InputError, match=r"^preprocessor: column s has [^\n]*$"):
@@ -275,7 +275,7 @@ def own_logs(draw: st.DrawFn) -> tuple[Schema, pa.Table, pa.Table]:
 
 @given(log=own_logs(), rules=RULES, fixed=st.none() | st.integers(2, 9))
 @CHECKED
-def test_encode_py_matches_preprocessors_of_own_logs(
+def test_encode_py_matches_custom_schemas(
     encoder_class: Any, tmp_path_factory: pytest.TempPathFactory, log: Any, rules: dict[str, Any], fixed: int | None
 ) -> None:
     schema, counted, further = log
@@ -291,7 +291,7 @@ def test_encode_py_matches_preprocessors_of_own_logs(
         assert_same(encoder_class(folder).encode(table.to_pylist()), preprocessor.encode(raw), schema.sparse)
 
 
-def test_encode_py_matches_a_hashed_column_of_an_own_log(encoder_class: Any, tmp_path: Path) -> None:
+def test_encode_py_matches_hashed_column(encoder_class: Any, tmp_path: Path) -> None:
     schema = Schema(label=None, sparse=("user",), tokens="any")
     table = pa.table({"user": [f"u{number % 150}" for number in range(300)]})
     raw, _ = parse_table(table, schema)
@@ -349,7 +349,7 @@ def test_encode_py_matches_preprocessors_of_criteo_logs(
         assert_same(found, preprocessor.encode(raw), preprocessor.inputs.sparse)
 
 
-def test_encode_py_reads_every_setting_of_a_preprocessor(encoder_class: Any, tmp_path: Path) -> None:
+def test_encode_py_reads_all_preprocessor_settings(encoder_class: Any, tmp_path: Path) -> None:
     """`encode.py` knows all that `describe` can store, so that no new setting is ignored."""
     columns: dict[str, Any] = {"dense": ("a",), "sparse": ("s", "t"), "lists": ("t",), "integers": ("s",), "optional": ("s",)}
     features = (Feature(name="t", max_length=3),)

@@ -168,7 +168,7 @@ def test_parts_cover_all_row_ranges() -> None:
     assert list(LogIndex((), Faults()).parts(0, 0)) == []
 
 
-def test_a_changed_file_is_noticed(tmp_path: Path) -> None:
+def test_changed_file_is_rejected(tmp_path: Path) -> None:
     text = b"\n".join(LINES * 20) + b"\n"
     file = write(tmp_path, text)
     segments = index(file, 1 << 20, 200).segments
