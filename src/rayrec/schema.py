@@ -149,7 +149,8 @@ class Schema(Config):
             )
         if first.max_length != feature.max_length:
             raise InputError(
-                f"{field_name}: must have max_length {first.max_length} of {first.name}, got {feature.max_length}. Set the same."
+                f"{field_name}: must have the max_length of {first.name}, {first.max_length}, got {feature.max_length}. "
+                "Set the same."
             )
 
     def _check_named_columns(self) -> None:
