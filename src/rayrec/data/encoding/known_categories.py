@@ -3,9 +3,8 @@
 Ids are in order of falling frequency, so a few numbers per column determine the frequency of each id.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count, pairwise
+from itertools import pairwise, takewhile
 from typing import Any, Final, final
 
 import numpy as np
@@ -22,27 +21,18 @@ ENDS: Final = "frequency_ends"
 UNKNOWN: Final = "(not in the vocabulary)"
 
 
-def _edges() -> Iterator[int]:
-    yield 1
-    yield 2
-    yield from (10**digits for digits in count(1))
+_EDGES: Final = (1, 2, *(10**digits for digits in range(1, 19)))
 
 
 def frequency_ends(amounts: np.ndarray) -> list[int]:
     """Return the number of tokens at or above each frequency edge, without trailing zeros, from the rows of each token."""
-    ends: list[int] = []
-    for edge in _edges():
-        ends.append(int(np.count_nonzero(amounts >= edge)))
-        if not ends[-1]:
-            return ends[:-1]
-    raise AssertionError("the edges have no end")
+    return list(takewhile(bool, (int(np.count_nonzero(amounts >= edge)) for edge in _EDGES)))
 
 
 def bucket_names(preprocessor: Preprocessor, column: str) -> list[str]:
     """Return a sparse column's buckets "1", "2-9", "10-99", ..., and UNKNOWN. Raises InputError if frequencies are unknown."""
     ends = _ends(preprocessor, column)
-    edges = [edge for edge, _ in zip(_edges(), [*ends, 0], strict=False)]
-    ranges = ["1", *(f"{low:,}-{high - 1:,}" for low, high in pairwise(edges[1:]))]
+    ranges = ["1", *(f"{low:,}-{high - 1:,}" for low, high in pairwise(_EDGES[1 : len(ends) + 1]))]
     return [*ranges[: len(ends)], UNKNOWN]
 
 

@@ -342,7 +342,7 @@ def test_spill_rejects_full_disk(clicks: list[SegmentRange], tmp_path: Path) -> 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a disk as small as that
     try:
-        with pytest.raises(InputError, match=r"cannot be written there .*File too large.*spill_folder"):
+        with pytest.raises(InputError, match=r"cannot write spilled counts .*File too large.*spill_folder"):
             spilled(clicks, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -119,7 +119,7 @@ def test_days_are_folders_or_files() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "fraction", "validation": 0.0}, "validation 0.0 must be above 0"),
+        ({"kind": "fraction", "validation": 0.0}, "validation must be above 0, .* got 0.0 and 0.1"),
         ({"kind": "fraction", "validation": 0.6, "test": 0.5}, "their sum below 1"),
         ({"kind": "days", "validation_days": 0}, "must be at least 1"),
         ({"kind": "sevenths", "test": 0.2}, "split sevenths: test applies to kind fraction only"),
