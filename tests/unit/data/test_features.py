@@ -110,7 +110,7 @@ def test_yaml_declares_labels_and_features() -> None:
             "aligned_with of feature b: must have the max_length of a, None, got 3",
         ),
         ("labels: [{name: item}]", "column names must be unique"),
-        ("labels: [{name: like, kind: sum}]", "Label.kind: 'sum' does not fit"),
+        ("labels: [{name: like, kind: sum}]", "Label.kind: has the wrong type .*, got 'sum'"),
         ("timestamp: user", "column names must be unique"),
         ('tokens: hexadecimal\ndelimiter: "\\t"\nlists: []\ntimestamp: at', "timestamp needs tokens: any"),
     ],

@@ -67,7 +67,7 @@ def test_idx_names_match_fetched_files(tmp_path: Path) -> None:
         (idx(LABELS.astype(">f4"), code=0x0D), "idx type of images and labels must be bytes, 0x08, got 0x0d"),
         (idx(IMAGES)[:10], "cut short within its header of 16 bytes"),
         (idx(IMAGES)[:-1], "cut short, has 75 bytes, but its 5 x 4 x 3 values need 76"),
-        (idx(IMAGES) + b"\0", "too long, has 77 bytes, 76 hold"),
+        (idx(IMAGES) + b"\0", "too long, has 77 bytes, but its 5 x 4 x 3 values need 76"),
         (gzip.compress(idx(IMAGES), mtime=0)[:-9], "cut short, not a complete gzip file"),
         (gzip.compress(idx(IMAGES), mtime=0)[:-8] + bytes(8), "damaged, not a gzip file to its end"),
         (gzip.compress(b"", mtime=0)[:10] + b"\xff" * 30, "damaged, not a gzip file to its end"),
