@@ -21,9 +21,9 @@ def values(tables: Iterator[pa.Table]) -> list[float]:
     return [each["value"][0].as_py() for each in tables]
 
 
-def stream(function: Callable[[Any], pa.Table], items: range, *, num_threads: int = 2, ahead: int = 1) -> Generator[Any]:
+def stream(function: Callable[[Any], pa.Table], items: range, *, num_threads: int = 2, prefetch: int = 1) -> Generator[Any]:
     engine = ThreadEngine(num_threads)
-    return engine.stream("stream", function, items, block_bytes=1, prefetch_blocks=ahead)
+    return engine.stream("stream", function, items, block_bytes=1, prefetch_blocks=prefetch)
 
 
 def threads_named(name: str) -> list[threading.Thread]:
@@ -50,8 +50,8 @@ def test_results_are_in_item_order() -> None:
     assert engine.share(value).get() is value
 
 
-@pytest.mark.parametrize(("num_threads", "ahead"), [(1, 0), (1, 2), (2, 1), (3, 4)])
-def test_in_order_limits_prefetch(num_threads: int, ahead: int) -> None:
+@pytest.mark.parametrize(("num_threads", "prefetch"), [(1, 0), (1, 2), (2, 1), (3, 4)])
+def test_in_order_limits_prefetch(num_threads: int, prefetch: int) -> None:
     """With a slow reader, the number of unread values reaches the limit and never exceeds it."""
     lock, begun, read, running = threading.Lock(), 0, 0, 0
     most_unread = most_running = 0
@@ -66,17 +66,17 @@ def test_in_order_limits_prefetch(num_threads: int, ahead: int) -> None:
             running -= 1
         return item
 
-    reading = in_order(task, range(20), name="bounded", num_threads=num_threads, prefetch=ahead)
+    reading = in_order(task, range(20), name="bounded", num_threads=num_threads, prefetch=prefetch)
     assert begun == 0  # nothing runs before it is read
     for expected in range(20):
         assert next(reading) == expected
         deadline_s = time.monotonic() + 30
         # What the reader just took is counted as unread until it is back for more.
-        while begun < min(20, expected + num_threads + ahead) and time.monotonic() < deadline_s:
+        while begun < min(20, expected + num_threads + prefetch) and time.monotonic() < deadline_s:
             time.sleep(0.0005)
         with lock:
             read = expected  # the value that the reader holds
-    assert most_unread <= num_threads + ahead + 1
+    assert most_unread <= num_threads + prefetch + 1
     assert begun == 20
     assert 1 <= most_running <= num_threads
     assert next(reading, None) is None
