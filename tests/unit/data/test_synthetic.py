@@ -222,7 +222,7 @@ def test_never_overwrites(tmp_path: Path, name: str) -> None:
         ({"seed": -1}, "seed"),
         ({"parallelism": 0}, "parallelism"),
         ({"dialect": "avazu"}, "kaggle, terabyte"),
-        ({"out": "FOLDER/file"}, "is a file"),
+        ({"out": "FOLDER/file"}, "must be a folder, got a file"),
         ({"out": "s3://bucket/log"}, "local folder"),
     ],
 )
@@ -259,7 +259,7 @@ def test_format_rows_matches_python_within_buffer() -> None:
     assert format_extremes(10 * max_row_bytes(1, 1)) == wanted
     assert format_extremes(len(wanted)) == wanted  # a buffer of just the right size will do
     for capacity in range(len(wanted)):
-        with pytest.raises(ValueError, match="do not fit"):
+        with pytest.raises(ValueError, match="must have room for"):
             format_extremes(capacity)
 
 

@@ -237,7 +237,7 @@ def test_text_job_rejects_changed_inputs(here: LoopEngine, beer: Path, tmp_path:
     with pytest.raises(InputError, match=r"^[^\n]*out\.partial: incomplete output of a call[^\n]*different block_size[^\n]*$"):
         prepared(beer, tmp_path / "out", block_size=8)
     beer.write_text(TEXT + "one more\n")
-    with pytest.raises(InputError, match=r"^[^\n]*another text;[^\n]*$"):
+    with pytest.raises(InputError, match=r"^[^\n]*different text;[^\n]*$"):
         prepared(beer, tmp_path / "out")
 
 

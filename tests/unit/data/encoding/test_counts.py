@@ -350,7 +350,7 @@ def test_spill_rejects_full_disk(clicks: list[SegmentRange], tmp_path: Path) -> 
 
 
 def test_spill_creates_local_folder_and_rejects_url(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="local folder"):
+    with pytest.raises(InputError, match="must be local"):
         Spill("s3://bucket/x", 1)
     (tmp_path / "file").write_bytes(b"")
     spill = Spill(str(tmp_path / "file" / "folder"), 1)
