@@ -52,9 +52,10 @@ class Batch:
         """Return a copy with `change` applied to the tensors that a device needs."""
         optional = {name: getattr(self, name) for name in ("sparse_features", "weights", "sequence_features")}
         changed: dict[str, Any] = {name: None if item is None else change(item) for name, item in optional.items()}
-        tensors = {name: change(tensor) for name, tensor in self.tensors.items()}
-        labels = {name: change(tensor) for name, tensor in self.labels.items()}
-        return replace(self, tensors=tensors, labels=labels, row_numbers=row_numbers, **changed)
+        changed["tensors"] = {name: change(tensor) for name, tensor in self.tensors.items()}
+        changed["labels"] = {name: change(tensor) for name, tensor in self.labels.items()}
+        changed["row_numbers"] = row_numbers
+        return replace(self, **changed)
 
     def record_stream(self, stream: torch.Stream) -> None:
         for tensor in (*self.tensors.values(), *self.labels.values()):

@@ -307,11 +307,13 @@ def failures_of(content: dict[str, Any], gates: Gates) -> list[Failure]:
     """Return the failed gates of `content`, as in Report, each with its worst value."""
     path, label = content["path"], content["label"]
     files = [] if content["slices_by"] == "seventh" else content["slices"]
-    rates = [(label["rate"], path, None), *((row["label_rate"], row["name"], None) for row in files)] if label else []
-    missing = [(column["missing_rate"], path, name) for name, column in _columns(content).items()]
+    rates: list[_Value] = (
+        [(label["rate"], path, None), *((row["label_rate"], row["name"], None) for row in files)] if label else []
+    )
+    missing: list[_Value] = [(column["missing_rate"], path, name) for name, column in _columns(content).items()]
     missing += [(rate, row["name"], name) for row in files for name, rate in row["missing_rate"].items()]
-    unknown = [(column.get("unknown_rate"), path, name) for name, column in _columns(content).items()]
-    drift = [(rate, row["name"], name) for row in content["slices"] for name, rate in row["drift"].items()]
+    unknown: list[_Value] = [(column.get("unknown_rate"), path, name) for name, column in _columns(content).items()]
+    drift: list[_Value] = [(rate, row["name"], name) for row in content["slices"] for name, rate in row["drift"].items()]
     first = content["faults"]["first"]
     example = f" (first: {Fault(**first[0])})" if first else ""
     wrong_labels = Faults(content["faults"]["by_kind"], labels=content["faults"].get("labels", {})).wrong_labels()
