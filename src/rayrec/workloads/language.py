@@ -12,17 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rayrec import storage
 from rayrec.bounds import Count, Finite, Share
 from rayrec.config import Config, InputError
-from rayrec.data.text.text_blocks import (
-    PART_BYTES,
-    TokenFolder,
-    copy_tokenizer,
-    is_tokens,
-    load_tokenizer,
-    open_tokens,
-    sets_of_shards,
-    text_rows,
-)
-from rayrec.data.text.tokenizer import read_tokenizer
+from rayrec.data.text.text_blocks import PART_BYTES, TokenFolder, is_tokens, open_tokens, sets_of_shards, text_rows
+from rayrec.data.text.tokenizer import copy_tokenizer, load_tokenizer, read_tokenizer
 from rayrec.imports import require
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload

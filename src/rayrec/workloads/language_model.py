@@ -21,7 +21,7 @@ from rayrec.data.numbered_rows import ArrayRows
 from rayrec.layers.mlp import linear_stack
 
 if TYPE_CHECKING:
-    from rayrec.data.text.text_blocks import TextTokenizer
+    from rayrec.data.text.tokenizer import TextTokenizer
 
 PROMPTS, LENGTHS = "prompts", "lengths"
 """Keys of a prediction batch: right-aligned prompts, int64 [rows, max_length], and their lengths, int64 [rows]."""

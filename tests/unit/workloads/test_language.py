@@ -17,8 +17,16 @@ from rayrec.config import InputError
 from rayrec.data.engine import ThreadEngine
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.data.text import text_blocks
-from rayrec.data.text.text_blocks import TokenFolder, load_tokenizer, open_tokens
-from rayrec.data.text.tokenizer import Files, TextTokenizer, bytes_bpe, characters, read_tokenizer, write_tokenizer
+from rayrec.data.text.text_blocks import TokenFolder, open_tokens
+from rayrec.data.text.tokenizer import (
+    Files,
+    TextTokenizer,
+    bytes_bpe,
+    characters,
+    load_tokenizer,
+    read_tokenizer,
+    write_tokenizer,
+)
 from rayrec.recipes.gpt2 import gpt2, gpt2_tiny
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.scoring import load_model

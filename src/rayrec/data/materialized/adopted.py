@@ -12,7 +12,7 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Final, Literal
 
@@ -76,25 +76,23 @@ def find_days(folders: Sequence[str], *, ids: IdFiles | None, names: Sequence[st
     files; None takes the only kind present. Raises InputError if no id files are found, several kinds are present, a file is
     missing, truncated or unlike those of TorchRec's scripts, or the columns of the days differ.
     """
-    found = _named_files(folders)
+    found, where = _named_files(folders), " and ".join(folders)
     kinds = [kind for kind in _ID_FILES if any(kind in files for files in found.values())]
     if not kinds:
         raise InputError(
-            f"{' and '.join(folders)}: no arrays of ids as TorchRec's scripts write them, such as day_0_sparse.npy or "
-            "day_0_sparse_multi_hot.npz"
+            f"{where}: no arrays of ids as TorchRec's scripts write them, such as day_0_sparse.npy or day_0_sparse_multi_hot.npz"
         )
     if ids is None and len(kinds) > 1:
-        raise InputError(f"{' and '.join(folders)}: ids are in files *_{' and *_'.join(kinds)}; choose one with --ids {kinds[0]}")
+        raise InputError(f"{where}: ids are in files *_{' and *_'.join(kinds)}; choose one with --ids {kinds[0]}")
     kind = ids or kinds[0]
     days = []
-    for name in names or _in_order(found):
+    for name in names or sorted(found, key=_natural_key):
         files = found.get(name, {})
         missing = [part for part in ("dense", "labels", kind) if part not in files]
         if missing:
             ending = "npz" if missing[0] == "sparse_multi_hot" else "npy"
             raise InputError(
-                f"{' and '.join(folders)}: {name}_{missing[0]}.{ending} is missing; copy it there, or name the days to read with "
-                "--files"
+                f"{where}: {name}_{missing[0]}.{ending} is missing; copy it there, or name the days to read with --files"
             )
         days.append(_day(name, [files["dense"], files["labels"], files[kind]]))
     for day in days[1:]:
@@ -123,8 +121,8 @@ def _named_files(folders: Sequence[str]) -> dict[str, dict[str, str]]:
     return found
 
 
-def _in_order(names: Mapping[str, Any]) -> list[str]:
-    return sorted(names, key=lambda name: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)])
+def _natural_key(name: str) -> list[int | str]:
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def _day(name: str, paths: Sequence[str]) -> Day:
@@ -189,7 +187,7 @@ def _matrix(file: BinaryIO, where: str, name: str, path: str, kinds: str, sizes:
         shape, by_columns, dtype = read(file)
     except (ValueError, EOFError) as error:
         raise InputError(f"{where}: is no array of NumPy ({' '.join(str(error).split())})") from None
-    expected = f"{' or '.join({'f': 'float', 'i': 'int', 'u': 'uint'}[kind] for kind in kinds)}"
+    expected = " or ".join({"f": "float", "i": "int", "u": "uint"}[kind] for kind in kinds)
     if dtype.kind not in kinds or dtype.itemsize not in sizes or dtype.byteorder == ">":
         raise InputError(f"{where}: holds {dtype}; expected is {expected} of {' or '.join(str(8 * size) for size in sizes)} bits")
     if len(shape) not in (1, 2) or not shape[0] or not shape[-1]:
@@ -248,17 +246,18 @@ def scan(stretch: Stretch, *, days: Sequence[Day]) -> pa.Table:
                 axis = 0 if matrix.name == "sparse" else None
                 lowest += np.atleast_1d(rows.min(axis=axis)).tolist()
                 highest += np.atleast_1d(rows.max(axis=axis)).tolist()
-    found = {
-        "rows": stretch.stop - stretch.start,
-        "ranges": ranges,
-        "lowest": lowest,
-        "highest": highest,
-        "faults": {kind: len(rows) for kind, rows in faulty.items()},
-        "faulty": {kind: (rows[:MAX_FAULTY_ROWS] + stretch.start).tolist() for kind, rows in faulty.items()},
-        "unlabelled": unlabelled,
-        "labels": labels,
-    }
-    return json_reply(found)
+    return json_reply(
+        {
+            "rows": stretch.stop - stretch.start,
+            "ranges": ranges,
+            "lowest": lowest,
+            "highest": highest,
+            "faults": {kind: len(rows) for kind, rows in faulty.items()},
+            "faulty": {kind: (rows[:MAX_FAULTY_ROWS] + stretch.start).tolist() for kind, rows in faulty.items()},
+            "unlabelled": unlabelled,
+            "labels": labels,
+        }
+    )
 
 
 def _read_rows(matrix: Matrix, path: str, stretch: Stretch) -> tuple[np.ndarray, np.ndarray]:
@@ -307,14 +306,6 @@ class Scanned:
                 counts[stretch.day][kind] += found["faults"][kind]
                 faulty[stretch.day][kind] += rows[: MAX_FAULTY_ROWS + 1 - len(faulty[stretch.day][kind])]
         self.ranges = list(merged.values())
-        self._judge_labels(days, unlabelled)
-        for number, day in enumerate(days):
-            if not self.labelled:
-                del faulty[number][LABEL_FAULT], counts[number][LABEL_FAULT]
-            self._add_faults(day, faulty[number], counts[number])
-        return self
-
-    def _judge_labels(self, days: Sequence[Day], unlabelled: Sequence[int]) -> None:
         bare = [day.name for day, count in zip(days, unlabelled, strict=True) if count == day.rows]
         self.labelled = len(bare) < len(days)
         if bare and self.labelled:
@@ -322,13 +313,15 @@ class Scanned:
             raise InputError(
                 f"{bare[0]}: its labels are all {UNLABELLED}, so its rows have none; leave it out with --files {others}"
             )
-
-    def _add_faults(self, day: Day, faulty: Mapping[str, Sequence[int]], counts: Mapping[str, int]) -> None:
-        files = {_NOT_FINITE: day.paths[0], LABEL_FAULT: day.paths[1]}
-        faults = [Fault(files[kind], None, kind, "", row) for kind in faulty for row in faulty[kind][: Faults.keep]]
-        kinds = {kind: count for kind, count in counts.items() if count}
-        self.faults.add(Faults(kinds, sorted(faults, key=lambda fault: fault.row or 0)))
-        self.faulty_rows.append(np.unique(np.array([row for rows in faulty.values() for row in rows], np.int64)))
+        for day, of_day, count_of in zip(days, faulty, counts, strict=True):
+            if not self.labelled:
+                del of_day[LABEL_FAULT], count_of[LABEL_FAULT]
+            files = {_NOT_FINITE: day.paths[0], LABEL_FAULT: day.paths[1]}
+            faults = [Fault(files[kind], None, kind, "", row) for kind in of_day for row in of_day[kind][: Faults.keep]]
+            kinds = {kind: count for kind, count in count_of.items() if count}
+            self.faults.add(Faults(kinds, sorted(faults, key=lambda fault: fault.row or 0)))
+            self.faulty_rows.append(np.unique(np.array([row for rows in of_day.values() for row in rows], np.int64)))
+        return self
 
 
 # The Preprocessor ----------------------------------------------------------------------------------------------------

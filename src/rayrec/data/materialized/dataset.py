@@ -10,7 +10,7 @@ import json
 import posixpath
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows, JaggedIds
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.engine import TaskContext
+from rayrec.data.engine import TaskContext, grouped
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import MAPPED, LogIndex, Segment, row_numbers
 from rayrec.data.materialized.adopted import PRESET
@@ -80,11 +80,9 @@ class PreprocessedDataset:
         if any(known is preprocessor for known in self._checked):
             return
         if preprocessor.hash() != self.manifest["preprocessor"]:
-            again = (
-                "adopt it with the model's: --preprocessor RUN --out DIR"
-                if self.adopted
-                else "make it again with `rayrec preprocess`"
-            )
+            again = "make it again with `rayrec preprocess`"
+            if self.adopted:
+                again = "adopt it with the model's: --preprocessor RUN --out DIR"
             raise InputError(
                 f"{self.path}: made with Preprocessor {self.manifest['preprocessor']}, not with {preprocessor.hash()}; use "
                 f"the one in {self.preprocessor}, or {again}"
@@ -118,13 +116,21 @@ def open_preprocessed(path: str, *, verify: bool = False) -> PreprocessedDataset
 
 
 def open_verified(path: str, context: TaskContext) -> PreprocessedDataset:
-    """Open a preprocessed dataset and compare checksums in data tasks, unless a record in the cache folder shows that the same
-    files, with the same sizes and times, passed before. Raises the errors of `open_preprocessed`.
+    """Open a preprocessed dataset and compare the CRC-32 of its files in data tasks.
+
+    Skips this if a record in the cache folder shows that files with the same names, sizes, times and checksums passed before.
+    Raises the errors of `open_preprocessed`.
     """
     dataset = _load(storage.absolute(path).rstrip("/"))
-    files = dataset.manifest["files"]
-    found = _check_files(dataset.path, files, verify=False)
-    check_checksums(dataset.path, files, found, context)
+    path, files = dataset.path, dataset.manifest["files"]
+    found = _check_files(path, files, verify=False)
+    assert context.cache_folder is not None
+    record = storage.join(context.cache_folder, "verified", f"{hashlib.sha256(path.encode()).hexdigest()[:16]}.json")
+    state = [[file["name"], file["bytes"], file["crc32"], found[file["name"]].modified_ns] for file in files]
+    version = {"path": path, "files": hashlib.sha256(json.dumps(state).encode()).hexdigest()}
+    if not storage.exists(record) or storage.read_json(record) != version:
+        _compare_checksums(path, files, context)
+        storage.write_json(record, version)
     return dataset
 
 
@@ -148,13 +154,9 @@ def _load(path: str) -> PreprocessedDataset:
         name = storage.join(path, f"{number:05d}", manifest["raw_files"][number])
         segments.append(Segment(name, start, stop, first_row, rows, manifest["format"]))
         first_row += rows
-    _OPENED[path] = PreprocessedDataset(
-        path,
-        LogIndex(tuple(segments), Faults.from_dict(manifest["faults"])),
-        storage.join(path, "preprocessor"),
-        manifest,
-        RowMaps(path, manifest),
-    )
+    index = LogIndex(tuple(segments), Faults.from_dict(manifest["faults"]))
+    preprocessor = storage.join(path, "preprocessor")
+    _OPENED[path] = PreprocessedDataset(path, index, preprocessor, manifest, RowMaps(path, manifest))
     return _OPENED[path]
 
 
@@ -210,11 +212,7 @@ def read(segments: Sequence[Segment], order: np.ndarray, preprocessor: Preproces
 def _place_of(dataset: PreprocessedDataset, segments: Sequence[Segment], row: int, column: int) -> tuple[str, int]:
     """Return the file with this sparse column of row `row` of the segments, and the row number in that file."""
     if dataset.format == "parquet":
-        for segment in segments:
-            if row < segment.rows:
-                break
-            row -= segment.rows
-        number = segment.first_row + row
+        number = int(row_numbers(segments)[row])
         files = dataset.manifest["parquet"]
         file = files[bisect_right([file["first_row"] for file in files], number) - 1]
         return file["name"], number - file["first_row"]
@@ -262,6 +260,7 @@ def _read_parquet(
     of_row = np.searchsorted(edges, order, "right") - 1
     wanted = np.zeros(len(groups), bool)
     wanted[of_row] = True
+    wanted[0] |= not len(order)  # For the schema.
     kept = np.cumsum(np.where(wanted, np.diff(edges), 0))
     before = edges[1:] - kept  # Rows of preceding groups that are not read.
     opened: dict[int, pq.ParquetFile] = {}
@@ -279,18 +278,8 @@ def _read_parquet(
     finally:
         for reader in opened.values():
             reader.close()
-    if not tables:
-        file, _ = groups[0]
-        table = _schema_of(storage.join(dataset.path, files[file]["name"])).empty_table()
-    else:
-        table = pa.concat_tables(tables).combine_chunks().take(pa.array(order - before[of_row]))
+    table = pa.concat_tables(tables).combine_chunks().take(pa.array(order - before[of_row]))
     return from_named_columns(table, preprocessor.inputs)
-
-
-def _schema_of(path: str) -> pa.Schema:
-    filesystem, inner = storage.resolve(path)
-    with filesystem.open_input_file(inner) as file:
-        return pq.read_schema(file)
 
 
 _TASK_BYTES = 256 << 20
@@ -308,25 +297,13 @@ class _Stretch:
     stop: int
 
 
-def check_checksums(
-    path: str, files: Sequence[Mapping[str, Any]], found: Mapping[str, storage.File], context: TaskContext
-) -> None:
-    """Compare the CRC-32 of all files with the manifest, in data tasks that read every byte.
-
-    Args:
-        files: {name, bytes, crc32} of each file in the manifest.
-        found: Files of the folder by name, with matching sizes.
-        context: Engine and cache folder. A record there skips this check if names, sizes, times and checksums are unchanged.
-
-    Raises InputError that names the damaged file.
-    """
-    assert context.cache_folder is not None
-    record = storage.join(context.cache_folder, "verified", f"{hashlib.sha256(path.encode()).hexdigest()[:16]}.json")
-    state = [[file["name"], file["bytes"], file["crc32"], found[file["name"]].modified_ns] for file in files]
-    version = {"path": path, "files": hashlib.sha256(json.dumps(state).encode()).hexdigest()}
-    if storage.exists(record) and storage.read_json(record) == version:
-        return
-    groups = list(_groups(files))
+def _compare_checksums(path: str, files: Sequence[Mapping[str, Any]], context: TaskContext) -> None:
+    ranges = [
+        _Stretch(number, file["name"], start, min(start + _TASK_BYTES, file["bytes"]))
+        for number, file in enumerate(files)
+        for start in range(0, file["bytes"], _TASK_BYTES)
+    ]
+    groups = grouped(ranges, lambda part: part.stop - part.start, max_bytes=_TASK_BYTES, max_items=len(ranges))
     total, done = sum(file["bytes"] for file in files), 0
     checksums = [0] * len(files)
     task = functools.partial(_checksums, path=path)
@@ -337,25 +314,6 @@ def check_checksums(
             if part.stop == files[part.file]["bytes"] and f"{checksums[part.file]:08x}" != files[part.file]["crc32"]:
                 raise damaged(path, part.name, "has other bytes than were written")
         context.progress("verify (bytes)", done, total)
-    storage.write_json(record, version)
-
-
-def _groups(files: Sequence[Mapping[str, Any]]) -> Iterator[list[_Stretch]]:
-    """Split the bytes of all files, in order, into groups of at most _TASK_BYTES."""
-    group: list[_Stretch] = []
-    room = _TASK_BYTES
-    for number, file in enumerate(files):
-        start = 0
-        while start < file["bytes"]:
-            stop = min(start + room, file["bytes"])
-            group.append(_Stretch(number, file["name"], start, stop))
-            room -= stop - start
-            start = stop
-            if not room:
-                yield group
-                group, room = [], _TASK_BYTES
-    if group:
-        yield group
 
 
 def _checksums(group: Sequence[_Stretch], *, path: str) -> pa.Table:

@@ -16,7 +16,7 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import arrow_numbers, numpy_of
-from rayrec.data.encoded import EncodedRows, Ids, JaggedIds, ids_from_arrow, ids_to_arrow, weights_to_arrow
+from rayrec.data.encoded import EncodedRows, JaggedIds, ids_from_arrow, ids_to_arrow, weights_to_arrow
 from rayrec.data.encoding.encoder import c_dense_column
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.raw_block import RawBlock
@@ -25,7 +25,6 @@ from rayrec.schema import Schema
 
 WRITTEN = ("binary", "npy", "parquet")
 """Formats written by `rayrec preprocess`. Only other programs write npz."""
-_ALIGNMENT = 64
 _READ_BYTES = 16 << 20
 
 
@@ -77,18 +76,10 @@ def plan_files(format: str, preprocessor: Preprocessor, stem: str, rows: int) ->
     ]
 
 
-def _npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Return an .npy header, padded to align the data."""
-    buffer = io.BytesIO()
-    np.lib.format.write_array_header_1_0(buffer, {"descr": dtype, "fortran_order": False, "shape": shape})
-    plain = buffer.getvalue()
-    padding = -len(plain) % _ALIGNMENT
-    length = int.from_bytes(plain[8:10], "little") + padding
-    return plain[:8] + length.to_bytes(2, "little") + plain[10:-1] + b" " * padding + plain[-1:]
-
-
 def _plan_npy(name: str, file: str, dtype: str, rows: int, columns: int) -> FilePlan:
-    header = _npy_header(dtype, (rows, columns))
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(buffer, {"descr": dtype, "fortran_order": False, "shape": (rows, columns)})
+    header = buffer.getvalue()
     matrix = Matrix(name, file, len(header), dtype, columns)
     return FilePlan(file, len(header) + rows * matrix.row_bytes, rows, (matrix,), header)
 
@@ -148,8 +139,8 @@ def finish_files(folder: str, plans: Sequence[FilePlan], written: Iterable[tuple
     Combines each file's checksum from its header and `written` ranges (file, start, length, CRC-32), without reading rows again.
     """
     of_file: dict[str, list[tuple[int, int, int]]] = {}
-    for name, *stretch in written:
-        of_file.setdefault(name, []).append((stretch[0], stretch[1], stretch[2]))
+    for name, start, length, of_range in written:
+        of_file.setdefault(name, []).append((start, length, of_range))
     files = []
     for plan in plans:
         ranges = sorted(of_file.get(plan.name, []))
@@ -229,18 +220,12 @@ def stored(
             )
         return _table({"rows": packed})
     labels = rows.label.astype(np.int32) if rows.labels else np.full(len(rows), -1, np.int32)
-    matrices = {"dense": rows.dense, "labels": labels.reshape(-1, 1)}
-    matrices["sparse"] = _rows_of_columns(rows.ids, len(rows), preprocessor.id_dtype)
-    return _table(matrices)
-
-
-def _rows_of_columns(ids: Sequence[Ids], rows: int, dtype: np.dtype) -> np.ndarray:
-    out = np.empty((rows, len(ids)), dtype)
-    for base in range(0, rows, 1024):  # Keeps the written rows in the CPU cache for all columns.
-        for number, column in enumerate(ids):
+    sparse = np.empty((len(rows), len(rows.ids)), preprocessor.id_dtype)
+    for base in range(0, len(rows), 1024):  # Keeps the written rows in the CPU cache for all columns.
+        for number, column in enumerate(rows.ids):
             assert isinstance(column, np.ndarray)
-            out[base : base + 1024, number] = column[base : base + 1024]
-    return out
+            sparse[base : base + 1024, number] = column[base : base + 1024]
+    return _table({"dense": rows.dense, "labels": labels.reshape(-1, 1), "sparse": sparse})
 
 
 def _pack(raw: RawBlock, rows: EncodedRows, preprocessor: Preprocessor, start: int, stop: int) -> tuple[np.ndarray, int]:
@@ -291,19 +276,12 @@ def named_columns(rows: EncodedRows, schema: Schema) -> pa.Table:
     for name, ids in zip(schema.sparse, rows.ids, strict=True):
         columns[name] = ids_to_arrow(ids)
         if isinstance(ids, JaggedIds) and ids.weights is not None:
-            columns[_weights_of(name, schema)] = weights_to_arrow(ids)
+            columns[schema.feature(name).weights or ""] = weights_to_arrow(ids)
     columns |= {name: arrow_numbers(values) for name, values in rows.labels.items() if name != schema.label}
     if rows.timestamps is not None:
         assert schema.timestamp
         columns[schema.timestamp] = arrow_numbers(rows.timestamps)
     return pa.table(columns)
-
-
-def _weights_of(name: str, schema: Schema) -> str:
-    """Return the weight column of a list column."""
-    weights = schema.feature(name).weights
-    assert weights is not None
-    return weights
 
 
 def from_named_columns(table: pa.Table, schema: Schema) -> EncodedRows:

@@ -5,6 +5,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,8 @@ class RowMaps:
     def hold(self, files: Sequence[int]) -> None:
         """Load the rows of raw files into memory. Raises InputError if they do not fit."""
         names = {matrix[1] for number in files for matrix in self.manifest["matrices"][number]}
-        wanted = {name: size for name, size in self._sizes() if name in names and not self._is_held(name)}
+        held = {name for name, (_, mapped) in self._contents.items() if mapped is None}
+        wanted = {name: size for name, size in self._sizes.items() if name in names - held}
         needed, free = sum(wanted.values()), machine.memory().available
         if needed > free:
             raise InputError(
@@ -92,15 +94,13 @@ class RowMaps:
             ids.append(column.reshape(-1) if size == 1 else column)
         return EncodedRows(dense, ids, labels)
 
-    def _is_held(self, name: str) -> bool:
-        return name in self._contents and self._contents[name][1] is None
-
-    def _sizes(self) -> list[tuple[str, int]]:
-        return [(file["name"], file["bytes"]) for file in self.manifest["files"]]
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return {file["name"]: file["bytes"] for file in self.manifest["files"]}
 
     def _content(self, name: str) -> np.ndarray:
         if name not in self._contents:
-            size = dict(self._sizes())[name]
+            size = self._sizes[name]
             try:
                 with open(storage.join(self.path, name), "rb") as file:
                     if os.fstat(file.fileno()).st_size != size:
@@ -121,13 +121,6 @@ class RowMaps:
             self._matrices[key] = matrix, values, values.ctypes.data
         return self._matrices[key]
 
-    def _read_ahead(self, matrix: Matrix, run: Run) -> None:
-        mapped = self._contents[matrix.file][1]
-        if mapped is not None:
-            start = matrix.offset + run.first * matrix.row_bytes
-            down = start % mmap.PAGESIZE
-            mapped.madvise(mmap.MADV_WILLNEED, start - down, (run.stop - run.start) * matrix.row_bytes + down)
-
     def _c_runs(self, name: str, runs: Sequence[Run]) -> tuple[_CRuns, tuple[np.ndarray, np.ndarray]]:
         """Return the runs as a kernel argument, and the arrays to keep alive during the call."""
         addresses = np.empty(len(runs), np.uint64)
@@ -135,7 +128,11 @@ class RowMaps:
             matrix, values, address = self._matrix(run.file, name)
             assert run.first + run.stop - run.start <= len(values)
             addresses[number] = address + run.first * matrix.row_bytes
-            self._read_ahead(matrix, run)
+            mapped = self._contents[matrix.file][1]
+            if mapped is not None:
+                start = matrix.offset + run.first * matrix.row_bytes
+                down = start % mmap.PAGESIZE
+                mapped.madvise(mmap.MADV_WILLNEED, start - down, (run.stop - run.start) * matrix.row_bytes + down)
         starts = np.array([run.start for run in runs], np.int64)
         return _CRuns(addresses.ctypes.data, starts.ctypes.data, len(runs)), (addresses, starts)
 

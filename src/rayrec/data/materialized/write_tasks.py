@@ -3,8 +3,10 @@
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from math import isqrt
 from typing import Any
 
@@ -55,9 +57,8 @@ class Job:
     preprocessor: Shared[Preprocessor] | str
     """Preprocessor shared by the engine, or the path of its folder."""
 
-    @property
-    def runs(self) -> str:
-        return self.folder.aid("shuffle")
+    def run_path(self, number: int) -> str:
+        return os.path.join(self.folder.aid("shuffle"), f"run-{number:06d}.arrow")
 
 
 @lru_cache(maxsize=1)
@@ -87,7 +88,7 @@ def scatter_rows(task: Task, *, job: Job, first_row: int, rows: int, seed: int) 
     tables = list(_rows_of(task, job))
     places = Permutation(rows, seed=seed)(np.arange(task.rows) + (task.first_row - first_row)) + first_row
     with job.folder.disk_errors():
-        write_run(tables, places, run_path(job.runs, task.number))
+        write_run(tables, places, job.run_path(task.number))
     return job.folder.done("scatter", task.number, {})
 
 
@@ -95,16 +96,9 @@ def gather_rows(task: Task, *, job: Job, runs: Sequence[int]) -> pa.Table:
     """Gather the task's row range from all run files and write it."""
     keep_freed_memory()
     job.folder.require()
-    paths = [run_path(job.runs, number) for number in runs]
-    rows = gather_runs(paths, task.first_row, task.first_row + task.rows)
-    return _write(task, job, _cut(rows, [part.stop - part.start for part in task.parts]))
-
-
-def _cut(table: pa.Table, sizes: Sequence[int]) -> Iterator[pa.Table]:
-    done = 0
-    for size in sizes:
-        yield table.slice(done, size)
-        done += size
+    rows = gather_runs([job.run_path(number) for number in runs], task.first_row, task.first_row + task.rows)
+    starts = accumulate((part.stop - part.start for part in task.parts), initial=0)
+    return _write(task, job, (rows.slice(start, stop - start) for start, stop in pairwise(starts)))
 
 
 def _write(task: Task, job: Job, tables: Iterator[pa.Table]) -> pa.Table:
@@ -132,48 +126,30 @@ def _write_parquet(task: Task, job: Job, tables: Iterator[pa.Table]) -> dict[str
     }
 
 
-@dataclass(frozen=True)
-class _Range:
-    """Contiguous bytes written to a file."""
-
-    file: str
-    start: int
-    length: int
-    checksum: int
-
-
 def _write_matrices(task: Task, job: Job, tables: Iterator[pa.Table]) -> list[list[Any]]:
     """Write and sync all matrices, and return [file, start, length, CRC-32] of each byte range."""
-    written: dict[tuple[int, str], _Range] = {}
+    written: dict[tuple[int, str], list[Any]] = {}
     opened: dict[str, int] = {}
-    try:
+    with ExitStack() as stack:
         for (number, row), table in zip(task.places, tables, strict=True):
             for matrix in task.matrices[number]:
                 if not matrix.columns:
                     continue
                 if matrix.file not in opened:
                     opened[matrix.file] = os.open(storage.join(job.folder.path, matrix.file), os.O_WRONLY)
+                    stack.callback(os.close, opened[matrix.file])
                 rows = np.ascontiguousarray(matrix_of(table, matrix.name))
                 data = memoryview(rows.view(np.uint8).data).cast("B")
                 start = matrix.offset + row * matrix.row_bytes
-                last = written.get((number, matrix.name)) or _Range(matrix.file, start, 0, 0)
-                assert last.start + last.length == start
-                _write_at(opened[matrix.file], data, start)
-                written[number, matrix.name] = replace(
-                    last, length=last.length + len(data), checksum=zlib.crc32(data, last.checksum)
-                )
+                last = written.setdefault((number, matrix.name), [matrix.file, start, 0, 0])
+                assert last[1] + last[2] == start
+                last[2:] = last[2] + len(data), zlib.crc32(data, last[3])
+                while data:
+                    count = os.pwrite(opened[matrix.file], data, start)
+                    data, start = data[count:], start + count
         for descriptor in opened.values():
             os.fdatasync(descriptor)
-    finally:
-        for descriptor in opened.values():
-            os.close(descriptor)
-    return [[each.file, each.start, each.length, each.checksum] for each in written.values()]
-
-
-def _write_at(descriptor: int, data: memoryview, start: int) -> None:
-    while data:
-        count = os.pwrite(descriptor, data, start)
-        data, start = data[count:], start + count
+    return list(written.values())
 
 
 _ROUNDS = 8
@@ -243,7 +219,3 @@ def gather_runs(paths: Sequence[str], start: int, stop: int) -> pa.Table:
     order[places] = np.arange(len(places))
     assert order.min() >= 0
     return table.drop_columns([_PLACE]).take(pa.array(order))
-
-
-def run_path(folder: str, number: int) -> str:
-    return os.path.join(folder, f"run-{number:06d}.arrow")

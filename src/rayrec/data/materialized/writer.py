@@ -22,7 +22,7 @@ from rayrec.data.encoding.derivation import file_key
 from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
 from rayrec.data.engine import Engine, StreamEngine
 from rayrec.data.job import ResumableJob, resumable_job
-from rayrec.data.logs.index import LogIndex, SegmentRange, source_of, sources_in_order
+from rayrec.data.logs.index import LogIndex, source_of, sources_in_order
 from rayrec.data.materialized.dataset import MANIFEST, VERSION, hash_of, write_manifest
 from rayrec.data.materialized.formats import FilePlan, check, create_files, finish_files, plan_files, row_bytes
 from rayrec.data.materialized.write_tasks import Job, Task, gather_rows, scatter_rows, write_rows
@@ -83,14 +83,15 @@ def preprocess(
     job_inputs = {**known, "log": _identity(index, sources), "segments_per_task": output.segments_per_task}
     schema = preprocessor.schema if output.labelled else preprocessor.schema.unlabelled()
     with resumable_job(out, job_inputs, last_file=MANIFEST) as running:
-        folder = running.folder
+        folder, saved = running.folder, storage.join(running.folder.path, "preprocessor")
         if not storage.is_url(out):
             _check_disk(folder.path, layout, preprocessor, index.rows, output)
         if not running.resumed:
             with folder.disk_errors():
                 create_files(folder.path, layout.all_plans)
-                preprocessor.save(storage.join(folder.path, "preprocessor"))
-        job = Job(folder, output.format, schema, _shared(preprocessor, engine, folder.path))
+                preprocessor.save(saved)
+        shared = put_preprocessor(preprocessor, engine) if isinstance(engine, StreamEngine) else saved  # Spark's tasks load it.
+        job = Job(folder, output.format, schema, shared)
         found = running.finished("write", layout.tasks)
         done = before = sum(of_task["rows"] for of_task in found.values())
         if running.resumed:
@@ -99,7 +100,12 @@ def preprocess(
             found[of_task["number"]] = of_task
             done += of_task["rows"]
             progress(done)
-        description = {
+        results = [found[task.number] for task in layout.tasks]
+        if layout.plans:
+            files = finish_files(folder.path, layout.all_plans, (range_ for of_task in results for range_ in of_task["ranges"]))
+        else:
+            files = [of_task["file"] for of_task in results]
+        manifest = {
             **known,
             "preset": preprocessor.preset,
             "schema": preprocessor.schema.to_dict(),
@@ -107,14 +113,17 @@ def preprocess(
             "source": [{"path": file.path, "bytes": file.size_bytes} for file in sources],
             "faults": index.faults.to_dict(),
             **layout.manifest(index),
+            "hash": hash_of(files),
+            "files": files,
+            "parquet": [of_task["parquet"] for of_task in results if "parquet" in of_task],
         }
-        files = _describe(folder.path, layout, [found[task.number] for task in layout.tasks], description)
+        write_manifest(folder.path, manifest)
     seconds = time.perf_counter() - begun
     return {
         "rows": index.rows,
         "out": out,
         "format": output.format,
-        "hash": hash_of(files),
+        "hash": manifest["hash"],
         "bytes": sum(file["bytes"] for file in files),
         "seconds": seconds,
         "rows_per_s": (index.rows - before) / seconds,
@@ -167,13 +176,6 @@ def _check_disk(work: str, layout: Layout, preprocessor: Preprocessor, rows: int
         )
 
 
-def _shared(preprocessor: Preprocessor, engine: Engine, work: str) -> Any:
-    """Return the Preprocessor for tasks: shared by the engine, or the path of its folder (Spark)."""
-    if isinstance(engine, StreamEngine):
-        return put_preprocessor(preprocessor, engine)
-    return storage.join(work, "preprocessor")
-
-
 def _run(
     running: ResumableJob, engine: Engine, job: Job, layout: Layout, finished: set[int], output: Output
 ) -> Iterator[dict[str, Any]]:
@@ -192,17 +194,6 @@ def _run(
         pass
     gather = functools.partial(gather_rows, job=job, runs=[task.number for task in moved])
     yield from running.run("write", gather, later, engine)
-
-
-def _describe(folder: str, layout: Layout, found: Sequence[dict[str, Any]], description: dict[str, Any]) -> list[dict[str, Any]]:
-    """Write the manifest and return [{name, bytes, crc32}] of the files."""
-    if layout.plans:
-        files = finish_files(folder, layout.all_plans, [tuple(stretch) for of_task in found for stretch in of_task["ranges"]])
-    else:
-        files = [of_task["file"] for of_task in found]
-    parquet = [of_task["parquet"] for of_task in found if "parquet" in of_task]
-    write_manifest(folder, {**description, "hash": hash_of(files), "files": files, "parquet": parquet})
-    return files
 
 
 MOST_SHUFFLE_TASKS = 1024
@@ -233,8 +224,8 @@ class Layout:
         """Tasks whose rows a full shuffle moves."""
         return [task for task in self.tasks if task.set in ("train", "all")]
 
-    def segments(self, index: LogIndex) -> list[list[int]]:
-        """Return [file number, first row in the file, end row, row count] of each segment."""
+    def manifest(self, index: LogIndex) -> dict[str, Any]:
+        """Return the manifest entries that readers need, with [file number, first row, end row, row count] of each segment."""
         number_of = {path: number for number, path in enumerate(self.raw_files)}
         done = [0] * len(self.raw_files)
         segments = []
@@ -243,16 +234,11 @@ class Layout:
             start = done[number]
             done[number] += segment.rows
             segments.append([number, start, done[number], segment.rows])
-        return segments
-
-    def manifest(self, index: LogIndex) -> dict[str, Any]:
-        """Return the manifest entries that readers need."""
-        matrices = [[list(vars(matrix).values()) for plan in plans for matrix in plan.matrices] for plans in self.plans]
         return {
             "raw_files": [storage.name_of(path) for path in self.raw_files],
             "file_rows": self.file_rows,
-            "matrices": matrices,
-            "segments": self.segments(index),
+            "matrices": [[list(vars(matrix).values()) for plan in plans for matrix in plan.matrices] for plans in self.plans],
+            "segments": segments,
         }
 
 
@@ -317,12 +303,11 @@ def _tasks(index: LogIndex, layout: Layout, output: Output) -> list[Task]:
             size = max(size, -(-len(parts) // MOST_SHUFFLE_TASKS))
         for begin in range(0, len(parts), size):
             chosen = tuple(parts[begin : begin + size])
-            places = tuple(_place(part, number_of, first_rows) for part in chosen)
+            places = tuple(
+                (number_of[path], part.segment.first_row + part.start - first_rows[path])
+                for part in chosen
+                for path in [part.segment.path]
+            )
             of_files = {number: matrices[number] for number, _ in places if matrices}
             tasks.append(Task(len(tasks), name, chosen, places, of_files))
     return tasks
-
-
-def _place(part: SegmentRange, number_of: dict[str, int], first_rows: dict[str, int]) -> tuple[int, int]:
-    path = part.segment.path
-    return number_of[path], part.segment.first_row + part.start - first_rows[path]

@@ -220,15 +220,13 @@ def damaged(path: str, how: str) -> InputError:
 
 
 def _shard(info: Mapping[str, Any]) -> Shard:
-    raw, algorithm = info["raw_data"], info["compression"]
-    if algorithm is None:
-        return Shard(str(raw["basename"]), int(info["samples"]), int(raw["bytes"]), _checksum(raw))
-    packed = info["zip_data"]
-    name = str(packed["basename"])
-    if os.path.basename(name) != name:
-        raise ValueError(name)
-    of_packed = Packed(name, str(algorithm), int(packed["bytes"]), _checksum(packed))
-    return Shard(str(raw["basename"]), int(info["samples"]), int(raw["bytes"]), _checksum(raw), of_packed)
+    raw, packed = info["raw_data"], None
+    if info["compression"] is not None:
+        file = info["zip_data"]
+        packed = Packed(str(file["basename"]), str(info["compression"]), int(file["bytes"]), _checksum(file))
+        if os.path.basename(packed.name) != packed.name:
+            raise ValueError(packed.name)
+    return Shard(str(raw["basename"]), int(info["samples"]), int(raw["bytes"]), _checksum(raw), packed)
 
 
 def _checksum(file: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -392,15 +390,12 @@ class TokenRows:
         """Map a shard. Raises FileNotFoundError if it has not been fetched."""
         shard = self._index.shards[number]
         path = os.path.join(self._folder, shard.name)
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            if self._cache is not None and not in_use(descriptor):
+        with open(path, "rb") as file:
+            if self._cache is not None and not in_use(file.fileno()):
                 raise FileNotFoundError(path)
-            content = _mapped(descriptor, shard, path)
-        finally:
-            os.close(descriptor)
+            content = _mapped(file.fileno(), shard, path)
         if number not in self._checked:
-            _check(content, shard, path)
+            _check_bytes(content, shard.checksum, path)
             self._checked.add(number)
         return self._index.rows(content, shard, self._column, path)
 
@@ -415,9 +410,7 @@ class TokenRows:
             raise InputError(f"{self._folder}/{shard.name}: no such file; copy it there or prepare the text again")
 
         def check(local: str) -> None:
-            path = storage.join(self._path, shard.name)
-            with open(local, "rb") as file:
-                _check(_mapped(file.fileno(), shard, path), shard, path)
+            map_shard(local, shard, storage.join(self._path, shard.name))
 
         fetched_bytes = self._cache.fetch(shard.name, check, lambda: shard_content(self._path, shard))
         with self._counting:
@@ -448,14 +441,11 @@ def shard_content(folder: str, shard: Shard) -> Iterator[bytes]:
     yield plain
 
 
-def map_shard(path: str, shard: Shard) -> mmap.mmap:
-    """Map a plain shard and check it against its index."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        content = _mapped(descriptor, shard, path)
-    finally:
-        os.close(descriptor)
-    _check(content, shard, path)
+def map_shard(local: str, shard: Shard, path: str | None = None) -> mmap.mmap:
+    """Map a plain shard and check it against its index. Errors name `path`, by default `local`."""
+    with open(local, "rb") as file:
+        content = _mapped(file.fileno(), shard, path or local)
+    _check_bytes(content, shard.checksum, path or local)
     return content
 
 
@@ -464,10 +454,6 @@ def _mapped(descriptor: int, shard: Shard, path: str) -> mmap.mmap:
     if size_bytes != shard.size_bytes or size_bytes < 4 * (shard.rows + 2):
         raise damaged(path, f"has {size_bytes:,} bytes, its index says {shard.size_bytes:,}")
     return mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-
-
-def _check(content: mmap.mmap, shard: Shard, path: str) -> None:
-    _check_bytes(content, shard.checksum, path)
 
 
 def _check_bytes(content: bytes | mmap.mmap, checksum: tuple[str, str] | None, path: str) -> None:

@@ -12,19 +12,8 @@ from rayrec import machine, storage
 from rayrec.config import InputError
 from rayrec.data.numbered_rows import ArrayRows, RowSource
 from rayrec.data.text.mds import COLUMN, INDEX, TokenColumn
-from rayrec.data.text.tokenizer import TextTokenizer, copy_tokenizer, load_tokenizer
+from rayrec.data.text.tokenizer import load_tokenizer
 from rayrec.storage.cache import GZIP_MAGIC, gunzip
-
-__all__ = [
-    "TextTokenizer",
-    "TokenFolder",
-    "copy_tokenizer",
-    "is_tokens",
-    "load_tokenizer",
-    "open_tokens",
-    "sets_of_shards",
-    "text_rows",
-]
 
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = "rayrec-tokens"
