@@ -95,7 +95,7 @@ class Partial:
 
     def __init__(self, path: str) -> None:
         """Open the partial file and resume it if its version is known."""
-        self.path = f"{path}.partial"
+        self.path, self._state_path = f"{path}.partial", f"{path}.partial.json"
         self.version: Version | None = None
         self.resumed = False
         """Whether the bytes come from several requests."""
@@ -109,10 +109,6 @@ class Partial:
             self.version, self.resumed = version, True
         if self.version is None:
             self.digests = Digests()
-
-    @property
-    def _state_path(self) -> str:
-        return f"{self.path}.json"
 
     @property
     def size_bytes(self) -> int:

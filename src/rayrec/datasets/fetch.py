@@ -215,9 +215,8 @@ def files_of(name: str) -> tuple[RemoteFile, ...]:
     """Return the files of a dataset. Raises InputError for an unknown name, with the nearest match."""
     if name not in PUBLISHED:
         near = difflib.get_close_matches(name, PUBLISHED, n=1)
-        raise InputError(
-            f"no data set '{name}' to fetch; " + (f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PUBLISHED)}")
-        )
+        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PUBLISHED)}"
+        raise InputError(f"no data set '{name}' to fetch; {hint}")
     return PUBLISHED[name]
 
 
@@ -360,9 +359,8 @@ def _check_space(
     for file in transfers:
         needed += max((file.expected_bytes or 0) - partials[file.name].size_bytes, 0)
         needed += sum(member.expected_bytes or 0 for member in wanted[file.name] if member is not file)
-    require_space(
-        folder, " and ".join(file.name for file in transfers[:2]) if len(transfers) < 3 else f"the {len(transfers)} files", needed
-    )
+    what = " and ".join(file.name for file in transfers) if len(transfers) < 3 else f"the {len(transfers)} files"
+    require_space(folder, what, needed)
 
 
 class _Progress:

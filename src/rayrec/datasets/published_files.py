@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import posixpath
+import contextlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rayrec import storage
@@ -64,63 +64,30 @@ class RemoteFile(Config):
         return self.unpacked_about_bytes if name == self.plain_name else None
 
 
-@dataclass(frozen=True)
-class FolderReport:
-    """Wanted files found in a folder."""
-
-    present: dict[str, str]
-    """Paths by plain name, in the wanted order."""
-    missing: tuple[RemoteFile, ...]
-    repeated: tuple[tuple[str, ...], ...]
-    """Paths with the same rows, one tuple per file that is present more than once."""
-    unlike_published: tuple[str, ...]
-    """Message for each file whose size differs widely from the published one: truncated, or a sample."""
-
-
-def check_folder(paths_present: Iterable[storage.File], wanted: Sequence[RemoteFile]) -> FolderReport:
-    """Find wanted files, plain, as .gz or as .parquet, by name and size only."""
-    by_name = {posixpath.basename(file.path): file for file in paths_present}
-    present: dict[str, str] = {}
-    repeated, unlike = [], []
-    for file in wanted:
-        found = [by_name[name] for name in file.variants if name in by_name]
-        if not found:
-            continue
-        present[file.plain_name] = found[0].path
-        if len(found) > 1:
-            repeated.append(tuple(other.path for other in found))
-        expected = file.bytes_of(posixpath.basename(found[0].path))
-        if expected and not 0.75 < found[0].size_bytes / expected < 1.25:
-            unlike.append(f"{found[0].path}: {size_text(found[0].size_bytes)}, but {size_text(expected)} are published")
-    missing = tuple(file for file in wanted if file.plain_name not in present)
-    return FolderReport(present, missing, tuple(repeated), tuple(unlike))
-
-
 def require_files(
     path: str, wanted: Sequence[RemoteFile], *, fetch_name: str, note: Callable[[str], None] | None = None
 ) -> list[str]:
-    """Return one path per wanted file in a folder, in the wanted order.
+    """Return one path per wanted file in a folder, plain, .gz or .parquet, in the wanted order.
 
-    Notes files of an unlikely size, which may be intentional samples. Raises InputError if files are missing, with their sizes,
-    pages and the `rayrec fetch FETCH_NAME` command, or if a file is present twice, because both would be read.
+    Notes files of an unlikely size, which may be truncated, or intentional samples. Raises InputError if files are missing, with
+    their sizes, pages and the `rayrec fetch FETCH_NAME` command, or if a file is present twice, because both would be read.
     """
-    # list_files raises for an empty folder. Here, all files are missing from it.
-    there: list[storage.File] = []
+    by_name: dict[str, storage.File] = {}
     if storage.exists(path):
-        try:
-            there = storage.list_files(path)
-        except InputError:
-            there = []
-    report = check_folder(there, wanted)
-    if report.missing:
-        raise InputError(f"{path}: {missing_text(report.missing)}; rayrec fetch {fetch_name} --out {path} fetches them")
-    if report.repeated:
-        same = "; ".join(" and ".join(posixpath.basename(one) for one in paths) for paths in report.repeated)
+        with contextlib.suppress(InputError):  # An empty folder lacks all files.
+            by_name = {storage.name_of(file.path): file for file in storage.list_files(path)}
+    found = {file: [by_name[name] for name in file.variants if name in by_name] for file in wanted}
+    if missing := [file for file, present in found.items() if not present]:
+        raise InputError(f"{path}: {missing_text(missing)}; rayrec fetch {fetch_name} --out {path} fetches them")
+    repeated = [present for present in found.values() if len(present) > 1]
+    if repeated:
+        same = "; ".join(" and ".join(storage.name_of(file.path) for file in present) for present in repeated)
         raise InputError(f"{path}: the same rows are there more than once ({same}); keep one of each")
-    for line in report.unlike_published:
-        if note:
-            note(line)
-    return list(report.present.values())
+    for file, (present,) in found.items():
+        expected = file.bytes_of(storage.name_of(present.path))
+        if note and expected and not 0.75 < present.size_bytes / expected < 1.25:
+            note(f"{present.path}: {size_text(present.size_bytes)}, but {size_text(expected)} are published")
+    return [present.path for (present,) in found.values()]
 
 
 def missing_text(files: Sequence[RemoteFile]) -> str:

@@ -2,9 +2,9 @@
 
 import functools
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, final
+from typing import Any, Protocol, TypeVar, final
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from rayrec.row_tally import RowNumbers
 from rayrec.schema import Schema
 
 Plan_contra = TypeVar("Plan_contra", bound=EpochPlan, contravariant=True)
+_Slice = tuple[EncodedRows, Sequence[np.ndarray | None], slice]
+"""Rows, the offsets of each column that has JaggedIds, and the range to take."""
 Targets = Callable[[EncodedRows], np.ndarray]
 """Function that replaces the labels of rows by targets from 0 to 1, float32 [rows]."""
 
@@ -80,22 +82,20 @@ class ArrayBatches:
 
     def _make(self, plans: Plans[RowPlan], share: Share) -> Generator[tuple[Batch, BlockTimes], None, None]:
         for plan, steps in plans():
-            numbers = _Numbers(self._announced(plan.numbers()))
-            for step in range(steps):
-                taken = numbers.take(plan.rows_until(step + 1) - plan.rows_until(step))
+            sizes = (plan.rows_until(step + 1) - plan.rows_until(step) for step in range(steps))
+            for taken in _split(self._announced(plan.numbers()), sizes):
                 yield measured(functools.partial(self._read, taken, plan.epoch, share), rows_of=len)
 
     def _announced(self, windows: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """Yield the windows, announcing each to the source while the previous one is in use."""
-        present = next(windows, None)
-        if present is not None:
-            self._source.will_read(present)
-        while present is not None:
-            following = next(windows, None)
-            if following is not None:
-                self._source.will_read(following)
-            yield present
-            present = following
+        previous = None
+        for window in windows:
+            self._source.will_read(window)
+            if previous is not None:
+                yield previous
+            previous = window
+        if previous is not None:
+            yield previous
 
     def _read(self, numbers: np.ndarray, epoch: int, share: Share) -> Batch:
         mine, weight = numbers[share.rank :: share.world_size], share.world_size / len(numbers)
@@ -107,22 +107,17 @@ class ArrayBatches:
         return Batch({name: torch.from_numpy(array) for name, array in arrays.items()}, weight, row_numbers=counted)
 
 
-class _Numbers:
-    """Splitter of row number windows into batches, across window boundaries."""
-
-    def __init__(self, windows: Iterator[np.ndarray]) -> None:
-        self._windows = windows
-        self._left = np.empty(0, np.int64)
-
-    def take(self, count: int) -> np.ndarray:
+def _split(windows: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.ndarray]:
+    """Split windows of row numbers into batches of these sizes, across window boundaries."""
+    left = np.empty(0, np.int64)
+    for size in sizes:
         pieces = []
-        while count:
-            if not len(self._left):
-                self._left = next(self._windows)
-            piece, self._left = self._left[:count], self._left[count:]
-            pieces.append(piece)
-            count -= len(piece)
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        while size:
+            if not len(left):
+                left = next(windows)
+            pieces.append(left[:size])
+            left, size = left[size:], size - len(pieces[-1])
+        yield pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 # Click logs ----------------------------------------------------------------------------------------------------------
@@ -132,29 +127,14 @@ class _Numbers:
 class ClickBatches:
     """Batches of a click log, sliced from encoded rows."""
 
-    def __init__(
-        self,
-        source: TaskSource | MappedSource,
-        inputs: Schema,
-        *,
-        targets: Targets | None = None,
-        unpooled: Sequence[str] = (),
-        tables: Mapping[str, int] | None = None,
-        pinned: int = 0,
-    ) -> None:
+    def __init__(self, source: TaskSource | MappedSource, inputs: Schema, *, pinned: int = 0, **slicing: Any) -> None:
         """Configure the reader.
 
-        Args:
-            source: Source of encoded rows.
-            inputs: Input columns of the model.
-            targets: Function that computes training targets. None uses the labels.
-            unpooled: Sparse columns for `Batch.sequence_features`.
-            tables: Additional keys there, with the number of ids (0, 1, ...) in their first row.
-            pinned: Number of batches that a thread prepares in pinned memory, for asynchronous copies to a GPU. 0 makes batches
-                on `next`, in pageable memory.
+        `pinned` is the number of batches that a thread prepares in pinned memory, for asynchronous copies to a GPU. 0 makes
+        batches on `next`, in pageable memory. `slicing`: targets, unpooled and tables of `Slicer`.
         """
-        self._source, self._inputs, self._targets, self._unpooled = source, inputs, targets, unpooled
-        self._num_pinned, self._tables = pinned, tables
+        self._source, self._num_pinned = source, pinned
+        self._slicer = functools.partial(Slicer, inputs=inputs, pin_constants=bool(pinned), **slicing)
         self._rows: RowStream | None = None
         self._pinned: Ahead[Batch] | None = None
         self.stages = StageTimes(cpus=source.cpus)
@@ -176,18 +156,10 @@ class ClickBatches:
     close = stop
 
     def _slice(self, rows: Iterator[EncodedRows], plans: Plans[BlockPlan], share: Share) -> Iterator[Batch]:
-        slicer = Slicer(
-            rows,
-            self._inputs,
-            targets=self._targets,
-            unpooled=self._unpooled,
-            tables=self._tables,
-            pin_constants=bool(self._num_pinned),
-        )
+        slicer = self._slicer(rows)
         for plan, steps in plans():
             for step in range(steps):
-                of_all_workers = plan.rows_until(step + 1) - plan.rows_until(step)
-                weight = share.world_size / of_all_workers
+                weight = share.world_size / (plan.rows_until(step + 1) - plan.rows_until(step))
                 yield slicer.take(plan.own_rows(step), loss_weight=weight, epoch=plan.epoch)
 
 
@@ -215,10 +187,16 @@ class Slicer:
         tables: Mapping[str, int] | None = None,
         pin_constants: bool = False,
     ) -> None:
-        """Configure the slicer with the arguments of `ClickBatches`. `targets` replaces the first label.
+        """Configure the slicer.
 
-        `pin_constants` pins lengths and offsets that are equal in all batches once, instead of in each batch. They are more than
-        half of a batch.
+        Args:
+            rows: Stream of encoded rows.
+            inputs: Input columns of the model.
+            targets: Function that computes the first label. None keeps it.
+            unpooled: Sparse columns for `Batch.sequence_features`.
+            tables: Additional keys there, with the number of ids (0, 1, ...) in their first row.
+            pin_constants: Whether to pin lengths and offsets that are equal in all batches once, instead of in each batch. They
+                are more than half of a batch.
         """
         self._rows, self._targets, self._pin_constants = rows, targets, pin_constants
         self._num_dense, self._keys, self._labels = len(inputs.dense), inputs.sparse, inputs.label_names
@@ -233,38 +211,30 @@ class Slicer:
 
     def take(self, count: int, *, loss_weight: float, epoch: int = 0) -> Batch:
         """Return the next `count` rows, which belong to epoch `epoch`, as a batch."""
-        slices: list[tuple[EncodedRows, list[np.ndarray | None], int, int]] = []
+        slices: list[_Slice] = []
         done = 0
         while done < count:
             if self._current is None or self._used == len(self._current):
                 self._current, self._used = next(self._rows), 0
                 self._offsets = [ids.offsets() if isinstance(ids, JaggedIds) else None for ids in self._current.ids]
             size = min(count - done, len(self._current) - self._used)
-            slices.append((self._current, self._offsets, self._used, self._used + size))
+            slices.append((self._current, self._offsets, slice(self._used, self._used + size)))
             done += size
             self._used += size
-        dense = np.empty((count, self._num_dense), np.float32)
-        done = 0
-        for rows, _, start, stop in slices:
-            dense[done : done + stop - start] = rows.dense[start:stop]
-            done += stop - start
+        dense = np.concatenate([np.empty((0, self._num_dense), np.float32), *(rows.dense[part] for rows, _, part in slices)])
         ids = self._ids(slices, count)
 
         def joined(values_of: Callable[[EncodedRows], np.ndarray | None], dtype: type) -> np.ndarray | None:
             """Concatenate values of all slices. Returns None if the rows have no such values."""
-            parts = [(values_of(rows), start, stop) for rows, _, start, stop in slices]
-            there = [values[start:stop] for values, start, stop in parts if values is not None]
-            if len(there) < max(len(parts), 1):
-                return None
-            return np.concatenate(there, dtype=dtype)
+            parts = [values[part] for rows, _, part in slices if (values := values_of(rows)) is not None]
+            return np.concatenate(parts, dtype=dtype) if parts and len(parts) == len(slices) else None
 
-        def label(name: str) -> np.ndarray:
-            values = joined(lambda rows: rows.labels.get(name), np.float32)
-            values = np.empty(0, np.float32) if values is None else values
-            assert len(values) == count, "rows without a label are refused before"
-            return values
-
-        labels = {name: label(name) for name in self._labels}
+        labels = {}
+        for name in self._labels:
+            values = joined(lambda rows, name=name: rows.labels.get(name), np.float32)  # type: ignore[misc]
+            labels[name] = np.empty(0, np.float32) if values is None else values
+            assert len(labels[name]) == count, "rows without a label are refused before"
+        row_numbers = joined(lambda rows: rows.row_numbers, np.int64) if count else np.empty(0, np.int64)
         if self._targets is not None and count:
             # Per batch, because the last digits of a model's outputs depend on the batch, and batches are the same in every run.
             labels[self._labels[0]] = self._targets(EncodedRows(dense, ids, labels))
@@ -277,9 +247,7 @@ class Slicer:
             groups=_tensor(joined(lambda rows: rows.groups, np.int64)),
             timestamps=_tensor(joined(lambda rows: rows.timestamps, np.int64)),
             sequence_features=self._sequences(ids, count),
-            row_numbers=_row_numbers(
-                [None if rows.row_numbers is None else rows.row_numbers[start:stop] for rows, _, start, stop in slices], epoch
-            ),
+            row_numbers=None if row_numbers is None else RowNumbers(epoch, row_numbers),
         )
 
     def _sequences(self, ids: Sequence[Ids], count: int) -> KeyedJaggedTensor | None:
@@ -314,25 +282,20 @@ class Slicer:
         keys = [self._keys[number] for number in numbers]
         return sparse_features(keys, [ids[number] for number in numbers], count, weighted=self._weighted)
 
-    def _ids(
-        self, slices: list[tuple[EncodedRows, list[np.ndarray | None], int, int]], count: int
-    ) -> Sequence[np.ndarray | JaggedIds]:
+    def _ids(self, slices: Sequence[_Slice], count: int) -> Sequence[Ids]:
         """Concatenate the ids of the slices. Fixed-width columns share one buffer, column by column."""
         first = slices[0][0].ids if slices else [np.empty(0, np.int32)] * len(self._keys)
         if any(isinstance(column, JaggedIds) for column in first):
-            return [
-                _joined([_part(rows.ids[c], offsets[c], start, stop) for rows, offsets, start, stop in slices])
-                for c in range(len(self._keys))
-            ]
+            return [_joined([(rows.ids[c], offsets[c], part) for rows, offsets, part in slices]) for c in range(len(self._keys))]
         shapes = [(count, *column.shape[1:]) for column in first if isinstance(column, np.ndarray)]
         sizes = [math.prod(shape) for shape in shapes]
         values = np.empty(sum(sizes), first[0].dtype if len(first) else np.int32)  # type: ignore[union-attr]
         columns, begin = [], 0
         for c, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
             out, done = values[begin : begin + size].reshape(shape), 0
-            for rows, _, start, stop in slices:
-                out[done : done + stop - start] = rows.ids[c][start:stop]  # type: ignore[index]
-                done += stop - start
+            for rows, _, part in slices:
+                out[done : done + part.stop - part.start] = rows.ids[c][part]  # type: ignore[index]
+                done += part.stop - part.start
             columns.append(out)
             begin += size
         return OneArray(values, columns)
@@ -340,13 +303,6 @@ class Slicer:
 
 def _tensor(values: np.ndarray | None) -> torch.Tensor | None:
     return None if values is None else torch.from_numpy(values)
-
-
-def _row_numbers(slices: Sequence[np.ndarray | None], epoch: int) -> RowNumbers | None:
-    known = [numbers for numbers in slices if numbers is not None]
-    if len(known) < len(slices):
-        return None
-    return RowNumbers(epoch, np.concatenate([np.empty(0, np.int64), *known]))
 
 
 class OneArray(list[np.ndarray]):
@@ -357,23 +313,21 @@ class OneArray(list[np.ndarray]):
         self.values = values
 
 
-def _part(ids: Ids, offsets: np.ndarray | None, start: int, stop: int) -> Ids:
-    if isinstance(ids, JaggedIds):
-        assert offsets is not None
-        return ids.take(start, stop, offsets)
-    return ids[start:stop]
-
-
-def _joined(parts: Sequence[Ids]) -> Ids:
-    if isinstance(parts[0], JaggedIds):
-        bags = [part for part in parts if isinstance(part, JaggedIds)]
-        weights = [bag.weights for bag in bags if bag.weights is not None]
-        return JaggedIds(
-            np.concatenate([bag.values for bag in bags]),
-            np.concatenate([bag.lengths for bag in bags]),
-            np.concatenate(weights) if weights else None,
-        )
-    return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
+def _joined(parts: Sequence[tuple[Ids, np.ndarray | None, slice]]) -> Ids:
+    """Concatenate slices of one column, given as (ids, offsets of JaggedIds, rows)."""
+    bags = [
+        ids.take(rows.start, rows.stop, offsets)
+        for ids, offsets, rows in parts
+        if isinstance(ids, JaggedIds) and offsets is not None
+    ]
+    if not bags:
+        return np.concatenate([ids[rows] for ids, _, rows in parts if isinstance(ids, np.ndarray)])
+    weights = [bag.weights for bag in bags if bag.weights is not None]
+    return JaggedIds(
+        np.concatenate([bag.values for bag in bags]),
+        np.concatenate([bag.lengths for bag in bags]),
+        np.concatenate(weights) if weights else None,
+    )
 
 
 def sparse_features(

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -105,17 +106,10 @@ class BlockOrder:
         files = sources_in_order(sources) if self.shuffle == "files" else list(dict.fromkeys(sources.values()))
         place_of = {file: place for place, file in enumerate(files)}
         file_of = {path: place_of[source] for path, source in sources.items()}
-        numbers = (
-            number
+        numbers = chain.from_iterable(
+            (file_of[segment.path], segment.start, segment.stop, segment.rows, part.start, part.stop)
             for part in self.parts
-            for number in (
-                file_of[part.segment.path],
-                part.segment.start,
-                part.segment.stop,
-                part.segment.rows,
-                part.start,
-                part.stop,
-            )
+            for segment in [part.segment]
         )
         seed = None if self.shuffle == "none" else self.seed
         digest = hashlib.sha256(repr((self.shuffle, seed, self.segments_per_block, [name for _, name in files])).encode())
@@ -226,10 +220,6 @@ def after(hand: Sequence[Piece], rows: int) -> list[Piece]:
     return left
 
 
-def steps_in(rows_of_largest_hand: int, batch_size: int) -> int:
-    return -(-rows_of_largest_hand // batch_size)
-
-
 @dataclass(frozen=True)
 class Position:
     """Position of training in its data, between two steps. Part of checkpoints, so plain values only."""
@@ -294,7 +284,7 @@ class BlockPlan:
     @cached_property
     def steps(self) -> int:
         largest = -(-self._rows // self.start.world_size)
-        return steps_in(largest, self.start.batch_size) - self.start.step_in_deal
+        return -(-largest // self.start.batch_size) - self.start.step_in_deal
 
     def own_rows(self, step: int) -> int:
         """Return the row count of this worker in a step."""

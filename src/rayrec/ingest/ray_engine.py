@@ -137,16 +137,10 @@ def tasks_dataset(
     bounds: Bounds | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> ray.data.Dataset:
-    """Create a Dataset with one block per item, in order.
+    """Create a Dataset with one block per item, in order. `function` is picklable and called in data tasks.
 
-    Args:
-        name: Dataset name.
-        function: Picklable function of an item, called in a data task.
-        items: Arguments of the tasks.
-        placement: Task placement.
-        block_bytes: Expected block size.
-        bounds: Limits that keep tasks from filling the object store ahead of a slow reader. None submits all tasks at once.
-        environment: Environment variables of the task processes.
+    `block_bytes` is the expected block size. `bounds` keep tasks from filling the object store ahead of a slow reader; None
+    submits all tasks at once. `environment` has environment variables of the task processes.
     """
     if placement.max_outage_s is not None:
         function = functools.partial(_patient, placement.max_outage_s, function)
@@ -253,11 +247,9 @@ def joined_tables(function: Callable[[Any], pa.Table], items: Sequence[Any]) -> 
     made = [function(item) for item in items]
     if len(made) == 1:
         return made[0]
-    kept = [
-        (table.num_rows, {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}) for table in made
-    ]
-    table = pa.concat_tables([table.replace_schema_metadata(None) for table in made])
-    return table.replace_schema_metadata({_ITEMS: json.dumps(kept)})
+    metadata = ({key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()} for table in made)
+    kept = json.dumps([(table.num_rows, of_table) for table, of_table in zip(made, metadata, strict=True)])
+    return pa.concat_tables([table.replace_schema_metadata(None) for table in made]).replace_schema_metadata({_ITEMS: kept})
 
 
 def tables_apart(table: pa.Table) -> Iterator[pa.Table]:

@@ -122,7 +122,7 @@ class RowOrder:
 
     @cached_property
     def _starts(self) -> np.ndarray:
-        return np.concatenate([[0], np.cumsum(self.chunk_rows)])
+        return np.cumsum([0, *self.chunk_rows])
 
 
 def _generator(seed: int) -> torch.Generator:

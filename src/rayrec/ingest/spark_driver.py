@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import pickle
+import queue
 import re
 import sys
 import threading
@@ -143,31 +144,22 @@ def reason(error: BaseException) -> str:
 def main() -> None:
     job = json.loads(sys.argv[1])
     # The parent's death closes standard input. A thread detects it even while a job runs.
-    lines: list[str] = []
-    arrived = threading.Condition()
-    ended, running = threading.Event(), threading.Event()
+    lines: queue.Queue[str | None] = queue.Queue()
+    running = threading.Event()
 
     def listen() -> None:
         for line in sys.stdin:
-            with arrived:
-                lines.append(line)
-                arrived.notify()
+            lines.put(line)
         if running.is_set():
             os._exit(1)  # No process waits for this job. The JVM exits with its parent.
-        with arrived:
-            ended.set()
-            arrived.notify()
+        lines.put(None)
 
     threading.Thread(target=listen, daemon=True).start()
     session, stop = start(job)
     with open(os.path.join(job["folder"], "ready"), "w"):
         pass
-    while True:
-        with arrived:
-            arrived.wait_for(lambda: lines or ended.is_set())
-            if not lines:
-                break
-            wanted = json.loads(lines.pop(0))
+    while (line := lines.get()) is not None:
+        wanted = json.loads(line)
         folder, tasks = wanted["folder"], wanted["tasks"]
         with open(os.path.join(folder, "job.pickle"), "rb") as file:
             function, items = pickle.load(file)  # Written by the parent into a private folder.

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import IO, Any
+from typing import Any
 
 import pyarrow as pa
 
@@ -165,7 +165,12 @@ class SparkEngine:
         os.makedirs(folder)
         with open(os.path.join(folder, "job.pickle"), "wb") as file:
             pickle.dump((function, list(items)), file)
-        self._send({"folder": folder, "tasks": len(items)})
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps({"folder": folder, "tasks": len(items)}) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise InputError(self._died()) from None
         return folder
 
     def _results(self, name: str, folder: str, tasks: int) -> Iterator[pa.Table]:
@@ -181,14 +186,6 @@ class SparkEngine:
             last = time.monotonic()
             yield table
         shutil.rmtree(folder)
-
-    def _send(self, message: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(message) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            raise InputError(self._died()) from None
 
     def _check(self, name: str, folder: str, last: float) -> float:
         """Check the job and return the time of its last progress. Raises if it failed, ended or made no progress for too long."""
@@ -293,7 +290,6 @@ def _start(python: str, folder: str, config: SparkConfig, ray_address: str | Non
         "PYSPARK_PYTHON": python,
         "PYSPARK_DRIVER_PYTHON": python,
     }
-    log: IO[bytes]
     with open(os.path.join(folder, "driver.log"), "wb") as log:
         return subprocess.Popen(
             [python, "-m", "rayrec.ingest.spark_driver", json.dumps(job)],

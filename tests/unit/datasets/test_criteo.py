@@ -1,5 +1,6 @@
 """The published files are described as they were published, and a folder is asked for them by name."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,8 @@ import pytest
 from rayrec.config import InputError
 from rayrec.datasets import criteo
 from rayrec.datasets.fetch import PUBLISHED, files_of
-from rayrec.datasets.published_files import RemoteFile, check_folder, names_text, require_files
+from rayrec.datasets.published_files import RemoteFile, names_text, require_files
 from rayrec.quantities import size_text
-from rayrec.storage import File
 
 
 def test_rows_add_up_to_what_the_benchmarks_count() -> None:
@@ -40,20 +40,23 @@ def test_descriptions_can_be_fetched() -> None:
         files_of("zzz")
 
 
-def _files(*names: str, size_bytes: int = 15_000_000_000) -> list[File]:
-    return [File(f"s3://bucket/{name}", size_bytes, 0) for name in names]
+def test_files_are_found_plain_packed_or_as_parquet(tmp_path: Path) -> None:
+    def found(names: list[str], wanted: tuple[RemoteFile, ...]) -> list[str]:
+        for name in names:
+            (tmp_path / name).touch()
+            os.truncate(tmp_path / name, 15_000_000_000)
+        notes.clear()
+        return [Path(path).name for path in require_files(str(tmp_path), wanted, fetch_name="x", note=notes.append)]
 
-
-def test_files_are_found_plain_packed_or_as_parquet() -> None:
-    report = check_folder(_files("day_0", "day_1.gz", "day_2.parquet", "day_23.gz", "day_3.gz.old"), criteo.SMALL_DAYS)
-    present = {"day_0": "day_0", "day_1": "day_1.gz", "day_2": "day_2.parquet", "day_23": "day_23.gz"}
-    assert report.present == {name: f"s3://bucket/{file}" for name, file in present.items()}
-    assert [file.name for file in report.missing] == ["day_3.gz"]
-    assert report.repeated == ()
-    assert report.unlike_published == ("s3://bucket/day_0: 15 GB, but 49.8 GB are published",)
-    report = check_folder(_files("train.parquet", "test.txt.gz", "test.txt"), criteo.KAGGLE_FILES)
-    assert list(report.present.values()) == ["s3://bucket/train.parquet", "s3://bucket/test.txt"]
-    assert report.repeated == (("s3://bucket/test.txt", "s3://bucket/test.txt.gz"),)
+    notes: list[str] = []
+    days = ["day_0", "day_1.gz", "day_2.parquet", "day_23.gz"]
+    with pytest.raises(InputError, match=r"missing day_3 \("):
+        found([*days, "day_3.gz.old"], criteo.SMALL_DAYS)
+    assert found([*days, "day_3.parquet"], criteo.SMALL_DAYS) == [*days[:3], "day_3.parquet", "day_23.gz"]
+    assert notes == [f"{tmp_path}/day_0: 15 GB, but 49.8 GB are published"]
+    assert found(["train.parquet", "test.txt.gz"], criteo.KAGGLE_FILES) == ["train.parquet", "test.txt.gz"]
+    with pytest.raises(InputError, match=r"more than once \(test\.txt and test\.txt\.gz\)"):
+        found(["test.txt"], criteo.KAGGLE_FILES)
 
 
 def test_a_folder_is_asked_for_all_files_of_a_set(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayrec.data.logs.index import Block, Segment, SegmentRange
-from rayrec.ingest.block_order import BlockOrder, Piece, Position, after, deal, steps_in, whole
+from rayrec.ingest.block_order import BlockOrder, Piece, Position, after, deal, whole
 
 pieces = st.lists(st.integers(1, 40), max_size=12).map(
     lambda sizes: [Piece(number, 3, 3 + size) for number, size in enumerate(sizes)]
@@ -71,7 +71,7 @@ def test_every_row_once_for_any_worker_numbers(shuffle: str, sizes: list[int], m
         position = position.for_workers(blocks, world_size=world_size, batch_size=batch_size)
         hands = position.hands(blocks)
         left = [after(hand, position.step_in_deal * batch_size) for hand in hands]
-        steps = min(wanted, steps_in(max(len(rows_of(hand)) for hand in left), batch_size))
+        steps = min(wanted, -(-max(len(rows_of(hand)) for hand in left) // batch_size))
         for hand in left:
             used += rows_of(hand)[: steps * batch_size]
         position = Position(position.epoch, position.step_in_deal + steps, world_size, batch_size, position.pieces)
