@@ -157,11 +157,8 @@ def writing_to(path: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Download:
-    """Download of one file to `partial`.
-
-    `accept` checks the offered version and `verify` the complete file. Both raise Failed to reject it. `advance` is called with
-    the number of bytes received.
-    """
+    """Download of one file to `partial`. `accept` checks the offered version and `verify` the complete file. Both raise Failed to
+    reject it. `advance` is called with the number of bytes received."""
 
     url: str
     partial: Partial

@@ -149,10 +149,8 @@ class _Call:
 
 
 def _extract(archive: str, wanted: Sequence[RemoteFile], call: _Call, *, url: str) -> list[dict[str, Any]]:
-    """Extract the wanted members of a tar file into the folder. No path in the archive is used for writing.
-
-    Raises InputError if the archive is damaged, or a member is missing, not a regular file, or not the published one.
-    """
+    """Extract the wanted members of a tar file into the folder. No path in the archive is used for writing. Raises InputError if
+    the archive is damaged, or a member is missing, not a regular file, or not the published one."""
     missing = {file.name: file for file in wanted}
     results = []
     try:

@@ -36,10 +36,8 @@ class BatchReader(Protocol[Plan_contra]):
     """Time per reading stage."""
 
     def batches(self, plans: Plans[Plan_contra], share: Share) -> Iterator[Batch]:
-        """Start reading and return one batch per step.
-
-        At the end of an epoch, workers may receive fewer rows than others, or none. `loss_weight` compensates.
-        """
+        """Start reading and return one batch per step. At the end of an epoch, workers may receive fewer rows than others, or
+        none. `loss_weight` compensates."""
         ...
 
     def stop(self) -> None:
@@ -128,11 +126,8 @@ class ClickBatches:
     """Batches of a click log, sliced from encoded rows."""
 
     def __init__(self, source: TaskSource | MappedSource, inputs: Schema, *, pinned: int = 0, **slicing: Any) -> None:
-        """Configure the reader.
-
-        `pinned` is the number of batches that a thread prepares in pinned memory, for asynchronous copies to a GPU. 0 makes
-        batches on `next`, in pageable memory. `slicing`: targets, unpooled and tables of `Slicer`.
-        """
+        """Configure the reader. `pinned` is the number of batches that a thread prepares in pinned memory, for asynchronous
+        copies to a GPU. 0 makes batches on `next`, in pageable memory. `slicing`: targets, unpooled and tables of `Slicer`."""
         self._source, self._num_pinned = source, pinned
         self._slicer = functools.partial(Slicer, inputs=inputs, pin_constants=bool(pinned), **slicing)
         self._rows: RowStream | None = None
@@ -251,10 +246,8 @@ class Slicer:
         )
 
     def _sequences(self, ids: Sequence[Ids], count: int) -> KeyedJaggedTensor | None:
-        """Return the ids of unpooled features and full tables.
-
-        An empty batch gets one row of empty lists, because TorchRec cannot exchange unpooled embeddings of zero rows.
-        """
+        """Return the ids of unpooled features and full tables. An empty batch gets one row of empty lists, because TorchRec
+        cannot exchange unpooled embeddings of zero rows."""
         if not self._unpooled and not self._tables:
             return None
         if not self._tables and count:
@@ -338,10 +331,8 @@ def sparse_features(
     *,
     weighted: bool = False,
 ) -> KeyedJaggedTensor:
-    """Build a KeyedJaggedTensor of `rows` rows.
-
-    `constant` caches the lengths and offsets of fixed-width columns by row count. `weighted` adds weights, 1 for columns without.
-    """
+    """Build a KeyedJaggedTensor of `rows` rows. `constant` caches the lengths and offsets of fixed-width columns by row count.
+    `weighted` adds weights, 1 for columns without."""
     sizes = [len(column.values) if isinstance(column, JaggedIds) else column.size for column in columns]
     if isinstance(columns, OneArray):
         values = columns.values

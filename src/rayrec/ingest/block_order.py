@@ -120,10 +120,8 @@ class BlockOrder:
         return digest.hexdigest()[:16]
 
     def place(self, state: dict[str, Any] | None) -> Position:
-        """Return the position of a stored state. Raises InputError if it belongs to another order.
-
-        Accepts a position without an order hash, and compares hashes without checksums for older checkpoints.
-        """
+        """Return the position of a stored state. Raises InputError if it belongs to another order. Accepts a position without an
+        order hash, and compares hashes without checksums for older checkpoints."""
         if not state:
             return Position()
         position = Position.from_dict(state)
@@ -246,11 +244,8 @@ class Position:
         return cls(**{**stored, "pieces": pieces})
 
     def for_workers(self, blocks: Sequence[Block], *, world_size: int, batch_size: int) -> Position:
-        """Return this position for a number of workers and a batch size.
-
-        If both are unchanged, every worker keeps its rows and continues with its next row. Otherwise the remaining rows of all
-        shards are sharded again.
-        """
+        """Return this position for a number of workers and a batch size. If both are unchanged, every worker keeps its rows and
+        continues with its next row. Otherwise the remaining rows of all shards are sharded again."""
         if self.world_size == world_size and self.batch_size == batch_size:
             return self
         pieces = self.pieces
@@ -267,10 +262,8 @@ class Position:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Steps of one worker from a position to the end of its epoch.
-
-    Shards differ by at most one row, larger ones first, so that all counts follow from the number of sharded rows.
-    """
+    """Steps of one worker from a position to the end of its epoch. Shards differ by at most one row, larger ones first, so that
+    all counts follow from the number of sharded rows."""
 
     order: BlockOrder
     start: Position

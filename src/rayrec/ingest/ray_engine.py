@@ -337,10 +337,8 @@ def raise_input_error(error: ray.exceptions.RayTaskError) -> None:
 
 @contextmanager
 def input_errors() -> Iterator[None]:
-    """Convert Ray's error for an InputError in a Ray Data actor back to that InputError.
-
-    Ray Data 2.60 keeps only the text of the traceback (UserCodeException drops its cause).
-    """
+    """Convert Ray's error for an InputError in a Ray Data actor back to that InputError. Ray Data 2.60 keeps only the text of the
+    traceback (UserCodeException drops its cause)."""
     logger = logging.getLogger("ray.data")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # Ray Data logs errors before raising them.

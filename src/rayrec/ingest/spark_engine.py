@@ -114,10 +114,8 @@ class SparkEngine:
     def started(
         cls, config: SparkConfig, *, ray_address: str | None, cache_folder: str, note: Callable[[str], None]
     ) -> Iterator[SparkEngine]:
-        """Start Spark on `config.master`, or inside the Ray cluster at `ray_address`, and stop it at the end.
-
-        Raises InputError if Spark or Java is not installed, or Spark does not start in time.
-        """
+        """Start Spark on `config.master`, or inside the Ray cluster at `ray_address`, and stop it at the end. Raises InputError
+        if Spark or Java is not installed, or Spark does not start in time."""
         if shutil.which("java") is None:
             if ray_address is not None:
                 raise InputError(

@@ -38,17 +38,12 @@ _CLOSE_S: Final = 10.0
 
 @final
 class Ahead(Generic[T]):
-    """Iterator over the values of a generator, of which a daemon thread prefetches at most `most`.
-
-    Errors of the generator are raised to the reader in order. The thread owns the generator and closes it.
-    """
+    """Iterator over the values of a generator, of which a daemon thread prefetches at most `most`. Errors of the generator are
+    raised to the reader in order. The thread owns the generator and closes it."""
 
     def __init__(self, values: Generator[T, None, None], *, most: int, may_stall: bool = False) -> None:
-        """Start the thread.
-
-        `may_stall`: whether the generator may wait forever and cannot be interrupted, such as for data tasks on lost nodes. Once
-        the run is asked to stop, iteration then ends if the next value is late.
-        """
+        """Start the thread. `may_stall`: whether the generator may wait forever and cannot be interrupted, such as for data tasks
+        on lost nodes. Once the run is asked to stop, iteration then ends if the next value is late."""
         self._values, self._may_stall = values, may_stall
         self._made: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(most)
         self._closed = threading.Event()
@@ -186,9 +181,7 @@ class TaskSource:
 @dataclass(frozen=True)
 class MappedSource:
     """Source of rows from local preprocessed files in MAPPED formats, read by one thread. The kernels release the GIL.
-
-    `in_memory` first loads the files into memory, where they stay until the process ends.
-    """
+    `in_memory` first loads the files into memory, where they stay until the process ends."""
 
     preprocessor: Preprocessor
     in_memory: bool = False

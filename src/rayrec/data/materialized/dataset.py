@@ -106,21 +106,16 @@ def hash_of(files: list[dict[str, Any]]) -> str:
 
 
 def open_preprocessed(path: str, *, verify: bool = False) -> PreprocessedDataset:
-    """Open a preprocessed dataset and check file sizes. `verify` also compares checksums.
-
-    Raises InputError if the folder is not a preprocessed dataset, has another version, or is incomplete or damaged.
-    """
+    """Open a preprocessed dataset and check file sizes. `verify` also compares checksums. Raises InputError if the folder is not
+    a preprocessed dataset, has another version, or is incomplete or damaged."""
     dataset = _load(storage.absolute(path).rstrip("/"))
     _check_files(dataset.path, dataset.manifest["files"], verify=verify)
     return dataset
 
 
 def open_verified(path: str, context: TaskContext) -> PreprocessedDataset:
-    """Open a preprocessed dataset and compare the CRC-32 of its files in data tasks.
-
-    Skips this if a record in the cache folder shows that files with the same names, sizes, times and checksums passed before.
-    Raises the errors of `open_preprocessed`.
-    """
+    """Open a preprocessed dataset and compare the CRC-32 of its files in data tasks. Skips this if a record in the cache folder
+    shows that files with the same names, sizes, times and checksums passed before. Raises the errors of `open_preprocessed`."""
     dataset = _load(storage.absolute(path).rstrip("/"))
     path, files = dataset.path, dataset.manifest["files"]
     found = _check_files(path, files, verify=False)
@@ -189,10 +184,8 @@ def dataset_of(segment: Segment) -> tuple[PreprocessedDataset, int]:
 
 
 def read(segments: Sequence[Segment], order: np.ndarray, preprocessor: Preprocessor) -> EncodedRows:
-    """Read rows `order` (int64) of the concatenated segments. The result equals encoding the raw rows.
-
-    Raises InputError if the dataset was made with another Preprocessor, a file is damaged, or an id is outside its table.
-    """
+    """Read rows `order` (int64) of the concatenated segments. The result equals encoding the raw rows. Raises InputError if the
+    dataset was made with another Preprocessor, a file is damaged, or an id is outside its table."""
     order = np.ascontiguousarray(order, np.int64)
     dataset, _ = dataset_of(segments[0])
     dataset.check_preprocessor(preprocessor)
@@ -342,10 +335,8 @@ class WrongId:
 
 
 def wrong_id(rows: EncodedRows, num_embeddings: Sequence[int]) -> WrongId | None:
-    """Find the first id outside [0, num_embeddings) of its column, column by column. None if all ids are valid.
-
-    One pass over the ids, about 1 ns per id.
-    """
+    """Find the first id outside [0, num_embeddings) of its column, column by column. None if all ids are valid. One pass over the
+    ids, about 1 ns per id."""
     for column, (ids, size) in enumerate(zip(rows.ids, num_embeddings, strict=True)):
         values = ids.values if isinstance(ids, JaggedIds) else ids
         if not values.size:

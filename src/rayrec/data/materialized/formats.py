@@ -134,10 +134,8 @@ def create_files(folder: str, plans: Sequence[FilePlan]) -> None:
 
 
 def finish_files(folder: str, plans: Sequence[FilePlan], written: Iterable[tuple[str, int, int, int]]) -> list[dict[str, Any]]:
-    """Return [{name, bytes, crc32}] of the complete files.
-
-    Combines each file's checksum from its header and `written` ranges (file, start, length, CRC-32), without reading rows again.
-    """
+    """Return [{name, bytes, crc32}] of the complete files. Combines each file's checksum from its header and `written` ranges
+    (file, start, length, CRC-32), without reading rows again."""
     of_file: dict[str, list[tuple[int, int, int]]] = {}
     for name, start, length, of_range in written:
         of_file.setdefault(name, []).append((start, length, of_range))
@@ -260,11 +258,8 @@ def matrix_of(table: pa.Table, name: str) -> np.ndarray:
 
 
 def named_columns(rows: EncodedRows, schema: Schema) -> pa.Table:
-    """Convert encoded rows to columns named by the schema.
-
-    Label is int8; weight, dense, list weights and further labels are float32; timestamp is int64, in microseconds since
-    1970-01-01 00:00 UTC. Ids keep their type.
-    """
+    """Convert encoded rows to columns named by the schema. Label is int8; weight, dense, list weights and further labels are
+    float32; timestamp is int64, in microseconds since 1970-01-01 00:00 UTC. Ids keep their type."""
     columns: dict[str, pa.Array] = {}
     if schema.label in rows.labels:
         columns[schema.label] = arrow_numbers(rows.labels[schema.label].astype(np.int8))

@@ -130,10 +130,8 @@ class Index:
         return TokenColumn(COLUMN, np.dtype(match[1]).newbyteorder("<").str, int(match[2]))
 
     def find_column(self, name: str | None, path: str) -> tuple[str, str]:
-        """Find (name, encoding) of the token column: `name`, else tokens, else input_ids, else the only column.
-
-        Raises InputError if it is not found or has another type.
-        """
+        """Find (name, encoding) of the token column: `name`, else tokens, else input_ids, else the only column. Raises InputError
+        if it is not found or has another type."""
         encodings = {column: encoding for column, encoding, _ in self.columns}
         guesses = [guess for guess in (COLUMN, "input_ids") if guess in encodings]
         chosen = name or (guesses[0] if guesses else next(iter(encodings)) if len(encodings) == 1 else None)
@@ -164,10 +162,8 @@ class Index:
         return TokenColumn(name, dtype.newbyteorder("<").str, size // dtype.itemsize)
 
     def rows(self, content: mmap.mmap, shard: Shard, column: TokenColumn, path: str) -> np.ndarray:
-        """Return the tokens [rows, block_size] of a mapped shard as a view.
-
-        Raises InputError if the shard is damaged or its rows differ in length.
-        """
+        """Return the tokens [rows, block_size] of a mapped shard as a view. Raises InputError if the shard is damaged or its rows
+        differ in length."""
         count, dtype = int(np.frombuffer(content, "<u4", 1)[0]), np.dtype(column.dtype)
         starts = np.frombuffer(content, "<u4", shard.rows + 1, 4).astype(np.int64)
         if count != shard.rows or starts[-1] != shard.size_bytes or not 0 < starts[0] < starts[1] <= starts[-1]:
@@ -249,10 +245,8 @@ def load_streaming() -> ModuleType:
 
 
 def write_shard(tokens: np.ndarray, path: str) -> dict[str, Any]:
-    """Write tokens [rows, block_size], uint16 or uint32, as one shard at `path`, atomically, and return its index entry.
-
-    The same rows give the same bytes.
-    """
+    """Write tokens [rows, block_size], uint16 or uint32, as one shard at `path`, atomically, and return its index entry. The same
+    rows give the same bytes."""
     streaming = load_streaming()
     columns = {COLUMN: f"ndarray:{tokens.dtype.name}:{tokens.shape[1]}"}
     with storage.Scratch("shard") as folder:
@@ -332,10 +326,8 @@ class TokenRows:
         raise TypeError("TokenRows is not to be pickled: make it in the process that reads")
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Read rows by number, in the given order.
-
-        Raises InputError if a shard is damaged or missing, and OSError if its store is unavailable for too long.
-        """
+        """Read rows by number, in the given order. Raises InputError if a shard is damaged or missing, and OSError if its store
+        is unavailable for too long."""
         rows = np.empty((len(indices), self.block_size), np.int64)
         shards = self._shards_of(indices)
         for shard in np.unique(shards).tolist():

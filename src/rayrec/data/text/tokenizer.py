@@ -84,10 +84,8 @@ def load_tokenizer(folder: str) -> TextTokenizer:
 
 
 def read_tokenizer(folder: str) -> Files:
-    """Read a HuggingFace tokenizer folder, local or at a URL, and convert it to the fast format if needed.
-
-    Raises InputError if no tokenizer is found or it has no fast format.
-    """
+    """Read a HuggingFace tokenizer folder, local or at a URL, and convert it to the fast format if needed. Raises InputError if
+    no tokenizer is found or it has no fast format."""
     there = set(storage.list_folder(folder))
     files = {name: storage.read_bytes(storage.join(folder, name)) for name in _FILES if name in there}
     if not files:
