@@ -76,6 +76,11 @@ class Digests:
         self.size_bytes = 0
         self._sha256, self._md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
 
+    def add_file(self, path: str) -> None:
+        with open(path, "rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                self.add(chunk)
+
     def add(self, chunk: bytes) -> None:
         self.size_bytes += len(chunk)
         self._sha256.update(chunk)
@@ -103,9 +108,7 @@ class Partial:
         with contextlib.suppress(OSError, ValueError, TypeError):
             with open(self._state_path, encoding="utf-8") as file:
                 version = Version(**json.load(file))
-            with open(self.path, "rb") as data:
-                while chunk := data.read(CHUNK_BYTES):
-                    self.digests.add(chunk)
+            self.digests.add_file(self.path)
             self.version, self.resumed = version, True
         if self.version is None:
             self.digests = Digests()

@@ -74,14 +74,11 @@ def check_bytes(file: RemoteFile, path: str, digests: Digests, version: Version 
 
 def _md5_unpacked(path: str) -> str | None:
     """Compute the md5 of a .gz file's content. None if it is damaged."""
-    md5 = hashlib.md5(usedforsecurity=False)
     try:
         with gzip.open(path, "rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
-                md5.update(chunk)
+            return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()  # type: ignore[arg-type]
     except (OSError, EOFError, zlib.error):
         return None
-    return md5.hexdigest()
 
 
 def check_present(
@@ -101,9 +98,7 @@ def check_present(
         return {**record, "status": "present"}
     note(f"{file.name}: checking what is there")
     digests = Digests()
-    with open(path, "rb") as data:
-        while chunk := data.read(CHUNK_BYTES):
-            digests.add(chunk)
+    digests.add_file(path)
     if record:
         if digests.sha256 != record["sha256"]:
             raise InputError(f"{path}: has sha256 {digests.sha256}, {record['sha256']} was fetched; {remedy}")

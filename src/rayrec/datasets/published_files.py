@@ -57,12 +57,6 @@ class RemoteFile(Config):
     def published_at(self) -> str:
         return self.page or (self.archive.page if self.archive else "")
 
-    def bytes_of(self, name: str) -> int | None:
-        """Return the approximate size of the variant `name`. None if unknown."""
-        if name == self.name:
-            return self.expected_bytes
-        return self.unpacked_about_bytes if name == self.plain_name else None
-
 
 def require_files(
     path: str, wanted: Sequence[RemoteFile], *, fetch_name: str, note: Callable[[str], None] | None = None
@@ -84,7 +78,8 @@ def require_files(
         same = "; ".join(" and ".join(storage.name_of(file.path) for file in present) for present in repeated)
         raise InputError(f"{path}: the same rows are there more than once ({same}); keep one of each")
     for file, (present,) in found.items():
-        expected = file.bytes_of(storage.name_of(present.path))
+        sizes = {file.plain_name: file.unpacked_about_bytes, file.name: file.expected_bytes}
+        expected = sizes.get(storage.name_of(present.path))
         if note and expected and not 0.75 < present.size_bytes / expected < 1.25:
             note(f"{present.path}: {size_text(present.size_bytes)}, but {size_text(expected)} are published")
     return [present.path for (present,) in found.values()]
@@ -118,8 +113,7 @@ def _size_of(files: Sequence[RemoteFile]) -> str:
 
 
 def _sum(values: Sequence[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
+    return None if None in values else sum(value or 0 for value in values)
 
 
 def names_text(names: Sequence[str]) -> str:

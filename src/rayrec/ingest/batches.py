@@ -38,15 +38,12 @@ class BatchReader(Protocol[Plan_contra]):
     def batches(self, plans: Plans[Plan_contra], share: Share) -> Iterator[Batch]:
         """Start reading and return one batch per step. At the end of an epoch, workers may receive fewer rows than others, or
         none. `loss_weight` compensates."""
-        ...
 
     def stop(self) -> None:
         """Stop reading."""
-        ...
 
     def close(self) -> None:
         """Stop reading and release the rows."""
-        ...
 
 
 # Numbered rows -------------------------------------------------------------------------------------------------------

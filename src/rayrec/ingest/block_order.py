@@ -152,14 +152,16 @@ class BlockOrder:
             tally.add_ranges(all_rows, epoch=epoch)
         if place.world_size:
             tally.add_ranges(all_rows, epoch=place.epoch)
-            blocks, used = self.blocks(place.epoch), place.step_in_deal * place.batch_size
-            left = [piece for hand in place.hands(blocks) for piece in after(hand, used)]
+            blocks = self.blocks(place.epoch)
+            left = place.remaining(blocks)
             untouched = [blocks[piece.block] for piece in left if piece.rows == blocks[piece.block].rows]
             ranges = merged(_numbers_of(part) for block in untouched for part in block.parts)
             tally.add_ranges(ranges, epoch=place.epoch, times=-1)
             for piece in left:
-                if piece.rows < blocks[piece.block].rows:
-                    tally.remove(RowNumbers(place.epoch, _numbers_in(blocks[piece.block], piece)))
+                block = blocks[piece.block]
+                if piece.rows < block.rows:
+                    numbers = row_numbers([part.segment for part in block.parts])[block.order()[piece.start : piece.stop]]
+                    tally.remove(RowNumbers(place.epoch, numbers))
         return tally
 
 
@@ -167,10 +169,6 @@ def _numbers_of(part: SegmentRange) -> tuple[int, int]:
     """Return the range of the part's row numbers in the log, as [start, stop)."""
     first = part.segment.first_row
     return first + part.start, first + part.stop
-
-
-def _numbers_in(block: Block, piece: Piece) -> np.ndarray:
-    return row_numbers([part.segment for part in block.parts])[block.order()[piece.start : piece.stop]]
 
 
 def whole(blocks: Sequence[Block]) -> list[Piece]:
@@ -250,10 +248,13 @@ class Position:
             return self
         pieces = self.pieces
         if self.world_size:
-            taken = self.step_in_deal * self.batch_size
-            left = [piece for hand in self.hands(blocks) for piece in after(hand, taken)]
-            pieces = tuple(sorted(left, key=lambda piece: (piece.block, piece.start)))
+            pieces = tuple(sorted(self.remaining(blocks), key=lambda piece: (piece.block, piece.start)))
         return Position(self.epoch, 0, world_size, batch_size, pieces, self.order)
+
+    def remaining(self, blocks: Sequence[Block]) -> list[Piece]:
+        """Return the unused pieces of all shards."""
+        used = self.step_in_deal * self.batch_size
+        return [piece for hand in self.hands(blocks) for piece in after(hand, used)]
 
     def hands(self, blocks: Sequence[Block]) -> list[list[Piece]]:
         """Return the shard of each worker, including rows already used."""

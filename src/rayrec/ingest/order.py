@@ -34,15 +34,12 @@ class EpochPlan(Protocol[Place_co]):
     @property
     def steps(self) -> int:
         """Number of steps, equal on all workers."""
-        ...
 
     def rows_until(self, step: int) -> int:
         """Return the row count of all workers before a step."""
-        ...
 
     def after(self, step: int) -> Place_co:
         """Return the position before a step."""
-        ...
 
 
 Plans: TypeAlias = Callable[[], Iterator[tuple[Plan, int]]]
@@ -55,22 +52,17 @@ class EpochOrder(Protocol[Place, Plan_co]):
     @property
     def rows(self) -> int:
         """Row count of an epoch."""
-        ...
 
     def place(self, state: dict[str, Any] | None) -> Place:
         """Return the position of a stored state, or the start for None. Raises InputError if the rows or their order differ."""
-        ...
 
     def start(self, epoch: int) -> Place: ...
 
     def plan(self, place: Place, share: Share) -> Plan_co:
         """Plan the steps from a position to the end of its epoch. Any number of workers may have reached it."""
-        ...
 
     def state(self, place: Place) -> dict[str, Any]:
         """Return the position as JSON values, equal on all workers."""
-        ...
 
     def trained(self, place: Place) -> RowTally:
         """Return the rows trained before a position: every row once per epoch, minus the rest of the current epoch."""
-        ...

@@ -325,14 +325,9 @@ def tables(dataset: ray.data.Dataset) -> Generator[pa.Table, None, None]:
         # With prefetch_batches=n, Ray Data returns the first block only after n more. It prefetches anyway.
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
     except ray.exceptions.RayTaskError as error:
-        raise_input_error(error)
+        if isinstance(error.cause, InputError):
+            raise InputError(str(error.cause).partition("\n")[0]) from None  # Ray Data appends advice.
         raise
-
-
-def raise_input_error(error: ray.exceptions.RayTaskError) -> None:
-    """Raise the InputError that caused a task failure, if any, without Ray's traceback."""
-    if isinstance(error.cause, InputError):
-        raise InputError(str(error.cause).partition("\n")[0]) from None  # Ray Data appends advice.
 
 
 @contextmanager

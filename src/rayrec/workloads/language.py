@@ -13,7 +13,7 @@ from rayrec import storage
 from rayrec.bounds import Count, Finite, Share
 from rayrec.config import Config, InputError
 from rayrec.data.text.text_blocks import PART_BYTES, TokenFolder, is_tokens, open_tokens, sets_of_shards, text_rows
-from rayrec.data.text.tokenizer import copy_tokenizer, load_tokenizer, read_tokenizer
+from rayrec.data.text.tokenizer import load_tokenizer, read_tokenizer, write_tokenizer
 from rayrec.imports import require
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
@@ -304,7 +304,7 @@ class LanguageWorkload(DataParallelWorkload):
         storage.make_folder(out)
         written = export_weights(checkpoint, out)
         storage.copy_file(storage.join(checkpoint, CONFIG_FILE), storage.join(out, CONFIG_FILE))
-        copy_tokenizer(storage.join(checkpoint, TOKENIZER_FOLDER), out)
+        write_tokenizer(read_tokenizer(storage.join(checkpoint, TOKENIZER_FOLDER)), out)
         return dict(written)
 
 

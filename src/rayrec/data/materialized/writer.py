@@ -211,8 +211,6 @@ class Layout:
     """Row count of each raw file."""
     plans: list[list[FilePlan]]
     """Output files of each raw file. Empty for parquet, whose files the tasks create."""
-    ranges: list[tuple[str, int, int]]
-    """Tuples (set, first row, end row) in log order. Rows outside all sets belong to the set `other`."""
     tasks: list[Task]
 
     @property
@@ -254,9 +252,7 @@ def lay_out(index: LogIndex, preprocessor: Preprocessor, output: Output) -> Layo
     if output.format != "parquet":
         stems = _stems(raw_files)
         plans = [plan_files(output.format, preprocessor, stem, rows) for stem, rows in zip(stems, file_rows, strict=True)]
-    layout = Layout(raw_files, file_rows, plans, _ranges(output.sets, index.rows), [])
-    layout.tasks.extend(_tasks(index, layout, output))
-    return layout
+    return Layout(raw_files, file_rows, plans, _tasks(index, raw_files, plans, output))
 
 
 def _stems(paths: Sequence[str]) -> list[str]:
@@ -275,6 +271,7 @@ def _stems(paths: Sequence[str]) -> list[str]:
 
 
 def _ranges(sets: dict[str, tuple[int, int]] | None, rows: int) -> list[tuple[str, int, int]]:
+    """Return (set, first row, end row) in log order. Rows outside all sets belong to the set `other`."""
     if sets is None:
         return [("all", 0, rows)]
     ranges, done = [], 0
@@ -289,14 +286,14 @@ def _ranges(sets: dict[str, tuple[int, int]] | None, rows: int) -> list[tuple[st
     return [*ranges, ("other", done, rows)] if done < rows else ranges
 
 
-def _tasks(index: LogIndex, layout: Layout, output: Output) -> list[Task]:
-    number_of = {path: number for number, path in enumerate(layout.raw_files)}
-    matrices = [tuple(matrix for plan in plans for matrix in plan.matrices) for plans in layout.plans]
+def _tasks(index: LogIndex, raw_files: Sequence[str], plans: Sequence[Sequence[FilePlan]], output: Output) -> list[Task]:
+    number_of = {path: number for number, path in enumerate(raw_files)}
+    matrices = [tuple(matrix for plan in of_file for matrix in plan.matrices) for of_file in plans]
     first_rows: dict[str, int] = {}
     for segment in index.segments:
         first_rows.setdefault(segment.path, segment.first_row)
     tasks: list[Task] = []
-    for name, start, stop in layout.ranges:
+    for name, start, stop in _ranges(output.sets, index.rows):
         parts = list(index.parts(start, stop))
         size = output.segments_per_task
         if output.shuffle == "full":

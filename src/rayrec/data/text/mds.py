@@ -19,7 +19,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final, final
@@ -137,10 +136,8 @@ class Index:
         chosen = name or (guesses[0] if guesses else next(iter(encodings)) if len(encodings) == 1 else None)
         described = ", ".join(f"{column} ({encoding})" for column, encoding in encodings.items())
         if chosen not in encodings:
-            raise InputError(
-                f"{path}: its rows have {described}; name the column of tokens with --column"
-                + (f", {name} is none" if name else "")
-            )
+            hint = f", {name} is none" if name else ""
+            raise InputError(f"{path}: its rows have {described}; name the column of tokens with --column{hint}")
         encoding = encodings[chosen]
         if encoding == "str":
             raise InputError(
@@ -303,13 +300,8 @@ class TokenRows:
         self._ahead: ThreadPoolExecutor | None = None
         if storage.is_url(path) or any(shard.packed for shard in index.shards):
             sizes_bytes = {shard.name: shard.size_bytes for shard in index.shards}
-            self._cache = ShardCache(
-                path,
-                index=content,
-                sizes_bytes=sizes_bytes,
-                folder=cache_folder or os.path.join(cache.folder(), "shards"),
-                limit_bytes=cache_bytes,
-            )
+            folder = cache_folder or os.path.join(cache.folder(), "shards")
+            self._cache = ShardCache(path, index=content, sizes_bytes=sizes_bytes, folder=folder, limit_bytes=cache_bytes)
             if cache_bytes is not None:  # Mapped shards cannot be evicted.
                 self._most_open = min(_OPEN_SHARDS, cache_bytes // max(sizes_bytes.values()) // MIN_FILES)
             self._folder = self._cache.folder
@@ -342,7 +334,7 @@ class TokenRows:
         for shard in np.unique(self._shards_of(indices)).tolist():
             known = self._coming.get(shard)
             if shard not in self._mapped and (known is None or known.done()):
-                self._coming[shard] = self._ahead.submit(self._fetch_ahead, shard)
+                self._coming[shard] = self._ahead.submit(self._fetch, shard)
 
     def close(self) -> None:
         """Release files, memory and threads. Can be called repeatedly."""
@@ -355,14 +347,12 @@ class TokenRows:
 
     def _rows_of(self, number: int) -> np.ndarray:
         """Return the mapped rows [rows, block_size] of a shard."""
-        found = self._mapped.get(number)
-        if found is None:
-            found = self._mapped[number] = self._open(number)
-            while len(self._mapped) > self._most_open:
+        if number not in self._mapped:
+            self._mapped[number] = self._open(number)
+            if len(self._mapped) > self._most_open:
                 self._mapped.popitem(last=False)
-        else:
-            self._mapped.move_to_end(number)
-        return found
+        self._mapped.move_to_end(number)
+        return self._mapped[number]
 
     def _open(self, number: int) -> np.ndarray:
         for _ in range(_TRIES):
@@ -390,10 +380,6 @@ class TokenRows:
             _check_bytes(content, shard.checksum, path)
             self._checked.add(number)
         return self._index.rows(content, shard, self._column, path)
-
-    def _fetch_ahead(self, number: int) -> None:
-        with suppress(InputError, OSError):
-            self._fetch(number)
 
     def _fetch(self, number: int) -> None:
         """Fetch a shard into the folder unless present. Waits if another thread or process is fetching it."""

@@ -62,10 +62,11 @@ def sets_of_shards(path: str) -> dict[str, str]:
     """
     if storage.exists(storage.join(path, INDEX)):
         return {"train": ""}
-    found = {"train": "train"} if storage.exists(storage.join(path, "train", INDEX)) else {}
-    names = ("validation", "val", "valid", "eval", "test") if found else ()
+    if not storage.exists(storage.join(path, "train", INDEX)):
+        return {}
+    names = ("validation", "val", "valid", "eval", "test")
     held_out = next((name for name in names if storage.exists(storage.join(path, name, INDEX))), None)
-    return found if held_out is None else {**found, "validation": held_out}
+    return {"train": "train", "validation": held_out} if held_out else {"train": "train"}
 
 
 def is_tokens(path: str) -> bool:

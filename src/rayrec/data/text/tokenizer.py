@@ -118,11 +118,6 @@ def write_tokenizer(files: Files, folder: str) -> None:
         storage.write_bytes(storage.join(folder, name), files[name])
 
 
-def copy_tokenizer(source: str, folder: str) -> None:
-    """Copy the tokenizer files from one folder to another, without other files."""
-    write_tokenizer(read_tokenizer(source), folder)
-
-
 def bytes_bpe(texts: Iterable[str], vocabulary_size: int) -> Files:
     """Train a byte-level BPE tokenizer, as for GPT-2. The same texts give the same bytes with any number of threads."""
     require("tokenizers", extra="language")
