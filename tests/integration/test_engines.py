@@ -117,7 +117,7 @@ def test_a_killed_executor_is_replaced_or_told(spark: Callable[..., Any], tasks:
             numbers += [table.column("number")[0].as_py() for table in results]
     except InputError as error:
         told = str(error)
-    assert numbers == list(range(12)) or re.fullmatch(r"Spark[^\n]*its log is [^\n]*", told)
+    assert numbers == list(range(12)) or re.fullmatch(r"Spark[^\n]*Log: [^\n]*", told)
     assert time.monotonic() - started < 500
 
 

@@ -155,7 +155,7 @@ def writing_to(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror}); free space there or choose another --out") from None
+        raise InputError(f"{path}: cannot be written ({error.strerror}). Free space there or choose another --out.") from None
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Download:
         except urllib.error.HTTPError as error:
             if error.code == 416:  # The file became shorter.
                 self.partial.restart(None)
-                raise Failed("its size changed") from None
+                raise Failed("file size changed") from None
             wait = error.headers.get("Retry-After", "")
             wait_s = float(wait) if wait.isdecimal() else 0.0
             raise Failed(f"{error.code} {error.reason}", final=error.code not in _TRY_AGAIN, wait_s=wait_s) from None
@@ -223,18 +223,18 @@ class Download:
         partial = self.partial
         version = _version(self.url, response.headers, whole=response.status == 200)
         if encoding := response.headers.get("Content-Encoding", "").replace("identity", ""):
-            raise Failed(f"sends it {encoding}-encoded, though asked not to", final=True)
+            raise Failed(f"response is {encoding}-encoded, although identity was requested", final=True)
         if response.status == 206:
             old = partial.version
             place = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("Content-Range", "").strip())
             if old is None or place is None or int(place[1]) != partial.size_bytes:
                 partial.restart(None)
-                raise Failed("sends another part than asked for")
+                raise Failed("response is not the requested byte range")
             # Some servers ignore If-Range. Another version must not be joined.
             changed = version.validator is not None and version.validator != old.validator
             if changed or int(place[2]) != old.size_bytes:
                 partial.restart(None)
-                raise Failed("it changed while it was fetched")
+                raise Failed("file changed during the download")
             partial.resumed = True
         elif response.status == 200:
             self.accept(version)
@@ -254,7 +254,7 @@ class Download:
 
 def _failed(reason: Any) -> Failed:
     if isinstance(reason, ssl.SSLCertVerificationError):
-        return Failed(f"its certificate is refused ({reason.verify_message})", final=True)
+        return Failed(f"certificate rejected ({reason.verify_message})", final=True)
     if isinstance(reason, TimeoutError):
         return Failed("no answer in time")
     text = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__

@@ -31,8 +31,8 @@ LENGTH_TOLERANCE = 0.25
 """Maximum relative difference from an approximate size. Allows other compression, but not truncation."""
 
 UNCHECKED = {
-    "length": "only its length could be checked: neither its publisher nor the server gives a checksum",
-    "nothing": "nothing could be checked: neither a length nor a checksum is published or sent",
+    "length": "only its length was checked: neither its publisher nor the server has a checksum",
+    "nothing": "nothing was checked: neither a length nor a checksum is published or sent",
 }
 
 
@@ -42,31 +42,31 @@ def check_offer(file: RemoteFile, version: Version) -> None:
     if size is not None and about is not None:
         slack = 0.0 if file.size_bytes is not None else LENGTH_TOLERANCE * about
         if abs(size - about) > slack:
-            raise Failed(f"has {size:,} bytes, {'about ' if slack else ''}{about:,} are published", final=True)
+            raise Failed(f"size must be {'about ' if slack else ''}{about:,} bytes as published, got {size:,}", final=True)
     if version.md5 and file.md5 and version.md5 != file.md5 and not file.unpacked_md5:
-        raise Failed(f"has md5 {version.md5}, published is {file.md5}", final=True)
+        raise Failed(f"md5 must be {file.md5} as published, got {version.md5}", final=True)
 
 
 def check_bytes(file: RemoteFile, path: str, digests: Digests, version: Version | None) -> str:
     """Check a complete file with the best information available, and return its kind. Raises Failed on a mismatch."""
     size, sha256, md5 = digests.size_bytes, digests.sha256, digests.md5
     if file.size_bytes is not None and size != file.size_bytes:
-        raise Failed(f"has {size:,} bytes, {file.size_bytes:,} are published")
+        raise Failed(f"size must be {file.size_bytes:,} bytes as published, got {size:,}")
     if file.sha256:
         if sha256 != file.sha256:
-            raise Failed(f"has sha256 {sha256}, published is {file.sha256}")
+            raise Failed(f"sha256 must be {file.sha256} as published, got {sha256}")
         return "published sha256"
     if file.md5 and md5 == file.md5:
         return "published md5"
     if file.unpacked_md5:
         if _md5_unpacked(path) != file.unpacked_md5:
-            raise Failed(f"has md5 {md5}, published is {file.md5}, and holds other contents too")
+            raise Failed(f"md5 must be {file.md5} as published, got {md5}, and its content differs too")
         return "published md5 of its contents"
     if file.md5:
-        raise Failed(f"has md5 {md5}, published is {file.md5}")
+        raise Failed(f"md5 must be {file.md5} as published, got {md5}")
     if version and version.md5:
         if md5 != version.md5:
-            raise Failed(f"has md5 {md5}, the server says {version.md5}")
+            raise Failed(f"md5 must be {version.md5} by the server, got {md5}")
         return "md5 the server gives"
     known = file.size_bytes is not None or (version is not None and version.size_bytes is not None)
     return "length" if known else "nothing"
@@ -89,26 +89,26 @@ def check_present(
     if not os.path.isfile(path):
         return None
     size = os.path.getsize(path)
-    remedy = "remove it to fetch it again"
+    remedy = "Remove it to fetch it again."
     if record and size != record["bytes"]:
-        raise InputError(f"{path}: has {size:,} bytes, {record['bytes']:,} were fetched; {remedy}")
+        raise InputError(f"{path}: size must be {record['bytes']:,} bytes as fetched, got {size:,}. {remedy}")
     if file.size_bytes is not None and size != file.size_bytes:
-        raise InputError(f"{path}: has {size:,} bytes, {file.size_bytes:,} are published; {remedy}")
+        raise InputError(f"{path}: size must be {file.size_bytes:,} bytes as published, got {size:,}. {remedy}")
     if record and not verify:
         return {**record, "status": "present"}
-    note(f"{file.name}: checking what is there")
+    note(f"Checking {file.name}")
     digests = Digests()
     digests.add_file(path)
     if record:
         if digests.sha256 != record["sha256"]:
-            raise InputError(f"{path}: has sha256 {digests.sha256}, {record['sha256']} was fetched; {remedy}")
+            raise InputError(f"{path}: sha256 must be {record['sha256']} as fetched, got {digests.sha256}. {remedy}")
         return {**record, "status": "present"}
     try:
         verified = check_bytes(file, path, digests, None)
     except Failed as error:
-        raise InputError(f"{path}: {error}; {remedy}") from None
+        raise InputError(f"{path}: {error}. {remedy}") from None
     if verified in UNCHECKED:
-        note(f"{file.name}: was there; {UNCHECKED[verified]}")
+        note(f"Found {file.name}; {UNCHECKED[verified]}")
     return result_of(file.name, digests, None, "present", verified)
 
 
@@ -123,8 +123,8 @@ def require_space(folder: str, what: str, needed_bytes: int, *, freed_bytes: int
     free = shutil.disk_usage(folder).free + freed_bytes
     if needed_bytes > free:
         raise InputError(
-            f"{folder}: {what} needs {size_text(needed_bytes)}, {size_text(free)} are free; "
-            "free space there, choose another --out or fetch less"
+            f"{folder}: {what} needs {size_text(needed_bytes)}, {size_text(free)} are free. "
+            "Free space there, choose another --out or fetch less."
         )
 
 
@@ -155,16 +155,16 @@ def _extract(archive: str, wanted: Sequence[RemoteFile], call: _Call, *, url: st
                 if file is None or not member.isreg():
                     continue
                 del missing[file.name]
-                call.note(f"{file.name}: unpacking {size_text(member.size)}")
+                call.note(f"Unpacking {file.name}, {size_text(member.size)}")
                 results.append(_extract_member(tar, member, file, call, url))
                 if not missing:
                     break
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # Disk error: gzip and bz2 set no errno.
             raise
-        raise InputError(f"{archive}: damaged, no whole tar file ({error}); remove it to fetch it again") from None
+        raise InputError(f"{archive}: damaged tar file ({error}). Remove it to fetch it again.") from None
     if missing:
-        raise InputError(f"{archive}: holds no file {' and no '.join(missing)}; is {url} the published archive?")
+        raise InputError(f"{archive}: file {' and '.join(missing)} not found in it. Is {url} the published archive?")
     return results
 
 
@@ -186,7 +186,7 @@ def _extract_member(tar: tarfile.TarFile, member: tarfile.TarInfo, file: RemoteF
         try:
             verified = check_bytes(file, target, digests, Version(url, None, member.size, None))
         except Failed as error:
-            raise InputError(f"{file.name} of {url}: {error}; report it, and fetch from another --base-url") from None
+            raise InputError(f"{file.name} of {url}: {error}. Report it, and fetch from another --base-url.") from None
         with writing_to(target):
             os.replace(f"{target}.partial", target)
     finally:
@@ -209,7 +209,7 @@ def files_of(name: str) -> tuple[RemoteFile, ...]:
     if name not in PUBLISHED:
         near = difflib.get_close_matches(name, PUBLISHED, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PUBLISHED)}"
-        raise InputError(f"no data set '{name}' to fetch; {hint}")
+        raise InputError(f"dataset '{name}' not found, {hint}")
     return PUBLISHED[name]
 
 
@@ -246,9 +246,9 @@ def fetch(
     Raises InputError if a file cannot be fetched, is not the published one, or does not fit on the disk.
     """
     if storage.is_url(folder):
-        raise InputError(f"{folder}: files are fetched to a local folder; choose one with --out and copy it from there")
+        raise InputError(f"{folder}: must be a local folder. Choose one with --out and copy the files from there.")
     if base_url is not None and not base_url.startswith(("http://", "https://")):
-        raise InputError(f"--base-url {base_url}: is no http:// or https:// address")
+        raise InputError(f"--base-url: must be an http:// or https:// URL, got {base_url}")
     folder = storage.absolute(folder)
     with writing_to(folder):
         os.makedirs(folder, exist_ok=True)
@@ -329,13 +329,13 @@ def _transfer(file: RemoteFile, wanted: Sequence[RemoteFile], partial: Partial, 
         progress = functools.partial(reported.advance, file)
         Download(url, partial, call.retries, accept, check, progress, call.stop).run()
     except Failed as error:
-        where = f"it is published at {file.page}: " if file.page else ""
+        where = f" from {file.page}" if file.page else ""
         raise InputError(
-            f"{file.name}: cannot be fetched ({url}: {error}); {where}put it into {folder} by hand or name a mirror with "
-            "--base-url"
+            f"{file.name}: cannot be fetched ({url}: {error}). Put it into {folder} by hand{where}, or name a mirror with "
+            "--base-url."
         ) from None
-    how = f"; {UNCHECKED[verified]}" if verified in UNCHECKED else f" and checked by the {verified}"
-    call.note(f"{file.name}: {size_text(partial.size_bytes)} fetched{how}")
+    how = f"; {UNCHECKED[verified]}" if verified in UNCHECKED else f", checked by the {verified}"
+    call.note(f"Fetched {file.name}, {size_text(partial.size_bytes)}{how}")
     if file in wanted:
         partial.finish(path)
         return [result_of(file.name, partial.digests, url, "fetched", verified)]
@@ -412,5 +412,5 @@ def _alone_in(folder: str) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(f"{folder}: another fetch is writing there; wait for it or choose another --out") from None
+            raise InputError(f"{folder}: another fetch is writing there. Wait for it or choose another --out.") from None
         yield

@@ -72,11 +72,11 @@ def require_files(
             by_name = {storage.name_of(file.path): file for file in storage.list_files(path)}
     found = {file: [by_name[name] for name in file.variants if name in by_name] for file in wanted}
     if missing := [file for file, present in found.items() if not present]:
-        raise InputError(f"{path}: {missing_text(missing)}; rayrec fetch {fetch_name} --out {path} fetches them")
+        raise InputError(f"{path}: {missing_text(missing)}. Run `rayrec fetch {fetch_name} --out {path}`.")
     repeated = [present for present in found.values() if len(present) > 1]
     if repeated:
         same = "; ".join(" and ".join(storage.name_of(file.path) for file in present) for present in repeated)
-        raise InputError(f"{path}: the same rows are there more than once ({same}); keep one of each")
+        raise InputError(f"{path}: found the same rows more than once ({same}). Keep one of each.")
     for file, (present,) in found.items():
         sizes = {file.plain_name: file.unpacked_about_bytes, file.name: file.expected_bytes}
         expected = sizes.get(storage.name_of(present.path))

@@ -126,11 +126,11 @@ class BlockOrder:
             return Position()
         position = Position.from_dict(state)
         if position.order is None:
-            _logger.warning("the checkpoint does not say of which rows its position is; nothing checks that they are the same")
+            _logger.warning("Checkpoint does not identify its training rows. Cannot verify that they are unchanged.")
         elif position.order != self.identity and position.order != self._identity(checksums=False):
             raise InputError(
-                "train_data: the run began with other rows, or with another order of them (path, files, shuffle, block_bytes, "
-                "segments_per_block; seed), or the log was edited; give it those, or choose another --name"
+                "train_data: cannot resume, because the rows or their order changed (path, files, shuffle, block_bytes, "
+                "segments_per_block; seed), or the log was edited. Restore the original settings, or choose another --name."
             )
         return position
 

@@ -67,8 +67,8 @@ class RowOrder:
         for name, value in self._identity.items():
             if state.get(name, value) != value:  # Older checkpoints lack some entries.
                 raise InputError(
-                    f"train_data: the checkpoint's position is one in data with {name} {state[name]}, and this has {value}; go "
-                    "on with the data and order the run began with, or choose another --name"
+                    f"train_data: cannot resume, because {name} changed from {state[name]} to {value}. Restore the original "
+                    "data and order, or choose another --name."
                 )
         return RowPlace(state["epoch"], state["offset"])
 

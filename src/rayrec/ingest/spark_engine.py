@@ -68,7 +68,7 @@ def environment(name: str, *, folder: str, note: Callable[[str], None]) -> str:
         fcntl.flock(guard, fcntl.LOCK_EX)
         if os.path.exists(os.path.join(place, _COMPLETE)):
             return python
-        note(f"making the Python environment of {name} in {place} (once)")
+        note(f"Creating the Python environment of {name} in {place} (once)")
         shutil.rmtree(place, ignore_errors=True)
         requirements = os.path.join(folder, f"{name}-{key}.txt")
         with open(requirements, "w") as file:
@@ -79,7 +79,7 @@ def environment(name: str, *, folder: str, note: Callable[[str], None]) -> str:
             if done.returncode:
                 lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
                 why = lines[0].strip() if lines else f"exit status {done.returncode}"
-                raise InputError(f"{place}: {' '.join(command[1:4])} failed ({why}); see what pip can reach, and call again")
+                raise InputError(f"{place}: {' '.join(command[1:4])} failed ({why}). Check what pip can reach, and try again.")
         with open(os.path.join(place, _COMPLETE), "w"):
             pass
     return python
@@ -89,7 +89,7 @@ _POLL_S = 0.02
 _WINDOW_BYTES = 4 << 30
 _LEAST_TASKS = 64
 """Minimum number of tasks submitted together. More are, for results of up to about _WINDOW_BYTES."""
-_NO_EXECUTOR = "an executor may be gone, or waits for CPUs or memory that others hold"
+_NO_EXECUTOR = "an executor may be lost, or waits for CPUs or memory in use by other jobs"
 _STOP_S = 30.0
 """Maximum time in seconds for Spark to stop before it is killed."""
 
@@ -122,7 +122,7 @@ class SparkEngine:
                     "engine spark-on-ray: needs Java 17, got no java on PATH. Install it on each node, and put it on PATH."
                 )
             if not os.environ.get("JAVA_HOME"):
-                raise InputError("engine: Spark needs Java 17 and no java is found; install one or set JAVA_HOME")
+                raise InputError("engine: Spark needs Java 17, java not found. Install it or set JAVA_HOME.")
         if ray_address is not None:
             python = environment("raydp", folder=os.path.join(cache_folder, "environments"), note=note)
         elif importlib.util.find_spec("pyspark") is None:
@@ -193,7 +193,7 @@ class SparkEngine:
                 found = json.load(file)
             if found["kind"] == "InputError":
                 raise InputError(found["message"])
-            raise RuntimeError(f"Spark, {name}: {found['message']}; its log is {self._kept_log()}")
+            raise RuntimeError(f"Spark, {name}: {found['message']}. Log: {self._kept_log()}")
         if self.process.poll() is not None:
             raise InputError(self._died())
         newest = max((entry.stat().st_mtime for entry in os.scandir(folder)), default=0.0)
@@ -201,15 +201,15 @@ class SparkEngine:
             return time.monotonic()
         if time.monotonic() - last > self.timeout_s:
             raise InputError(
-                f"Spark, {name}: no task ended for {self.timeout_s:g} s ({self._ray_error() or _NO_EXECUTOR}); call again, or "
-                f"raise --spark.timeout-s; its log is {self._kept_log()}"
+                f"Spark, {name}: no task ended in {self.timeout_s:g} s ({self._ray_error() or _NO_EXECUTOR}). Try again, or "
+                f"increase --spark.timeout-s. Log: {self._kept_log()}"
             )
         return last
 
     def _died(self) -> str:
         status = self.process.wait()
         why = _last_error(os.path.join(self.folder, "driver.log")) or f"exit status {status}"
-        return f"Spark's driver ended ({why}); its log is {self._kept_log()}"
+        return f"Spark's driver ended ({why}). Log: {self._kept_log()}"
 
     def _ray_error(self) -> str:
         """Return the last error logged by Ray processes of this machine since the start, with its log path. Empty if none."""
@@ -237,7 +237,7 @@ class SparkEngine:
                 raise InputError(self._died())
             if time.monotonic() - begun > self.timeout_s:
                 why = self._ray_error() or "are there CPUs and memory for its executors?"
-                raise InputError(f"Spark did not start in {self.timeout_s:g} s ({why}); its log is {self._kept_log()}")
+                raise InputError(f"Spark did not start in {self.timeout_s:g} s ({why}). Log: {self._kept_log()}")
             time.sleep(_POLL_S)
 
     def _stop(self, *, failed: bool) -> None:

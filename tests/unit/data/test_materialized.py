@@ -230,18 +230,18 @@ def test_what_a_format_cannot_hold(
     unweighted = lists[1].schema.replace(weight=None)
     single = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")
     cases = [
-        (lists[0], lists[1], "npy", "no place for the weights of column w; use --format parquet"),
-        (lists[0], hashed(unweighted, 9), "npy", "no place for the lists of column seen; use --format parquet"),
-        (lists[0], hashed(single, 9), "binary", "holds integers, and with tokens: any .*; use --format npy, or parquet"),
-        (days, hashed(SCHEMA, 9, MULTI_HOT), "npy", "holds one id a column, cat_0 has 3; use --format parquet"),
-        (days, hashed(SCHEMA, 9, MULTI_HOT), "binary", "holds one id a column, cat_0 has 3"),
-        (days, preprocessor, "csv", "format 'csv': choose one of binary, npy, parquet"),
+        (lists[0], lists[1], "npy", "cannot store the weights of column w. Use --format parquet"),
+        (lists[0], hashed(unweighted, 9), "npy", "cannot store the lists of column seen. Use --format parquet"),
+        (lists[0], hashed(single, 9), "binary", "stores integers, but with tokens: any, .* Use --format npy or parquet"),
+        (days, hashed(SCHEMA, 9, MULTI_HOT), "npy", "stores one id per column, cat_0 has 3. Use --format parquet"),
+        (days, hashed(SCHEMA, 9, MULTI_HOT), "binary", "stores one id per column, cat_0 has 3"),
+        (days, preprocessor, "csv", "format: must be one of binary, npy, parquet, got 'csv'"),
     ]
     for index, made, format, message in cases:
         with pytest.raises(InputError, match=message):
             write(index, made, tmp_path / "out", format)
     missing = replace(hashed(SCHEMA, 9), dense=(DenseColumn(missing_value=3.0),) * 13)
-    with pytest.raises(InputError, match=r"as 0, but in column int_0 that is 0\.0 and missing 3\.0; use --format npy"):
+    with pytest.raises(InputError, match=r"as 0, but in column int_0 0 becomes 0\.0 and missing 3\.0\. Use --format npy"):
         write(days, missing, tmp_path / "out", "binary")
     assert not list(tmp_path.iterdir())
 
@@ -253,10 +253,10 @@ def test_numbers_that_do_not_fit(days: LogIndex, tmp_path: Path, click_log: Path
     lines[123] = b"\t".join(columns)
     (tmp_path / "log.txt").write_bytes(b"".join(lines))
     index = open_index(tmp_path / "log.txt")
-    with pytest.raises(InputError, match=r"log\.txt: row 123 column int_4: format binary holds 32-bit numbers.*npy"):
+    with pytest.raises(InputError, match=r"log\.txt: row 123 column int_4: must be a 32-bit number for format binary.*npy"):
         write(index, preprocessor, tmp_path / "out", "binary")
     write(index, preprocessor, tmp_path / "good", "npy")
-    with pytest.raises(InputError, match=r"day_\d+(\.txt)?: row 0 column cat_\d+: format binary holds 32-bit numbers"):
+    with pytest.raises(InputError, match=r"day_\d+(\.txt)?: row 0 column cat_\d+: must be a 32-bit number for format binary"):
         write(days, hashed(SCHEMA, 2**40), tmp_path / "packed", "binary")
 
 
@@ -340,14 +340,14 @@ def test_what_does_not_fit_into_memory_says_so(
     made = write(days, preprocessor, tmp_path / "out", "binary")
     monkeypatch.setattr(machine, "memory", lambda: machine.Memory(2000, 1000))
     (block,) = order_of(made.index, 0, 5).blocks(0)
-    with pytest.raises(InputError, match=r"do not fit into .* free memory; leave in_memory off"):
+    with pytest.raises(InputError, match=r"do not fit into .* free memory\. Leave in_memory off"):
         next(RowStream(MappedSource(preprocessor, in_memory=True), [(block, whole([block])[0])]))
 
 
 def test_another_preprocessor_is_refused(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
     made = write(days, preprocessor, tmp_path / "out", "npy")
     other = learn(days, SCHEMA, RAYREC.replace(min_count=5))
-    with pytest.raises(InputError, match=f"made with Preprocessor {preprocessor.hash()}, not with {other.hash()}; use"):
+    with pytest.raises(InputError, match=f"made with Preprocessor {preprocessor.hash()}, not with {other.hash()}. Use"):
         read_preprocessed(made.index.segments[:1], np.arange(3), other)
 
 
@@ -380,15 +380,15 @@ def test_damage_is_told(days: LogIndex, preprocessor: Preprocessor, tmp_path: Pa
 
     (out / name).write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
     open_preprocessed(str(out))
-    is_told("has other bytes than were written: the dataset is damaged; copy it again", verify=True)
+    is_told("checksum does not match: the dataset is damaged. Copy it again", verify=True)
     (out / name).write_bytes(content[:-5])
-    is_told(f"has {size - 5} bytes, not {size}: .* again with `rayrec preprocess`")
+    is_told(f"size must be {size} bytes, got {size - 5}: .* again with `rayrec preprocess`")
     (out / name).unlink()
-    is_told("is missing")
+    is_told("not found")
     (out / name).write_bytes(content)
     for file in made.manifest["files"]:  # and after the dataset was opened
         (out / file["name"]).write_bytes((out / file["name"]).read_bytes()[:-9])
-    with pytest.raises(InputError, match="the dataset is damaged; copy it again"):
+    with pytest.raises(InputError, match=r"the dataset is damaged\. Copy it again"):
         read_preprocessed(made.index.segments[:1], np.arange(3), preprocessor)
 
 
@@ -399,12 +399,9 @@ def test_what_is_no_dataset(days: LogIndex, preprocessor: Preprocessor, tmp_path
     write(days, preprocessor, out, "npy")
     manifest = out / "dataset.json"
     for content, why in (
-        (
-            json.dumps({**json.loads(manifest.read_text()), "version": 99}),
-            "of version 99, this rayrec reads version 1; make it again",
-        ),
+        (json.dumps({**json.loads(manifest.read_text()), "version": 99}), "must be 1, got 99. Make it again"),
         ("{", r"dataset\.json: damaged, not JSON"),
-        (None, r"holds no dataset\.json; make a preprocessed dataset with `rayrec preprocess LOG"),
+        (None, r"dataset\.json not found\. Make a preprocessed dataset with `rayrec preprocess LOG"),
     ):
         manifest.write_text(content) if content else manifest.unlink()
         with pytest.raises(InputError, match=why):
@@ -465,5 +462,5 @@ def test_checksums_are_compared_once_for_the_same_files(
     path = out / made.manifest["files"][1]["name"]
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(InputError, match=rf"{path.name}: has other bytes than were written: the dataset is damaged"):
+    with pytest.raises(InputError, match=rf"{path.name}: checksum does not match: the dataset is damaged"):
         opened()

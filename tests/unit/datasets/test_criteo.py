@@ -71,7 +71,7 @@ def test_a_folder_is_asked_for_all_files_of_a_set(tmp_path: Path) -> None:
     assert len(notes) == 5
 
     (tmp_path / "day_3.gz").write_bytes(b"1\n")
-    with pytest.raises(InputError, match=r"more than once \(day_3 and day_3\.gz\); keep one of each"):
+    with pytest.raises(InputError, match=r"more than once \(day_3 and day_3\.gz\)\. Keep one of each"):
         require_files(str(tmp_path), wanted, fetch_name="criteo_small")
     (tmp_path / "day_3").unlink()
     (tmp_path / "day_3.gz").rename(tmp_path / "day_3.gz.partial")
@@ -79,8 +79,8 @@ def test_a_folder_is_asked_for_all_files_of_a_set(tmp_path: Path) -> None:
         require_files(str(tmp_path), wanted, fetch_name="criteo_small")
     assert str(error.value) == (
         f"{tmp_path}: missing day_3 (181,115,208 rows, about 15.1 GB as .gz, 45.9 GB unpacked); published at "
-        "https://ailab.criteo.com/download-criteo-1tb-click-logs-dataset; "
-        f"rayrec fetch criteo_small --out {tmp_path} fetches them"
+        "https://ailab.criteo.com/download-criteo-1tb-click-logs-dataset. "
+        f"Run `rayrec fetch criteo_small --out {tmp_path}`."
     )
 
 
@@ -90,7 +90,7 @@ def test_a_folder_is_asked_for_all_files_of_a_set(tmp_path: Path) -> None:
         ("criteo_full", r"day_0 to day_23 \(24 files, 4,373,472,329 rows, about 367 GB as \.gz, 1\.11 TB unpacked\)"),
         ("criteo_kaggle", r"train\.txt \(45,840,617 rows, about 11\.1 GB\)"),
         ("mnist", r".*train-images-idx3-ubyte \(60,000 rows, 9,912,422 bytes, 47 MB unpacked\)"),
-        ("y", r"x \(number of rows not published, size not published\); rayrec fetch y"),
+        ("y", r"x \(number of rows not published, size not published\)\. Run `rayrec fetch y"),
     ],
 )
 def test_an_empty_folder_and_none_at_all(tmp_path: Path, name: str, why: str) -> None:

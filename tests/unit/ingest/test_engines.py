@@ -95,7 +95,7 @@ def test_spark_that_does_not_start_names_rays_error(
     engine = spark_engine.SparkEngine(child, str(tmp_path), 0.01, spark_engine._ray_logs())
     with open(tmp_path / log, "a") as file:
         file.write("Traceback\nFileNotFoundError: '-Dray.address=1'\n")
-    with pytest.raises(InputError, match=f"^Spark did not start in 0.01 s [^\n]*{said}[^\n]*its log is ") as found:
+    with pytest.raises(InputError, match=f"^Spark did not start in 0.01 s [^\n]*{said}[^\n]*Log: ") as found:
         engine._await_start()
     assert "OldError" not in str(found.value)
 

@@ -380,7 +380,7 @@ def test_a_run_goes_on_in_the_very_order_it_began_with(prepared: Prepared, tmp_p
     again = open_index(Path(index.segments[0].path), segment_bytes=4_500)
     others = [dataclasses.replace(order, **change) for change in ({"seed": 4}, {"segments_per_block": 4}, {"shuffle": "none"})]
     for other in (*others, order_of(again), order_of(index, 0, ROWS - 1)):
-        with pytest.raises(InputError, match=r"^train_data: the run began with other rows[^\n]* another --name$"):
+        with pytest.raises(InputError, match=r"^train_data: cannot resume, [^\n]*order changed[^\n]* another --name\.$"):
             loader(prepared, other, position=position)
     moved = tmp_path / "elsewhere" / "log.txt"
     moved.parent.mkdir()
@@ -391,7 +391,7 @@ def test_a_run_goes_on_in_the_very_order_it_began_with(prepared: Prepared, tmp_p
     with moved.open("ab") as file:
         file.write(b"".join(moved.read_bytes().splitlines(keepends=True)[:3]))
     grown = open_index(moved, segment_bytes=9_000)
-    with pytest.raises(InputError, match="other rows"):
+    with pytest.raises(InputError, match="rows or their order changed"):
         loader(prepared, order_of(grown, 0, grown.rows), position=position)
 
 

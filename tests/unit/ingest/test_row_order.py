@@ -156,12 +156,12 @@ FOURS = (4, 4, 4, 4)
 @pytest.mark.parametrize(
     ("chunks", "options", "others", "changes", "why"),
     [
-        ((10,), {}, (11,), {}, "rows 10, and this has 11"),
-        ((10,), {}, (10,), {"seed": 3}, "seed 0, and this has 3"),
-        ((10,), {"data_hash": "0a"}, (10,), {"data_hash": "0b"}, "data_hash 0a, and this has 0b"),
+        ((10,), {}, (11,), {}, "rows changed from 10 to 11"),
+        ((10,), {}, (10,), {"seed": 3}, "seed changed from 0 to 3"),
+        ((10,), {"data_hash": "0a"}, (10,), {"data_hash": "0b"}, "data_hash changed from 0a to 0b"),
         ((10,), {"data_hash": "0a"}, (10,), {}, None),
-        (FOURS, {"shuffle": "window"}, (3, 5, 4, 4), {}, "with chunk_rows"),
-        (FOURS, {"shuffle": "window"}, FOURS, {"chunks_per_window": 3}, r"[^\n]*window 2, and this has 3[^\n]* another --name$"),
+        (FOURS, {"shuffle": "window"}, (3, 5, 4, 4), {}, "because chunk_rows"),
+        (FOURS, {"shuffle": "window"}, FOURS, {"chunks_per_window": 3}, r"window changed from 2 to 3[^\n]* another --name\.$"),
         # A window that holds all chunks is one order, however large; elsewhere its size decides nothing.
         (FOURS, {"shuffle": "window", "chunks_per_window": 4}, FOURS, {"chunks_per_window": 9}, None),
         (FOURS, {}, FOURS, {"chunks_per_window": 3}, None),

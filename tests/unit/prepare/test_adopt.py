@@ -347,7 +347,7 @@ def test_adopt_skips_invalid_rows(arrays: Path, tmp_path: Path) -> None:
 def test_unlabelled_arrays_are_scored_but_not_evaluated(runs: tuple[Path, Path], arrays: Path, tmp_path: Path) -> None:
     folder = copy_of(arrays, tmp_path / "arrays")
     changed(folder, "day_2_labels.npy", lambda labels: np.full_like(labels, -1))
-    with pytest.raises(InputError, match=r"^day_2: its labels are all -1, .* leave it out with --files day_0 day_1$"):
+    with pytest.raises(InputError, match=r"^day_2: all labels are -1, .* Exclude it with --files day_0 day_1\.$"):
         adopt(str(folder))
     options = {"files": ("day_2",), "preprocessor": str(runs[0]), "console": QUIET}
     assert not rayrec.adopt(str(folder), **options)["labelled"]
@@ -365,19 +365,19 @@ def as_bags(folder: Path, name: str, save: Callable[..., None]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "options", "message"),
     [
-        (lambda f: (f / "day_1_labels.npy").unlink(), {}, r"day_1_labels\.npy is missing; .*--files"),
-        (lambda f: os.truncate(f / "day_1_sparse.npy", 1000), {}, r"has 1,000 bytes, its header says [\d,]+; copy it again"),
-        (lambda f: changed(f, "day_1_dense.npy", lambda x: x[:-1]), {}, r"day_1_labels\.npy: has 650 rows, .* 649"),
-        (lambda f: changed(f, "day_1_dense.npy", lambda x: x[:, 1:]), {}, r"12 values in array dense, .* 13"),
-        (lambda f: changed(f, "day_0_dense.npy", lambda x: x.astype(np.float64)), {}, "holds float64; expected"),
-        (lambda f: changed(f, "day_0_sparse.npy", lambda x: x.astype(np.float32)), {}, "holds float32; expected"),
-        (lambda f: changed(f, "day_1_dense.npy", np.asfortranarray), {}, "stored column by column; write it again with"),
-        (lambda f: (f / "day_1_labels.npy").write_bytes(b"nothing of the kind"), {}, r"day_1_labels\.npy: is no array of NumPy"),
-        (lambda f: as_bags(f, "0", np.savez_compressed), {}, "is compressed, so that it cannot be mapped; write it with"),
-        (lambda f: as_bags(f, "1", np.savez), {}, "holds arrays 1.npy, ...; expected are 0, 1, 2"),
-        (lambda f: (f / "day_0_sparse_multi_hot.npz").write_bytes(b"PK"), {}, r"choose one with --ids sparse$"),
+        (lambda f: (f / "day_1_labels.npy").unlink(), {}, r"day_1_labels\.npy not found\. .*--files"),
+        (lambda f: os.truncate(f / "day_1_sparse.npy", 1000), {}, r"by its header, got 1,000\. Copy it again"),
+        (lambda f: changed(f, "day_1_dense.npy", lambda x: x[:-1]), {}, r"day_1_labels\.npy: must have 649 rows .* got 650"),
+        (lambda f: changed(f, "day_1_dense.npy", lambda x: x[:, 1:]), {}, r"array dense must have 13 columns .* got 12"),
+        (lambda f: changed(f, "day_0_dense.npy", lambda x: x.astype(np.float64)), {}, "must be float of 32 bits, got float64"),
+        (lambda f: changed(f, "day_0_sparse.npy", lambda x: x.astype(np.float32)), {}, "int of 32 or 64 bits, got float32"),
+        (lambda f: changed(f, "day_1_dense.npy", np.asfortranarray), {}, "must be stored row by row. Write it again with"),
+        (lambda f: (f / "day_1_labels.npy").write_bytes(b"nothing of the kind"), {}, r"day_1_labels\.npy: not a NumPy array"),
+        (lambda f: as_bags(f, "0", np.savez_compressed), {}, "is compressed and cannot be mapped. Write it with"),
+        (lambda f: as_bags(f, "1", np.savez), {}, "arrays must be 0, 1, 2, ..., got 1.npy"),
+        (lambda f: (f / "day_0_sparse_multi_hot.npz").write_bytes(b"PK"), {}, r"Choose one with --ids sparse\.$"),
         (lambda f: None, {"num_embeddings_per_feature": (5, 6)}, "must match the 26 columns of day_0_sparse.npy, got 2"),
-        (lambda f: None, {"files": ("day_7",)}, r"day_7_dense\.npy is missing"),
+        (lambda f: None, {"files": ("day_7",)}, r"day_7_dense\.npy not found"),
         (lambda f: None, {"split": "days", "parts": {"validation_days": 2, "test_days": 2}}, "leave none for training"),
     ],
 )  # fmt: skip
@@ -396,7 +396,7 @@ def test_training_rejects_changed_array(arrays: Path, tmp_path: Path) -> None:
     folder = copy_of(arrays, tmp_path / "arrays")
     adopt(str(folder))
     changed(folder, "day_1_sparse.npy", lambda ids: ids[::-1])
-    with pytest.raises(InputError, match=r"day_1_sparse\.npy: has other bytes than were written"):
+    with pytest.raises(InputError, match=r"day_1_sparse\.npy: checksum does not match"):
         train(config_of(folder, tmp_path, "run"))
 
 

@@ -174,23 +174,23 @@ def flipped(folder: Path) -> Path:
     ("make", "options", "message"),
     [
         (lambda f: write(f, FIXED, fixed), {"tokenizer": None}, r"Specify the tokenizer .* --tokenizer DIR$"),
-        (lambda f: write(f, {"text": "str"}, lambda row: {"text": "a cat"}), {}, r"is text, not tokens; .*--format mds"),
+        (lambda f: write(f, {"text": "str"}, lambda row: {"text": "a cat"}), {}, r"is text, not tokens\. .*--format mds"),
         (
             lambda f: write(f, {"a": "ndarray:uint16:16", "b": "int"}, lambda row: {"a": row.astype(np.uint16), "b": 1}),
             {},
-            r"its rows have a \(ndarray:uint16:16\), b \(int\); name the column of tokens with --column$",
+            r"its rows have a \(ndarray:uint16:16\), b \(int\)\. Name the token column with --column\.$",
         ),
-        (lambda f: write(f, FIXED, fixed), {"column": "ids"}, r"with --column, ids is none$"),
-        (lambda f: write(f, {"tokens": "json"}, lambda row: {"tokens": row.tolist()}), {}, "is of type json; tokens are read"),
+        (lambda f: write(f, FIXED, fixed), {"column": "ids"}, r"with --column, ids not found\.$"),
+        (lambda f: write(f, {"tokens": "json"}, lambda row: {"tokens": row.tolist()}), {}, "integers or bytes, got json"),
         (
             lambda f: write(f, {"tokens": "ndarray:int32"}, lambda row: {"tokens": row[: 5 + row[0] % 2].astype(np.int32)}),
             {},
-            r"its rows do not all have \d tokens of int32 at the same place; write rows of one length",
+            r"all rows must have \d tokens of int32 at the same offset\. Write rows of one length",
         ),
         (
             lambda f: write(f, {"tokens": "ndarray"}, lambda row: {"tokens": row.astype(np.float32)}),
             {},
-            "not of whole numbers",
+            "must be arrays of integers",
         ),
         (
             lambda f: write(f, {"tokens": "bytes"}, lambda row: {"tokens": row.astype(np.int32).tobytes()}),
@@ -198,8 +198,8 @@ def flipped(folder: Path) -> Path:
             r"below 260, the size of the tokenizer, .*another --token-dtype",
         ),
         (lambda f: write(f, FIXED, lambda row: fixed(row + 3)), {}, r"tokens must be below 260, .*, got \d+ to 262"),
-        (lambda f: flipped(write(f, FIXED, fixed, hashes=["sha1"])), {}, r"shard\.00001\.mds: damaged: its sha1 is not"),
-        (lambda f: flipped(write(f, FIXED, fixed, compression="zstd", hashes=["md5"])), {}, r"\.zstd: damaged: its md5 is not"),
+        (lambda f: flipped(write(f, FIXED, fixed, hashes=["sha1"])), {}, r"shard\.00001\.mds: damaged: sha1 must be"),
+        (lambda f: flipped(write(f, FIXED, fixed, compression="zstd", hashes=["md5"])), {}, r"\.zstd: damaged: md5 must be"),
         (lambda f: write(f, FIXED, fixed), {"split": "sevenths"}, r"^--split: an option for arrays .*not for MDS shards"),
     ],
 )  # fmt: skip

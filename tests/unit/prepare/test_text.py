@@ -198,7 +198,7 @@ def test_in_memory_text_matches_shards(here: LoopEngine, beer: Path, tmp_path: P
         np.testing.assert_array_equal(in_memory(tmp_path / "beer.txt.gz", part_bytes), made[part_bytes])
     assert not np.array_equal(*(tokens[:1000] for tokens in made.values()))
     beer.write_text("too short")
-    with pytest.raises(InputError, match=r"^[^\n]*less than one row of 16; give more text$"):
+    with pytest.raises(InputError, match=r"^[^\n]*less than one row of 16\. Use more text\.$"):
         in_memory(beer, 1024)
 
 
@@ -306,8 +306,8 @@ def test_invalid_text_is_rejected_in_one_line(
 
 
 def test_open_tokens_rejects_other_folders(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^[^\n]*holds no manifest\.json; make it by rayrec preprocess[^\n]*$"):
+    with pytest.raises(InputError, match=r"^[^\n]*manifest\.json not found\. Make it with `rayrec preprocess[^\n]*$"):
         open_tokens(str(tmp_path))
     (tmp_path / "manifest.json").write_text('{"format": "rayrec-tokens", "version": 99}')
-    with pytest.raises(InputError, match=r"^[^\n]*another version than 1[^\n]*$"):
+    with pytest.raises(InputError, match=r"^[^\n]*must be of prepared text, version 1\.[^\n]*$"):
         open_tokens(str(tmp_path))

@@ -80,10 +80,10 @@ def find_days(folders: Sequence[str], *, ids: IdFiles | None, names: Sequence[st
     kinds = [kind for kind in _ID_FILES if any(kind in files for files in found.values())]
     if not kinds:
         raise InputError(
-            f"{where}: no arrays of ids as TorchRec's scripts write them, such as day_0_sparse.npy or day_0_sparse_multi_hot.npz"
+            f"{where}: id arrays of TorchRec's scripts not found, such as day_0_sparse.npy or day_0_sparse_multi_hot.npz"
         )
     if ids is None and len(kinds) > 1:
-        raise InputError(f"{where}: ids are in files *_{' and *_'.join(kinds)}; choose one with --ids {kinds[0]}")
+        raise InputError(f"{where}: found ids in files *_{' and *_'.join(kinds)}. Choose one with --ids {kinds[0]}.")
     kind = ids or kinds[0]
     days = []
     for name in names or sorted(found, key=_natural_key):
@@ -92,17 +92,17 @@ def find_days(folders: Sequence[str], *, ids: IdFiles | None, names: Sequence[st
         if missing:
             ending = "npz" if missing[0] == "sparse_multi_hot" else "npy"
             raise InputError(
-                f"{where}: {name}_{missing[0]}.{ending} is missing; copy it there, or name the days to read with --files"
+                f"{where}: {name}_{missing[0]}.{ending} not found. Copy it there, or name the days to read with --files."
             )
         days.append(_day(name, [files["dense"], files["labels"], files[kind]]))
     for day in days[1:]:
         for one, first in zip(day.matrices, days[0].matrices, strict=False):
             if one.columns != first.columns:
                 raise InputError(
-                    f"{one.file}: its rows have {one.columns} values in array {one.name}, those of {first.file} {first.columns}"
+                    f"{one.file}: array {one.name} must have {first.columns} columns like {first.file}, got {one.columns}"
                 )
         if len(day.matrices) != len(days[0].matrices):
-            raise InputError(f"{day.plans[2].name}: has other columns than {days[0].plans[2].name}")
+            raise InputError(f"{day.plans[2].name}: columns do not match those of {days[0].plans[2].name}")
     return days
 
 
@@ -116,7 +116,7 @@ def _named_files(folders: Sequence[str]) -> dict[str, dict[str, str]]:
                 continue
             stem, part = match["npz"] or match["stem"], match["part"] or "sparse_multi_hot"
             if part in found.setdefault(stem, {}):
-                raise InputError(f"{file.path}: {found[stem][part]} has the same name; keep one of them")
+                raise InputError(f"{file.path}: {found[stem][part]} has the same name. Keep one of them.")
             found[stem][part] = file.path
     return found
 
@@ -133,10 +133,10 @@ def _day(name: str, paths: Sequence[str]) -> Day:
         _npz(ids) if ids.endswith(".npz") else _npy(ids, "sparse", kinds="i", sizes=(4, 8)),
     )
     if plans[1].matrices[0].columns != 1:
-        raise InputError(f"{labels}: {plans[1].matrices[0].columns} labels a row; one is expected")
+        raise InputError(f"{labels}: {plans[1].matrices[0].columns} labels per row, must be 1")
     for plan, path in zip(plans, paths, strict=True):
         if plan.rows != plans[0].rows:
-            raise InputError(f"{path}: has {plan.rows:,} rows, and {plans[0].name} {plans[0].rows:,}")
+            raise InputError(f"{path}: must have {plans[0].rows:,} rows like {plans[0].name}, got {plan.rows:,}")
     return Day(name, plans[0].rows, plans, tuple(paths))
 
 
@@ -146,7 +146,7 @@ def _npy(path: str, name: str, *, kinds: str, sizes: Sequence[int]) -> FilePlan:
         rows, matrix = _matrix(file, path, name, path, kinds, sizes)
     expected = matrix.offset + rows * matrix.row_bytes
     if size_bytes != expected:
-        raise InputError(f"{path}: has {size_bytes:,} bytes, its header says {expected:,}; copy it again")
+        raise InputError(f"{path}: size must be {expected:,} bytes by its header, got {size_bytes:,}. Copy it again.")
     return FilePlan(matrix.file, size_bytes, rows, (matrix,))
 
 
@@ -159,23 +159,23 @@ def _npz(path: str) -> FilePlan:
             members = archive.infolist()
             names = {member.filename: member for member in members}
             if set(names) != {f"{number}.npy" for number in range(len(members))}:
-                raise InputError(f"{path}: holds arrays {', '.join(sorted(names)[:4])}, ...; expected are 0, 1, 2, ...")
+                raise InputError(f"{path}: arrays must be 0, 1, 2, ..., got {', '.join(sorted(names)[:4])}, ...")
             for number in range(len(members)):
                 member = names[f"{number}.npy"]
                 if member.compress_type != zipfile.ZIP_STORED:
-                    raise InputError(f"{path}: is compressed, so that it cannot be mapped; write it with numpy.savez")
+                    raise InputError(f"{path}: is compressed and cannot be mapped. Write it with numpy.savez.")
                 file.seek(member.header_offset)
                 lengths = struct.unpack("<HH", file.read(_LOCAL_HEADER_BYTES)[-4:])
                 start = file.seek(member.header_offset + _LOCAL_HEADER_BYTES + sum(lengths))
                 count, matrix = _matrix(file, f"{path}: array {number}", str(number), path, "i", (4, 8))
                 if matrix.offset - start + count * matrix.row_bytes != member.file_size:
-                    raise InputError(f"{path}: array {number} has another size than its header says; copy it again")
+                    raise InputError(f"{path}: size of array {number} does not match its header. Copy it again.")
                 rows.append(count)
                 matrices.append(matrix)
     except (zipfile.BadZipFile, struct.error) as error:
-        raise InputError(f"{path}: cannot be read ({error}); copy it again") from None
+        raise InputError(f"{path}: cannot be read ({error}). Copy it again.") from None
     if len(set(rows)) != 1:
-        raise InputError(f"{path}: its arrays have different numbers of rows; make it again")
+        raise InputError(f"{path}: number of rows differs between its arrays. Make it again.")
     return FilePlan(storage.name_of(path), size_bytes, rows[0], tuple(matrices))
 
 
@@ -186,15 +186,15 @@ def _matrix(file: BinaryIO, where: str, name: str, path: str, kinds: str, sizes:
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, by_columns, dtype = read(file)
     except (ValueError, EOFError) as error:
-        raise InputError(f"{where}: is no array of NumPy ({' '.join(str(error).split())})") from None
+        raise InputError(f"{where}: not a NumPy array ({' '.join(str(error).split())})") from None
     expected = " or ".join({"f": "float", "i": "int", "u": "uint"}[kind] for kind in kinds)
     if dtype.kind not in kinds or dtype.itemsize not in sizes or dtype.byteorder == ">":
-        raise InputError(f"{where}: holds {dtype}; expected is {expected} of {' or '.join(str(8 * size) for size in sizes)} bits")
+        raise InputError(f"{where}: must be {expected} of {' or '.join(str(8 * size) for size in sizes)} bits, got {dtype}")
     if len(shape) not in (1, 2) or not shape[0] or not shape[-1]:
-        raise InputError(f"{where}: has shape {shape}; expected are rows and columns")
+        raise InputError(f"{where}: shape must be rows and columns, got {shape}")
     columns = shape[1] if len(shape) == 2 else 1
     if by_columns and columns > 1:
-        raise InputError(f"{where}: is stored column by column; write it again with numpy.ascontiguousarray")
+        raise InputError(f"{where}: must be stored row by row. Write it again with numpy.ascontiguousarray.")
     return shape[0], Matrix(name, storage.name_of(path), file.tell(), dtype.newbyteorder("<").str, columns)
 
 
@@ -264,7 +264,7 @@ def _read_rows(matrix: Matrix, path: str, stretch: Stretch) -> tuple[np.ndarray,
     """Read (rows, their bytes) of a row range."""
     data = np.empty((stretch.stop - stretch.start) * matrix.row_bytes, np.uint8)
     if storage.read_into(path, matrix.offset + stretch.start * matrix.row_bytes, data) != len(data):
-        raise InputError(f"{path}: became shorter while it was read; copy it again")
+        raise InputError(f"{path}: became shorter while it was read. Copy it again.")
     return data.view(matrix.dtype).reshape(-1, matrix.columns), data
 
 
@@ -311,7 +311,7 @@ class Scanned:
         if bare and self.labelled:
             others = " ".join(day.name for day in days if day.name not in bare)
             raise InputError(
-                f"{bare[0]}: its labels are all {UNLABELLED}, so its rows have none; leave it out with --files {others}"
+                f"{bare[0]}: all labels are {UNLABELLED}, so its rows are unlabelled. Exclude it with --files {others}."
             )
         for day, of_day, count_of in zip(days, faulty, counts, strict=True):
             if not self.labelled:

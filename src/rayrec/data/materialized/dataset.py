@@ -84,8 +84,8 @@ class PreprocessedDataset:
             if self.adopted:
                 again = "adopt it with the model's: --preprocessor RUN --out DIR"
             raise InputError(
-                f"{self.path}: made with Preprocessor {self.manifest['preprocessor']}, not with {preprocessor.hash()}; use "
-                f"the one in {self.preprocessor}, or {again}"
+                f"{self.path}: made with Preprocessor {self.manifest['preprocessor']}, not with {preprocessor.hash()}. Use "
+                f"the one in {self.preprocessor}, or {again}."
             )
         self._checked[:] = [preprocessor]
 
@@ -131,16 +131,16 @@ def open_verified(path: str, context: TaskContext) -> PreprocessedDataset:
 
 def _load(path: str) -> PreprocessedDataset:
     if not storage.exists(storage.join(path, MANIFEST)):
-        raise InputError(f"{path}: holds no {MANIFEST}; make a preprocessed dataset with `rayrec preprocess LOG --out {path}`")
+        raise InputError(f"{path}: {MANIFEST} not found. Make a preprocessed dataset with `rayrec preprocess LOG --out {path}`.")
     manifest = storage.read_json(storage.join(path, MANIFEST))
     if manifest.get("version") != VERSION:
         raise InputError(
-            f"{path}: a preprocessed dataset of version {manifest.get('version')}, this rayrec reads version {VERSION}; make it "
-            "again with `rayrec preprocess`"
+            f"{path}: version of the preprocessed dataset must be {VERSION}, got {manifest.get('version')}. Make it again with "
+            "`rayrec preprocess`."
         )
     if manifest["format"] in MAPPED and storage.is_url(path):
         raise InputError(
-            f"{path}: {manifest['format']} is read from a file system alone; copy it to one, or preprocess to parquet"
+            f"{path}: {manifest['format']} can be read from a file system only. Copy it to one, or preprocess to parquet."
         )
     if path in _OPENED and _OPENED[path].manifest == manifest:  # Its mapped files and in-memory rows remain valid.
         return _OPENED[path]
@@ -166,11 +166,11 @@ def _check_files(path: str, files: Sequence[dict[str, Any]], *, verify: bool) ->
     for file in files:
         name, size = file["name"], file["bytes"]
         if name not in found:
-            raise damaged(path, name, "is missing")
+            raise damaged(path, name, "not found")
         if found[name].size_bytes != size:
-            raise damaged(path, name, f"has {found[name].size_bytes} bytes, not {size}")
+            raise damaged(path, name, f"size must be {size} bytes, got {found[name].size_bytes}")
         if verify and file_checksum(storage.join(path, name)) != file["crc32"]:
-            raise damaged(path, name, "has other bytes than were written")
+            raise damaged(path, name, "checksum does not match")
     return found
 
 
@@ -305,7 +305,7 @@ def _compare_checksums(path: str, files: Sequence[Mapping[str, Any]], context: T
             checksums[part.file] = combine(checksums[part.file], checksum, part.stop - part.start)
             done += part.stop - part.start
             if part.stop == files[part.file]["bytes"] and f"{checksums[part.file]:08x}" != files[part.file]["crc32"]:
-                raise damaged(path, part.name, "has other bytes than were written")
+                raise damaged(path, part.name, "checksum does not match")
         context.progress("verify (bytes)", done, total)
 
 
@@ -317,7 +317,7 @@ def _checksums(group: Sequence[_Stretch], *, path: str) -> pa.Table:
         for start in range(part.start, part.stop, _READ_BYTES):
             piece = buffer[: min(_READ_BYTES, part.stop - start)]
             if storage.read_into(storage.join(path, part.name), start, piece) != len(piece):
-                raise damaged(path, part.name, "is shorter than it was")
+                raise damaged(path, part.name, "became shorter")
             checksum = zlib.crc32(piece.data, checksum)
         checksums.append(checksum)
     return pa.table({"crc32": pa.array(checksums, pa.int64())})

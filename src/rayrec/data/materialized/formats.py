@@ -157,33 +157,33 @@ def finish_files(folder: str, plans: Sequence[FilePlan], written: Iterable[tuple
 def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
     """Check that the format can store the Preprocessor's output. Raises InputError."""
     if format not in WRITTEN:
-        raise InputError(f"format {format!r}: choose one of {', '.join(WRITTEN)}")
+        raise InputError(f"format: must be one of {', '.join(WRITTEN)}, got {format!r}")
     if format == "parquet":
         return
     schema, hotness = preprocessor.schema, preprocessor.hotness
     if labelled and schema.weight:
-        raise InputError(f"format {format} has no place for the weights of column {schema.weight}; use --format parquet")
+        raise InputError(f"format {format} cannot store the weights of column {schema.weight}. Use --format parquet.")
     if labelled and (schema.labels or schema.timestamp):
         others = ", ".join((*(label.name for label in schema.labels), *filter(None, [schema.timestamp])))
-        raise InputError(f"format {format} has no place for columns {others}; use --format parquet")
+        raise InputError(f"format {format} cannot store columns {others}. Use --format parquet.")
     for name, size in zip(preprocessor.inputs.sparse, hotness, strict=True):
         if size is None:
-            raise InputError(f"format {format} has no place for the lists of column {name}; use --format parquet")
+            raise InputError(f"format {format} cannot store the lists of column {name}. Use --format parquet.")
         if size != 1:
-            raise InputError(f"format {format} holds one id a column, {name} has {size}; use --format parquet")
+            raise InputError(f"format {format} stores one id per column, {name} has {size}. Use --format parquet.")
     if format != "binary":
         return
     if schema.tokens != "hexadecimal":
         raise InputError(
-            "format binary holds integers, and with tokens: any dense columns are any numbers; use --format npy, or parquet"
+            "format binary stores integers, but with tokens: any, dense columns are any numbers. Use --format npy or parquet."
         )
     for name, column in zip(preprocessor.inputs.dense, preprocessor.dense, strict=True):
         integer, zero = np.zeros(1, np.int64), np.empty(1, np.float32)
         call("rayrec_transform_dense", integer, 1, ctypes.byref(c_dense_column(column)), zero)
         if zero[0] != np.float32(column.missing_value):
             raise InputError(
-                f"format binary stores a missing integer as 0, but in column {name} that is {zero[0]} and missing "
-                f"{column.missing_value}; use --format npy, or parquet"
+                f"format binary stores a missing integer as 0, but in column {name} 0 becomes {zero[0]} and missing "
+                f"{column.missing_value}. Use --format npy or parquet."
             )
 
 
@@ -213,8 +213,8 @@ def stored(
             row, column = divmod(wrong, packed.shape[1])
             names = (preprocessor.schema.label, *preprocessor.inputs.dense, *preprocessor.inputs.sparse)
             raise InputError(
-                f"{path}: row {first_row + start + row} column {names[column]}: format binary holds 32-bit numbers and this "
-                "is none; use --format npy, or parquet"
+                f"{path}: row {first_row + start + row} column {names[column]}: must be a 32-bit number for format "
+                "binary. Use --format npy or parquet."
             )
         return _table({"rows": packed})
     labels = rows.label.astype(np.int32) if rows.labels else np.full(len(rows), -1, np.int32)

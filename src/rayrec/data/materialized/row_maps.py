@@ -37,7 +37,7 @@ class Run:
 
 def damaged(path: str, name: str, what: str) -> InputError:
     return InputError(
-        f"{storage.join(path, name)}: {what}: the dataset is damaged; copy it again, or make it again with `rayrec preprocess`"
+        f"{storage.join(path, name)}: {what}: the dataset is damaged. Copy it again, or make it again with `rayrec preprocess`."
     )
 
 
@@ -60,13 +60,13 @@ class RowMaps:
         needed, free = sum(wanted.values()), machine.memory().available
         if needed > free:
             raise InputError(
-                f"{self.path}: {needed / 1e9:.1f} GB do not fit into the {free / 1e9:.1f} GB of free memory; leave in_memory "
-                "off, and the files are mapped"
+                f"{self.path}: {needed / 1e9:.1f} GB do not fit into the {free / 1e9:.1f} GB of free memory. Leave in_memory "
+                "off to map the files."
             )
         for name, size in wanted.items():
             content = np.empty(size, np.uint8)
             if storage.read_into(storage.join(self.path, name), 0, content) != size:
-                raise damaged(self.path, name, "is shorter than it was")
+                raise damaged(self.path, name, "became shorter")
             self._contents[name] = content, None
         for key in [key for key, (matrix, _, _) in self._matrices.items() if matrix.file in wanted]:
             del self._matrices[key]
@@ -104,10 +104,10 @@ class RowMaps:
             try:
                 with open(storage.join(self.path, name), "rb") as file:
                     if os.fstat(file.fileno()).st_size != size:
-                        raise damaged(self.path, name, f"has {os.fstat(file.fileno()).st_size} bytes, not {size}")
+                        raise damaged(self.path, name, f"size must be {size} bytes, got {os.fstat(file.fileno()).st_size}")
                     mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else None
             except FileNotFoundError:
-                raise damaged(self.path, name, "is missing") from None
+                raise damaged(self.path, name, "not found") from None
             self._contents[name] = np.frombuffer(mapped, np.uint8) if mapped else np.empty(0, np.uint8), mapped
         return self._contents[name][0]
 

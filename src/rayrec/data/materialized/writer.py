@@ -95,7 +95,7 @@ def preprocess(
         found = running.finished("write", layout.tasks)
         done = before = sum(of_task["rows"] for of_task in found.values())
         if running.resumed:
-            note(f"{folder.path}: going on, {done:,} of {index.rows:,} rows were done")
+            note(f"Resuming {folder.path}, {done:,} of {index.rows:,} rows done")
         for of_task in _run(running, engine, job, layout, set(found), output):
             found[of_task["number"]] = of_task
             done += of_task["rows"]
@@ -132,17 +132,17 @@ def preprocess(
 
 def _check_target(index: LogIndex, out: str, output: Output) -> None:
     if index.is_preprocessed:
-        raise InputError(f"the log is preprocessed already, in format {index.format}; give the raw log")
+        raise InputError(f"the log is preprocessed already, in format {index.format}. Use the raw log.")
     if not index.rows:
-        raise InputError("the log has no rows to write; give one that has")
+        raise InputError("the log has no rows to write")
     if storage.is_url(out):
         if output.format != "parquet":
             raise InputError(
-                f"{out}: format {output.format} is written at any row, which only a file system can do; give --out a folder and "
-                "copy it there, or choose --format parquet"
+                f"{out}: format {output.format} is written in place, which needs a file system. Set --out to a folder and copy "
+                "it there, or choose --format parquet."
             )
         if output.shuffle != "none":
-            raise InputError(f"{out}: a full shuffle needs a file system to shuffle in; give --out a folder and copy it there")
+            raise InputError(f"{out}: a full shuffle needs a file system. Set --out to a folder and copy it there.")
 
 
 def _sources(index: LogIndex) -> list[storage.File]:
@@ -150,7 +150,7 @@ def _sources(index: LogIndex) -> list[storage.File]:
     found = storage.find_files(paths)
     for path in paths:
         if path not in found:
-            raise InputError(f"{path}: no such file; it was there when the log was indexed")
+            raise InputError(f"{path}: not found, but was present when the log was indexed")
     return [found[path] for path in paths]
 
 
@@ -171,8 +171,8 @@ def _check_disk(work: str, layout: Layout, preprocessor: Preprocessor, rows: int
     free = shutil.disk_usage(work).free
     if needed > free:
         raise InputError(
-            f"{work}: about {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free there; make room or choose "
-            "another --out"
+            f"{work}: about {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free there. Free space or choose "
+            "another --out."
         )
 
 
@@ -277,7 +277,7 @@ def _ranges(sets: dict[str, tuple[int, int]] | None, rows: int) -> list[tuple[st
     ranges, done = [], 0
     for name, (start, stop) in sorted(sets.items(), key=lambda item: item[1]):
         if start < done or stop > rows or start > stop:
-            raise InputError(f"sets: {name} has rows {start}-{stop}, which others have too or a log of {rows} rows has not")
+            raise InputError(f"sets: rows {start}-{stop} of {name} overlap other sets or exceed the log of {rows} rows")
         if start > done:
             ranges.append(("other", done, start))
         if start < stop:

@@ -109,11 +109,11 @@ class Index:
             }
             formats = {shard["format"] for shard in found["shards"]}
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path}: not an index of MDS shards, or a damaged one ({error!r})") from None
+            raise InputError(f"{path}: not an index of MDS shards, or damaged ({error!r})") from None
         if not shards or any(os.path.basename(shard.name) != shard.name or shard.rows < 1 for shard in shards):
-            raise InputError(f"{path}: names no shards that lie beside it and hold rows; prepare the text again")
+            raise InputError(f"{path}: must name shards in its folder that have rows. Prepare the text again.")
         if formats != {"mds"} or len(layouts) > 1:
-            raise InputError(f"{path}: its shards are not all of format mds with the same columns; write them again")
+            raise InputError(f"{path}: its shards must all have format mds and the same columns. Write them again.")
         return cls(shards, layouts.pop())
 
     def own_column(self, path: str) -> TokenColumn:
@@ -123,8 +123,8 @@ class Index:
         if name != COLUMN or others or match is None or match[2] is None:
             described = ", ".join(f"{column} ({kind})" for column, kind, _ in self.columns)
             raise InputError(
-                f"{path}: its shards hold {described}, not what rayrec writes: '{COLUMN}' of fixed length; make a folder of "
-                "another program usable with `rayrec adopt`"
+                f"{path}: its shards have {described}, but rayrec writes '{COLUMN}' of fixed length. Make a folder of "
+                "another program usable with `rayrec adopt`."
             )
         return TokenColumn(COLUMN, np.dtype(match[1]).newbyteorder("<").str, int(match[2]))
 
@@ -136,18 +136,16 @@ class Index:
         chosen = name or (guesses[0] if guesses else next(iter(encodings)) if len(encodings) == 1 else None)
         described = ", ".join(f"{column} ({encoding})" for column, encoding in encodings.items())
         if chosen not in encodings:
-            hint = f", {name} is none" if name else ""
-            raise InputError(f"{path}: its rows have {described}; name the column of tokens with --column{hint}")
+            hint = f", {name} not found" if name else ""
+            raise InputError(f"{path}: its rows have {described}. Name the token column with --column{hint}.")
         encoding = encodings[chosen]
         if encoding == "str":
             raise InputError(
-                f"{path}: column {chosen} is text, not tokens; write the text into a file, a document a line, and run `rayrec "
-                "preprocess FILE --format mds`"
+                f"{path}: column {chosen} is text, not tokens. Write the text into a file, one document per line, and run "
+                "`rayrec preprocess FILE --format mds`."
             )
         if encoding != "bytes" and _ENCODING.fullmatch(encoding) is None:
-            raise InputError(
-                f"{path}: column {chosen} is of type {encoding}; tokens are read from ndarray, of whole numbers, and bytes"
-            )
+            raise InputError(f"{path}: column {chosen}: token type must be ndarray of integers or bytes, got {encoding}")
         return chosen, encoding
 
     def measure(self, content: mmap.mmap, name: str, bytes_dtype: str, path: str) -> TokenColumn:
@@ -155,7 +153,7 @@ class Index:
         start, _ = np.frombuffer(content, "<u4", 2, 4).tolist()
         _, size, _, dtype = self._place(content, start, name, bytes_dtype, path)
         if not size or size % dtype.itemsize:
-            raise InputError(f"{path}: column {name}: {size} bytes are no row of {dtype}; give --token-dtype")
+            raise InputError(f"{path}: column {name}: {size} bytes are not a row of {dtype}. Set --token-dtype.")
         return TokenColumn(name, dtype.newbyteorder("<").str, size // dtype.itemsize)
 
     def rows(self, content: mmap.mmap, shard: Shard, column: TokenColumn, path: str) -> np.ndarray:
@@ -164,7 +162,7 @@ class Index:
         count, dtype = int(np.frombuffer(content, "<u4", 1)[0]), np.dtype(column.dtype)
         starts = np.frombuffer(content, "<u4", shard.rows + 1, 4).astype(np.int64)
         if count != shard.rows or starts[-1] != shard.size_bytes or not 0 < starts[0] < starts[1] <= starts[-1]:
-            raise damaged(path, f"does not hold {shard.rows:,} rows of {column.block_size} tokens")
+            raise damaged(path, f"does not have {shard.rows:,} rows of {column.block_size} tokens")
         first, size, head, found = self._place(content, int(starts[0]), column.name, column.dtype, path)
         row_bytes = int(starts[1] - starts[0])
         same = found == dtype and size == column.block_size * dtype.itemsize and not (np.diff(starts) != row_bytes).any()
@@ -173,8 +171,8 @@ class Index:
             same = all(not (heads[:, low:high] != heads[0, low:high]).any() for low, high in head)
         if not same:
             raise InputError(
-                f"{path}: its rows do not all have {column.block_size} tokens of {dtype} at the same place; write rows of one "
-                "length, without columns of other lengths"
+                f"{path}: all rows must have {column.block_size} tokens of {dtype} at the same offset. Write rows of one "
+                "length, without columns of other lengths."
             )
         return np.ndarray((shard.rows, column.block_size), dtype, content, int(starts[0]) + first, (row_bytes, dtype.itemsize))
 
@@ -203,13 +201,13 @@ class Index:
                 shape = content[start + prefix]
                 prefix += 1 + (shape >> 2) * (1 << (shape & 3))
             if dtype is None:
-                raise InputError(f"{path}: column {name} has an array that is not of whole numbers; tokens are")
+                raise InputError(f"{path}: column {name}: tokens must be arrays of integers")
             return prefix, size - (prefix - at), [*head, *([(at, prefix)] if prefix > at else [])], np.dtype(dtype)
         raise AssertionError(name)
 
 
 def damaged(path: str, how: str) -> InputError:
-    return InputError(f"{path}: damaged: {how}; copy it again or prepare the text again")
+    return InputError(f"{path}: damaged: {how}. Copy it again or prepare the text again.")
 
 
 def _shard(info: Mapping[str, Any]) -> Shard:
@@ -315,7 +313,7 @@ class TokenRows:
         return int(self._bounds[-1])
 
     def __reduce__(self) -> Any:
-        raise TypeError("TokenRows is not to be pickled: make it in the process that reads")
+        raise TypeError("TokenRows cannot be pickled: create it in the process that reads")
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Read rows by number, in the given order. Raises InputError if a shard is damaged or missing, and OSError if its store
@@ -363,10 +361,10 @@ class TokenRows:
             except InputError as error:
                 if self._cache is None:
                     raise
-                _logger.warning("%s; fetching it again", error)
+                _logger.warning("Fetching a shard again: %s", error)
                 self._cache.remove(self._index.shards[number].name)
             self._fetch(number)
-        raise InputError(f"{self._folder}: shards go as fast as they come; allow more cache_bytes")
+        raise InputError(f"{self._folder}: shards are evicted as fast as they arrive. Increase cache_bytes.")
 
     def _map(self, number: int) -> np.ndarray:
         """Map a shard. Raises FileNotFoundError if it has not been fetched."""
@@ -385,7 +383,7 @@ class TokenRows:
         """Fetch a shard into the folder unless present. Waits if another thread or process is fetching it."""
         shard = self._index.shards[number]
         if self._cache is None:
-            raise InputError(f"{self._folder}/{shard.name}: no such file; copy it there or prepare the text again")
+            raise InputError(f"{self._folder}/{shard.name}: not found. Copy it there or prepare the text again.")
 
         def check(local: str) -> None:
             map_shard(local, shard, storage.join(self._path, shard.name))
@@ -404,11 +402,11 @@ def shard_content(folder: str, shard: Shard) -> Iterator[bytes]:
     path = storage.join(folder, packed.name)
     content = storage.read_bytes(path)
     if len(content) != packed.size_bytes:
-        raise damaged(path, f"has {len(content):,} bytes, its index says {packed.size_bytes:,}")
+        raise damaged(path, f"size must be {packed.size_bytes:,} bytes by its index, got {len(content):,}")
     _check_bytes(content, packed.checksum, path)
     algorithm = packed.algorithm.partition(":")[0]  # Without the level.
     if algorithm not in _PACKED:
-        raise InputError(f"{path}: compressed by {packed.algorithm}, which rayrec does not know")
+        raise InputError(f"{path}: unknown compression {packed.algorithm}")
     try:
         if algorithm == "snappy":  # Not in Arrow's framing format.
             plain = pa.Codec("snappy").decompress(content, shard.size_bytes, asbytes=True)
@@ -430,7 +428,7 @@ def map_shard(local: str, shard: Shard, path: str | None = None) -> mmap.mmap:
 def _mapped(descriptor: int, shard: Shard, path: str) -> mmap.mmap:
     size_bytes = os.fstat(descriptor).st_size
     if size_bytes != shard.size_bytes or size_bytes < 4 * (shard.rows + 2):
-        raise damaged(path, f"has {size_bytes:,} bytes, its index says {shard.size_bytes:,}")
+        raise damaged(path, f"size must be {shard.size_bytes:,} bytes by its index, got {size_bytes:,}")
     return mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
 
 
@@ -442,4 +440,4 @@ def _check_bytes(content: bytes | mmap.mmap, checksum: tuple[str, str] | None, p
             require("xxhash", extra="language")
             hashes = importlib.import_module("xxhash")
         if getattr(hashes, algorithm)(content).hexdigest() != digits:
-            raise damaged(path, f"its {algorithm} is not {digits}, as its index says")
+            raise damaged(path, f"{algorithm} must be {digits} by its index")

@@ -80,10 +80,10 @@ def open_tokens(path: str) -> TokenFolder:
     path = storage.absolute(path).rstrip("/")
     manifest = storage.join(path, MANIFEST)
     if not storage.exists(manifest):
-        raise InputError(f"{path}: holds no {MANIFEST}; make it by rayrec preprocess TEXT --format mds --out {path}")
+        raise InputError(f"{path}: {MANIFEST} not found. Make it with `rayrec preprocess TEXT --format mds --out {path}`.")
     found = storage.read_json(manifest)
     if _format(found) != FORMAT or found.get("version") != VERSION:
-        raise InputError(f"{manifest}: not of prepared text, or of another version than {VERSION}; prepare the text again")
+        raise InputError(f"{manifest}: must be of prepared text, version {VERSION}. Prepare the text again.")
     return TokenFolder(
         path=path,
         block_size=found["block_size"],
@@ -118,7 +118,7 @@ def text_rows(path: str, *, tokenizer: str, block_size: int, part_bytes: int) ->
     tokens = np.concatenate([np.empty(0, np.int64), *pieces]).astype(np.int64)
     rows = len(tokens) // block_size
     if not rows:
-        raise InputError(f"{path}: {len(tokens):,} tokens are less than one row of {block_size}; give more text")
+        raise InputError(f"{path}: {len(tokens):,} tokens are less than one row of {block_size}. Use more text.")
     return ArrayRows({COLUMN: tokens[: rows * block_size].reshape(rows, block_size)})
 
 
@@ -213,7 +213,7 @@ def decoded(content: bytes, name: str, start: int) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{name}: byte {start + error.start:,} is not UTF-8 ({error.reason}); convert the file, with iconv for instance"
+            f"{name}: byte {start + error.start:,} is not UTF-8 ({error.reason}). Convert the file, for example with iconv."
         ) from None
 
 
@@ -225,8 +225,8 @@ def _unpacked(content: bytes, path: str) -> bytes:
         text += piece
         if len(text) > most:
             raise InputError(
-                f"{path}: unpacks to more than {most / 1e9:.1f} GB, a quarter of the free memory; prepare blocks of tokens "
-                "first, which are read from files"
+                f"{path}: unpacks to more than {most / 1e9:.1f} GB, a quarter of the free memory. Prepare token blocks "
+                "first, which are read from files."
             )
     return bytes(text)
 
@@ -238,7 +238,7 @@ def read_texts(file: storage.File, part_bytes: int) -> list[str]:
         try:
             content = _unpacked(content, file.path)
         except (EOFError, zlib.error) as error:
-            raise InputError(f"{file.path}: damaged gzip file ({error or 'cut short'}); fetch it again") from None
+            raise InputError(f"{file.path}: damaged gzip file ({error or 'truncated'}). Fetch it again.") from None
     edges = [*range(0, len(content), part_bytes), len(content)]
     cuts = [cut(lambda start, count: content[start : start + count], len(content), edge) for edge in edges]
     return [decoded(content[low:high], file.path, low) for low, high in itertools.pairwise(cuts)]

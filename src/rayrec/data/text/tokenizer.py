@@ -69,7 +69,7 @@ class TextTokenizer:
             known = self._tokenizer.get_vocab()
             unknown = sorted({character for character in text if character not in known})[:5]
             raise InputError(
-                f"{self._name}: cannot tokenise the text ({_line(error)}); it may be the characters {unknown}"
+                f"{self._name}: cannot tokenise the text ({_line(error)}), possibly because of the characters {unknown}"
             ) from None
         return np.array(found.ids, self.dtype)
 
@@ -89,7 +89,7 @@ def read_tokenizer(folder: str) -> Files:
     there = set(storage.list_folder(folder))
     files = {name: storage.read_bytes(storage.join(folder, name)) for name in _FILES if name in there}
     if not files:
-        raise InputError(f"{folder}: holds no tokenizer; give a folder with tokenizer.json, bytes_bpe or characters")
+        raise InputError(f"{folder}: tokenizer not found. Use a folder with tokenizer.json, bytes_bpe or characters.")
     if TOKENIZER not in files:
         files = _converted(files, folder)
     return {CONFIG: _json(_CONFIG), **files}
@@ -105,9 +105,9 @@ def _converted(files: Files, folder: str) -> dict[str, bytes]:
         try:
             found = AutoTokenizer.from_pretrained(before, local_files_only=True, trust_remote_code=False, use_fast=True)
         except Exception as error:  # Depends on the files.
-            raise InputError(f"{folder}: no tokenizer that transformers can load ({_line(error)})") from None
+            raise InputError(f"{folder}: transformers cannot load the tokenizer ({_line(error)})") from None
         if not found.is_fast:
-            raise InputError(f"{folder}: a tokenizer without a fast form (tokenizer.json); convert it with transformers")
+            raise InputError(f"{folder}: tokenizer has no fast format (tokenizer.json). Convert it with transformers.")
         found.save_pretrained(after)
         return {name: storage.read_bytes(os.path.join(after, name)) for name in _FILES if name in os.listdir(after)}
 

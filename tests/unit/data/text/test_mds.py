@@ -292,16 +292,16 @@ def test_a_damaged_shard_is_named(written: Path, tmp_path: Path, place: Callable
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda index: index.update(version=3), "names no shards"),
-        (lambda index: index.update(shards=[]), "names no shards"),
+        (lambda index: index.update(version=3), "must name shards"),
+        (lambda index: index.update(shards=[]), "must name shards"),
         (lambda index: index.pop("shards"), "damaged"),
         (lambda index: index["shards"][1].update(compression="zstd"), "damaged"),
-        (lambda index: index["shards"][0].update(column_names=["text"]), "with the same columns"),
+        (lambda index: index["shards"][0].update(column_names=["text"]), "and the same columns"),
         (
             lambda index: [shard.update(column_encodings=["pkl"]) for shard in index["shards"]],
-            r"hold tokens \(pkl\), not what rayrec writes: [^\n]*`rayrec adopt`",
+            r"have tokens \(pkl\), but rayrec writes [^\n]*`rayrec adopt`",
         ),
-        (lambda index: index["shards"][0]["raw_data"].update(basename="../x.mds"), "beside it"),
+        (lambda index: index["shards"][0]["raw_data"].update(basename="../x.mds"), "in its folder"),
         (lambda index: index["shards"][0].update(samples="many"), "damaged"),
     ],
 )
@@ -315,7 +315,7 @@ def test_an_index_that_is_not_ours_is_refused(
 
 def test_a_shard_of_other_rows_than_its_index_says_is_refused(written: Path, tmp_path: Path) -> None:
     folder = edited(written, tmp_path / "set", lambda index: index["shards"][0].update(samples=29))
-    with pytest.raises(InputError, match=r"shard\.00000\.mds: damaged: does not hold 29 rows"):
+    with pytest.raises(InputError, match=r"shard\.00000\.mds: damaged: does not have 29 rows"):
         TokenRows(str(folder)).read(np.array([0]))
 
 
