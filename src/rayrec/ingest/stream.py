@@ -197,7 +197,7 @@ class MappedSource:
         if self.in_memory:
             files = {part.segment.path: dataset_of(part.segment) for block, _ in pieces for part in block.parts}
             if files:  # All of one dataset.
-                next(iter(files.values()))[0].maps.hold(sorted({file for _, file in files.values()}))
+                next(iter(files.values()))[0].maps.load(sorted({file for _, file in files.values()}))
         for block, piece in pieces:
             rows, times = measured(functools.partial(self.make_here, block, piece), rows_of=lambda rows: len(rows[0]))
             yield rows, times

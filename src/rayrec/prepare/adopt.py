@@ -25,11 +25,11 @@ from rayrec.data.materialized.adopted import (
     PRESET,
     Day,
     IdFiles,
-    Scanned,
+    ScanResult,
     find_days,
     preprocessor_of,
+    row_ranges,
     scan,
-    stretches,
 )
 from rayrec.data.materialized.dataset import VERSION, hash_of, write_manifest
 from rayrec.data.materialized.formats import finish_files
@@ -148,11 +148,11 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
     modulo = [
         number
         for number, rows in enumerate(preprocessor.num_embeddings)
-        if scanned.lowest[number] < 0 or scanned.highest[number] >= rows
+        if scanned.min_ids[number] < 0 or scanned.max_ids[number] >= rows
     ]
     for number in modulo:
         console.note(
-            f"{preprocessor.inputs.sparse[number]}: IDs from {scanned.lowest[number]:,} to {scanned.highest[number]:,} "
+            f"{preprocessor.inputs.sparse[number]}: IDs from {scanned.min_ids[number]:,} to {scanned.max_ids[number]:,} "
             f"are taken modulo {preprocessor.num_embeddings[number]:,}"
         )
     with _target(path, out, days) as (folder, final_path):
@@ -214,34 +214,34 @@ def _check_columns(day: Day, config: AdoptionConfig, preprocessor: Preprocessor 
         )
 
 
-def _scan(days: Sequence[Day], running: Engine, console: Console) -> Scanned:
+def _scan(days: Sequence[Day], running: Engine, console: Console) -> ScanResult:
     total, done = sum(day.rows for day in days), 0
 
     def results() -> Iterator[dict[str, Any]]:
         nonlocal done
-        for table in running.run("adopt", partial(scan, days=days), stretches(days), block_bytes=1 << 16):
+        for table in running.run("adopt", partial(scan, days=days), row_ranges(days), block_bytes=1 << 16):
             summary = json_of(table)
             done += summary["rows"]
             console.progress("adopt (rows)", done, total)
             yield summary
 
-    return Scanned.of(days, results())
+    return ScanResult.of(days, results())
 
 
-def _sizes(scanned: Scanned, path: str) -> list[int]:
-    below = np.flatnonzero(scanned.lowest < 0)
+def _sizes(scanned: ScanResult, path: str) -> list[int]:
+    below = np.flatnonzero(scanned.min_ids < 0)
     if len(below):
         raise InputError(
-            f"{path}: column {below[0]} has ID {scanned.lowest[below[0]]:,}. Use --num-embeddings-per-feature to take IDs modulo "
+            f"{path}: column {below[0]} has ID {scanned.min_ids[below[0]]:,}. Use --num-embeddings-per-feature to take IDs modulo "
             "the rows of each table, as TorchRec's loader does"
         )
-    above = np.flatnonzero(scanned.highest >= MAX_TABLE_ROWS)
+    above = np.flatnonzero(scanned.max_ids >= MAX_TABLE_ROWS)
     if len(above):
         raise InputError(
-            f"{path}: IDs of column {above[0]} must be below {MAX_TABLE_ROWS:,}, got {scanned.highest[above[0]]:,}. Use "
+            f"{path}: IDs of column {above[0]} must be below {MAX_TABLE_ROWS:,}, got {scanned.max_ids[above[0]]:,}. Use "
             "--num-embeddings-per-feature to take them modulo fewer rows"
         )
-    return (scanned.highest + 1).tolist()
+    return (scanned.max_ids + 1).tolist()
 
 
 def _note_hashes(preprocessor: Preprocessor, rows: int, console: Console) -> None:
@@ -259,7 +259,7 @@ def _note_hashes(preprocessor: Preprocessor, rows: int, console: Console) -> Non
         )
 
 
-def _index(folder: str, days: Sequence[Day], scanned: Scanned, rows_per_segment: int) -> LogIndex:
+def _index(folder: str, days: Sequence[Day], scanned: ScanResult, rows_per_segment: int) -> LogIndex:
     """Return segments of valid rows in the order of the days. A segment does not span days or invalid rows."""
     names = sorted(day.name for day in days)
     entries = []
@@ -291,7 +291,7 @@ def _target(path: str, out: str | None, days: Sequence[Day]) -> Iterator[tuple[s
 def _write(
     folder: str,
     days: Sequence[Day],
-    scanned: Scanned,
+    scanned: ScanResult,
     index: LogIndex,
     preprocessor: Preprocessor,
     modulo: Sequence[int],

@@ -31,7 +31,7 @@ from rayrec.data.logs.splits import Split
 from rayrec.data.materialized import dataset
 from rayrec.data.materialized.dataset import PreprocessedDataset, open_preprocessed
 from rayrec.data.materialized.dataset import read as read_preprocessed
-from rayrec.data.materialized.formats import WRITTEN
+from rayrec.data.materialized.formats import WRITABLE_FORMATS
 from rayrec.data.materialized.writer import preprocess
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.block_order import BlockOrder, whole
@@ -121,7 +121,7 @@ def assert_same_epochs(
                 assert_same(*(encode_block(block, start, stop, preprocessor, labelled=labelled) for block in pair))
 
 
-@pytest.mark.parametrize("format", WRITTEN)
+@pytest.mark.parametrize("format", WRITABLE_FORMATS)
 def test_every_order_gives_the_same_rows(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str) -> None:
     sets = Split(kind="last_file").rows(days)
     dataset = write(days, preprocessor, tmp_path / "out", format, sets=sets)
@@ -135,7 +135,7 @@ def test_every_order_gives_the_same_rows(days: LogIndex, preprocessor: Preproces
     assert loaded.hash() == preprocessor.hash() == dataset.manifest["preprocessor"]
 
 
-PROFILES = [(format, name) for format in WRITTEN for name in sorted(ALL)]
+PROFILES = [(format, name) for format in WRITABLE_FORMATS for name in sorted(ALL)]
 
 
 @pytest.mark.parametrize(("format", "name"), [*PROFILES, ("parquet", "multi-hot")])
@@ -145,7 +145,7 @@ def test_every_profile(days: LogIndex, tmp_path: Path, format: str, name: str) -
     assert_same_epochs(days, dataset.index, profiled, (100, 2000))
 
 
-@pytest.mark.parametrize("format", WRITTEN)
+@pytest.mark.parametrize("format", WRITABLE_FORMATS)
 def test_unlabelled(click_log: Path, tmp_path: Path, format: str, preprocessor: Preprocessor) -> None:
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:500]
     (tmp_path / "test.txt").write_bytes(b"".join(line.partition(b"\t")[2] for line in lines))
@@ -156,7 +156,9 @@ def test_unlabelled(click_log: Path, tmp_path: Path, format: str, preprocessor: 
     assert_same_epochs(index, dataset.index, preprocessor, (0, 500), labelled=False)
 
 
-@pytest.mark.parametrize(("format", "rows"), [*((format, 2**31) for format in WRITTEN), ("npy", 2**40), ("parquet", 2**40)])
+@pytest.mark.parametrize(
+    ("format", "rows"), [*((format, 2**31) for format in WRITABLE_FORMATS), ("npy", 2**40), ("parquet", 2**40)]
+)
 def test_large_ids(days: LogIndex, tmp_path: Path, format: str, rows: int) -> None:
     """Beyond those that floats hold, and beyond 32 bits."""
     large = hashed(SCHEMA, rows)
@@ -361,12 +363,12 @@ def test_a_moved_folder_is_as_good(days: LogIndex, preprocessor: Preprocessor, t
 def test_no_rows_at_all(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
     """The empty share of a worker."""
     expected = preprocessor.encode(read_raw(days.segments[:1], SCHEMA), np.arange(0))
-    for format in WRITTEN:
+    for format in WRITABLE_FORMATS:
         made = write(days, preprocessor, tmp_path / format, format)
         assert_same(read_preprocessed(made.index.segments[:2], np.arange(0), preprocessor), expected)
 
 
-@pytest.mark.parametrize("format", WRITTEN)
+@pytest.mark.parametrize("format", WRITABLE_FORMATS)
 def test_damage_is_told(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str) -> None:
     out = tmp_path / "out"
     made = write(days, preprocessor, out, format)
@@ -408,7 +410,7 @@ def test_what_is_no_dataset(days: LogIndex, preprocessor: Preprocessor, tmp_path
             open_preprocessed(str(out))
 
 
-@pytest.mark.parametrize("format", WRITTEN)
+@pytest.mark.parametrize("format", WRITABLE_FORMATS)
 def test_an_id_outside_its_table_is_refused(days: LogIndex, tmp_path: Path, format: str) -> None:
     """By file, row, column, id and table size, in an order of rows that is not the log's."""
     preprocessor = hashed(SCHEMA, 1 << 20)
@@ -433,14 +435,14 @@ def test_ids_of_bags_and_negative_ids_are_checked() -> None:
     dense = np.zeros((3, 0), np.float32)
     bags = JaggedIds(np.array([1, 2, 9, 0], np.int32), np.array([2, 0, 2], np.int32))
     one = EncodedRows(dense, [np.array([0, 1, -1], np.int64), np.array([[0, 1], [2, 3], [4, 4]]), bags])
-    assert dataset.wrong_id(one, [2, 5, 10]) == dataset.WrongId(2, 0, -1)
+    assert dataset.find_invalid_id(one, [2, 5, 10]) == dataset.InvalidId(2, 0, -1)
     one.ids[0][2] = 1  # type: ignore[index]
-    assert dataset.wrong_id(one, [2, 5, 10]) is None
-    assert dataset.wrong_id(one, [2, 4, 10]) == dataset.WrongId(2, 1, 4)
-    assert dataset.wrong_id(one, [2, 5, 9]) == dataset.WrongId(2, 2, 9)
+    assert dataset.find_invalid_id(one, [2, 5, 10]) is None
+    assert dataset.find_invalid_id(one, [2, 4, 10]) == dataset.InvalidId(2, 1, 4)
+    assert dataset.find_invalid_id(one, [2, 5, 9]) == dataset.InvalidId(2, 2, 9)
 
 
-@pytest.mark.parametrize("format", WRITTEN)
+@pytest.mark.parametrize("format", WRITABLE_FORMATS)
 def test_checksums_are_compared_once_for_the_same_files(
     days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

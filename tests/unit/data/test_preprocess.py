@@ -31,7 +31,7 @@ from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.splits import Split
 from rayrec.data.materialized.dataset import open_preprocessed
 from rayrec.data.materialized.dataset import read as read_preprocessed
-from rayrec.data.materialized.formats import WRITTEN, combine
+from rayrec.data.materialized.formats import WRITABLE_FORMATS, combine
 from rayrec.data.materialized.writer import preprocess
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.storage.cache import unpack
@@ -76,7 +76,7 @@ def test_combining_checksums(first: bytes, second: bytes) -> None:
     assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
 
 
-@pytest.mark.parametrize("format", WRITTEN)
+@pytest.mark.parametrize("format", WRITABLE_FORMATS)
 @pytest.mark.parametrize("shuffle", ["none", "full"])
 def test_what_was_interrupted_goes_on(log: Path, tmp_path: Path, format: str, shuffle: str) -> None:
     settings = {"format": format, "shuffle": shuffle, "seed": 4}
@@ -126,7 +126,7 @@ def test_a_task_run_twice_changes_nothing(log: Path, tmp_path: Path) -> None:
                 function(item)
             yield from super().run(name, function, items)
 
-    for format in WRITTEN:
+    for format in WRITABLE_FORMATS:
         run(log, tmp_path / format, format=format)
         run(log, tmp_path / f"{format}-twice", format=format, engine=Twice())
         assert files_of(tmp_path / format) == files_of(tmp_path / f"{format}-twice")

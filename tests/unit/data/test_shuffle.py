@@ -21,7 +21,7 @@ from rayrec.data.logs.splits import Split
 from rayrec.data.materialized import write_tasks
 from rayrec.data.materialized.dataset import PreprocessedDataset, open_preprocessed
 from rayrec.data.materialized.dataset import read as read_preprocessed
-from rayrec.data.materialized.formats import WRITTEN
+from rayrec.data.materialized.formats import WRITABLE_FORMATS
 from rayrec.data.materialized.write_tasks import Permutation, gather_runs, write_run
 from rayrec.data.materialized.writer import preprocess
 from rayrec.datasets.criteo import SCHEMA
@@ -130,7 +130,7 @@ def test_only_the_training_rows_move(index: LogIndex, tmp_path: Path) -> None:
     assert sizes[0] == sizes[1]
 
 
-@pytest.mark.parametrize("format", WRITTEN)
+@pytest.mark.parametrize("format", WRITABLE_FORMATS)
 def test_the_same_whatever_the_tasks_and_the_format(
     index: LogIndex, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +138,7 @@ def test_the_same_whatever_the_tasks_and_the_format(
     for segments_per_task in (1, 4, 1000):
         made = shuffled(index, tmp_path / str(segments_per_task), format=format, segments_per_task=segments_per_task)
         assert keys(all_rows(made.index, 0, 2000)) == expected
-    monkeypatch.setattr("rayrec.data.materialized.writer.MOST_SHUFFLE_TASKS", 2)
+    monkeypatch.setattr("rayrec.data.materialized.writer.MAX_SHUFFLE_TASKS", 2)
     made = shuffled(index, tmp_path / "few", format=format, segments_per_task=1)
     assert keys(all_rows(made.index, 0, 2000)) == expected
     other = shuffled(index, tmp_path / "other", format=format, seed=2)

@@ -76,23 +76,23 @@ def find_days(folders: Sequence[str], *, ids: IdFiles | None, names: Sequence[st
     files; None takes the only kind present. Raises InputError if no id files are found, several kinds are present, a file is
     missing, truncated or unlike those of TorchRec's scripts, or the columns of the days differ.
     """
-    found, where = _named_files(folders), " and ".join(folders)
-    kinds = [kind for kind in _ID_FILES if any(kind in files for files in found.values())]
+    files_by_stem, folder_names = _named_files(folders), " and ".join(folders)
+    kinds = [kind for kind in _ID_FILES if any(kind in files for files in files_by_stem.values())]
     if not kinds:
         raise InputError(
-            f"{where}: id arrays of TorchRec's scripts not found, such as day_0_sparse.npy or day_0_sparse_multi_hot.npz"
+            f"{folder_names}: id arrays of TorchRec's scripts not found, such as day_0_sparse.npy or day_0_sparse_multi_hot.npz"
         )
     if ids is None and len(kinds) > 1:
-        raise InputError(f"{where}: found ids in files *_{' and *_'.join(kinds)}. Choose one with --ids {kinds[0]}.")
+        raise InputError(f"{folder_names}: found ids in files *_{' and *_'.join(kinds)}. Choose one with --ids {kinds[0]}.")
     kind = ids or kinds[0]
     days = []
-    for name in names or sorted(found, key=_natural_key):
-        files = found.get(name, {})
+    for name in names or sorted(files_by_stem, key=_natural_key):
+        files = files_by_stem.get(name, {})
         missing = [part for part in ("dense", "labels", kind) if part not in files]
         if missing:
             ending = "npz" if missing[0] == "sparse_multi_hot" else "npy"
             raise InputError(
-                f"{where}: {name}_{missing[0]}.{ending} not found. Copy it there, or name the days to read with --files."
+                f"{folder_names}: {name}_{missing[0]}.{ending} not found. Copy it there, or name the days to read with --files."
             )
         days.append(_day(name, [files["dense"], files["labels"], files[kind]]))
     for day in days[1:]:
@@ -108,17 +108,17 @@ def find_days(folders: Sequence[str], *, ids: IdFiles | None, names: Sequence[st
 
 def _named_files(folders: Sequence[str]) -> dict[str, dict[str, str]]:
     """Return the file paths by stem and part. Raises InputError if two folders contain the same file."""
-    found: dict[str, dict[str, str]] = {}
+    files_by_stem: dict[str, dict[str, str]] = {}
     for folder in folders:
         for file in storage.list_files(folder):
             match = _NAME.fullmatch(storage.name_of(file.path))
             if match is None:
                 continue
             stem, part = match["npz"] or match["stem"], match["part"] or "sparse_multi_hot"
-            if part in found.setdefault(stem, {}):
-                raise InputError(f"{file.path}: {found[stem][part]} has the same name. Keep one of them.")
-            found[stem][part] = file.path
-    return found
+            if part in files_by_stem.setdefault(stem, {}):
+                raise InputError(f"{file.path}: {files_by_stem[stem][part]} has the same name. Keep one of them.")
+            files_by_stem[stem][part] = file.path
+    return files_by_stem
 
 
 def _natural_key(name: str) -> list[int | str]:
@@ -179,22 +179,22 @@ def _npz(path: str) -> FilePlan:
     return FilePlan(storage.name_of(path), size_bytes, rows[0], tuple(matrices))
 
 
-def _matrix(file: BinaryIO, where: str, name: str, path: str, kinds: str, sizes: Sequence[int]) -> tuple[int, Matrix]:
+def _matrix(file: BinaryIO, source: str, name: str, path: str, kinds: str, sizes: Sequence[int]) -> tuple[int, Matrix]:
     """Read the .npy header at the file's current offset and return (rows, matrix)."""
     try:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, by_columns, dtype = read(file)
     except (ValueError, EOFError) as error:
-        raise InputError(f"{where}: not a NumPy array ({' '.join(str(error).split())})") from None
+        raise InputError(f"{source}: not a NumPy array ({' '.join(str(error).split())})") from None
     expected = " or ".join({"f": "float", "i": "int", "u": "uint"}[kind] for kind in kinds)
     if dtype.kind not in kinds or dtype.itemsize not in sizes or dtype.byteorder == ">":
-        raise InputError(f"{where}: must be {expected} of {' or '.join(str(8 * size) for size in sizes)} bits, got {dtype}")
+        raise InputError(f"{source}: must be {expected} of {' or '.join(str(8 * size) for size in sizes)} bits, got {dtype}")
     if len(shape) not in (1, 2) or not shape[0] or not shape[-1]:
-        raise InputError(f"{where}: shape must be rows and columns, got {shape}")
+        raise InputError(f"{source}: shape must be rows and columns, got {shape}")
     columns = shape[1] if len(shape) == 2 else 1
     if by_columns and columns > 1:
-        raise InputError(f"{where}: must be stored row by row. Write it again with numpy.ascontiguousarray.")
+        raise InputError(f"{source}: must be stored row by row. Write it again with numpy.ascontiguousarray.")
     return shape[0], Matrix(name, storage.name_of(path), file.tell(), dtype.newbyteorder("<").str, columns)
 
 
@@ -202,7 +202,7 @@ def _matrix(file: BinaryIO, where: str, name: str, path: str, kinds: str, sizes:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class RowRange:
     """Row range [start, stop) of day number `day`."""
 
     day: int
@@ -210,28 +210,28 @@ class Stretch:
     stop: int
 
 
-def stretches(days: Sequence[Day]) -> list[Stretch]:
+def row_ranges(days: Sequence[Day]) -> list[RowRange]:
     """Split the rows of all days into ranges of one task each."""
     return [
-        Stretch(number, start, min(start + step, day.rows))
+        RowRange(number, start, min(start + step, day.rows))
         for number, day in enumerate(days)
         for step in [max(1, _TASK_BYTES // sum(matrix.row_bytes for matrix in day.matrices))]
         for start in range(0, day.rows, step)
     ]
 
 
-def scan(stretch: Stretch, *, days: Sequence[Day]) -> pa.Table:
+def scan(row_range: RowRange, *, days: Sequence[Day]) -> pa.Table:
     """Scan all arrays of a row range: checksums, minimum and maximum id of each column, and invalid rows."""
-    day = days[stretch.day]
+    day = days[row_range.day]
     ranges: list[list[Any]] = []
-    lowest: list[int] = []
-    highest: list[int] = []
+    min_ids: list[int] = []
+    max_ids: list[int] = []
     faulty: dict[str, np.ndarray] = {}
     unlabelled, labels = 0, list[str]()
     for plan, path in zip(day.plans, day.paths, strict=True):
         for matrix in plan.matrices:
-            rows, data = _read_rows(matrix, path, stretch)
-            start = matrix.offset + stretch.start * matrix.row_bytes
+            rows, data = _read_rows(matrix, path, row_range)
+            start = matrix.offset + row_range.start * matrix.row_bytes
             ranges.append([matrix.file, matrix.name, start, len(data), zlib.crc32(data.data)])
             if matrix.name == "dense":
                 finite = np.isfinite(rows)
@@ -244,37 +244,37 @@ def scan(stretch: Stretch, *, days: Sequence[Day]) -> pa.Table:
                     labels = distinct_labels(f"{label:g}" for label in np.unique(rows[:, 0]).tolist() if label != UNLABELLED)
             else:
                 axis = 0 if matrix.name == "sparse" else None
-                lowest += np.atleast_1d(rows.min(axis=axis)).tolist()
-                highest += np.atleast_1d(rows.max(axis=axis)).tolist()
+                min_ids += np.atleast_1d(rows.min(axis=axis)).tolist()
+                max_ids += np.atleast_1d(rows.max(axis=axis)).tolist()
     return json_reply(
         {
-            "rows": stretch.stop - stretch.start,
+            "rows": row_range.stop - row_range.start,
             "ranges": ranges,
-            "lowest": lowest,
-            "highest": highest,
+            "lowest": min_ids,
+            "highest": max_ids,
             "faults": {kind: len(rows) for kind, rows in faulty.items()},
-            "faulty": {kind: (rows[:MAX_FAULTY_ROWS] + stretch.start).tolist() for kind, rows in faulty.items()},
+            "faulty": {kind: (rows[:MAX_FAULTY_ROWS] + row_range.start).tolist() for kind, rows in faulty.items()},
             "unlabelled": unlabelled,
             "labels": labels,
         }
     )
 
 
-def _read_rows(matrix: Matrix, path: str, stretch: Stretch) -> tuple[np.ndarray, np.ndarray]:
+def _read_rows(matrix: Matrix, path: str, row_range: RowRange) -> tuple[np.ndarray, np.ndarray]:
     """Read (rows, their bytes) of a row range."""
-    data = np.empty((stretch.stop - stretch.start) * matrix.row_bytes, np.uint8)
-    if storage.read_into(path, matrix.offset + stretch.start * matrix.row_bytes, data) != len(data):
+    data = np.empty((row_range.stop - row_range.start) * matrix.row_bytes, np.uint8)
+    if storage.read_into(path, matrix.offset + row_range.start * matrix.row_bytes, data) != len(data):
         raise InputError(f"{path}: became shorter while it was read. Copy it again.")
     return data.view(matrix.dtype).reshape(-1, matrix.columns), data
 
 
 @dataclass
-class Scanned:
+class ScanResult:
     """Merged result of scanning all rows."""
 
-    lowest: np.ndarray
+    min_ids: np.ndarray
     """Minimum id of each column, int64 [columns]."""
-    highest: np.ndarray
+    max_ids: np.ndarray
     """Maximum id of each column, int64 [columns]."""
     labelled: bool = True
     """Whether to use the labels. False if no row has one."""
@@ -285,33 +285,33 @@ class Scanned:
     """Tuples (file, first byte, byte count, CRC-32), one per array."""
 
     @classmethod
-    def of(cls, days: Sequence[Day], results: Iterator[dict[str, Any]]) -> Scanned:
-        """Merge the results of `scan` for `stretches(days)`, in order. Raises InputError if only some days have labels."""
+    def of(cls, days: Sequence[Day], results: Iterator[dict[str, Any]]) -> ScanResult:
+        """Merge the results of `scan` for `row_ranges(days)`, in order. Raises InputError if only some days have labels."""
         columns = len(days[0].hotness)
         self = cls(np.full(columns, np.iinfo(np.int64).max), np.full(columns, np.iinfo(np.int64).min))
         merged: dict[tuple[str, str], tuple[str, int, int, int]] = {}
         unlabelled = [0] * len(days)
         faulty: list[dict[str, list[int]]] = [{_NOT_FINITE: [], LABEL_FAULT: []} for _ in days]
         counts: list[dict[str, int]] = [{_NOT_FINITE: 0, LABEL_FAULT: 0} for _ in days]
-        for stretch, found in zip(stretches(days), results, strict=True):
-            np.minimum(self.lowest, found["lowest"], out=self.lowest)
-            np.maximum(self.highest, found["highest"], out=self.highest)
-            for file, array, start, length, checksum in found["ranges"]:
+        for row_range, reply in zip(row_ranges(days), results, strict=True):
+            np.minimum(self.min_ids, reply["lowest"], out=self.min_ids)
+            np.maximum(self.max_ids, reply["highest"], out=self.max_ids)
+            for file, array, start, length, checksum in reply["ranges"]:
                 _, first, before, of_before = merged.get((file, array), (file, start, 0, 0))
                 merged[file, array] = file, first, before + length, combine(of_before, checksum, length)
-            unlabelled[stretch.day] += found["unlabelled"]
-            if found["labels"]:
-                self.faults.add(Faults(labels={"labels": found["labels"]}))
-            for kind, rows in found["faulty"].items():
-                counts[stretch.day][kind] += found["faults"][kind]
-                faulty[stretch.day][kind] += rows[: MAX_FAULTY_ROWS + 1 - len(faulty[stretch.day][kind])]
+            unlabelled[row_range.day] += reply["unlabelled"]
+            if reply["labels"]:
+                self.faults.add(Faults(labels={"labels": reply["labels"]}))
+            for kind, rows in reply["faulty"].items():
+                counts[row_range.day][kind] += reply["faults"][kind]
+                faulty[row_range.day][kind] += rows[: MAX_FAULTY_ROWS + 1 - len(faulty[row_range.day][kind])]
         self.ranges = list(merged.values())
         bare = [day.name for day, count in zip(days, unlabelled, strict=True) if count == day.rows]
         self.labelled = len(bare) < len(days)
         if bare and self.labelled:
-            others = " ".join(day.name for day in days if day.name not in bare)
+            labelled_days = " ".join(day.name for day in days if day.name not in bare)
             raise InputError(
-                f"{bare[0]}: all labels are {UNLABELLED}, so its rows are unlabelled. Exclude it with --files {others}."
+                f"{bare[0]}: all labels are {UNLABELLED}, so its rows are unlabelled. Exclude it with --files {labelled_days}."
             )
         for day, of_day, count_of in zip(days, faulty, counts, strict=True):
             if not self.labelled:

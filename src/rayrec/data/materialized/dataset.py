@@ -28,7 +28,7 @@ from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import MAPPED, LogIndex, Segment, row_numbers
 from rayrec.data.materialized.adopted import PRESET
 from rayrec.data.materialized.formats import combine, file_checksum, from_named_columns
-from rayrec.data.materialized.row_maps import RowMaps, Run, damaged
+from rayrec.data.materialized.row_maps import MappedRange, MappedRows, damaged
 
 VERSION = 1
 MANIFEST = "dataset.json"
@@ -44,7 +44,7 @@ class PreprocessedDataset:
     preprocessor: str
     """Folder of the Preprocessor that made the rows."""
     manifest: dict[str, Any]
-    maps: RowMaps
+    maps: MappedRows
     """Row storage of all formats but parquet."""
     _checked: list[Preprocessor] = field(default_factory=list, repr=False, compare=False)
 
@@ -77,15 +77,15 @@ class PreprocessedDataset:
 
     def check_preprocessor(self, preprocessor: Preprocessor) -> None:
         """Check that the rows were made with this Preprocessor, whose hash is computed once. Raises InputError."""
-        if any(known is preprocessor for known in self._checked):
+        if any(checked is preprocessor for checked in self._checked):
             return
         if preprocessor.hash() != self.manifest["preprocessor"]:
-            again = "make it again with `rayrec preprocess`"
+            fix = "make it again with `rayrec preprocess`"
             if self.adopted:
-                again = "adopt it with the model's: --preprocessor RUN --out DIR"
+                fix = "adopt it with the model's: --preprocessor RUN --out DIR"
             raise InputError(
                 f"{self.path}: made with Preprocessor {self.manifest['preprocessor']}, not with {preprocessor.hash()}. Use "
-                f"the one in {self.preprocessor}, or {again}."
+                f"the one in {self.preprocessor}, or {fix}."
             )
         self._checked[:] = [preprocessor]
 
@@ -118,10 +118,10 @@ def open_verified(path: str, context: TaskContext) -> PreprocessedDataset:
     shows that files with the same names, sizes, times and checksums passed before. Raises the errors of `open_preprocessed`."""
     dataset = _load(storage.absolute(path).rstrip("/"))
     path, files = dataset.path, dataset.manifest["files"]
-    found = _check_files(path, files, verify=False)
+    stored_files = _check_files(path, files, verify=False)
     assert context.cache_folder is not None
     record = storage.join(context.cache_folder, "verified", f"{hashlib.sha256(path.encode()).hexdigest()[:16]}.json")
-    state = [[file["name"], file["bytes"], file["crc32"], found[file["name"]].modified_ns] for file in files]
+    state = [[file["name"], file["bytes"], file["crc32"], stored_files[file["name"]].modified_ns] for file in files]
     version = {"path": path, "files": hashlib.sha256(json.dumps(state).encode()).hexdigest()}
     if not storage.exists(record) or storage.read_json(record) != version:
         _compare_checksums(path, files, context)
@@ -151,33 +151,33 @@ def _load(path: str) -> PreprocessedDataset:
         first_row += rows
     index = LogIndex(tuple(segments), Faults.from_dict(manifest["faults"]))
     preprocessor = storage.join(path, "preprocessor")
-    _OPENED[path] = PreprocessedDataset(path, index, preprocessor, manifest, RowMaps(path, manifest))
+    _OPENED[path] = PreprocessedDataset(path, index, preprocessor, manifest, MappedRows(path, manifest))
     return _OPENED[path]
 
 
 def _check_files(path: str, files: Sequence[dict[str, Any]], *, verify: bool) -> dict[str, storage.File]:
     """Check the sizes of the manifest's files and return all files of the folder by relative path."""
     filesystem, inner = storage.resolve(path)
-    found = {
+    stored = {
         posixpath.relpath(info.path, inner): storage.File(info.path, info.size, info.mtime_ns or 0)
         for info in filesystem.get_file_info(arrow_fs.FileSelector(inner, recursive=True))
         if info.type == arrow_fs.FileType.File
     }
     for file in files:
         name, size = file["name"], file["bytes"]
-        if name not in found:
+        if name not in stored:
             raise damaged(path, name, "not found")
-        if found[name].size_bytes != size:
-            raise damaged(path, name, f"size must be {size} bytes, got {found[name].size_bytes}")
+        if stored[name].size_bytes != size:
+            raise damaged(path, name, f"size must be {size} bytes, got {stored[name].size_bytes}")
         if verify and file_checksum(storage.join(path, name)) != file["crc32"]:
             raise damaged(path, name, "checksum does not match")
-    return found
+    return stored
 
 
 def dataset_of(segment: Segment) -> tuple[PreprocessedDataset, int]:
     """Return the segment's dataset and raw file number."""
-    place = storage.folder_of(segment.path)
-    folder, number = storage.folder_of(place), storage.name_of(place)
+    file_folder = storage.folder_of(segment.path)
+    folder, number = storage.folder_of(file_folder), storage.name_of(file_folder)
     if folder not in _OPENED:
         _load(folder)
     return _OPENED[folder], int(number)
@@ -194,15 +194,15 @@ def read(segments: Sequence[Segment], order: np.ndarray, preprocessor: Preproces
         rows = _read_parquet(dataset, segments, order, preprocessor)
     else:
         rows = dataset.maps.read(_runs(segments), order, preprocessor)
-    wrong = wrong_id(rows, preprocessor.num_embeddings)
-    if wrong is not None:
-        column, size = preprocessor.inputs.sparse[wrong.column], preprocessor.num_embeddings[wrong.column]
-        name, row = _place_of(dataset, segments, int(order[wrong.row]), wrong.column)
-        raise damaged(dataset.path, name, f"row {row} column {column}: id {wrong.id} is outside its table of {size:,} rows")
+    invalid = find_invalid_id(rows, preprocessor.num_embeddings)
+    if invalid is not None:
+        column, size = preprocessor.inputs.sparse[invalid.column], preprocessor.num_embeddings[invalid.column]
+        name, row = _locate_row(dataset, segments, int(order[invalid.row]), invalid.column)
+        raise damaged(dataset.path, name, f"row {row} column {column}: id {invalid.id} is outside its table of {size:,} rows")
     return replace(rows, row_numbers=row_numbers(segments)[order])
 
 
-def _place_of(dataset: PreprocessedDataset, segments: Sequence[Segment], row: int, column: int) -> tuple[str, int]:
+def _locate_row(dataset: PreprocessedDataset, segments: Sequence[Segment], row: int, column: int) -> tuple[str, int]:
     """Return the file with this sparse column of row `row` of the segments, and the row number in that file."""
     if dataset.format == "parquet":
         number = int(row_numbers(segments)[row])
@@ -215,18 +215,18 @@ def _place_of(dataset: PreprocessedDataset, segments: Sequence[Segment], row: in
     return file_name, run.first + row - run.start
 
 
-def _runs(segments: Sequence[Segment]) -> list[Run]:
+def _runs(segments: Sequence[Segment]) -> list[MappedRange]:
     """Return the row ranges of the segments, merging adjacent ranges of a file."""
-    runs: list[Run] = []
+    runs: list[MappedRange] = []
     stop = 0
     for segment in segments:
         number = dataset_of(segment)[1]
         start, stop = stop, stop + segment.rows
         last = runs[-1] if runs else None
         if last and last.file == number and last.first + last.stop - last.start == segment.start:
-            runs[-1] = Run(number, last.first, last.start, stop)
+            runs[-1] = MappedRange(number, last.first, last.start, stop)
         else:
-            runs.append(Run(number, segment.start, start, stop))
+            runs.append(MappedRange(number, segment.start, start, stop))
     return runs
 
 
@@ -235,14 +235,14 @@ def _read_parquet(
 ) -> EncodedRows:
     """Read the row groups with the requested rows. A segment that is split between two sets has two row groups."""
     files = dataset.manifest["parquet"]
-    firsts = [file["first_row"] for file in files]
+    first_rows = [file["first_row"] for file in files]
     groups: list[tuple[int, int]] = []
     bounds = [0]
     for segment in segments:
         row, end = segment.first_row, segment.first_row + segment.rows
         while row < end:
-            file = bisect_right(firsts, row) - 1
-            starts = np.cumsum([firsts[file], *files[file]["row_groups"]])
+            file = bisect_right(first_rows, row) - 1
+            starts = np.cumsum([first_rows[file], *files[file]["row_groups"]])
             group = int(np.searchsorted(starts, row, "right")) - 1
             assert starts[group] == row
             groups.append((file, group))
@@ -251,15 +251,15 @@ def _read_parquet(
         assert row == end
     edges = np.array(bounds)
     of_row = np.searchsorted(edges, order, "right") - 1
-    wanted = np.zeros(len(groups), bool)
-    wanted[of_row] = True
-    wanted[0] |= not len(order)  # For the schema.
-    kept = np.cumsum(np.where(wanted, np.diff(edges), 0))
-    before = edges[1:] - kept  # Rows of preceding groups that are not read.
+    is_read = np.zeros(len(groups), bool)
+    is_read[of_row] = True
+    is_read[0] |= not len(order)  # For the schema.
+    rows_read = np.cumsum(np.where(is_read, np.diff(edges), 0))
+    before = edges[1:] - rows_read  # Rows of preceding groups that are not read.
     opened: dict[int, pq.ParquetFile] = {}
     tables = []
     try:
-        for number in np.flatnonzero(wanted):
+        for number in np.flatnonzero(is_read):
             file, group = groups[number]
             path = storage.join(dataset.path, files[file]["name"])
             if file not in opened:
@@ -281,7 +281,7 @@ _READ_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class _ByteRange:
     """Byte range [start, stop) of file number `file`."""
 
     file: int
@@ -292,7 +292,7 @@ class _Stretch:
 
 def _compare_checksums(path: str, files: Sequence[Mapping[str, Any]], context: TaskContext) -> None:
     ranges = [
-        _Stretch(number, file["name"], start, min(start + _TASK_BYTES, file["bytes"]))
+        _ByteRange(number, file["name"], start, min(start + _TASK_BYTES, file["bytes"]))
         for number, file in enumerate(files)
         for start in range(0, file["bytes"], _TASK_BYTES)
     ]
@@ -309,22 +309,22 @@ def _compare_checksums(path: str, files: Sequence[Mapping[str, Any]], context: T
         context.progress("verify (bytes)", done, total)
 
 
-def _checksums(group: Sequence[_Stretch], *, path: str) -> pa.Table:
+def _checksums(group: Sequence[_ByteRange], *, path: str) -> pa.Table:
     buffer = np.empty(_READ_BYTES, np.uint8)
     checksums = []
     for part in group:
         checksum = 0
         for start in range(part.start, part.stop, _READ_BYTES):
-            piece = buffer[: min(_READ_BYTES, part.stop - start)]
-            if storage.read_into(storage.join(path, part.name), start, piece) != len(piece):
+            chunk = buffer[: min(_READ_BYTES, part.stop - start)]
+            if storage.read_into(storage.join(path, part.name), start, chunk) != len(chunk):
                 raise damaged(path, part.name, "became shorter")
-            checksum = zlib.crc32(piece.data, checksum)
+            checksum = zlib.crc32(chunk.data, checksum)
         checksums.append(checksum)
     return pa.table({"crc32": pa.array(checksums, pa.int64())})
 
 
 @dataclass(frozen=True)
-class WrongId:
+class InvalidId:
     """Id outside its embedding table."""
 
     row: int
@@ -334,7 +334,7 @@ class WrongId:
     id: int
 
 
-def wrong_id(rows: EncodedRows, num_embeddings: Sequence[int]) -> WrongId | None:
+def find_invalid_id(rows: EncodedRows, num_embeddings: Sequence[int]) -> InvalidId | None:
     """Find the first id outside [0, num_embeddings) of its column, column by column. None if all ids are valid. One pass over the
     ids, about 1 ns per id."""
     for column, (ids, size) in enumerate(zip(rows.ids, num_embeddings, strict=True)):
@@ -344,10 +344,10 @@ def wrong_id(rows: EncodedRows, num_embeddings: Sequence[int]) -> WrongId | None
         unsigned = values.view(np.dtype(f"u{values.itemsize}"))  # Negative ids become the largest values.
         if int(unsigned.max()) < size:
             continue
-        place = int(np.argmax(unsigned.reshape(-1) >= size))
+        index = int(np.argmax(unsigned.reshape(-1) >= size))
         if isinstance(ids, JaggedIds):
-            row = int(np.searchsorted(ids.offsets(), place, side="right")) - 1
+            row = int(np.searchsorted(ids.offsets(), index, side="right")) - 1
         else:
-            row = place // (values.size // len(rows))
-        return WrongId(row, column, int(values.reshape(-1)[place]))
+            row = index // (values.size // len(rows))
+        return InvalidId(row, column, int(values.reshape(-1)[index]))
     return None

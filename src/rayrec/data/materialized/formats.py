@@ -23,7 +23,7 @@ from rayrec.data.raw_block import RawBlock
 from rayrec.native import call
 from rayrec.schema import Schema
 
-WRITTEN = ("binary", "npy", "parquet")
+WRITABLE_FORMATS = ("binary", "npy", "parquet")
 """Formats written by `rayrec preprocess`. Only other programs write npz."""
 _READ_BYTES = 16 << 20
 
@@ -133,11 +133,11 @@ def create_files(folder: str, plans: Sequence[FilePlan]) -> None:
             os.fsync(file.fileno())
 
 
-def finish_files(folder: str, plans: Sequence[FilePlan], written: Iterable[tuple[str, int, int, int]]) -> list[dict[str, Any]]:
-    """Return [{name, bytes, crc32}] of the complete files. Combines each file's checksum from its header and `written` ranges
+def finish_files(folder: str, plans: Sequence[FilePlan], row_ranges: Iterable[tuple[str, int, int, int]]) -> list[dict[str, Any]]:
+    """Return [{name, bytes, crc32}] of the complete files. Combines each file's checksum from its header and `row_ranges`
     (file, start, length, CRC-32), without reading rows again."""
     of_file: dict[str, list[tuple[int, int, int]]] = {}
-    for name, start, length, of_range in written:
+    for name, start, length, of_range in row_ranges:
         of_file.setdefault(name, []).append((start, length, of_range))
     files = []
     for plan in plans:
@@ -156,16 +156,16 @@ def finish_files(folder: str, plans: Sequence[FilePlan], written: Iterable[tuple
 
 def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
     """Check that the format can store the Preprocessor's output. Raises InputError."""
-    if format not in WRITTEN:
-        raise InputError(f"format: must be one of {', '.join(WRITTEN)}, got {format!r}")
+    if format not in WRITABLE_FORMATS:
+        raise InputError(f"format: must be one of {', '.join(WRITABLE_FORMATS)}, got {format!r}")
     if format == "parquet":
         return
     schema, hotness = preprocessor.schema, preprocessor.hotness
     if labelled and schema.weight:
         raise InputError(f"format {format} cannot store the weights of column {schema.weight}. Use --format parquet.")
     if labelled and (schema.labels or schema.timestamp):
-        others = ", ".join((*(label.name for label in schema.labels), *filter(None, [schema.timestamp])))
-        raise InputError(f"format {format} cannot store columns {others}. Use --format parquet.")
+        names = ", ".join((*(label.name for label in schema.labels), *filter(None, [schema.timestamp])))
+        raise InputError(f"format {format} cannot store columns {names}. Use --format parquet.")
     for name, size in zip(preprocessor.inputs.sparse, hotness, strict=True):
         if size is None:
             raise InputError(f"format {format} cannot store the lists of column {name}. Use --format parquet.")
@@ -229,7 +229,7 @@ def stored(
 def _pack(raw: RawBlock, rows: EncodedRows, preprocessor: Preprocessor, start: int, stop: int) -> tuple[np.ndarray, int]:
     """Return int32 [rows, 1 + dense + sparse], and the flat index of the first number that does not fit, or -1."""
     integers = np.ascontiguousarray(preprocessor.derivation.applied(raw).numbers[start:stop])
-    lowest = np.array(
+    minimums = np.array(
         [np.iinfo(np.int64).min if column.kind == "signed_log" else column.lowest for column in preprocessor.dense], np.int64
     )
     ids = np.ascontiguousarray(rows.ids)
@@ -237,7 +237,7 @@ def _pack(raw: RawBlock, rows: EncodedRows, preprocessor: Preprocessor, start: i
     out = np.empty((len(rows), 1 + num_dense + num_sparse), np.int32)
     label = rows.label if rows.labels else None
     columns = (ctypes.c_int32(num_dense), ctypes.c_int32(num_sparse))
-    wrong = call("rayrec_pack_rows", integers, lowest, ids, ids.itemsize, label, len(rows), *columns, out)
+    wrong = call("rayrec_pack_rows", integers, minimums, ids, ids.itemsize, label, len(rows), *columns, out)
     return out, wrong
 
 

@@ -24,7 +24,7 @@ class _CRuns(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Run:
+class MappedRange:
     """Contiguous rows of one raw file, at positions [start, stop) of the rows to read."""
 
     file: int
@@ -35,14 +35,14 @@ class Run:
     stop: int
 
 
-def damaged(path: str, name: str, what: str) -> InputError:
+def damaged(path: str, name: str, cause: str) -> InputError:
     return InputError(
-        f"{storage.join(path, name)}: {what}: the dataset is damaged. Copy it again, or make it again with `rayrec preprocess`."
+        f"{storage.join(path, name)}: {cause}: the dataset is damaged. Copy it again, or make it again with `rayrec preprocess`."
     )
 
 
 @dataclass(frozen=True)
-class RowMaps:
+class MappedRows:
     """Files of one preprocessed dataset. They stay mapped, or in memory, as long as this object exists."""
 
     path: str
@@ -52,26 +52,26 @@ class RowMaps:
     _matrices: dict[tuple[int, str], tuple[Matrix, np.ndarray, int]] = field(default_factory=dict, repr=False)
     """Matrix, rows and address of the first row, by raw file number and matrix name."""
 
-    def hold(self, files: Sequence[int]) -> None:
+    def load(self, files: Sequence[int]) -> None:
         """Load the rows of raw files into memory. Raises InputError if they do not fit."""
         names = {matrix[1] for number in files for matrix in self.manifest["matrices"][number]}
-        held = {name for name, (_, mapped) in self._contents.items() if mapped is None}
-        wanted = {name: size for name, size in self._sizes.items() if name in names - held}
-        needed, free = sum(wanted.values()), machine.memory().available
+        loaded = {name for name, (_, mapped) in self._contents.items() if mapped is None}
+        to_load = {name: size for name, size in self._sizes.items() if name in names - loaded}
+        needed, free = sum(to_load.values()), machine.memory().available
         if needed > free:
             raise InputError(
                 f"{self.path}: {needed / 1e9:.1f} GB do not fit into the {free / 1e9:.1f} GB of free memory. Leave in_memory "
                 "off to map the files."
             )
-        for name, size in wanted.items():
+        for name, size in to_load.items():
             content = np.empty(size, np.uint8)
             if storage.read_into(storage.join(self.path, name), 0, content) != size:
                 raise damaged(self.path, name, "became shorter")
             self._contents[name] = content, None
-        for key in [key for key, (matrix, _, _) in self._matrices.items() if matrix.file in wanted]:
+        for key in [key for key, (matrix, _, _) in self._matrices.items() if matrix.file in to_load]:
             del self._matrices[key]
 
-    def read(self, runs: Sequence[Run], order: np.ndarray, preprocessor: Preprocessor) -> EncodedRows:
+    def read(self, runs: Sequence[MappedRange], order: np.ndarray, preprocessor: Preprocessor) -> EncodedRows:
         """Read rows `order` (int64) of the concatenated runs."""
         format, labelled = self.manifest["format"], self.manifest["labelled"]
         if format == "binary":
@@ -121,7 +121,7 @@ class RowMaps:
             self._matrices[key] = matrix, values, values.ctypes.data
         return self._matrices[key]
 
-    def _c_runs(self, name: str, runs: Sequence[Run]) -> tuple[_CRuns, tuple[np.ndarray, np.ndarray]]:
+    def _c_runs(self, name: str, runs: Sequence[MappedRange]) -> tuple[_CRuns, tuple[np.ndarray, np.ndarray]]:
         """Return the runs as a kernel argument, and the arrays to keep alive during the call."""
         addresses = np.empty(len(runs), np.uint64)
         for number, run in enumerate(runs):
@@ -136,7 +136,7 @@ class RowMaps:
         starts = np.array([run.start for run in runs], np.int64)
         return _CRuns(addresses.ctypes.data, starts.ctypes.data, len(runs)), (addresses, starts)
 
-    def _gather(self, name: str, runs: Sequence[Run], order: np.ndarray, *, transposed: bool = False) -> np.ndarray:
+    def _gather(self, name: str, runs: Sequence[MappedRange], order: np.ndarray, *, transposed: bool = False) -> np.ndarray:
         """Gather rows of a matrix as [rows, columns], or [columns, rows] if transposed. Mixed dtypes are promoted."""
         matrix, values, _ = self._matrix(runs[0].file, name)
         dtypes = [self._matrix(run.file, name)[1].dtype for run in runs]
@@ -145,28 +145,28 @@ class RowMaps:
             out = np.empty(shape, np.result_type(*dtypes))
             of_run = np.searchsorted([run.start for run in runs], order, "right") - 1
             for dtype in set(dtypes):
-                mine = [run for run, other in zip(runs, dtypes, strict=True) if other == dtype]
-                chosen = np.isin(of_run, [runs.index(run) for run in mine])
-                out[(..., chosen) if transposed else chosen] = self._gather(name, mine, order[chosen], transposed=transposed)
+                same_dtype = [run for run, other in zip(runs, dtypes, strict=True) if other == dtype]
+                mask = np.isin(of_run, [runs.index(run) for run in same_dtype])
+                out[(..., mask) if transposed else mask] = self._gather(name, same_dtype, order[mask], transposed=transposed)
             return out
         out = np.empty(shape, values.dtype)
         if out.size:
-            c_runs, kept = self._c_runs(name, runs)
+            c_runs, buffers = self._c_runs(name, runs)
             sizes = (len(order), matrix.columns, values.itemsize, ctypes.c_int32(transposed))
             call("rayrec_gather_rows", ctypes.byref(c_runs), order, *sizes, out)
-            del kept
+            del buffers
         return out
 
-    def _unpack(self, runs: Sequence[Run], order: np.ndarray, preprocessor: Preprocessor) -> EncodedRows:
+    def _unpack(self, runs: Sequence[MappedRange], order: np.ndarray, preprocessor: Preprocessor) -> EncodedRows:
         """Read rows of format binary in one pass."""
         num_dense, num_sparse = len(preprocessor.dense), len(preprocessor.sparse)
         dense = np.empty((len(order), num_dense), np.float32)
         ids = np.empty((num_sparse, len(order)), np.int32)
         labels = np.empty(len(order), np.float32)
-        c_runs, kept = self._c_runs("rows", runs)
+        c_runs, buffers = self._c_runs("rows", runs)
         sizes = (len(order), ctypes.c_int32(num_dense), ctypes.c_int32(num_sparse))
         rules = (CDenseColumn * num_dense)(*map(c_dense_column, preprocessor.dense))
         call("rayrec_unpack_rows", ctypes.byref(c_runs), order, *sizes, rules, dense, ids, labels)
-        del kept
+        del buffers
         columns: Any = ids.astype(preprocessor.id_dtype, copy=False)
         return EncodedRows(dense, columns, {preprocessor.schema.label or "": labels} if self.manifest["labelled"] else {})

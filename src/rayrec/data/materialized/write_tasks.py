@@ -33,7 +33,7 @@ class Task:
     number: int
     set: str
     parts: tuple[SegmentRange, ...]
-    places: tuple[tuple[int, int], ...]
+    file_rows: tuple[tuple[int, int], ...]
     """Raw file number and first row in that file, for each part."""
     matrices: dict[int, tuple[Matrix, ...]] = field(default_factory=dict)
     """Matrices by raw file number."""
@@ -70,9 +70,9 @@ def _rows_of(task: Task, job: Job) -> Iterator[pa.Table]:
     """Encode the rows of each part into the stored form."""
     keep_freed_memory()
     job.folder.require()
-    known = job.preprocessor
-    preprocessor = _loaded(known) if isinstance(known, str) else known.get()
-    for part, (_, row) in zip(task.parts, task.places, strict=True):
+    preprocessor = job.preprocessor
+    preprocessor = _loaded(preprocessor) if isinstance(preprocessor, str) else preprocessor.get()
+    for part, (_, row) in zip(task.parts, task.file_rows, strict=True):
         raw = read_raw([part.segment], job.schema)
         path, first_row = part.segment.path, row - part.start
         yield stored(job.format, raw, preprocessor, part.start, part.stop, path=path, first_row=first_row)
@@ -86,9 +86,9 @@ def write_rows(task: Task, *, job: Job) -> pa.Table:
 def scatter_rows(task: Task, *, job: Job, first_row: int, rows: int, seed: int) -> pa.Table:
     """Write the task's rows into a run file, sorted by their shuffled positions."""
     tables = list(_rows_of(task, job))
-    places = Permutation(rows, seed=seed)(np.arange(task.rows) + (task.first_row - first_row)) + first_row
+    positions = Permutation(rows, seed=seed)(np.arange(task.rows) + (task.first_row - first_row)) + first_row
     with job.folder.disk_errors():
-        write_run(tables, places, job.run_path(task.number))
+        write_run(tables, positions, job.run_path(task.number))
     return job.folder.done("scatter", task.number, {})
 
 
@@ -104,10 +104,10 @@ def gather_rows(task: Task, *, job: Job, runs: Sequence[int]) -> pa.Table:
 def _write(task: Task, job: Job, tables: Iterator[pa.Table]) -> pa.Table:
     with job.folder.disk_errors():
         if job.format == "parquet":
-            written = _write_parquet(task, job, tables)
+            result = _write_parquet(task, job, tables)
         else:
-            written = {"ranges": _write_matrices(task, job, tables)}
-    return job.folder.done("write", task.number, {"number": task.number, "rows": task.rows, **written})
+            result = {"ranges": _write_matrices(task, job, tables)}
+    return job.folder.done("write", task.number, {"number": task.number, "rows": task.rows, **result})
 
 
 def _write_parquet(task: Task, job: Job, tables: Iterator[pa.Table]) -> dict[str, Any]:
@@ -128,10 +128,10 @@ def _write_parquet(task: Task, job: Job, tables: Iterator[pa.Table]) -> dict[str
 
 def _write_matrices(task: Task, job: Job, tables: Iterator[pa.Table]) -> list[list[Any]]:
     """Write and sync all matrices, and return [file, start, length, CRC-32] of each byte range."""
-    written: dict[tuple[int, str], list[Any]] = {}
+    ranges: dict[tuple[int, str], list[Any]] = {}
     opened: dict[str, int] = {}
     with ExitStack() as stack:
-        for (number, row), table in zip(task.places, tables, strict=True):
+        for (number, row), table in zip(task.file_rows, tables, strict=True):
             for matrix in task.matrices[number]:
                 if not matrix.columns:
                     continue
@@ -141,7 +141,7 @@ def _write_matrices(task: Task, job: Job, tables: Iterator[pa.Table]) -> list[li
                 rows = np.ascontiguousarray(matrix_of(table, matrix.name))
                 data = memoryview(rows.view(np.uint8).data).cast("B")
                 start = matrix.offset + row * matrix.row_bytes
-                last = written.setdefault((number, matrix.name), [matrix.file, start, 0, 0])
+                last = ranges.setdefault((number, matrix.name), [matrix.file, start, 0, 0])
                 assert last[1] + last[2] == start
                 last[2:] = last[2] + len(data), zlib.crc32(data, last[3])
                 while data:
@@ -149,12 +149,12 @@ def _write_matrices(task: Task, job: Job, tables: Iterator[pa.Table]) -> list[li
                     data, start = data[count:], start + count
         for descriptor in opened.values():
             os.fdatasync(descriptor)
-    return list(written.values())
+    return list(ranges.values())
 
 
 _ROUNDS = 8
 _CHUNK_ROWS = 1 << 14
-_PLACE = "rayrec.place"  # Run file column with the shuffled position of each row.
+_POSITION = "rayrec.place"  # Run file column with the shuffled position of each row.
 
 
 class Permutation:
@@ -174,12 +174,12 @@ class Permutation:
         """Return the position of each row, int64 [rows]. About 0.15 microseconds per row."""
         out = np.empty(len(rows), np.int64)
         for start in range(0, len(rows), _CHUNK_ROWS):  # Keeps the state between rounds in the CPU cache.
-            places = self._once(np.asarray(rows[start : start + _CHUNK_ROWS], np.uint64))
-            beyond = np.flatnonzero(places >= self.size)
-            while len(beyond):
-                places[beyond] = self._once(places[beyond])
-                beyond = beyond[places[beyond] >= self.size]
-            out[start : start + len(places)] = places
+            positions = self._once(np.asarray(rows[start : start + _CHUNK_ROWS], np.uint64))
+            outside = np.flatnonzero(positions >= self.size)
+            while len(outside):
+                positions[outside] = self._once(positions[outside])
+                outside = outside[positions[outside] >= self.size]
+            out[start : start + len(positions)] = positions
         return out
 
     def _once(self, values: np.ndarray) -> np.ndarray:
@@ -194,10 +194,10 @@ class Permutation:
         return left * b + right
 
 
-def write_run(tables: Sequence[pa.Table], places: np.ndarray, path: str) -> None:
+def write_run(tables: Sequence[pa.Table], positions: np.ndarray, path: str) -> None:
     """Write rows and their target positions, sorted by position, atomically."""
-    table = pa.concat_tables(tables).combine_chunks().append_column(_PLACE, pa.array(places))
-    table = table.take(pa.array(np.argsort(places, kind="stable")))
+    table = pa.concat_tables(tables).combine_chunks().append_column(_POSITION, pa.array(positions))
+    table = table.take(pa.array(np.argsort(positions, kind="stable")))
     with storage.writing(path) as local, pa.OSFile(local, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table.combine_chunks())
 
@@ -209,13 +209,13 @@ def gather_runs(paths: Sequence[str], start: int, stop: int) -> pa.Table:
         with pa.memory_map(path) as source, pa.ipc.open_file(source) as run:
             batches = [run.get_batch(number) for number in range(run.num_record_batches)]
         for batch in batches:  # Memory-mapped: the search reads only the pages it touches.
-            low, high = np.searchsorted(batch.column(_PLACE).to_numpy(zero_copy_only=True), [start, stop])
+            low, high = np.searchsorted(batch.column(_POSITION).to_numpy(zero_copy_only=True), [start, stop])
             if low < high:
                 slices.append(pa.Table.from_batches([batch.slice(low, high - low)]))
     table = pa.concat_tables(slices).combine_chunks()
-    places = table.column(_PLACE).to_numpy() - start
-    assert len(places) == stop - start
-    order = np.full(len(places), -1, np.int64)
-    order[places] = np.arange(len(places))
+    positions = table.column(_POSITION).to_numpy() - start
+    assert len(positions) == stop - start
+    order = np.full(len(positions), -1, np.int64)
+    order[positions] = np.arange(len(positions))
     assert order.min() >= 0
-    return table.drop_columns([_PLACE]).take(pa.array(order))
+    return table.drop_columns([_POSITION]).take(pa.array(order))

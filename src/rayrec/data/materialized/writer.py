@@ -65,13 +65,13 @@ def preprocess(
     Raises InputError if the format cannot store the log, `out` exists, an unfinished job there has other inputs, or the disk is
     too small.
     """
-    begun = time.perf_counter()
+    start_s = time.perf_counter()
     out, output = storage.absolute(out).rstrip("/"), Output(**settings)
     _check_target(index, out, output)
     check(output.format, preprocessor, labelled=output.labelled)
     layout = lay_out(index, preprocessor, output)
     sources = _sources(index)
-    known = {
+    identity = {
         "version": VERSION,
         "format": output.format,
         "preprocessor": preprocessor.hash(),
@@ -80,7 +80,7 @@ def preprocess(
         "shuffle": output.shuffle,
         "seed": output.seed if output.shuffle == "full" else None,
     }
-    job_inputs = {**known, "log": _identity(index, sources), "segments_per_task": output.segments_per_task}
+    job_inputs = {**identity, "log": _identity(index, sources), "segments_per_task": output.segments_per_task}
     schema = preprocessor.schema if output.labelled else preprocessor.schema.unlabelled()
     with resumable_job(out, job_inputs, last_file=MANIFEST) as running:
         folder, saved = running.folder, storage.join(running.folder.path, "preprocessor")
@@ -92,21 +92,21 @@ def preprocess(
                 preprocessor.save(saved)
         shared = put_preprocessor(preprocessor, engine) if isinstance(engine, StreamEngine) else saved  # Spark's tasks load it.
         job = Job(folder, output.format, schema, shared)
-        found = running.finished("write", layout.tasks)
-        done = before = sum(of_task["rows"] for of_task in found.values())
+        replies = running.finished("write", layout.tasks)
+        done = before = sum(of_task["rows"] for of_task in replies.values())
         if running.resumed:
             note(f"Resuming {folder.path}, {done:,} of {index.rows:,} rows done")
-        for of_task in _run(running, engine, job, layout, set(found), output):
-            found[of_task["number"]] = of_task
+        for of_task in _run(running, engine, job, layout, set(replies), output):
+            replies[of_task["number"]] = of_task
             done += of_task["rows"]
             progress(done)
-        results = [found[task.number] for task in layout.tasks]
+        results = [replies[task.number] for task in layout.tasks]
         if layout.plans:
             files = finish_files(folder.path, layout.all_plans, (range_ for of_task in results for range_ in of_task["ranges"]))
         else:
             files = [of_task["file"] for of_task in results]
         manifest = {
-            **known,
+            **identity,
             "preset": preprocessor.preset,
             "schema": preprocessor.schema.to_dict(),
             "rows": index.rows,
@@ -118,7 +118,7 @@ def preprocess(
             "parquet": [of_task["parquet"] for of_task in results if "parquet" in of_task],
         }
         write_manifest(folder.path, manifest)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start_s
     return {
         "rows": index.rows,
         "out": out,
@@ -147,11 +147,11 @@ def _check_target(index: LogIndex, out: str, output: Output) -> None:
 
 def _sources(index: LogIndex) -> list[storage.File]:
     paths = list(dict.fromkeys(segment.path for segment in index.segments))
-    found = storage.find_files(paths)
+    files = storage.find_files(paths)
     for path in paths:
-        if path not in found:
+        if path not in files:
             raise InputError(f"{path}: not found, but was present when the log was indexed")
-    return [found[path] for path in paths]
+    return [files[path] for path in paths]
 
 
 def _identity(index: LogIndex, sources: Sequence[storage.File]) -> str:
@@ -196,7 +196,7 @@ def _run(
     yield from running.run("write", gather, later, engine)
 
 
-MOST_SHUFFLE_TASKS = 1024
+MAX_SHUFFLE_TASKS = 1024
 """Maximum number of tasks in each phase of a full shuffle. Each gather task reads from all scatter tasks."""
 _ENDINGS = re.compile(r"\.(txt|tsv|csv|log)$")
 
@@ -297,14 +297,14 @@ def _tasks(index: LogIndex, raw_files: Sequence[str], plans: Sequence[Sequence[F
         parts = list(index.parts(start, stop))
         size = output.segments_per_task
         if output.shuffle == "full":
-            size = max(size, -(-len(parts) // MOST_SHUFFLE_TASKS))
+            size = max(size, -(-len(parts) // MAX_SHUFFLE_TASKS))
         for begin in range(0, len(parts), size):
-            chosen = tuple(parts[begin : begin + size])
-            places = tuple(
+            task_parts = tuple(parts[begin : begin + size])
+            file_rows = tuple(
                 (number_of[path], part.segment.first_row + part.start - first_rows[path])
-                for part in chosen
+                for part in task_parts
                 for path in [part.segment.path]
             )
-            of_files = {number: matrices[number] for number, _ in places if matrices}
-            tasks.append(Task(len(tasks), name, chosen, places, of_files))
+            of_files = {number: matrices[number] for number, _ in file_rows if matrices}
+            tasks.append(Task(len(tasks), name, task_parts, file_rows, of_files))
     return tasks
