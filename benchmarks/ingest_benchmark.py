@@ -29,18 +29,18 @@ from rayrec.data.engine import InProcess, Shared, StreamEngine, TaskContext, Tas
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.ingest.batches import ClickBatches, Slicer
+from rayrec.ingest.batches import BatchSlicer, ClickBatches
 from rayrec.ingest.block_order import Block, BlockOrder
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.order import Share
+from rayrec.ingest.order import BatchSharding
 from rayrec.ingest.ray_engine import (
     ITEMS_A_TASK,
-    Bounds,
+    ConcurrencyLimits,
     RayEngine,
-    items_of_tasks,
-    joined_tables,
+    group_items,
+    merge_tables,
+    split_table,
     tables,
-    tables_apart,
     tasks_dataset,
 )
 from rayrec.ingest.stream import TaskSource, encode_block, encode_task
@@ -112,7 +112,7 @@ def through(
     def read() -> int:
         inputs = preset.inputs(schema)
         source = TaskSource(preprocessor, engine, inputs, order.max_block_rows)
-        loader = Loader(order, ClickBatches(source, inputs), Share(0, 1, BATCH_SIZE), epochs=EPOCHS)
+        loader = Loader(order, ClickBatches(source, inputs), BatchSharding(0, 1, BATCH_SIZE), epochs=EPOCHS)
         rows = 0
         for number, batch in enumerate(loader):
             rows += len(batch)
@@ -131,16 +131,16 @@ def without_position(order: BlockOrder, preprocessor: Shared[Preprocessor]) -> f
     inputs = RAYREC.inputs(SCHEMA)
 
     def read() -> int:
-        task = functools.partial(joined_tables, functools.partial(encode_task, preprocessor=preprocessor))
+        task = functools.partial(merge_tables, functools.partial(encode_task, preprocessor=preprocessor))
         size = ITEMS_A_TASK
         block_bytes = size * 4 * len(inputs.columns) * max(rows for _, _, rows in items)
         placement = TaskPlacement()
-        bounds = Bounds.of(placement, block_bytes=block_bytes, prefetch_blocks=1)
-        tasks = items_of_tasks(items, first=bounds.tasks, size=size)
-        dataset = tasks_dataset("ingest", task, tasks, placement=placement, block_bytes=block_bytes, bounds=bounds)
+        limits = ConcurrencyLimits.of(placement, block_bytes=block_bytes, prefetch_blocks=1)
+        tasks = group_items(items, first=limits.tasks, size=size)
+        dataset = tasks_dataset("ingest", task, tasks, placement=placement, block_bytes=block_bytes, limits=limits)
         dataset.context.execution_options.preserve_order = False
-        encoded = (rows for several in tables(dataset) for table in tables_apart(several) for rows in from_arrow(table))
-        slicer = Slicer(encoded, inputs)
+        encoded = (rows for several in tables(dataset) for table in split_table(several) for rows in from_arrow(table))
+        slicer = BatchSlicer(encoded, inputs)
         left = EPOCHS * order.rows
         while left:
             left -= len(slicer.take(min(BATCH_SIZE, left), loss_weight=1.0))

@@ -33,7 +33,7 @@ from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.ingest.batches import ArrayBatches, ClickBatches
 from rayrec.ingest.block_order import BlockOrder
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.order import Share
+from rayrec.ingest.order import BatchSharding
 from rayrec.ingest.row_order import RowOrder
 from rayrec.ingest.stream import MappedSource, TaskSource
 from rayrec.observe.console import Console
@@ -273,8 +273,8 @@ def click_loader(
     inputs, source = log.preprocessor.inputs, MappedSource(log.preprocessor, in_memory, prefetch_blocks=1)
     if log.index.format not in MAPPED:
         source = TaskSource(InProcess(log.preprocessor), engine(), inputs, order.max_block_rows, prefetch_blocks=1)
-    share = Share(rank, world_size, settings.pop("batch_size"))
-    return Loader(order, ClickBatches(source, inputs, **of_reader), share, state=state, **settings)
+    sharding = BatchSharding(rank, world_size, settings.pop("batch_size"))
+    return Loader(order, ClickBatches(source, inputs, **of_reader), sharding, state=state, **settings)
 
 
 def row_loader(
@@ -285,8 +285,8 @@ def row_loader(
     small_steps = settings.pop("small_steps", False)
     order = RowOrder((20, 31, 7, 25, 18), shuffle, 3, 2, small_steps, data_hash="0a1b2c")
     source = ArrayRows({"number": np.arange(101), "image": np.arange(404, dtype=np.float32).reshape(101, 2, 2)})
-    share = Share(rank, world_size, settings.pop("batch_size"))
-    return Loader(order, ArrayBatches(source), share, state=state, **settings)
+    sharding = BatchSharding(rank, world_size, settings.pop("batch_size"))
+    return Loader(order, ArrayBatches(source), sharding, state=state, **settings)
 
 
 def fields(batch: Batch) -> Iterator[tuple[str, np.ndarray]]:

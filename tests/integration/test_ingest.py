@@ -27,9 +27,9 @@ from rayrec.data.logs.text_log import read_segments
 from rayrec.data.logs.text_parser import parse
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.batches import ClickBatches
-from rayrec.ingest.block_order import BlockOrder, Piece
+from rayrec.ingest.block_order import BlockOrder, BlockRange
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.order import Share
+from rayrec.ingest.order import BatchSharding
 from rayrec.ingest.ray_engine import RayEngine
 from rayrec.ingest.stream import RowStream, TaskSource
 
@@ -69,7 +69,7 @@ def make_loader(index: LogIndex, shared: Shared[Preprocessor]) -> Callable[..., 
     def make(rank: int = 0, world_size: int = 1, batch_size: int = 777, **changes: Any) -> Loader[Any, Any]:
         order = BlockOrder(tuple(index.parts(0, index.rows)), "window", 5, 4)
         reader = ClickBatches(TaskSource(shared, RayEngine(PLACEMENT), SCHEMA, order.max_block_rows), SCHEMA)
-        return Loader(order, reader, Share(rank, world_size, batch_size), **{"epochs": 1, **changes})
+        return Loader(order, reader, BatchSharding(rank, world_size, batch_size), **{"epochs": 1, **changes})
 
     return make
 
@@ -181,7 +181,7 @@ def test_unusable_files_are_refused_in_one_line(tmp_path: Path, name: str | None
 
 def test_streamed_pieces_come_in_order(index: LogIndex, preprocessor: Preprocessor, shared: Shared[Preprocessor]) -> None:
     (block, *_) = BlockOrder(tuple(index.parts(0, index.rows)), "none", 0, 3).blocks(0)
-    pieces = [(block, Piece(0, start, start + 100)) for start in (500, 0, 300, 1)]
+    pieces = [(block, BlockRange(0, start, start + 100)) for start in (500, 0, 300, 1)]
     encoded = preprocessor.encode(read_segments([part.segment for part in block.parts], SCHEMA))
     source = TaskSource(shared, RayEngine(PLACEMENT), SCHEMA, max_rows=100)
     got = list(RowStream(source, pieces))
@@ -200,7 +200,7 @@ def test_a_log_changed_under_a_run_stops_it(click_log: Path, tmp_path: Path, pre
     shared = put_preprocessor(preprocessor, RayEngine(PLACEMENT))
     order = BlockOrder(tuple(index.parts(0, index.rows)), "none", 0, 4)
     reader = ClickBatches(TaskSource(shared, RayEngine(PLACEMENT), SCHEMA, order.max_block_rows, 1), SCHEMA)
-    loader = Loader(order, reader, Share(0, 1, 100), epochs=1)
+    loader = Loader(order, reader, BatchSharding(0, 1, 100), epochs=1)
     with pytest.raises(InputError, match=r"log\.txt: bytes .* changed since the log was indexed; [^\n]* --name$") as caught:
         list(loader)
     assert type(caught.value) is InputError

@@ -14,7 +14,7 @@ from rayrec.batch import Batch
 from rayrec.checkpoint.state import all_tensors
 from rayrec.data.encoded import EncodedRows, JaggedIds
 from rayrec.data.engine import InProcess
-from rayrec.ingest.batches import Slicer
+from rayrec.ingest.batches import BatchSlicer
 from rayrec.models.retrieval.sasrec import SASRecConfig
 from rayrec.models.retrieval.two_tower import TwoTowerConfig
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
@@ -49,7 +49,7 @@ def _batch(schema: Any, step: int, rank: int, size: int) -> Batch:
         ids = [column[own].astype(np.int32) for column in pairs(step)]
     count = len(range(rows)[own])
     encoded = EncodedRows(np.empty((count, 0), np.float32), ids)
-    slicer = Slicer(iter([encoded]), schema, unpooled=("item",), tables=tables)
+    slicer = BatchSlicer(iter([encoded]), schema, unpooled=("item",), tables=tables)
     return slicer.take(count, loss_weight=size / rows)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from rayrec.config import Config, InputError
 
 CHUNK_BYTES = 1 << 20
-_TRY_AGAIN = {408, 425, 429, 500, 502, 503, 504}
+_RETRY_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses of temporary failures."""
 _PROGRESS_BYTES = 64 << 20
 """Number of bytes after which an attempt resets the failure count, because a long download may be cut off many times."""
@@ -184,10 +184,10 @@ class Download:
                     self.verify()
                     return
                 except Failed as error:
-                    whole = not partial.resumed
+                    single_request = not partial.resumed
                     partial.restart(None)
                     # A file from several requests may be joined wrongly. One from a single request is the server's content.
-                    raise Failed(str(error), final=whole) from None
+                    raise Failed(str(error), final=single_request) from None
             except Failed as error:
                 failures = 1 if partial.size_bytes - before >= _PROGRESS_BYTES else failures + 1
                 if error.final or failures >= self.retries.attempts:
@@ -213,7 +213,7 @@ class Download:
                 raise Failed("file size changed") from None
             wait = error.headers.get("Retry-After", "")
             wait_s = float(wait) if wait.isdecimal() else 0.0
-            raise Failed(f"{error.code} {error.reason}", final=error.code not in _TRY_AGAIN, wait_s=wait_s) from None
+            raise Failed(f"{error.code} {error.reason}", final=error.code not in _RETRY_STATUSES, wait_s=wait_s) from None
         except urllib.error.URLError as error:
             raise _failed(error.reason) from None
         except (http.client.HTTPException, OSError) as error:
@@ -221,18 +221,18 @@ class Download:
 
     def _receive(self, response: http.client.HTTPResponse) -> None:
         partial = self.partial
-        version = _version(self.url, response.headers, whole=response.status == 200)
+        version = _version(self.url, response.headers, full=response.status == 200)
         if encoding := response.headers.get("Content-Encoding", "").replace("identity", ""):
             raise Failed(f"response is {encoding}-encoded, although identity was requested", final=True)
         if response.status == 206:
             old = partial.version
-            place = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("Content-Range", "").strip())
-            if old is None or place is None or int(place[1]) != partial.size_bytes:
+            content_range = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("Content-Range", "").strip())
+            if old is None or content_range is None or int(content_range[1]) != partial.size_bytes:
                 partial.restart(None)
                 raise Failed("response is not the requested byte range")
             # Some servers ignore If-Range. Another version must not be joined.
             changed = version.validator is not None and version.validator != old.validator
-            if changed or int(place[2]) != old.size_bytes:
+            if changed or int(content_range[2]) != old.size_bytes:
                 partial.restart(None)
                 raise Failed("file changed during the download")
             partial.resumed = True
@@ -261,12 +261,12 @@ def _failed(reason: Any) -> Failed:
     return Failed(f"the connection failed ({text})", final=isinstance(reason, http.client.InvalidURL))
 
 
-def _version(url: str, headers: email.message.Message, *, whole: bool) -> Version:
+def _version(url: str, headers: email.message.Message, *, full: bool) -> Version:
     etag, modified = headers.get("ETag"), headers.get("Last-Modified")
     if etag and etag.startswith("W/"):  # Weak ETag: equivalent content, but not equal bytes.
         etag = None
     length = headers.get("Content-Length", "")
-    size = int(length) if whole and length.isdecimal() else None
+    size = int(length) if full and length.isdecimal() else None
     return Version(url, etag or modified, size, _google_md5(headers))
 
 

@@ -68,8 +68,8 @@ def check_bytes(file: RemoteFile, path: str, digests: Digests, version: Version 
         if md5 != version.md5:
             raise Failed(f"md5 must be {version.md5} by the server, got {md5}")
         return "md5 the server gives"
-    known = file.size_bytes is not None or (version is not None and version.size_bytes is not None)
-    return "length" if known else "nothing"
+    has_length = file.size_bytes is not None or (version is not None and version.size_bytes is not None)
+    return "length" if has_length else "nothing"
 
 
 def _md5_unpacked(path: str) -> str | None:
@@ -89,11 +89,11 @@ def check_present(
     if not os.path.isfile(path):
         return None
     size = os.path.getsize(path)
-    remedy = "Remove it to fetch it again."
+    fix = "Remove it to fetch it again."
     if record and size != record["bytes"]:
-        raise InputError(f"{path}: size must be {record['bytes']:,} bytes as fetched, got {size:,}. {remedy}")
+        raise InputError(f"{path}: size must be {record['bytes']:,} bytes as fetched, got {size:,}. {fix}")
     if file.size_bytes is not None and size != file.size_bytes:
-        raise InputError(f"{path}: size must be {file.size_bytes:,} bytes as published, got {size:,}. {remedy}")
+        raise InputError(f"{path}: size must be {file.size_bytes:,} bytes as published, got {size:,}. {fix}")
     if record and not verify:
         return {**record, "status": "present"}
     note(f"Checking {file.name}")
@@ -101,12 +101,12 @@ def check_present(
     digests.add_file(path)
     if record:
         if digests.sha256 != record["sha256"]:
-            raise InputError(f"{path}: sha256 must be {record['sha256']} as fetched, got {digests.sha256}. {remedy}")
+            raise InputError(f"{path}: sha256 must be {record['sha256']} as fetched, got {digests.sha256}. {fix}")
         return {**record, "status": "present"}
     try:
         verified = check_bytes(file, path, digests, None)
     except Failed as error:
-        raise InputError(f"{path}: {error}. {remedy}") from None
+        raise InputError(f"{path}: {error}. {fix}") from None
     if verified in UNCHECKED:
         note(f"Found {file.name}; {UNCHECKED[verified]}")
     return result_of(file.name, digests, None, "present", verified)
@@ -114,16 +114,16 @@ def check_present(
 
 def result_of(name: str, digests: Digests, url: str | None, status: str, verified: str) -> dict[str, Any]:
     """Return the entry of a file in the result of `fetch` and in its record."""
-    known = {"name": name, "bytes": digests.size_bytes, "sha256": digests.sha256}
-    return {**known, "url": url, "status": status, "verified": verified}
+    fields = {"name": name, "bytes": digests.size_bytes, "sha256": digests.sha256}
+    return {**fields, "url": url, "status": status, "verified": verified}
 
 
-def require_space(folder: str, what: str, needed_bytes: int, *, freed_bytes: int = 0) -> None:
+def require_space(folder: str, name: str, needed_bytes: int, *, freed_bytes: int = 0) -> None:
     """Check the free space of a folder's disk. Raises InputError."""
     free = shutil.disk_usage(folder).free + freed_bytes
     if needed_bytes > free:
         raise InputError(
-            f"{folder}: {what} needs {size_text(needed_bytes)}, {size_text(free)} are free. "
+            f"{folder}: {name} needs {size_text(needed_bytes)}, {size_text(free)} are free. "
             "Free space there, choose another --out or fetch less."
         )
 
@@ -143,10 +143,10 @@ class _Call:
         return file.url if self.base_url is None else f"{self.base_url.rstrip('/')}/{file.name}"
 
 
-def _extract(archive: str, wanted: Sequence[RemoteFile], call: _Call, *, url: str) -> list[dict[str, Any]]:
+def _extract(archive: str, members: Sequence[RemoteFile], call: _Call, *, url: str) -> list[dict[str, Any]]:
     """Extract the wanted members of a tar file into the folder. No path in the archive is used for writing. Raises InputError if
     the archive is damaged, or a member is missing, not a regular file, or not the published one."""
-    missing = {file.name: file for file in wanted}
+    missing = {file.name: file for file in members}
     results = []
     try:
         with tarfile.open(archive, "r:*") as tar:
@@ -174,12 +174,12 @@ def _extract_member(tar: tarfile.TarFile, member: tarfile.TarInfo, file: RemoteF
     digests, source = Digests(), tar.extractfile(member)
     assert source is not None
     with writing_to(target):
-        written = open(f"{target}.partial", "wb")  # noqa: SIM115 -- errors of reading are not those of writing
+        output = open(f"{target}.partial", "wb")  # noqa: SIM115 -- errors of reading are not those of writing
     try:
-        with written:
+        with output:
             while chunk := source.read(CHUNK_BYTES):
                 with writing_to(target):
-                    written.write(chunk)
+                    output.write(chunk)
                 digests.add(chunk)
                 if call.stop.is_set():
                     raise Stopped
@@ -207,8 +207,8 @@ PUBLISHED: dict[str, tuple[RemoteFile, ...]] = {
 def files_of(name: str) -> tuple[RemoteFile, ...]:
     """Return the files of a dataset. Raises InputError for an unknown name, with the nearest match."""
     if name not in PUBLISHED:
-        near = difflib.get_close_matches(name, PUBLISHED, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PUBLISHED)}"
+        matches = difflib.get_close_matches(name, PUBLISHED, n=1)
+        hint = f"did you mean '{matches[0]}'?" if matches else f"there are {', '.join(PUBLISHED)}"
         raise InputError(f"dataset '{name}' not found, {hint}")
     return PUBLISHED[name]
 
@@ -225,7 +225,7 @@ def fetch(
     verify: bool = False,
     parallelism: int = 2,
     retries: RetryConfig | None = None,
-    progress: Callable[[str, int, int | None], None] = lambda what, done, total: None,
+    progress: Callable[[str, int, int | None], None] = lambda name, done, total: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
     """Fetch missing files, and return name, bytes, sha256, url, status (`fetched` or `present`) and `verified` for each file.
@@ -256,25 +256,25 @@ def fetch(
         records = _Records(folder)
         results = {}
         for file in files:
-            if found := check_present(file, folder, records.read(file.name), verify=verify, note=note):
-                records.write(found)
-                results[file.name] = found
-        wanted: dict[str, list[RemoteFile]] = {}
+            if result := check_present(file, folder, records.read(file.name), verify=verify, note=note):
+                records.write(result)
+                results[file.name] = result
+        requested: dict[str, list[RemoteFile]] = {}
         transfers: dict[str, RemoteFile] = {}
         for file in files:
             if file.name not in results:
                 transfer = file.archive or file
                 transfers[transfer.name] = transfer
-                wanted.setdefault(transfer.name, []).append(file)
+                requested.setdefault(transfer.name, []).append(file)
         partials = {name: Partial(os.path.join(folder, name)) for name in transfers}
-        _check_space(folder, list(transfers.values()), partials, wanted)
+        _check_space(folder, list(transfers.values()), partials, requested)
         for terms in dict.fromkeys(file.terms for file in transfers.values() if file.terms):
             note(terms)
         reported = _Progress(list(transfers.values()), progress)
         call = _Call(folder, base_url, retries or RetryConfig(), reported, note)
 
         def run(transfer: RemoteFile) -> None:
-            for result in _transfer(transfer, wanted[transfer.name], partials[transfer.name], call):
+            for result in _transfer(transfer, requested[transfer.name], partials[transfer.name], call):
                 records.write(result)
                 results[result["name"]] = result
 
@@ -306,12 +306,12 @@ def _in_parallel(run: Callable[[RemoteFile], None], files: Sequence[RemoteFile],
         raise error
 
 
-def _transfer(file: RemoteFile, wanted: Sequence[RemoteFile], partial: Partial, call: _Call) -> list[dict[str, Any]]:
+def _transfer(file: RemoteFile, members: Sequence[RemoteFile], partial: Partial, call: _Call) -> list[dict[str, Any]]:
     """Fetch a file, or an archive whose wanted members are extracted before it is removed."""
     folder, reported, url = call.folder, call.reported, call.url_of(file)
     path = os.path.join(folder, file.name)
-    if file not in wanted and check_present(file, folder, None, verify=True, note=call.note):
-        return _extract(path, wanted, call, url=path)  # The user's archive is kept.
+    if file not in members and check_present(file, folder, None, verify=True, note=call.note):
+        return _extract(path, members, call, url=path)  # The user's archive is kept.
     verified = ""
     reported.advance(file, partial.size_bytes)
 
@@ -329,31 +329,31 @@ def _transfer(file: RemoteFile, wanted: Sequence[RemoteFile], partial: Partial, 
         progress = functools.partial(reported.advance, file)
         Download(url, partial, call.retries, accept, check, progress, call.stop).run()
     except Failed as error:
-        where = f" from {file.page}" if file.page else ""
+        hint = f" from {file.page}" if file.page else ""
         raise InputError(
-            f"{file.name}: cannot be fetched ({url}: {error}). Put it into {folder} by hand{where}, or name a mirror with "
+            f"{file.name}: cannot be fetched ({url}: {error}). Put it into {folder} by hand{hint}, or name a mirror with "
             "--base-url."
         ) from None
     how = f"; {UNCHECKED[verified]}" if verified in UNCHECKED else f", checked by the {verified}"
     call.note(f"Fetched {file.name}, {size_text(partial.size_bytes)}{how}")
-    if file in wanted:
+    if file in members:
         partial.finish(path)
         return [result_of(file.name, partial.digests, url, "fetched", verified)]
-    results = _extract(partial.path, wanted, call, url=url)
+    results = _extract(partial.path, members, call, url=url)
     partial.finish(None)
     return results
 
 
 def _check_space(
-    folder: str, transfers: Sequence[RemoteFile], partials: dict[str, Partial], wanted: dict[str, list[RemoteFile]]
+    folder: str, transfers: Sequence[RemoteFile], partials: dict[str, Partial], members: dict[str, list[RemoteFile]]
 ) -> None:
     """Check the disk space for all known sizes. Unknown ones are checked when a server reports them."""
     needed = 0
     for file in transfers:
         needed += max((file.expected_bytes or 0) - partials[file.name].size_bytes, 0)
-        needed += sum(member.expected_bytes or 0 for member in wanted[file.name] if member is not file)
-    what = " and ".join(file.name for file in transfers) if len(transfers) < 3 else f"the {len(transfers)} files"
-    require_space(folder, what, needed)
+        needed += sum(member.expected_bytes or 0 for member in members[file.name] if member is not file)
+    names = " and ".join(file.name for file in transfers) if len(transfers) < 3 else f"the {len(transfers)} files"
+    require_space(folder, names, needed)
 
 
 class _Progress:

@@ -59,7 +59,7 @@ class RemoteFile(Config):
 
 
 def require_files(
-    path: str, wanted: Sequence[RemoteFile], *, fetch_name: str, note: Callable[[str], None] | None = None
+    path: str, requested: Sequence[RemoteFile], *, fetch_name: str, note: Callable[[str], None] | None = None
 ) -> list[str]:
     """Return one path per wanted file in a folder, plain, .gz or .parquet, in the wanted order.
 
@@ -70,29 +70,29 @@ def require_files(
     if storage.exists(path):
         with contextlib.suppress(InputError):  # An empty folder lacks all files.
             by_name = {storage.name_of(file.path): file for file in storage.list_files(path)}
-    found = {file: [by_name[name] for name in file.variants if name in by_name] for file in wanted}
-    if missing := [file for file, present in found.items() if not present]:
+    present_files = {file: [by_name[name] for name in file.variants if name in by_name] for file in requested}
+    if missing := [file for file, present in present_files.items() if not present]:
         raise InputError(f"{path}: {missing_text(missing)}. Run `rayrec fetch {fetch_name} --out {path}`.")
-    repeated = [present for present in found.values() if len(present) > 1]
+    repeated = [present for present in present_files.values() if len(present) > 1]
     if repeated:
         same = "; ".join(" and ".join(storage.name_of(file.path) for file in present) for present in repeated)
         raise InputError(f"{path}: found the same rows more than once ({same}). Keep one of each.")
-    for file, (present,) in found.items():
+    for file, (present,) in present_files.items():
         sizes = {file.plain_name: file.unpacked_about_bytes, file.name: file.expected_bytes}
         expected = sizes.get(storage.name_of(present.path))
         if note and expected and not 0.75 < present.size_bytes / expected < 1.25:
             note(f"{present.path}: {size_text(present.size_bytes)}, but {size_text(expected)} are published")
-    return [present.path for (present,) in found.values()]
+    return [present.path for (present,) in present_files.values()]
 
 
 def missing_text(files: Sequence[RemoteFile]) -> str:
     """Describe missing files with sizes and pages, individually if there are few."""
-    where = " and ".join(dict.fromkeys(page for file in files if (page := file.published_at)))
+    pages = " and ".join(dict.fromkeys(page for file in files if (page := file.published_at)))
     if len(files) <= 5:
-        what = ", ".join(f"{file.plain_name} ({_size_of((file,))})" for file in files)
+        names = ", ".join(f"{file.plain_name} ({_size_of((file,))})" for file in files)
     else:
-        what = f"{names_text([file.plain_name for file in files])} ({len(files)} files, {_size_of(files)})"
-    return f"missing {what}" + (f"; published at {where}" if where else "")
+        names = f"{names_text([file.plain_name for file in files])} ({len(files)} files, {_size_of(files)})"
+    return f"missing {names}" + (f"; published at {pages}" if pages else "")
 
 
 def _size_of(files: Sequence[RemoteFile]) -> str:

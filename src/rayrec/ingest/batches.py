@@ -15,10 +15,10 @@ from rayrec.data.encoded import EncodedRows, Ids, JaggedIds
 from rayrec.data.logs.index import Block
 from rayrec.data.numbered_rows import RowSource
 from rayrec.data.stage_times import BlockTimes, StageTimes, measured, stage
-from rayrec.ingest.block_order import BlockPlan, Piece
-from rayrec.ingest.order import EpochPlan, Plans, Share
+from rayrec.ingest.block_order import BlockPlan, BlockRange
+from rayrec.ingest.order import BatchSharding, EpochPlan, Plans
 from rayrec.ingest.row_order import RowPlan
-from rayrec.ingest.stream import Ahead, MappedSource, RowStream, TaskSource
+from rayrec.ingest.stream import MappedSource, Prefetcher, RowStream, TaskSource
 from rayrec.row_tally import RowNumbers
 from rayrec.schema import Schema
 
@@ -35,7 +35,7 @@ class BatchReader(Protocol[Plan_contra]):
     stages: StageTimes
     """Time per reading stage."""
 
-    def batches(self, plans: Plans[Plan_contra], share: Share) -> Iterator[Batch]:
+    def batches(self, plans: Plans[Plan_contra], sharding: BatchSharding) -> Iterator[Batch]:
         """Start reading and return one batch per step. At the end of an epoch, workers may receive fewer rows than others, or
         none. `loss_weight` compensates."""
 
@@ -53,33 +53,33 @@ class BatchReader(Protocol[Plan_contra]):
 class ArrayBatches:
     """Batches of numbered rows, prefetched in a thread."""
 
-    def __init__(self, source: RowSource, *, ahead: int = 2) -> None:
-        self._source, self._num_ahead = source, max(1, ahead)
-        self._made: Ahead[tuple[Batch, BlockTimes]] | None = None
+    def __init__(self, source: RowSource, *, max_prefetch: int = 2) -> None:
+        self._source, self._max_prefetch = source, max(1, max_prefetch)
+        self._prefetcher: Prefetcher[tuple[Batch, BlockTimes]] | None = None
         self.stages = StageTimes(cpus=1.0)
 
-    def batches(self, plans: Plans[RowPlan], share: Share) -> Iterator[Batch]:
-        self._made = made = Ahead(self._make(plans, share), most=self._num_ahead)
-        return self._take(made)
+    def batches(self, plans: Plans[RowPlan], sharding: BatchSharding) -> Iterator[Batch]:
+        self._prefetcher = prefetcher = Prefetcher(self._make(plans, sharding), max_prefetch=self._max_prefetch)
+        return self._take(prefetcher)
 
     def stop(self) -> None:
-        if self._made is not None:
-            self._made.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
 
     def close(self) -> None:
         self.stop()
         self._source.close()
 
-    def _take(self, made: Iterator[tuple[Batch, BlockTimes]]) -> Iterator[Batch]:
-        for batch, times in made:
+    def _take(self, prefetcher: Iterator[tuple[Batch, BlockTimes]]) -> Iterator[Batch]:
+        for batch, times in prefetcher:
             self.stages.add(times)
             yield batch
 
-    def _make(self, plans: Plans[RowPlan], share: Share) -> Generator[tuple[Batch, BlockTimes], None, None]:
+    def _make(self, plans: Plans[RowPlan], sharding: BatchSharding) -> Generator[tuple[Batch, BlockTimes], None, None]:
         for plan, steps in plans():
             sizes = (plan.rows_until(step + 1) - plan.rows_until(step) for step in range(steps))
-            for taken in _split(self._announced(plan.numbers()), sizes):
-                yield measured(functools.partial(self._read, taken, plan.epoch, share), rows_of=len)
+            for numbers in _split(self._announced(plan.numbers()), sizes):
+                yield measured(functools.partial(self._read, numbers, plan.epoch, sharding), rows_of=len)
 
     def _announced(self, windows: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """Yield the windows, announcing each to the source while the previous one is in use."""
@@ -92,13 +92,13 @@ class ArrayBatches:
         if previous is not None:
             yield previous
 
-    def _read(self, numbers: np.ndarray, epoch: int, share: Share) -> Batch:
-        mine, weight = numbers[share.rank :: share.world_size], share.world_size / len(numbers)
-        counted = RowNumbers(epoch, mine)
-        if not len(mine):
-            mine, weight = numbers[:1], 0.0
+    def _read(self, numbers: np.ndarray, epoch: int, sharding: BatchSharding) -> Batch:
+        rows, weight = numbers[sharding.rank :: sharding.world_size], sharding.world_size / len(numbers)
+        counted = RowNumbers(epoch, rows)
+        if not len(rows):
+            rows, weight = numbers[:1], 0.0
         with stage("read"):
-            arrays = self._source.read(mine)
+            arrays = self._source.read(rows)
         return Batch({name: torch.from_numpy(array) for name, array in arrays.items()}, weight, row_numbers=counted)
 
 
@@ -106,13 +106,13 @@ def _split(windows: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.n
     """Split windows of row numbers into batches of these sizes, across window boundaries."""
     left = np.empty(0, np.int64)
     for size in sizes:
-        pieces = []
+        parts = []
         while size:
             if not len(left):
                 left = next(windows)
-            pieces.append(left[:size])
-            left, size = left[size:], size - len(pieces[-1])
-        yield pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            parts.append(left[:size])
+            left, size = left[size:], size - len(parts[-1])
+        yield parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 # Click logs ----------------------------------------------------------------------------------------------------------
@@ -124,19 +124,19 @@ class ClickBatches:
 
     def __init__(self, source: TaskSource | MappedSource, inputs: Schema, *, pinned: int = 0, **slicing: Any) -> None:
         """Configure the reader. `pinned` is the number of batches that a thread prepares in pinned memory, for asynchronous
-        copies to a GPU. 0 makes batches on `next`, in pageable memory. `slicing`: targets, unpooled and tables of `Slicer`."""
+        copies to a GPU. 0 makes batches on `next`, in pageable memory. `slicing`: further arguments of `BatchSlicer`."""
         self._source, self._num_pinned = source, pinned
-        self._slicer = functools.partial(Slicer, inputs=inputs, pin_constants=bool(pinned), **slicing)
+        self._slicer = functools.partial(BatchSlicer, inputs=inputs, pin_constants=bool(pinned), **slicing)
         self._rows: RowStream | None = None
-        self._pinned: Ahead[Batch] | None = None
+        self._pinned: Prefetcher[Batch] | None = None
         self.stages = StageTimes(cpus=source.cpus)
 
-    def batches(self, plans: Plans[BlockPlan], share: Share) -> Iterator[Batch]:
-        self._rows = rows = RowStream(self._source, _Pieces(plans), self.stages)
-        batches = self._slice(rows, plans, share)
+    def batches(self, plans: Plans[BlockPlan], sharding: BatchSharding) -> Iterator[Batch]:
+        self._rows = rows = RowStream(self._source, _BlockRanges(plans), self.stages)
+        batches = self._slice(rows, plans, sharding)
         if not self._num_pinned:
             return batches
-        self._pinned = Ahead((batch.pin_memory() for batch in batches), most=self._num_pinned)
+        self._pinned = Prefetcher((batch.pin_memory() for batch in batches), max_prefetch=self._num_pinned)
         return self._pinned
 
     def stop(self) -> None:
@@ -147,26 +147,26 @@ class ClickBatches:
 
     close = stop
 
-    def _slice(self, rows: Iterator[EncodedRows], plans: Plans[BlockPlan], share: Share) -> Iterator[Batch]:
+    def _slice(self, rows: Iterator[EncodedRows], plans: Plans[BlockPlan], sharding: BatchSharding) -> Iterator[Batch]:
         slicer = self._slicer(rows)
         for plan, steps in plans():
             for step in range(steps):
-                weight = share.world_size / (plan.rows_until(step + 1) - plan.rows_until(step))
-                yield slicer.take(plan.own_rows(step), loss_weight=weight, epoch=plan.epoch)
+                weight = sharding.world_size / (plan.rows_until(step + 1) - plan.rows_until(step))
+                yield slicer.take(plan.worker_rows(step), loss_weight=weight, epoch=plan.epoch)
 
 
 @dataclass(frozen=True)
-class _Pieces:
-    """Re-iterable pieces of all epochs, without rows after the last step."""
+class _BlockRanges:
+    """Re-iterable block ranges of all epochs, without rows after the last step."""
 
     plans: Plans[BlockPlan]
 
-    def __iter__(self) -> Iterator[tuple[Block, Piece]]:
+    def __iter__(self) -> Iterator[tuple[Block, BlockRange]]:
         for plan, steps in self.plans():
-            yield from plan.pieces(steps)
+            yield from plan.block_ranges(steps)
 
 
-class Slicer:
+class BatchSlicer:
     """Slicer of an encoded row stream into batches, with one copy per row."""
 
     def __init__(
@@ -216,17 +216,17 @@ class Slicer:
         dense = np.concatenate([np.empty((0, self._num_dense), np.float32), *(rows.dense[part] for rows, _, part in slices)])
         ids = self._ids(slices, count)
 
-        def joined(values_of: Callable[[EncodedRows], np.ndarray | None], dtype: type) -> np.ndarray | None:
+        def concatenate(values_of: Callable[[EncodedRows], np.ndarray | None], dtype: type) -> np.ndarray | None:
             """Concatenate values of all slices. Returns None if the rows have no such values."""
             parts = [values[part] for rows, _, part in slices if (values := values_of(rows)) is not None]
             return np.concatenate(parts, dtype=dtype) if parts and len(parts) == len(slices) else None
 
         labels = {}
         for name in self._labels:
-            values = joined(lambda rows, name=name: rows.labels.get(name), np.float32)  # type: ignore[misc]
+            values = concatenate(lambda rows, name=name: rows.labels.get(name), np.float32)  # type: ignore[misc]
             labels[name] = np.empty(0, np.float32) if values is None else values
             assert len(labels[name]) == count, "rows without a label are refused before"
-        row_numbers = joined(lambda rows: rows.row_numbers, np.int64) if count else np.empty(0, np.int64)
+        row_numbers = concatenate(lambda rows: rows.row_numbers, np.int64) if count else np.empty(0, np.int64)
         if self._targets is not None and count:
             # Per batch, because the last digits of a model's outputs depend on the batch, and batches are the same in every run.
             labels[self._labels[0]] = self._targets(EncodedRows(dense, ids, labels))
@@ -235,9 +235,9 @@ class Slicer:
             loss_weight,
             self._features(ids, self._pooled, count),
             {name: torch.from_numpy(values) for name, values in labels.items()},
-            weights=_tensor(joined(lambda rows: rows.weights, np.float32)),
-            groups=_tensor(joined(lambda rows: rows.groups, np.int64)),
-            timestamps=_tensor(joined(lambda rows: rows.timestamps, np.int64)),
+            weights=_tensor(concatenate(lambda rows: rows.weights, np.float32)),
+            groups=_tensor(concatenate(lambda rows: rows.groups, np.int64)),
+            timestamps=_tensor(concatenate(lambda rows: rows.timestamps, np.int64)),
             sequence_features=self._sequences(ids, count),
             row_numbers=None if row_numbers is None else RowNumbers(epoch, row_numbers),
         )
@@ -276,7 +276,9 @@ class Slicer:
         """Concatenate the ids of the slices. Fixed-width columns share one buffer, column by column."""
         first = slices[0][0].ids if slices else [np.empty(0, np.int32)] * len(self._keys)
         if any(isinstance(column, JaggedIds) for column in first):
-            return [_joined([(rows.ids[c], offsets[c], part) for rows, offsets, part in slices]) for c in range(len(self._keys))]
+            return [
+                _concatenate([(rows.ids[c], offsets[c], part) for rows, offsets, part in slices]) for c in range(len(self._keys))
+            ]
         shapes = [(count, *column.shape[1:]) for column in first if isinstance(column, np.ndarray)]
         sizes = [math.prod(shape) for shape in shapes]
         values = np.empty(sum(sizes), first[0].dtype if len(first) else np.int32)  # type: ignore[union-attr]
@@ -288,14 +290,14 @@ class Slicer:
                 done += part.stop - part.start
             columns.append(out)
             begin += size
-        return OneArray(values, columns)
+        return SharedBufferColumns(values, columns)
 
 
 def _tensor(values: np.ndarray | None) -> torch.Tensor | None:
     return None if values is None else torch.from_numpy(values)
 
 
-class OneArray(list[np.ndarray]):
+class SharedBufferColumns(list[np.ndarray]):
     """Columns that are adjacent views of one array."""
 
     def __init__(self, values: np.ndarray, columns: Sequence[np.ndarray]) -> None:
@@ -303,7 +305,7 @@ class OneArray(list[np.ndarray]):
         self.values = values
 
 
-def _joined(parts: Sequence[tuple[Ids, np.ndarray | None, slice]]) -> Ids:
+def _concatenate(parts: Sequence[tuple[Ids, np.ndarray | None, slice]]) -> Ids:
     """Concatenate slices of one column, given as (ids, offsets of JaggedIds, rows)."""
     bags = [
         ids.take(rows.start, rows.stop, offsets)
@@ -331,7 +333,7 @@ def sparse_features(
     """Build a KeyedJaggedTensor of `rows` rows. `constant` caches the lengths and offsets of fixed-width columns by row count.
     `weighted` adds weights, 1 for columns without."""
     sizes = [len(column.values) if isinstance(column, JaggedIds) else column.size for column in columns]
-    if isinstance(columns, OneArray):
+    if isinstance(columns, SharedBufferColumns):
         values = columns.values
     elif isinstance(columns, np.ndarray):
         values = columns.reshape(-1)
@@ -360,9 +362,9 @@ def sparse_features(
 
 def _weights(columns: Sequence[Ids], sizes: Sequence[int]) -> np.ndarray:
     """Concatenate the weights of all columns, float32 [ids]."""
-    given = [column.weights if isinstance(column, JaggedIds) else None for column in columns]
+    of_columns = [column.weights if isinstance(column, JaggedIds) else None for column in columns]
     return np.concatenate(
-        [np.ones(size, np.float32) if weights is None else weights for weights, size in zip(given, sizes, strict=True)]
+        [np.ones(size, np.float32) if weights is None else weights for weights, size in zip(of_columns, sizes, strict=True)]
     )
 
 

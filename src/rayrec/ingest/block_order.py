@@ -1,8 +1,8 @@
 """Deterministic epoch order: blocks of rows, sharded over any number of workers. Pure functions.
 
 An epoch is a sequence of blocks. A block combines row ranges of a few random segments and permutes their rows together. Any node
-can recompute it from its number. Pieces (row ranges of permuted blocks) are sharded round-robin and balanced so that shards
-differ by at most one row. The rest of an epoch is also a list of pieces, which can be sharded over any number of workers.
+can recompute it from its number. Block ranges (row ranges of permuted blocks) are sharded round-robin and balanced so that shards
+differ by at most one row. The rest of an epoch is also a list of block ranges, which can be sharded over any number of workers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import numpy as np
 
 from rayrec.config import InputError
 from rayrec.data.logs.index import Block, SegmentRange, row_numbers, source_of, sources_in_order
-from rayrec.ingest.order import Share
+from rayrec.ingest.order import BatchSharding
 from rayrec.row_tally import RowNumbers, RowTally, merged
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Piece:
+class BlockRange:
     """Row range [start, stop) of block number `block` of an epoch, in its permuted order."""
 
     block: int
@@ -52,7 +52,7 @@ def blocks_of_epoch(
         ordered = parts
     elif shuffle == "files":
         files = sources_in_order(part.segment.path for part in parts)
-        rank = {files[i]: place for place, i in enumerate(_generator(seed, epoch).permutation(len(files)))}
+        rank = {files[i]: number for number, i in enumerate(_generator(seed, epoch).permutation(len(files)))}
         ordered = sorted(parts, key=lambda part: rank[source_of(part.segment.path)])
     elif shuffle in ("window", "full"):
         ordered = [parts[i] for i in _generator(seed, epoch).permutation(len(parts))]
@@ -104,8 +104,8 @@ class BlockOrder:
         sources = {path: source_of(path) for path in dict.fromkeys(part.segment.path for part in self.parts)}
         # Shuffle mode `files` permutes files in this order.
         files = sources_in_order(sources) if self.shuffle == "files" else list(dict.fromkeys(sources.values()))
-        place_of = {file: place for place, file in enumerate(files)}
-        file_of = {path: place_of[source] for path, source in sources.items()}
+        file_numbers = {file: number for number, file in enumerate(files)}
+        file_of = {path: file_numbers[source] for path, source in sources.items()}
         numbers = chain.from_iterable(
             (file_of[segment.path], segment.start, segment.stop, segment.rows, part.start, part.stop)
             for part in self.parts
@@ -119,7 +119,7 @@ class BlockOrder:
             digest.update(np.fromiter(sums, "<i8", count=len(self.parts)).tobytes())
         return digest.hexdigest()[:16]
 
-    def place(self, state: dict[str, Any] | None) -> Position:
+    def position(self, state: dict[str, Any] | None) -> Position:
         """Return the position of a stored state. Raises InputError if it belongs to another order. Accepts a position without an
         order hash, and compares hashes without checksums for older checkpoints."""
         if not state:
@@ -137,31 +137,32 @@ class BlockOrder:
     def start(self, epoch: int) -> Position:
         return Position(epoch)
 
-    def plan(self, place: Position, share: Share) -> BlockPlan:
-        blocks = self.blocks(place.epoch) if place.world_size else ()
-        start = place.for_workers(blocks, world_size=share.world_size, batch_size=share.batch_size)
-        return BlockPlan(self, start, share.rank)
+    def plan(self, position: Position, sharding: BatchSharding) -> BlockPlan:
+        blocks = self.blocks(position.epoch) if position.world_size else ()
+        start = position.for_workers(blocks, world_size=sharding.world_size, batch_size=sharding.batch_size)
+        return BlockPlan(self, start, sharding.rank)
 
-    def state(self, place: Position) -> dict[str, Any]:
-        return replace(place, order=self.identity).to_dict()
+    def state(self, position: Position) -> dict[str, Any]:
+        return replace(position, order=self.identity).to_dict()
 
-    def trained(self, place: Position) -> RowTally:
+    def trained(self, position: Position) -> RowTally:
         tally = RowTally()
         all_rows = merged(_numbers_of(part) for part in self.parts)
-        for epoch in range(place.epoch):
+        for epoch in range(position.epoch):
             tally.add_ranges(all_rows, epoch=epoch)
-        if place.world_size:
-            tally.add_ranges(all_rows, epoch=place.epoch)
-            blocks = self.blocks(place.epoch)
-            left = place.remaining(blocks)
-            untouched = [blocks[piece.block] for piece in left if piece.rows == blocks[piece.block].rows]
+        if position.world_size:
+            tally.add_ranges(all_rows, epoch=position.epoch)
+            blocks = self.blocks(position.epoch)
+            left = position.remaining(blocks)
+            untouched = [blocks[block_range.block] for block_range in left if block_range.rows == blocks[block_range.block].rows]
             ranges = merged(_numbers_of(part) for block in untouched for part in block.parts)
-            tally.add_ranges(ranges, epoch=place.epoch, times=-1)
-            for piece in left:
-                block = blocks[piece.block]
-                if piece.rows < block.rows:
-                    numbers = row_numbers([part.segment for part in block.parts])[block.order()[piece.start : piece.stop]]
-                    tally.remove(RowNumbers(place.epoch, numbers))
+            tally.add_ranges(ranges, epoch=position.epoch, times=-1)
+            for block_range in left:
+                block = blocks[block_range.block]
+                if block_range.rows < block.rows:
+                    order = block.order()[block_range.start : block_range.stop]
+                    numbers = row_numbers([part.segment for part in block.parts])[order]
+                    tally.remove(RowNumbers(position.epoch, numbers))
         return tally
 
 
@@ -171,74 +172,74 @@ def _numbers_of(part: SegmentRange) -> tuple[int, int]:
     return first + part.start, first + part.stop
 
 
-def whole(blocks: Sequence[Block]) -> list[Piece]:
-    """Return pieces that cover all rows of the epoch."""
-    return [Piece(number, 0, block.rows) for number, block in enumerate(blocks) if block.rows]
+def full_epoch(blocks: Sequence[Block]) -> list[BlockRange]:
+    """Return block ranges that cover all rows of the epoch."""
+    return [BlockRange(number, 0, block.rows) for number, block in enumerate(blocks) if block.rows]
 
 
-def deal(pieces: Sequence[Piece], world_size: int) -> list[list[Piece]]:
-    """Shard pieces round-robin, then move rows from the ends of longer shards to shorter ones, so that sizes differ by at most
-    one row. Assigns each row exactly once. Pure."""
-    hands: list[list[Piece]] = [list(pieces[rank::world_size]) for rank in range(world_size)]
-    total = sum(piece.rows for piece in pieces)
+def shard_block_ranges(block_ranges: Sequence[BlockRange], world_size: int) -> list[list[BlockRange]]:
+    """Shard block ranges round-robin, then move rows from the ends of longer shards to shorter ones, so that sizes differ by at
+    most one row. Assigns each row exactly once. Pure."""
+    shards: list[list[BlockRange]] = [list(block_ranges[rank::world_size]) for rank in range(world_size)]
+    total = sum(block_range.rows for block_range in block_ranges)
     targets = [total // world_size + (rank < total % world_size) for rank in range(world_size)]
-    surplus: list[Piece] = []
-    for hand, target in zip(hands, targets, strict=True):
-        excess = sum(piece.rows for piece in hand) - target
+    surplus: list[BlockRange] = []
+    for shard, target in zip(shards, targets, strict=True):
+        excess = sum(block_range.rows for block_range in shard) - target
         while excess > 0:
-            last = hand.pop()
+            last = shard.pop()
             moved = min(excess, last.rows)
-            surplus.append(Piece(last.block, last.stop - moved, last.stop))
+            surplus.append(BlockRange(last.block, last.stop - moved, last.stop))
             if moved < last.rows:
-                hand.append(Piece(last.block, last.start, last.stop - moved))
+                shard.append(BlockRange(last.block, last.start, last.stop - moved))
             excess -= moved
-    for hand, target in zip(hands, targets, strict=True):
-        lacking = target - sum(piece.rows for piece in hand)
+    for shard, target in zip(shards, targets, strict=True):
+        lacking = target - sum(block_range.rows for block_range in shard)
         while lacking > 0:
             last = surplus.pop()
             moved = min(lacking, last.rows)
-            hand.append(Piece(last.block, last.start, last.start + moved))
+            shard.append(BlockRange(last.block, last.start, last.start + moved))
             if moved < last.rows:
-                surplus.append(Piece(last.block, last.start + moved, last.stop))
+                surplus.append(BlockRange(last.block, last.start + moved, last.stop))
             lacking -= moved
     assert not surplus
-    return hands
+    return shards
 
 
-def after(hand: Sequence[Piece], rows: int) -> list[Piece]:
+def skip_rows(shard: Sequence[BlockRange], rows: int) -> list[BlockRange]:
     """Return a shard without its first `rows` rows."""
     left = []
-    for piece in hand:
-        used = min(rows, piece.rows)
+    for block_range in shard:
+        used = min(rows, block_range.rows)
         rows -= used
-        if used < piece.rows:
-            left.append(Piece(piece.block, piece.start + used, piece.stop))
+        if used < block_range.rows:
+            left.append(BlockRange(block_range.block, block_range.start + used, block_range.stop))
     return left
 
 
 @dataclass(frozen=True)
 class Position:
-    """Position of training in its data, between two steps. Part of checkpoints, so plain values only."""
+    """Position of training in its data, between two steps. SegmentRange of checkpoints, so plain values only."""
 
     epoch: int = 0
     step_in_deal: int = 0
-    """Number of steps since the pieces were sharded."""
+    """Number of steps since the rows were sharded."""
     world_size: int = 0
-    """Number of workers over which the pieces were sharded. 0 before sharding."""
+    """Number of workers over which the rows were sharded. 0 before sharding."""
     batch_size: int = 0
     """Rows per worker and step."""
-    pieces: tuple[Piece, ...] | None = None
-    """Sharded pieces. None means the full epoch."""
+    pieces: tuple[BlockRange, ...] | None = None
+    """Sharded block ranges. None means the full epoch."""
     order: str | None = None
     """`identity` of the order. None at the start, and in old checkpoints."""
 
     def to_dict(self) -> dict[str, Any]:
-        pieces = None if self.pieces is None else [[piece.block, piece.start, piece.stop] for piece in self.pieces]
+        pieces = None if self.pieces is None else [[part.block, part.start, part.stop] for part in self.pieces]
         return {**vars(self), "pieces": pieces}
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Position:
-        pieces = None if stored["pieces"] is None else tuple(Piece(*piece) for piece in stored["pieces"])
+        pieces = None if stored["pieces"] is None else tuple(BlockRange(*numbers) for numbers in stored["pieces"])
         return cls(**{**stored, "pieces": pieces})
 
     def for_workers(self, blocks: Sequence[Block], *, world_size: int, batch_size: int) -> Position:
@@ -248,17 +249,17 @@ class Position:
             return self
         pieces = self.pieces
         if self.world_size:
-            pieces = tuple(sorted(self.remaining(blocks), key=lambda piece: (piece.block, piece.start)))
+            pieces = tuple(sorted(self.remaining(blocks), key=lambda block_range: (block_range.block, block_range.start)))
         return Position(self.epoch, 0, world_size, batch_size, pieces, self.order)
 
-    def remaining(self, blocks: Sequence[Block]) -> list[Piece]:
-        """Return the unused pieces of all shards."""
+    def remaining(self, blocks: Sequence[Block]) -> list[BlockRange]:
+        """Return the unused block ranges of all shards."""
         used = self.step_in_deal * self.batch_size
-        return [piece for hand in self.hands(blocks) for piece in after(hand, used)]
+        return [block_range for shard in self.shards(blocks) for block_range in skip_rows(shard, used)]
 
-    def hands(self, blocks: Sequence[Block]) -> list[list[Piece]]:
+    def shards(self, blocks: Sequence[Block]) -> list[list[BlockRange]]:
         """Return the shard of each worker, including rows already used."""
-        return deal(whole(blocks) if self.pieces is None else self.pieces, self.world_size)
+        return shard_block_ranges(full_epoch(blocks) if self.pieces is None else self.pieces, self.world_size)
 
 
 @dataclass(frozen=True)
@@ -280,39 +281,39 @@ class BlockPlan:
         largest = -(-self._rows // self.start.world_size)
         return -(-largest // self.start.batch_size) - self.start.step_in_deal
 
-    def own_rows(self, step: int) -> int:
+    def worker_rows(self, step: int) -> int:
         """Return the row count of this worker in a step."""
-        return self._own_rows_until(step + 1) - self._own_rows_until(step)
+        return self._worker_rows_until(step + 1) - self._worker_rows_until(step)
 
     def rows_until(self, step: int) -> int:
-        return self._dealt_rows(step) - self._dealt_rows(0)
+        return self._sharded_rows(step) - self._sharded_rows(0)
 
-    def after(self, step: int) -> Position:
+    def position_at(self, step: int) -> Position:
         return replace(self.start, step_in_deal=self.start.step_in_deal + step)
 
-    def pieces(self, steps: int) -> Iterator[tuple[Block, Piece]]:
-        """Return the pieces to read for the first steps."""
+    def block_ranges(self, steps: int) -> Iterator[tuple[Block, BlockRange]]:
+        """Yield the block ranges to read for the first steps."""
         blocks = self.order.blocks(self.epoch)
-        left = self._own_rows_until(steps) - self._own_rows_until(0)
-        for piece in after(self.start.hands(blocks)[self.rank], self._own_rows_until(0)):
+        left = self._worker_rows_until(steps) - self._worker_rows_until(0)
+        for block_range in skip_rows(self.start.shards(blocks)[self.rank], self._worker_rows_until(0)):
             if left <= 0:
                 break
-            yield blocks[piece.block], piece
-            left -= piece.rows
+            yield blocks[block_range.block], block_range
+            left -= block_range.rows
 
     @cached_property
     def _rows(self) -> int:
         """Number of sharded rows of all workers, including steps before the start."""
-        pieces = self.start.pieces
-        return self.order.rows if pieces is None else sum(piece.rows for piece in pieces)
+        block_ranges = self.start.pieces
+        return self.order.rows if block_ranges is None else sum(block_range.rows for block_range in block_ranges)
 
-    def _own_rows_until(self, step: int) -> int:
+    def _worker_rows_until(self, step: int) -> int:
         """Count the rows of this worker since sharding."""
-        least, larger = divmod(self._rows, self.start.world_size)
-        return min((self.start.step_in_deal + step) * self.start.batch_size, least + (self.rank < larger))
+        min_rows, larger = divmod(self._rows, self.start.world_size)
+        return min((self.start.step_in_deal + step) * self.start.batch_size, min_rows + (self.rank < larger))
 
-    def _dealt_rows(self, step: int) -> int:
+    def _sharded_rows(self, step: int) -> int:
         """Count the rows of all workers since sharding."""
         workers, until = self.start.world_size, (self.start.step_in_deal + step) * self.start.batch_size
-        least, larger = divmod(self._rows, workers)
-        return larger * min(until, least + 1) + (workers - larger) * min(until, least)
+        min_rows, larger = divmod(self._rows, workers)
+        return larger * min(until, min_rows + 1) + (workers - larger) * min(until, min_rows)

@@ -6,19 +6,19 @@ from typing import Any, Generic, final
 from rayrec.batch import Batch
 from rayrec.data.stage_times import StageTimes
 from rayrec.ingest.batches import BatchReader
-from rayrec.ingest.order import EpochOrder, Place, Plan, Share
+from rayrec.ingest.order import BatchSharding, EpochOrder, Plan, PositionT
 from rayrec.row_tally import RowTally
 
 
 @final
-class Loader(Generic[Place, Plan]):
+class Loader(Generic[PositionT, Plan]):
     """Iterator over one worker's batches, from a position to the end of the last epoch or for `max_steps` batches."""
 
     def __init__(
         self,
-        order: EpochOrder[Place, Plan],
+        order: EpochOrder[PositionT, Plan],
         reader: BatchReader[Plan],
-        share: Share,
+        sharding: BatchSharding,
         *,
         state: dict[str, Any] | None = None,
         epochs: int | None,
@@ -36,9 +36,9 @@ class Loader(Generic[Place, Plan]):
 
         Raises InputError if `state` belongs to other rows or another order.
         """
-        self._order, self._reader, self._share = order, reader, share
-        self._first = order.plan(order.place(state), share)
-        self.steps_per_epoch = order.plan(order.start(0), share).steps
+        self._order, self._reader, self._sharding = order, reader, sharding
+        self._first = order.plan(order.position(state), sharding)
+        self.steps_per_epoch = order.plan(order.start(0), sharding).steps
         if epochs is None:
             assert max_steps is not None
             self.steps = max_steps if order.rows else 0
@@ -55,7 +55,7 @@ class Loader(Generic[Place, Plan]):
     def start(self) -> None:
         """Start reading before the first `next`."""
         if self._batches is None and self.steps:
-            self._batches = self._reader.batches(self._plans, self._share)
+            self._batches = self._reader.batches(self._plans, self._sharding)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -77,24 +77,24 @@ class Loader(Generic[Place, Plan]):
             rows += (plan.epoch - self._first.epoch - 1) * self._order.rows
         return rows
 
-    def rows_behind(self) -> RowTally:
+    def trained_rows(self) -> RowTally:
         """Return the rows that a run has trained at this position, with any number of workers: every row once per epoch, minus
         the rest of the current epoch."""
-        return self._order.trained(self._place())
+        return self._order.trained(self._position())
 
     def state(self) -> dict[str, Any]:
         """Return the position after the batches returned so far. JSON values, equal on all workers."""
-        return self._order.state(self._place())
+        return self._order.state(self._position())
 
     def close(self) -> None:
         """Stop reading and release the rows."""
         self._batches = iter(())
         self._reader.close()
 
-    def _place(self) -> Place:
+    def _position(self) -> PositionT:
         plan, step = self._at(self._handed_out)
-        place: Place = plan.after(step)
-        return place
+        position: PositionT = plan.position_at(step)
+        return position
 
     def _at(self, batches: int) -> tuple[Plan, int]:
         """Return the plan of the epoch after this many batches, and its number of completed steps."""
@@ -105,7 +105,7 @@ class Loader(Generic[Place, Plan]):
 
     def _plan_after(self, epochs: int) -> Plan:
         """Return the full plan of the epoch that follows `epochs` full epochs after the first."""
-        return self._order.plan(self._order.start(self._first.epoch + 1 + epochs), self._share)
+        return self._order.plan(self._order.start(self._first.epoch + 1 + epochs), self._sharding)
 
     def _plans(self) -> Iterator[tuple[Plan, int]]:
         left, plan, epochs = self.steps, self._first, 0

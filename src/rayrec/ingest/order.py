@@ -9,14 +9,14 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from rayrec.row_tally import RowTally
 
-Place = TypeVar("Place")
-Place_co = TypeVar("Place_co", covariant=True)
+PositionT = TypeVar("PositionT")
+PositionT_co = TypeVar("PositionT_co", covariant=True)
 Plan = TypeVar("Plan", bound="EpochPlan[Any]")
 Plan_co = TypeVar("Plan_co", bound="EpochPlan[Any]", covariant=True)
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchSharding:
     """Share of one worker in each step."""
 
     rank: int
@@ -25,7 +25,7 @@ class Share:
     """Rows per worker and step."""
 
 
-class EpochPlan(Protocol[Place_co]):
+class EpochPlan(Protocol[PositionT_co]):
     """Steps of one worker in an epoch, or in the rest of one."""
 
     @property
@@ -38,7 +38,7 @@ class EpochPlan(Protocol[Place_co]):
     def rows_until(self, step: int) -> int:
         """Return the row count of all workers before a step."""
 
-    def after(self, step: int) -> Place_co:
+    def position_at(self, step: int) -> PositionT_co:
         """Return the position before a step."""
 
 
@@ -46,23 +46,23 @@ Plans: TypeAlias = Callable[[], Iterator[tuple[Plan, int]]]
 """Function that yields the plan and number of steps of each epoch. All calls yield the same."""
 
 
-class EpochOrder(Protocol[Place, Plan_co]):
+class EpochOrder(Protocol[PositionT, Plan_co]):
     """Rows of an epoch and their order."""
 
     @property
     def rows(self) -> int:
         """Row count of an epoch."""
 
-    def place(self, state: dict[str, Any] | None) -> Place:
+    def position(self, state: dict[str, Any] | None) -> PositionT:
         """Return the position of a stored state, or the start for None. Raises InputError if the rows or their order differ."""
 
-    def start(self, epoch: int) -> Place: ...
+    def start(self, epoch: int) -> PositionT: ...
 
-    def plan(self, place: Place, share: Share) -> Plan_co:
+    def plan(self, position: PositionT, sharding: BatchSharding) -> Plan_co:
         """Plan the steps from a position to the end of its epoch. Any number of workers may have reached it."""
 
-    def state(self, place: Place) -> dict[str, Any]:
+    def state(self, position: PositionT) -> dict[str, Any]:
         """Return the position as JSON values, equal on all workers."""
 
-    def trained(self, place: Place) -> RowTally:
+    def trained(self, position: PositionT) -> RowTally:
         """Return the rows trained before a position: every row once per epoch, minus the rest of the current epoch."""

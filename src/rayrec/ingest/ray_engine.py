@@ -40,10 +40,10 @@ ITEMS_A_TASK: Final = 2
 block. Four items gain no more."""
 _ITEMS: Final = b"rayrec.items"
 """Table metadata key for the row counts and metadata of a task's items."""
-_STARTED_AHEAD: Final = 16
+_EARLY_START_ITEMS: Final = 16
 """Number of remaining items at which the next Dataset starts. Its first rows take about 1 s."""
 _CLOSE_S: Final = 5.0
-_READERS_BLOCKS: Final = 3
+_READER_BLOCKS: Final = 3
 """Number of blocks inside Ray Data's iterator and the threads between it and the reader."""
 _Value = TypeVar("_Value")
 
@@ -68,12 +68,12 @@ def _run(function: Callable[[Any], pa.Table], item: Any) -> list[pa.Table]:
     return [function(item)]
 
 
-def _patient(max_outage_s: float, function: Callable[[Any], pa.Table], item: Any) -> pa.Table:
+def _run_with_retry(max_outage_s: float, function: Callable[[Any], pa.Table], item: Any) -> pa.Table:
     with storage.retry_timeout(max_outage_s):
         return function(item)
 
 
-def _without_usage_statistics() -> None:
+def _disable_usage_statistics() -> None:
     """Disable the usage statistics of Ray Data.
 
     With `ray start`, Ray Data 2.60 runs an actor for them, and in each process a thread that logs failed connections to
@@ -84,7 +84,7 @@ def _without_usage_statistics() -> None:
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ConcurrencyLimits:
     """Concurrency limits of one Dataset."""
 
     tasks: int
@@ -93,7 +93,7 @@ class Bounds:
     """Maximum number of blocks in progress or waiting for the reader."""
 
     @classmethod
-    def of(cls, placement: TaskPlacement, *, block_bytes: int, prefetch_blocks: int) -> Bounds:
+    def of(cls, placement: TaskPlacement, *, block_bytes: int, prefetch_blocks: int) -> ConcurrencyLimits:
         """Compute limits for a placement.
 
         Allows twice as many tasks as run at once, because the scheduling loop of Ray Data 2.60 takes up to 0.2 s to detect the
@@ -104,27 +104,27 @@ class Bounds:
         tasks = 2 * max(1, math.floor(cpus / placement.num_cpus))
         blocks = tasks + prefetch_blocks
         if placement.max_object_store_bytes is not None:
-            blocks = min(blocks, placement.max_object_store_bytes // max(1, block_bytes) - _READERS_BLOCKS)
+            blocks = min(blocks, placement.max_object_store_bytes // max(1, block_bytes) - _READER_BLOCKS)
         blocks = max(1, blocks)
         return cls(min(tasks, blocks), blocks)
 
 
 @final
-class _Bounded(BackpressurePolicy):
+class _LimitPolicy(BackpressurePolicy):
     """Backpressure policy that limits an operator's tasks and blocks by number.
 
     The default policy limits them by a resource budget, which is zero in the first second of a Dataset, because Ray 2.60 polls it
     once per second. Until then only one task runs at a time.
     """
 
-    def __init__(self, data_context: Any, topology: Any, resource_manager: Any, *, bounds: Bounds) -> None:
+    def __init__(self, data_context: Any, topology: Any, resource_manager: Any, *, limits: ConcurrencyLimits) -> None:
         super().__init__(data_context, topology, resource_manager)
-        self._bounds = bounds
+        self._limits = limits
         self._operators = topology
 
     def can_add_input(self, op: PhysicalOperator) -> bool:
         active = op.num_active_tasks()
-        return active < self._bounds.tasks and active + self._operators[op].total_enqueued_output_blocks() < self._bounds.blocks
+        return active < self._limits.tasks and active + self._operators[op].total_enqueued_output_blocks() < self._limits.blocks
 
 
 def tasks_dataset(
@@ -134,22 +134,22 @@ def tasks_dataset(
     *,
     placement: TaskPlacement,
     block_bytes: int = 16 << 20,
-    bounds: Bounds | None = None,
+    limits: ConcurrencyLimits | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> ray.data.Dataset:
     """Create a Dataset with one block per item, in order. `function` is picklable and called in data tasks.
 
-    `block_bytes` is the expected block size. `bounds` keep tasks from filling the object store ahead of a slow reader; None
+    `block_bytes` is the expected block size. `limits` keep tasks from filling the object store ahead of a slow reader; None
     submits all tasks at once. `environment` has environment variables of the task processes.
     """
     if placement.max_outage_s is not None:
-        function = functools.partial(_patient, placement.max_outage_s, function)
-    _without_usage_statistics()
+        function = functools.partial(_run_with_retry, placement.max_outage_s, function)
+    _disable_usage_statistics()
     context = ray.data.DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.op_resource_reservation_enabled = False
-    policies = [] if bounds is None else [functools.partial(_Bounded, bounds=bounds)]
+    policies = [] if limits is None else [functools.partial(_LimitPolicy, limits=limits)]
     context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, policies)
     context.execution_options = ExecutionOptions(
         preserve_order=True,
@@ -198,7 +198,7 @@ class RayEngine:
         self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 16 << 20
     ) -> Iterator[pa.Table]:
         if items:
-            # No bounds: results are small compared with the tasks' inputs, and merged on arrival.
+            # No limits: results are small compared with the tasks' inputs, and merged on arrival.
             yield from tables(
                 tasks_dataset(
                     name, function, items, placement=self.placement, block_bytes=block_bytes, environment=self.environment
@@ -208,58 +208,58 @@ class RayEngine:
     def stream(
         self, name: str, function: Callable[[Any], pa.Table], items: Iterable[Any], *, block_bytes: int, prefetch_blocks: int
     ) -> Generator[pa.Table, None, None]:
-        begun = False
+        started = False
 
         def tables_of(some: Sequence[Any]) -> Generator[pa.Table, None, None]:
-            nonlocal begun
+            nonlocal started
             one, several = (
-                Bounds.of(self.placement, block_bytes=block_bytes * size, prefetch_blocks=-(-prefetch_blocks // size))
+                ConcurrencyLimits.of(self.placement, block_bytes=block_bytes * size, prefetch_blocks=-(-prefetch_blocks // size))
                 for size in (1, ITEMS_A_TASK)
             )
             size = ITEMS_A_TASK if several.tasks == one.tasks else 1  # The object store may be too small.
-            first, begun = 0 if begun else one.tasks, True
+            first, started = 0 if started else one.tasks, True
             dataset = tasks_dataset(
                 name,
-                functools.partial(joined_tables, function),
-                items_of_tasks(some, first=first, size=size),
+                functools.partial(merge_tables, function),
+                group_items(some, first=first, size=size),
                 placement=self.placement,
                 block_bytes=block_bytes * size,
-                bounds=several if size > 1 else one,
+                limits=several if size > 1 else one,
                 environment=self.environment,
             )
             for table in tables(dataset):
-                yield from tables_apart(table)
+                yield from split_table(table)
 
-        return _one_after_another(_groups(items), tables_of)
+        return _chain_groups(_groups(items), tables_of)
 
     def share(self, value: _Value) -> Shared[_Value]:
         return RayShared(ray.put(value))
 
 
-def items_of_tasks(items: Sequence[Any], *, first: int, size: int) -> list[Sequence[Any]]:
+def group_items(items: Sequence[Any], *, first: int, size: int) -> list[Sequence[Any]]:
     """Group items into tasks: one item in each of the `first` tasks, for low latency, and `size` items in the others."""
-    singles, others = items[:first], items[first:]
-    return [*([item] for item in singles), *(others[start : start + size] for start in range(0, len(others), size))]
+    singles, rest = items[:first], items[first:]
+    return [*([item] for item in singles), *(rest[start : start + size] for start in range(0, len(rest), size))]
 
 
-def joined_tables(function: Callable[[Any], pa.Table], items: Sequence[Any]) -> pa.Table:
-    """Concatenate the tables of several items for `tables_apart`."""
-    made = [function(item) for item in items]
-    if len(made) == 1:
-        return made[0]
-    metadata = ({key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()} for table in made)
-    kept = json.dumps([(table.num_rows, of_table) for table, of_table in zip(made, metadata, strict=True)])
-    return pa.concat_tables([table.replace_schema_metadata(None) for table in made]).replace_schema_metadata({_ITEMS: kept})
+def merge_tables(function: Callable[[Any], pa.Table], items: Sequence[Any]) -> pa.Table:
+    """Concatenate the tables of several items for `split_table`."""
+    results = [function(item) for item in items]
+    if len(results) == 1:
+        return results[0]
+    metadata = ({key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()} for table in results)
+    entries = json.dumps([(table.num_rows, of_table) for table, of_table in zip(results, metadata, strict=True)])
+    return pa.concat_tables([table.replace_schema_metadata(None) for table in results]).replace_schema_metadata({_ITEMS: entries})
 
 
-def tables_apart(table: pa.Table) -> Iterator[pa.Table]:
+def split_table(table: pa.Table) -> Iterator[pa.Table]:
     """Split a task's table into the tables of its items, in order and without copying."""
-    kept = (table.schema.metadata or {}).get(_ITEMS)
-    if kept is None:
+    entries = (table.schema.metadata or {}).get(_ITEMS)
+    if entries is None:
         yield table
         return
     start = 0
-    for rows, metadata in json.loads(kept):
+    for rows, metadata in json.loads(entries):
         yield table.slice(start, rows).replace_schema_metadata(metadata or None)
         start += rows
 
@@ -274,26 +274,26 @@ def _groups(items: Iterable[Any]) -> Iterator[Sequence[Any]]:
         yield group
 
 
-def _one_after_another(
+def _chain_groups(
     groups: Iterable[Sequence[Any]], tables_of: Callable[[Sequence[Any]], Generator[pa.Table, None, None]]
 ) -> Generator[pa.Table, None, None]:
-    """Yield the tables of each group, one per item. When `_STARTED_AHEAD` items of a group remain, a thread starts the tasks of
-    the next group by requesting its first table."""
+    """Yield the tables of each group, one per item. When `_EARLY_START_ITEMS` items of a group remain, a thread starts the tasks
+    of the next group by requesting its first table."""
     with contextlib.ExitStack() as opened:
         source = iter(groups)
         group, following = next(source, ()), None
         while group:
             present = following or opened.enter_context(contextlib.closing(tables_of(group)))
             next_group, following = next(source, ()), None
-            for place, table in enumerate(present):
-                if following is None and next_group and place + _STARTED_AHEAD >= len(group):
-                    following = opened.enter_context(contextlib.closing(_Started(tables_of(next_group))))
+            for index, table in enumerate(present):
+                if following is None and next_group and index + _EARLY_START_ITEMS >= len(group):
+                    following = opened.enter_context(contextlib.closing(_EagerIterator(tables_of(next_group))))
                 yield table
             present.close()
             group = next_group
 
 
-class _Started:
+class _EagerIterator:
     """Iterator whose first value is computed in a daemon thread."""
 
     def __init__(self, values: Generator[pa.Table, None, None]) -> None:
@@ -341,10 +341,10 @@ def input_errors() -> Iterator[None]:
     try:
         yield
     except ray.exceptions.RayError as error:
-        found = re.findall(r"^rayrec\.config\.InputError: (.+)$", str(error), re.MULTILINE)
-        if not found:
+        messages = re.findall(r"^rayrec\.config\.InputError: (.+)$", str(error), re.MULTILINE)
+        if not messages:
             raise
-        message = found[-1]
+        message = messages[-1]
     finally:
         logger.setLevel(level)
     if message:

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from rayrec.config import InputError
-from rayrec.ingest.order import Share
+from rayrec.ingest.order import BatchSharding
 from rayrec.row_tally import RowNumbers, RowTally
 
 
-class RowPlace(NamedTuple):
+class RowPosition(NamedTuple):
     """Position before row `offset` of an epoch's order."""
 
     epoch: int
@@ -59,7 +59,7 @@ class RowOrder:
                 yield self._numbers(epoch, number, chunks)[offset:]
             offset = max(0, offset - rows)
 
-    def place(self, state: dict[str, Any] | None) -> RowPlace:
+    def position(self, state: dict[str, Any] | None) -> RowPosition:
         if not self.rows:
             raise InputError("the training data has no rows")
         if not state:
@@ -70,24 +70,24 @@ class RowOrder:
                     f"train_data: cannot resume, because {name} changed from {state[name]} to {value}. Restore the original "
                     "data and order, or choose another --name."
                 )
-        return RowPlace(state["epoch"], state["offset"])
+        return RowPosition(state["epoch"], state["offset"])
 
-    def start(self, epoch: int) -> RowPlace:
-        return RowPlace(epoch, 0)
+    def start(self, epoch: int) -> RowPosition:
+        return RowPosition(epoch, 0)
 
-    def plan(self, place: RowPlace, share: Share) -> RowPlan:
-        return RowPlan(self, place, share)
+    def plan(self, position: RowPosition, sharding: BatchSharding) -> RowPlan:
+        return RowPlan(self, position, sharding)
 
-    def state(self, place: RowPlace) -> dict[str, Any]:
-        return {"epoch": place.epoch, "offset": place.offset, **self._identity}
+    def state(self, position: RowPosition) -> dict[str, Any]:
+        return {"epoch": position.epoch, "offset": position.offset, **self._identity}
 
-    def trained(self, place: RowPlace) -> RowTally:
+    def trained(self, position: RowPosition) -> RowTally:
         tally = RowTally()
-        for past in range(place.epoch + bool(place.offset)):
+        for past in range(position.epoch + bool(position.offset)):
             tally.add_ranges([(0, self.rows)], epoch=past)
-        if place.offset:
-            for numbers in self.numbers(*place):
-                tally.remove(RowNumbers(place.epoch, numbers))
+        if position.offset:
+            for numbers in self.numbers(*position):
+                tally.remove(RowNumbers(position.epoch, numbers))
         return tally
 
     @cached_property
@@ -134,8 +134,8 @@ class RowPlan:
     """Steps of one worker from a position to the end of its epoch."""
 
     order: RowOrder
-    start: RowPlace
-    share: Share
+    start: RowPosition
+    sharding: BatchSharding
 
     @property
     def epoch(self) -> int:
@@ -144,14 +144,14 @@ class RowPlan:
     @cached_property
     def steps(self) -> int:
         full, rest = divmod(self._rows, self._step_rows)
-        fewest = 1 if self.order.small_steps else min(2 * self.share.world_size, self._step_rows)
+        fewest = 1 if self.order.small_steps else min(2 * self.sharding.world_size, self._step_rows)
         return full if full and rest < fewest else full + bool(rest)
 
     def rows_until(self, step: int) -> int:
         return self._rows if step >= self.steps else step * self._step_rows
 
-    def after(self, step: int) -> RowPlace:
-        return RowPlace(self.epoch, self.start.offset + step * self._step_rows)
+    def position_at(self, step: int) -> RowPosition:
+        return RowPosition(self.epoch, self.start.offset + step * self._step_rows)
 
     def numbers(self) -> Iterator[np.ndarray]:
         """Yield the row numbers of all workers, one window at a time."""
@@ -163,4 +163,4 @@ class RowPlan:
 
     @property
     def _step_rows(self) -> int:
-        return self.share.batch_size * self.share.world_size
+        return self.sharding.batch_size * self.sharding.world_size

@@ -137,8 +137,8 @@ def _start_on_ray(job: dict[str, Any], conf: dict[str, str]) -> tuple[Any, Calla
 def reason(error: BaseException) -> str:
     """Extract the line with the cause from a Spark error, without Java and Python stack traces."""
     lines = str(error).splitlines()
-    found = [line.strip() for line in lines if re.match(r"\s*(?:[\w.]+\.)?\w*(Error|Exception): ", line)]
-    return (found or lines or [type(error).__name__])[-1][:500]
+    causes = [line.strip() for line in lines if re.match(r"\s*(?:[\w.]+\.)?\w*(Error|Exception): ", line)]
+    return (causes or lines or [type(error).__name__])[-1][:500]
 
 
 def main() -> None:
@@ -159,8 +159,8 @@ def main() -> None:
     with open(os.path.join(job["folder"], "ready"), "w"):
         pass
     while (line := lines.get()) is not None:
-        wanted = json.loads(line)
-        folder, tasks = wanted["folder"], wanted["tasks"]
+        request = json.loads(line)
+        folder, tasks = request["folder"], request["tasks"]
         with open(os.path.join(folder, "job.pickle"), "rb") as file:
             function, items = pickle.load(file)  # Written by the parent into a private folder.
         task = functools.partial(run_items, function, items, folder)

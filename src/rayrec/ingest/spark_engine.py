@@ -59,35 +59,35 @@ def environment(name: str, *, folder: str, note: Callable[[str], None]) -> str:
     lock = resources.files("rayrec.ingest").joinpath(f"{name}.lock").read_text()
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     key = hashlib.sha256(f"{sys.executable}\0{version}\0{lock}".encode()).hexdigest()[:12]
-    place = os.path.join(folder, f"{name}-{key}")
-    python = os.path.join(place, "bin", "python")
-    if os.path.exists(os.path.join(place, _COMPLETE)):
+    env = os.path.join(folder, f"{name}-{key}")
+    python = os.path.join(env, "bin", "python")
+    if os.path.exists(os.path.join(env, _COMPLETE)):
         return python
     os.makedirs(folder, exist_ok=True)
-    with open(place + ".lock", "w") as guard:
+    with open(env + ".lock", "w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)
-        if os.path.exists(os.path.join(place, _COMPLETE)):
+        if os.path.exists(os.path.join(env, _COMPLETE)):
             return python
-        note(f"Creating the Python environment of {name} in {place} (once)")
-        shutil.rmtree(place, ignore_errors=True)
+        note(f"Creating the Python environment of {name} in {env} (once)")
+        shutil.rmtree(env, ignore_errors=True)
         requirements = os.path.join(folder, f"{name}-{key}.txt")
         with open(requirements, "w") as file:
             file.write(lock)
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps"]
-        for command in ([sys.executable, "-m", "venv", place], [*pip, "-r", requirements]):
+        for command in ([sys.executable, "-m", "venv", env], [*pip, "-r", requirements]):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
                 why = lines[0].strip() if lines else f"exit status {done.returncode}"
-                raise InputError(f"{place}: {' '.join(command[1:4])} failed ({why}). Check what pip can reach, and try again.")
-        with open(os.path.join(place, _COMPLETE), "w"):
+                raise InputError(f"{env}: {' '.join(command[1:4])} failed ({why}). Check what pip can reach, and try again.")
+        with open(os.path.join(env, _COMPLETE), "w"):
             pass
     return python
 
 
 _POLL_S = 0.02
 _WINDOW_BYTES = 4 << 30
-_LEAST_TASKS = 64
+_MIN_TASKS = 64
 """Minimum number of tasks submitted together. More are, for results of up to about _WINDOW_BYTES."""
 _NO_EXECUTOR = "an executor may be lost, or waits for CPUs or memory in use by other jobs"
 _STOP_S = 30.0
@@ -132,8 +132,8 @@ class SparkEngine:
         shared = config.shared_folder or cache_folder
         os.makedirs(shared, exist_ok=True)
         with Scratch("spark", parent=shared) as folder:
-            known = _ray_logs() if ray_address is not None else None
-            engine = cls(_start(python, folder, config, ray_address), folder, config.timeout_s, known)
+            logs = _ray_logs() if ray_address is not None else None
+            engine = cls(_start(python, folder, config, ray_address), folder, config.timeout_s, logs)
             try:
                 engine._await_start()
                 yield engine
@@ -148,7 +148,7 @@ class SparkEngine:
         """Submit the items in windows, because results wait on the shared disk."""
         if not items:
             return
-        size = max(_LEAST_TASKS, _WINDOW_BYTES // max(block_bytes, 1))
+        size = max(_MIN_TASKS, _WINDOW_BYTES // max(block_bytes, 1))
         windows = [items[start : start + size] for start in range(0, len(items), size)]
         # Spark runs one window while the results of the previous one are read, so at most two are on the disk.
         folders = deque([self._submit(name, function, windows[0])])
@@ -168,7 +168,7 @@ class SparkEngine:
             self.process.stdin.write(json.dumps({"folder": folder, "tasks": len(items)}) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            raise InputError(self._died()) from None
+            raise InputError(self._exit_message()) from None
         return folder
 
     def _results(self, name: str, folder: str, tasks: int) -> Iterator[pa.Table]:
@@ -190,26 +190,26 @@ class SparkEngine:
         error = os.path.join(folder, "error.json")
         if os.path.exists(error):
             with open(error) as file:
-                found = json.load(file)
-            if found["kind"] == "InputError":
-                raise InputError(found["message"])
-            raise RuntimeError(f"Spark, {name}: {found['message']}. Log: {self._kept_log()}")
+                report = json.load(file)
+            if report["kind"] == "InputError":
+                raise InputError(report["message"])
+            raise RuntimeError(f"Spark, {name}: {report['message']}. Log: {self._save_log()}")
         if self.process.poll() is not None:
-            raise InputError(self._died())
+            raise InputError(self._exit_message())
         newest = max((entry.stat().st_mtime for entry in os.scandir(folder)), default=0.0)
         if time.time() - newest < self.timeout_s:
             return time.monotonic()
         if time.monotonic() - last > self.timeout_s:
             raise InputError(
                 f"Spark, {name}: no task ended in {self.timeout_s:g} s ({self._ray_error() or _NO_EXECUTOR}). Try again, or "
-                f"increase --spark.timeout-s. Log: {self._kept_log()}"
+                f"increase --spark.timeout-s. Log: {self._save_log()}"
             )
         return last
 
-    def _died(self) -> str:
+    def _exit_message(self) -> str:
         status = self.process.wait()
         why = _last_error(os.path.join(self.folder, "driver.log")) or f"exit status {status}"
-        return f"Spark's driver ended ({why}). Log: {self._kept_log()}"
+        return f"Spark's driver ended ({why}). Log: {self._save_log()}"
 
     def _ray_error(self) -> str:
         """Return the last error logged by Ray processes of this machine since the start, with its log path. Empty if none."""
@@ -219,25 +219,25 @@ class SparkEngine:
                     return f"{path}: {why}"
         return ""
 
-    def _kept_log(self) -> str:
+    def _save_log(self) -> str:
         """Copy the logs to a file that outlives the working folder, and return its path."""
-        kept = os.path.join(tempfile.gettempdir(), f"{os.path.basename(self.folder)}.log")
-        with open(kept, "wb") as out:
+        log_path = os.path.join(tempfile.gettempdir(), f"{os.path.basename(self.folder)}.log")
+        with open(log_path, "wb") as out:
             for name in ("driver.log", "spark.log"):
                 path = os.path.join(self.folder, name)
                 if os.path.exists(path):
                     with open(path, "rb") as log:
                         shutil.copyfileobj(log, out)
-        return kept
+        return log_path
 
     def _await_start(self) -> None:
-        ready, begun = os.path.join(self.folder, "ready"), time.monotonic()
+        ready, start_s = os.path.join(self.folder, "ready"), time.monotonic()
         while not os.path.exists(ready):
             if self.process.poll() is not None:
-                raise InputError(self._died())
-            if time.monotonic() - begun > self.timeout_s:
+                raise InputError(self._exit_message())
+            if time.monotonic() - start_s > self.timeout_s:
                 why = self._ray_error() or "are there CPUs and memory for its executors?"
-                raise InputError(f"Spark did not start in {self.timeout_s:g} s ({why}). Log: {self._kept_log()}")
+                raise InputError(f"Spark did not start in {self.timeout_s:g} s ({why}). Log: {self._save_log()}")
             time.sleep(_POLL_S)
 
     def _stop(self, *, failed: bool) -> None:
@@ -261,8 +261,8 @@ def _ray_logs() -> dict[str, int]:
     from rayrec.compat.ray_compat import local_node
 
     folder = glob.escape(local_node().get_logs_dir_path())
-    found = (path for name in ("raylet.err", "*java-worker-*.log", "worker-*.err") for path in glob.glob(f"{folder}/{name}"))
-    return {path: os.path.getsize(path) for path in found}
+    paths = (path for name in ("raylet.err", "*java-worker-*.log", "worker-*.err") for path in glob.glob(f"{folder}/{name}"))
+    return {path: os.path.getsize(path) for path in paths}
 
 
 def _last_error(path: str, *, skip: int = 0) -> str:

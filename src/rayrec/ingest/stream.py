@@ -20,14 +20,14 @@ from rayrec.data.materialized.dataset import dataset_of
 from rayrec.data.materialized.dataset import read as read_preprocessed
 from rayrec.data.raw_block import RawBlock
 from rayrec.data.stage_times import BlockTimes, StageTimes, measured, stage, times_of, with_times
-from rayrec.ingest.block_order import Piece
+from rayrec.ingest.block_order import BlockRange
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
 
 T = TypeVar("T")
-Pieces: TypeAlias = Iterable[tuple[Block, Piece]]
-Made: TypeAlias = tuple[Sequence[EncodedRows], BlockTimes | None]
-"""Rows of a piece and their stage times."""
+BlockRanges: TypeAlias = Iterable[tuple[Block, BlockRange]]
+EncodedBlock: TypeAlias = tuple[Sequence[EncodedRows], BlockTimes | None]
+"""Rows of a block range and their stage times."""
 _STALL_S: Final = 5.0
 """Maximum wait for the next value after the run was asked to stop, in seconds."""
 _POLL_S: Final = 0.1
@@ -37,17 +37,17 @@ _CLOSE_S: Final = 10.0
 
 
 @final
-class Ahead(Generic[T]):
+class Prefetcher(Generic[T]):
     """Iterator over the values of a generator, of which a daemon thread prefetches at most `most`. Errors of the generator are
     raised to the reader in order. The thread owns the generator and closes it."""
 
-    def __init__(self, values: Generator[T, None, None], *, most: int, may_stall: bool = False) -> None:
+    def __init__(self, values: Generator[T, None, None], *, max_prefetch: int, may_stall: bool = False) -> None:
         """Start the thread. `may_stall`: whether the generator may wait forever and cannot be interrupted, such as for data tasks
         on lost nodes. Once the run is asked to stop, iteration then ends if the next value is late."""
         self._values, self._may_stall = values, may_stall
-        self._made: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(most)
+        self._made: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(max_prefetch)
         self._closed = threading.Event()
-        self._over = False
+        self._ended = False
         self.stalled = False
         """Whether iteration ended early."""
         self._thread = threading.Thread(target=self._make, name="ahead", daemon=True)
@@ -58,22 +58,22 @@ class Ahead(Generic[T]):
 
     def __next__(self) -> T:
         since_s = time.monotonic()
-        while not self._over:
+        while not self._ended:
             try:
                 value, error = self._made.get(timeout=_POLL_S)
             except queue.Empty:
                 if self._may_stall and STOP_REQUESTED.is_set() and time.monotonic() - since_s >= _STALL_S:
-                    self._over = self.stalled = True
+                    self._ended = self.stalled = True
                 continue
             if error is None:
                 return value  # type: ignore[return-value]  # None comes only with an error.
-            self._over = True
+            self._ended = True
             raise error
         raise StopIteration
 
     def close(self) -> None:
         """Stop the thread. Waits for the pending value, unless that could stall a run that was asked to stop."""
-        self._over = True
+        self._ended = True
         self._closed.set()
         if not (self._may_stall and STOP_REQUESTED.is_set()):
             self._thread.join(_CLOSE_S)
@@ -97,7 +97,7 @@ class Ahead(Generic[T]):
 
 
 @dataclass(frozen=True)
-class OpenedBlock:
+class LazyBlock:
     """Block whose rows are encoded on request."""
 
     encode: Callable[[int, int], EncodedRows]
@@ -106,22 +106,22 @@ class OpenedBlock:
     """Raw rows of the block's segments, not permuted. None for preprocessed data."""
 
 
-def open_block(block: Block, preprocessor: Preprocessor, *, labelled: bool = True) -> OpenedBlock:
+def open_block(block: Block, preprocessor: Preprocessor, *, labelled: bool = True) -> LazyBlock:
     """Open a block. Reads and parses raw logs immediately, and preprocessed rows on request."""
     segments, order = [part.segment for part in block.parts], block.order()
     if segments[0].is_preprocessed:
         read = stage("read")(lambda start, stop: read_preprocessed(segments, order[start:stop], preprocessor))
-        return OpenedBlock(read, None)
+        return LazyBlock(read, None)
     raw = read_raw(segments, preprocessor.schema if labelled else preprocessor.schema.unlabelled())
     numbers = row_numbers(segments)  # `read_raw` checks the row count of each segment.
 
     @stage("encode")
     def encode(start: int, stop: int) -> EncodedRows:
-        chosen = order[start:stop]
-        groups = raw.group_keys(chosen) if labelled and raw.schema.group else None
-        return replace(preprocessor.encode(raw, chosen), row_numbers=numbers[chosen], groups=groups)
+        rows = order[start:stop]
+        groups = raw.group_keys(rows) if labelled and raw.schema.group else None
+        return replace(preprocessor.encode(raw, rows), row_numbers=numbers[rows], groups=groups)
 
-    return OpenedBlock(encode, raw)
+    return LazyBlock(encode, raw)
 
 
 def encode_block(block: Block, start: int, stop: int, preprocessor: Preprocessor, *, labelled: bool = True) -> EncodedRows:
@@ -153,29 +153,29 @@ class TaskSource:
     inputs: Schema
     """Input columns of the model."""
     max_rows: int
-    """Maximum number of rows per piece."""
+    """Maximum number of rows per block range."""
     prefetch_blocks: int = 2
-    num_ahead: ClassVar[int] = 1
+    max_prefetch: ClassVar[int] = 1
     may_stall: ClassVar[bool] = True
 
     @property
     def cpus(self) -> float:
         return self.engine.cpus
 
-    def make(self, pieces: Pieces) -> Generator[Made, None, None]:
+    def make(self, block_ranges: BlockRanges) -> Generator[EncodedBlock, None, None]:
         tables = self.engine.stream(
             "ingest",
             functools.partial(encode_task, preprocessor=self.preprocessor),
-            ((block, piece.start, piece.stop) for block, piece in pieces),
+            ((block, block_range.start, block_range.stop) for block, block_range in block_ranges),
             block_bytes=self.max_rows * 4 * len(self.inputs.columns),
             prefetch_blocks=self.prefetch_blocks,
         )
         for table in tables:
             yield from_arrow(table), times_of(table)
 
-    def make_here(self, block: Block, piece: Piece) -> Sequence[EncodedRows]:
-        """Encode the rows of a piece in this process."""
-        return from_arrow(encoded_block((block, piece.start, piece.stop), self.preprocessor.get()))
+    def make_locally(self, block: Block, block_range: BlockRange) -> Sequence[EncodedRows]:
+        """Encode the rows of a block range in this process."""
+        return from_arrow(encoded_block((block, block_range.start, block_range.stop), self.preprocessor.get()))
 
 
 @dataclass(frozen=True)
@@ -190,50 +190,50 @@ class MappedSource:
     may_stall: ClassVar[bool] = False
 
     @property
-    def num_ahead(self) -> int:
+    def max_prefetch(self) -> int:
         return max(1, self.prefetch_blocks - 1)  # The thread has one more.
 
-    def make(self, pieces: Pieces) -> Generator[Made, None, None]:
+    def make(self, block_ranges: BlockRanges) -> Generator[EncodedBlock, None, None]:
         if self.in_memory:
-            files = {part.segment.path: dataset_of(part.segment) for block, _ in pieces for part in block.parts}
+            files = {part.segment.path: dataset_of(part.segment) for block, _ in block_ranges for part in block.parts}
             if files:  # All of one dataset.
                 next(iter(files.values()))[0].maps.load(sorted({file for _, file in files.values()}))
-        for block, piece in pieces:
-            rows, times = measured(functools.partial(self.make_here, block, piece), rows_of=lambda rows: len(rows[0]))
+        for block, block_range in block_ranges:
+            rows, times = measured(functools.partial(self.make_locally, block, block_range), rows_of=lambda rows: len(rows[0]))
             yield rows, times
 
-    def make_here(self, block: Block, piece: Piece) -> Sequence[EncodedRows]:
+    def make_locally(self, block: Block, block_range: BlockRange) -> Sequence[EncodedRows]:
         with stage("read"):
-            order = block.order()[piece.start : piece.stop]
+            order = block.order()[block_range.start : block_range.stop]
             return [read_preprocessed([part.segment for part in block.parts], order, self.preprocessor)]
 
 
 @final
 class RowStream(Iterator[EncodedRows]):
-    """Iterator over the encoded rows of pieces, in order. The source starts immediately and runs ahead of the reader.
+    """Iterator over the encoded rows of block ranges, in order. The source starts immediately and runs ahead of the reader.
 
     If the run is asked to stop and no rows arrive, because the nodes of the data tasks may be lost, this process makes the
     missing rows: other workers may have trained theirs of the same step, and a checkpoint needs a complete step.
     """
 
-    def __init__(self, source: TaskSource | MappedSource, pieces: Pieces, account: StageTimes | None = None) -> None:
-        """Start reading. `pieces` must be re-iterable. `account` receives the stage times of each piece."""
-        self._source, self._pieces, self._account = source, pieces, account
-        self._made = Ahead(source.make(pieces), most=source.num_ahead, may_stall=source.may_stall)
+    def __init__(self, source: TaskSource | MappedSource, block_ranges: BlockRanges, account: StageTimes | None = None) -> None:
+        """Start reading. `block_ranges` must be re-iterable. `account` receives the stage times of each."""
+        self._source, self._block_ranges, self._account = source, block_ranges, account
+        self._prefetcher = Prefetcher(source.make(block_ranges), max_prefetch=source.max_prefetch, may_stall=source.may_stall)
         self._rows = self._take()
 
     def __next__(self) -> EncodedRows:
         return next(self._rows)
 
     def close(self) -> None:
-        self._made.close()
+        self._prefetcher.close()
 
     def _take(self) -> Iterator[EncodedRows]:
-        num_made = 0
-        for rows, times in self._made:
-            num_made += 1
+        count = 0
+        for rows, times in self._prefetcher:
+            count += 1
             if self._account is not None and times is not None:
                 self._account.add(times)
             yield from rows
-        for block, piece in islice(self._pieces, num_made, None) if self._made.stalled else ():
-            yield from self._source.make_here(block, piece)
+        for block, block_range in islice(self._block_ranges, count, None) if self._prefetcher.stalled else ():
+            yield from self._source.make_locally(block, block_range)

@@ -232,8 +232,8 @@ def _sizes(scanned: ScanResult, path: str) -> list[int]:
     below = np.flatnonzero(scanned.min_ids < 0)
     if len(below):
         raise InputError(
-            f"{path}: column {below[0]} has ID {scanned.min_ids[below[0]]:,}. Use --num-embeddings-per-feature to take IDs modulo "
-            "the rows of each table, as TorchRec's loader does"
+            f"{path}: column {below[0]} has ID {scanned.min_ids[below[0]]:,}. Use --num-embeddings-per-feature to take IDs "
+            "modulo the rows of each table, as TorchRec's loader does"
         )
     above = np.flatnonzero(scanned.max_ids >= MAX_TABLE_ROWS)
     if len(above):

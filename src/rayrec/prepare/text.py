@@ -26,7 +26,6 @@ from rayrec.data.log_source import plain_files
 from rayrec.data.text import text_blocks
 from rayrec.data.text.text_blocks import PART_BYTES, Source, TextPart, read_part
 from rayrec.data.text.tokenizer import (
-    LEAST_BPE,
     Files,
     TextTokenizer,
     bytes_bpe,
@@ -54,7 +53,7 @@ class TextConfig(Config):
 
     tokenizer: str = "bytes_bpe"
     """Local folder of a HuggingFace tokenizer, bytes_bpe (learned from the training text), or characters (one token each)."""
-    vocabulary_size: Annotated[int, Ge(LEAST_BPE)] | None = None
+    vocabulary_size: Annotated[int, Ge(MIN_BPE_SIZE)] | None = None
     """Vocabulary size of bytes_bpe. None: 1024."""
     block_size: Annotated[int, Ge(2)] = 128
     """Number of tokens per row."""

@@ -325,7 +325,7 @@ class _ReadyBatches:
     def rows(self, batches: int) -> int:
         return batches * self._rows_of_step
 
-    def rows_behind(self) -> RowTally:
+    def trained_rows(self) -> RowTally:
         return RowTally()
 
     def state(self) -> dict[str, Any]:

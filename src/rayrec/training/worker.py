@@ -184,7 +184,7 @@ def _train(
         loader.close()
     try:
         result = finished and finish(
-            attempt, setup, progress, evaluated_step=evaluated_step, expected=loader.rows_behind(), log=log, stop_signal=watch
+            attempt, setup, progress, evaluated_step=evaluated_step, expected=loader.trained_rows(), log=log, stop_signal=watch
         )
     finally:
         watch.close()

@@ -231,7 +231,7 @@ class TrainLoader(Protocol):
         """Return the rows of all workers in the first `batches` batches."""
         ...
 
-    def rows_behind(self) -> RowTally:
+    def trained_rows(self) -> RowTally:
         """Return the rows that the run must have trained at the current position, with any number of workers, computed from the
         data. They are compared with the trained rows."""
         ...

@@ -21,7 +21,7 @@ from rayrec.data.logs.csv_reader import read_csv
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.materialized.formats import check, from_named_columns, named_columns
 from rayrec.data.raw_block import RawBlock
-from rayrec.ingest.batches import Slicer
+from rayrec.ingest.batches import BatchSlicer
 from rayrec.models.base import ModelInputs
 from rayrec.schema import Label, Schema, load_schema
 
@@ -335,7 +335,7 @@ def test_arrow_and_preprocessed_parquet_keep_everything(tmp_path: Path, encoded:
 
 
 def batches(rows: EncodedRows, *sizes: int) -> list[Batch]:
-    slicer = Slicer(iter(from_arrow(to_arrow(rows))), SCHEMA)
+    slicer = BatchSlicer(iter(from_arrow(to_arrow(rows))), SCHEMA)
     return [slicer.take(size, loss_weight=1.0) for size in sizes]
 
 
@@ -354,9 +354,9 @@ def test_batch_has_labels_id_weights_and_times(encoded: tuple[Preprocessor, Enco
 
 def test_sequences_are_in_separate_field(encoded: tuple[Preprocessor, EncodedRows]) -> None:
     _, rows = encoded
-    whole = Slicer(iter([rows]), SCHEMA).take(4, loss_weight=1.0).sparse_features
+    whole = BatchSlicer(iter([rows]), SCHEMA).take(4, loss_weight=1.0).sparse_features
     schema = SCHEMA.replace(features=SCHEMA.features[:1])
-    batch = Slicer(iter([rows]), schema, unpooled=("item", "history")).take(4, loss_weight=1.0)
+    batch = BatchSlicer(iter([rows]), schema, unpooled=("item", "history")).take(4, loss_weight=1.0)
     moved = batch.to(torch.device("cpu")).sequence_features
     for features, keys in (
         (batch.sparse_features, ["user", "tags"]),
@@ -373,6 +373,6 @@ def test_schema_without_features_is_unchanged() -> None:
     raw, _ = parse_table(ROWS.select(["click", "user"]), schema)
     rows = preprocessor_of(raw, schema).encode(raw)
     assert (list(rows.labels), rows.timestamps) == (["click"], None)
-    (batch,) = [Slicer(iter([rows]), schema).take(4, loss_weight=1.0)]
+    (batch,) = [BatchSlicer(iter([rows]), schema).take(4, loss_weight=1.0)]
     assert (list(batch.labels), batch.timestamps) == (["click"], None)
     assert batch.sparse_features.weights_or_none() is None

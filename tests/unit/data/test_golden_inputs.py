@@ -251,7 +251,7 @@ def resumed(make: Callable[..., Any], **changes: Any) -> dict[str, Any]:
         states = [loader.state() for loader in loaders]
         assert all(other == states[0] for other in states)
         state = json.loads(json.dumps(states[0]))
-        tally = loaders[0].rows_behind()
+        tally = loaders[0].trained_rows()
         moves.append({"state": state, "rows": rows, "behind": [tally.rows, *tally.checksums], "batches": batches})
     whole = make(0, 2, state=state)
     return {"moves": moves, "left": [whole.steps, whole.steps_per_epoch, whole.rows(whole.steps)]}

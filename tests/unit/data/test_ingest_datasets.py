@@ -31,9 +31,9 @@ def items(tables: Iterator[pa.Table]) -> Iterator[int]:
 
 
 def test_the_next_dataset_starts_when_few_pieces_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_engine, "_STARTED_AHEAD", 2)
+    monkeypatch.setattr(ray_engine, "_EARLY_START_ITEMS", 2)
     datasets, groups = Datasets(), [range(0, 5), range(5, 10), range(10, 12)]
-    found = items(ray_engine._one_after_another(groups, datasets.tables_of))
+    found = items(ray_engine._chain_groups(groups, datasets.tables_of))
     assert [next(found) for _ in range(3)] == [0, 1, 2]
     assert datasets.opened == [range(0, 5)]
     assert next(found) == 3
@@ -47,21 +47,21 @@ def test_the_next_dataset_starts_when_few_pieces_are_left(monkeypatch: pytest.Mo
 
 
 def test_a_reader_that_goes_closes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_engine, "_STARTED_AHEAD", 2)
+    monkeypatch.setattr(ray_engine, "_EARLY_START_ITEMS", 2)
     datasets = Datasets()
-    found = ray_engine._one_after_another([range(0, 2), range(2, 4)], datasets.tables_of)
+    found = ray_engine._chain_groups([range(0, 2), range(2, 4)], datasets.tables_of)
     next(found)
     found.close()
     assert sorted(datasets.closed, key=min) == sorted(datasets.opened, key=min) == [range(0, 2), range(2, 4)]
 
 
 def test_an_error_comes_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_engine, "_STARTED_AHEAD", 2)
-    found = items(ray_engine._one_after_another([[0, 1, 2], [-1, 3]], Datasets().tables_of))
+    monkeypatch.setattr(ray_engine, "_EARLY_START_ITEMS", 2)
+    found = items(ray_engine._chain_groups([[0, 1, 2], [-1, 3]], Datasets().tables_of))
     assert [next(found) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ValueError, match="broken"):
         next(found)
-    assert list(ray_engine._one_after_another([], Datasets().tables_of)) == []
+    assert list(ray_engine._chain_groups([], Datasets().tables_of)) == []
 
 
 def test_the_first_datasets_are_small_so_that_rows_come_soon() -> None:
@@ -75,7 +75,7 @@ def test_the_first_datasets_are_small_so_that_rows_come_soon() -> None:
     [(1, 4, [[0]]), (3, 0, [[0, 1], [2]]), (5, 2, [[0], [1], [2, 3], [4]]), (4, 4, [[0], [1], [2], [3]])],
 )
 def test_the_first_tasks_make_one_item_each(count: int, first: int, tasks: list[list[int]]) -> None:
-    assert [list(each) for each in ray_engine.items_of_tasks(range(count), first=first, size=2)] == tasks
+    assert [list(each) for each in ray_engine.group_items(range(count), first=first, size=2)] == tasks
 
 
 @pytest.mark.parametrize("rows", [(3,), (2, 0, 1), (0, 0)])
@@ -85,6 +85,6 @@ def test_a_task_of_several_items_gives_the_table_of_each(rows: tuple[int, ...]) 
         return pa.table({"value": pa.array(values, pa.int64())}, metadata={"made": f"by {item}"} if item else None)
 
     expected = [table_of(item) for item in range(len(rows))]
-    found = list(ray_engine.tables_apart(ray_engine.joined_tables(table_of, range(len(rows)))))
+    found = list(ray_engine.split_table(ray_engine.merge_tables(table_of, range(len(rows)))))
     assert found == expected
     assert [table.schema.metadata for table in found] == [table.schema.metadata for table in expected]

@@ -34,7 +34,7 @@ from rayrec.data.materialized.dataset import read as read_preprocessed
 from rayrec.data.materialized.formats import WRITABLE_FORMATS
 from rayrec.data.materialized.writer import preprocess
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.ingest.block_order import BlockOrder, whole
+from rayrec.ingest.block_order import BlockOrder, full_epoch
 from rayrec.ingest.stream import MappedSource, RowStream, encode_block
 from rayrec.schema import Schema
 
@@ -320,20 +320,20 @@ def test_parquet_is_one_row_group_a_segment(days: LogIndex, preprocessor: Prepro
 def test_streaming_ahead(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
     made = write(days, preprocessor, tmp_path / "out", "binary")
     blocks = order_of(made.index, 0, days.rows, "window").blocks(0)
-    pieces = [(blocks[piece.block], piece) for piece in whole(blocks)]
-    expected = [encode_block(block, 0, piece.rows, preprocessor) for block, piece in pieces]
+    block_ranges = [(blocks[block_range.block], block_range) for block_range in full_epoch(blocks)]
+    expected = [encode_block(block, 0, block_range.rows, preprocessor) for block, block_range in block_ranges]
     for in_memory in (False, True):
         for prefetch_blocks in (0, 1, 9):
-            got = RowStream(MappedSource(preprocessor, in_memory, prefetch_blocks), pieces)
+            got = RowStream(MappedSource(preprocessor, in_memory, prefetch_blocks), block_ranges)
             for one, other in zip(got, expected, strict=True):
                 assert_same(one, other)
-    early = RowStream(MappedSource(preprocessor), pieces)
+    early = RowStream(MappedSource(preprocessor), block_ranges)
     next(early)
     early.close()
     assert list(RowStream(MappedSource(preprocessor), [])) == []
     for file in (tmp_path / "out").glob("*.bin"):
         file.unlink()  # what is in memory needs no files
-    assert_same(next(RowStream(MappedSource(preprocessor, in_memory=True), pieces)), expected[0])
+    assert_same(next(RowStream(MappedSource(preprocessor, in_memory=True), block_ranges)), expected[0])
 
 
 def test_what_does_not_fit_into_memory_says_so(
@@ -343,7 +343,7 @@ def test_what_does_not_fit_into_memory_says_so(
     monkeypatch.setattr(machine, "memory", lambda: machine.Memory(2000, 1000))
     (block,) = order_of(made.index, 0, 5).blocks(0)
     with pytest.raises(InputError, match=r"do not fit into .* free memory\. Leave in_memory off"):
-        next(RowStream(MappedSource(preprocessor, in_memory=True), [(block, whole([block])[0])]))
+        next(RowStream(MappedSource(preprocessor, in_memory=True), [(block, full_epoch([block])[0])]))
 
 
 def test_another_preprocessor_is_refused(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:

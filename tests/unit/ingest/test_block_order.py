@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayrec.data.logs.index import Block, Segment, SegmentRange
-from rayrec.ingest.block_order import BlockOrder, Piece, Position, after, deal, whole
+from rayrec.ingest.block_order import BlockOrder, BlockRange, Position, full_epoch, shard_block_ranges, skip_rows
 
-pieces = st.lists(st.integers(1, 40), max_size=12).map(
-    lambda sizes: [Piece(number, 3, 3 + size) for number, size in enumerate(sizes)]
+block_ranges = st.lists(st.integers(1, 40), max_size=12).map(
+    lambda sizes: [BlockRange(number, 3, 3 + size) for number, size in enumerate(sizes)]
 )
 
 
-def rows_of(pieces: list[Piece]) -> list[tuple[int, int]]:
-    return [(piece.block, row) for piece in pieces for row in range(piece.start, piece.stop)]
+def rows_of(block_ranges: list[BlockRange]) -> list[tuple[int, int]]:
+    return [(block_range.block, row) for block_range in block_ranges for row in range(block_range.start, block_range.stop)]
 
 
 def make_order(sizes: list[int], shuffle: str, segments_per_block: int = 2, files: int = 3) -> BlockOrder:
@@ -39,21 +39,21 @@ def log_rows(blocks: list[Block]) -> list[int]:
     return rows
 
 
-@given(pieces, st.integers(1, 9))
-def test_a_deal_is_even_and_complete(pieces: list[Piece], world_size: int) -> None:
-    hands = deal(pieces, world_size)
-    sizes = [len(rows_of(hand)) for hand in hands]
-    assert len(hands) == world_size
+@given(block_ranges, st.integers(1, 9))
+def test_a_deal_is_even_and_complete(block_ranges: list[BlockRange], world_size: int) -> None:
+    shards = shard_block_ranges(block_ranges, world_size)
+    sizes = [len(rows_of(shard)) for shard in shards]
+    assert len(shards) == world_size
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)  # the first hand is the largest
-    assert sorted(row for hand in hands for row in rows_of(hand)) == rows_of(pieces)
-    assert all(piece.rows > 0 for hand in hands for piece in hand)
-    assert hands == deal(tuple(pieces), world_size)
+    assert sorted(row for shard in shards for row in rows_of(shard)) == rows_of(block_ranges)
+    assert all(block_range.rows > 0 for shard in shards for block_range in shard)
+    assert shards == shard_block_ranges(tuple(block_ranges), world_size)
 
 
-@given(pieces, st.integers(0, 500))
-def test_after_drops_the_first_rows(pieces: list[Piece], rows: int) -> None:
-    assert rows_of(after(pieces, rows)) == rows_of(pieces)[rows:]
+@given(block_ranges, st.integers(0, 500))
+def test_after_drops_the_first_rows(block_ranges: list[BlockRange], rows: int) -> None:
+    assert rows_of(skip_rows(block_ranges, rows)) == rows_of(block_ranges)[rows:]
 
 
 @pytest.mark.parametrize("shuffle", ["none", "files", "window"])
@@ -69,13 +69,13 @@ def test_every_row_once_for_any_worker_numbers(shuffle: str, sizes: list[int], m
     for world_size, batch_size, wanted in [*moves, (1, 1, 10_000)]:
         position = Position.from_dict(json.loads(json.dumps(position.to_dict())))
         position = position.for_workers(blocks, world_size=world_size, batch_size=batch_size)
-        hands = position.hands(blocks)
-        left = [after(hand, position.step_in_deal * batch_size) for hand in hands]
-        steps = min(wanted, -(-max(len(rows_of(hand)) for hand in left) // batch_size))
-        for hand in left:
-            used += rows_of(hand)[: steps * batch_size]
+        shards = position.shards(blocks)
+        left = [skip_rows(shard, position.step_in_deal * batch_size) for shard in shards]
+        steps = min(wanted, -(-max(len(rows_of(shard)) for shard in left) // batch_size))
+        for shard in left:
+            used += rows_of(shard)[: steps * batch_size]
         position = Position(position.epoch, position.step_in_deal + steps, world_size, batch_size, position.pieces)
-    assert sorted(used) == rows_of(whole(blocks))
+    assert sorted(used) == rows_of(full_epoch(blocks))
 
 
 def test_the_same_number_of_workers_goes_on_where_it_was() -> None:
@@ -84,20 +84,20 @@ def test_the_same_number_of_workers_goes_on_where_it_was() -> None:
     assert position.for_workers(blocks, world_size=2, batch_size=4) is position
     smaller = position.for_workers(blocks, world_size=1, batch_size=4)
     assert (smaller.step_in_deal, smaller.world_size) == (0, 1)
-    assert sum(piece.rows for piece in smaller.pieces or ()) == 60 - 2 * 3 * 4
+    assert sum(block_range.rows for block_range in smaller.pieces or ()) == 60 - 2 * 3 * 4
     other_batch = position.for_workers(blocks, world_size=2, batch_size=5)
-    assert sum(piece.rows for piece in other_batch.pieces or ()) == 60 - 2 * 3 * 4
+    assert sum(block_range.rows for block_range in other_batch.pieces or ()) == 60 - 2 * 3 * 4
 
 
 def test_nothing_left_is_an_empty_deal() -> None:
     blocks = make_order([10], "none").blocks(0)
     done = Position(0, 5, 1, 2, None).for_workers(blocks, world_size=3, batch_size=2)
     assert done.pieces == ()
-    assert done.hands(blocks) == [[], [], []]
+    assert done.shards(blocks) == [[], [], []]
 
 
 @pytest.mark.parametrize(
-    "position", [Position(), Position(2, 5, 3, 64, (Piece(1, 0, 5), Piece(4, 2, 9)), "0a1b"), Position(1, 0, 1, 1, ())]
+    "position", [Position(), Position(2, 5, 3, 64, (BlockRange(1, 0, 5), BlockRange(4, 2, 9)), "0a1b"), Position(1, 0, 1, 1, ())]
 )
 def test_positions_come_back_from_json(position: Position) -> None:
     assert Position.from_dict(json.loads(json.dumps(position.to_dict()))) == position

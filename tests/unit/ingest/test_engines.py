@@ -19,7 +19,7 @@ from rayrec.compat import ray_compat
 from rayrec.config import InputError
 from rayrec.data.engine import TaskPlacement
 from rayrec.ingest import spark_engine
-from rayrec.ingest.ray_engine import Bounds, _Bounded, tasks_dataset
+from rayrec.ingest.ray_engine import ConcurrencyLimits, _LimitPolicy, tasks_dataset
 from rayrec.ingest.spark_engine import SparkConfig
 
 
@@ -39,28 +39,29 @@ def test_a_task_waits_for_a_store_as_long_as_its_placement_says(
 
 
 @pytest.mark.parametrize(
-    ("changes", "prefetch_blocks", "bounds"),
+    ("changes", "prefetch_blocks", "limits"),
     [
-        ({}, 2, Bounds(tasks=8, blocks=10)),  # all four CPUs of the cluster, twice
-        ({"max_cpus": 2.0}, 0, Bounds(tasks=4, blocks=4)),
-        ({"max_cpus": 0.5, "num_cpus": 0.5}, 1, Bounds(tasks=2, blocks=3)),
-        ({"max_cpus": 0.7, "num_cpus": 1.0}, 2, Bounds(tasks=2, blocks=4)),
-        ({"max_object_store_bytes": 9_999}, 2, Bounds(tasks=6, blocks=6)),  # the reader has three blocks
-        ({"max_object_store_bytes": 1_000}, 2, Bounds(tasks=1, blocks=1)),
+        ({}, 2, ConcurrencyLimits(tasks=8, blocks=10)),  # all four CPUs of the cluster, twice
+        ({"max_cpus": 2.0}, 0, ConcurrencyLimits(tasks=4, blocks=4)),
+        ({"max_cpus": 0.5, "num_cpus": 0.5}, 1, ConcurrencyLimits(tasks=2, blocks=3)),
+        ({"max_cpus": 0.7, "num_cpus": 1.0}, 2, ConcurrencyLimits(tasks=2, blocks=4)),
+        ({"max_object_store_bytes": 9_999}, 2, ConcurrencyLimits(tasks=6, blocks=6)),  # the reader has three blocks
+        ({"max_object_store_bytes": 1_000}, 2, ConcurrencyLimits(tasks=1, blocks=1)),
     ],
 )
 def test_tasks_and_blocks_of_a_stream_are_limited(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], prefetch_blocks: int, bounds: Bounds
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], prefetch_blocks: int, limits: ConcurrencyLimits
 ) -> None:
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
-    assert Bounds.of(TaskPlacement(**changes), block_bytes=1_000, prefetch_blocks=prefetch_blocks) == bounds
+    assert ConcurrencyLimits.of(TaskPlacement(**changes), block_bytes=1_000, prefetch_blocks=prefetch_blocks) == limits
 
 
 def test_a_task_starts_only_while_there_is_room_for_its_block() -> None:
     def may_start(active: int, waiting: int) -> bool:
         operator: Any = Mock(num_active_tasks=lambda: active)
         state = SimpleNamespace(total_enqueued_output_blocks=lambda: waiting)
-        return _Bounded(None, defaultdict(lambda: state), None, bounds=Bounds(tasks=3, blocks=5)).can_add_input(operator)
+        limits = ConcurrencyLimits(tasks=3, blocks=5)
+        return _LimitPolicy(None, defaultdict(lambda: state), None, limits=limits).can_add_input(operator)
 
     assert [may_start(active, 0) for active in range(5)] == [True, True, True, False, False]
     assert [may_start(1, waiting) for waiting in range(6)] == [True, True, True, True, False, False]

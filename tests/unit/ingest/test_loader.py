@@ -25,11 +25,11 @@ from rayrec.data.engine import InProcess, ThreadEngine
 from rayrec.data.logs.index import LogIndex, SegmentRange
 from rayrec.data.logs.text_log import read_segments
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.ingest.batches import ClickBatches, Slicer, sparse_features
+from rayrec.ingest.batches import BatchSlicer, ClickBatches, sparse_features
 from rayrec.ingest.block_order import BlockOrder, BlockPlan, Position
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.order import Share
-from rayrec.ingest.stream import Made, Pieces, TaskSource
+from rayrec.ingest.order import BatchSharding
+from rayrec.ingest.stream import BlockRanges, EncodedBlock, TaskSource
 from rayrec.row_tally import RowTally
 from rayrec.schema import Schema
 
@@ -63,11 +63,11 @@ def loader(
     prepared: Prepared, order: BlockOrder | None = None, *, source: TaskSource | None = None, pinned: int = 0, **changes: Any
 ) -> ClickLoader:
     settings: dict[str, Any] = {"epochs": 1, "batch_size": 64, "rank": 0, "world_size": 1, **changes}
-    share = Share(*(settings.pop(name) for name in ("rank", "world_size", "batch_size")))
+    sharding = BatchSharding(*(settings.pop(name) for name in ("rank", "world_size", "batch_size")))
     position = settings.pop("position", None)
     state = None if position is None else position.to_dict()
     reader = ClickBatches(source or source_of(prepared), SCHEMA, pinned=pinned)
-    return Loader(order or order_of(prepared[0]), reader, share, state=state, **settings)
+    return Loader(order or order_of(prepared[0]), reader, sharding, state=state, **settings)
 
 
 def position_of(loader: ClickLoader) -> Position:
@@ -120,11 +120,11 @@ def test_plan_matches_the_rows_of_each_worker(prepared: Prepared, world_size: in
     steps = np.arange(used, -(-totals[0] // size))
     shares = np.clip(np.array(totals) - steps[:, None] * size, 0, size)
     for rank in range(world_size):
-        plan = order_of(prepared[0]).plan(options["position"], Share(rank, world_size, size))
+        plan = order_of(prepared[0]).plan(options["position"], BatchSharding(rank, world_size, size))
         assert plan.steps == len(steps)
-        assert [plan.own_rows(step) for step in range(plan.steps)] == shares[:, rank].tolist()
+        assert [plan.worker_rows(step) for step in range(plan.steps)] == shares[:, rank].tolist()
         assert [plan.rows_until(step) for step in range(plan.steps + 1)] == [0, *shares.sum(1).cumsum().tolist()]
-        assert sum(piece.rows for _, piece in plan.pieces(plan.steps)) == shares[:, rank].sum()
+        assert sum(block_range.rows for _, block_range in plan.block_ranges(plan.steps)) == shares[:, rank].sum()
 
 
 def test_plan_memory_does_not_grow_with_workers(prepared: Prepared) -> None:
@@ -150,17 +150,17 @@ def test_batches_for_a_gpu_are_cut_and_pinned_by_a_thread(prepared: Prepared, mo
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(KeyedJaggedTensor, "pin_memory", pin_memory)
-    plain, ahead = loader(prepared, epochs=2), loader(prepared, epochs=2, pinned=2)
-    ahead.start()
-    for place, batch in enumerate(plain):
-        pinned = next(ahead)
+    plain, prefetching = loader(prepared, epochs=2), loader(prepared, epochs=2, pinned=2)
+    prefetching.start()
+    for position, batch in enumerate(plain):
+        pinned = next(prefetching)
         assert same(pinned, batch)
         assert np.array_equal(pinned.row_numbers.numbers, batch.row_numbers.numbers)
-        assert ahead.state() == plain.state(), place
-    assert next(ahead, None) is None
+        assert prefetching.state() == plain.state(), position
+    assert next(prefetching, None) is None
     assert len(threads) == 1
     assert threading.get_ident() not in threads
-    ahead.close()
+    prefetching.close()
     left = loader(prepared, pinned=2)
     next(left)
     left.close()
@@ -176,9 +176,9 @@ def test_what_is_the_same_in_every_batch_is_pinned_once(prepared: Prepared, monk
         return pinned[-1]
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    ahead = loader(prepared, epochs=3, pinned=2)
-    batches = list(ahead)
-    ahead.close()
+    prefetching = loader(prepared, epochs=3, pinned=2)
+    batches = list(prefetching)
+    prefetching.close()
     sizes = {len(batch) for batch in batches}
     assert len(batches) > 4 * len(sizes)
     for size in sizes:
@@ -208,7 +208,7 @@ def test_slicer_adds_full_tables_also_to_no_rows() -> None:
     inputs = Schema(label="label", dense=(), sparse=("user", "item"), lists=("item",), tokens="any")
     lists = JaggedIds(np.array([5, 3, 4], np.int32), np.array([2, 1], np.int32))
     rows = EncodedRows(np.empty((2, 0), np.float32), [np.array([7, 8], np.int32), lists], {"label": np.ones(2, np.float32)})
-    slicer = Slicer(iter([rows]), inputs, unpooled=("item",), tables={"table:item": 3})
+    slicer = BatchSlicer(iter([rows]), inputs, unpooled=("item",), tables={"table:item": 3})
     features = slicer.take(2, loss_weight=1.0).sequence_features
     assert features is not None
     assert features["item"].to_dense()[0].tolist() == [5, 3]
@@ -273,7 +273,7 @@ def test_workers_may_come_and_go(prepared: Prepared, moves: list[tuple[int, int,
                 trained.add(given)
                 numbers.update((given.epoch, row) for row in given.numbers.tolist())
         assert len({json.dumps(each.state()) for each in loaders}) == 1, number
-        assert all(each.rows_behind() == trained for each in loaders)
+        assert all(each.trained_rows() == trained for each in loaders)
         state = loaders[0].state()
     assert used == Counter({row: 2 * count for row, count in Counter(log_rows(prepared)).items()})
     assert state["epoch"] == 2
@@ -313,9 +313,9 @@ def test_what_the_data_path_loses_or_repeats_is_counted(
     tasks = []
 
     class Faulty(TaskSource):
-        def make(self, pieces: Pieces) -> Generator[Made, None, None]:
-            tasks.append([piece.rows for _, piece in pieces])
-            made = [rows for of_piece, _ in super().make(pieces) for rows in of_piece]
+        def make(self, block_ranges: BlockRanges) -> Generator[EncodedBlock, None, None]:
+            tasks.append([block_range.rows for _, block_range in block_ranges])
+            made = [rows for of_piece, _ in super().make(block_ranges) for rows in of_piece]
             yield from (([rows], None) for rows in fault(*made))
 
     source = Faulty(**vars(source_of(prepared)))
@@ -323,7 +323,7 @@ def test_what_the_data_path_loses_or_repeats_is_counted(
     with contextlib.suppress(RuntimeError):  # a stream that ends too soon
         for batch in loading:
             trained.add(batch.row_numbers)
-    assert trained.lost_and_repeated(loading.rows_behind()) == (expected or (tasks[0][0],) * 2)
+    assert trained.lost_and_repeated(loading.trained_rows()) == (expected or (tasks[0][0],) * 2)
 
 
 @pytest.mark.parametrize(("calls", "expected"), [((0, 1, 2, 4, 5), (64, 0)), ((0, 1, 1, 2, 3), (0, 64)), (range(5), (0, 0))])
@@ -334,7 +334,7 @@ def test_batches_that_are_skipped_or_trained_twice_are_counted(
     given = [next(loading) for _ in range(max(calls) + 1)]
     for call in calls:
         trained.add(given[call].row_numbers)
-    assert trained.lost_and_repeated(loading.rows_behind()) == expected
+    assert trained.lost_and_repeated(loading.trained_rows()) == expected
 
 
 def test_max_steps_cuts_the_batches_short(prepared: Prepared) -> None:
@@ -351,9 +351,9 @@ def test_only_the_rows_that_are_wanted_are_asked_for(prepared: Prepared) -> None
     asked: list[int] = []
 
     class Counting(TaskSource):
-        def make(self, pieces: Pieces) -> Generator[Made, None, None]:
-            asked.extend(piece.rows for _, piece in pieces)
-            return super().make(pieces)
+        def make(self, block_ranges: BlockRanges) -> Generator[EncodedBlock, None, None]:
+            asked.extend(block_range.rows for _, block_range in block_ranges)
+            return super().make(block_ranges)
 
     source = Counting(**vars(source_of(prepared)))
     assert len(list(loader(prepared, source=source, max_steps=1))) == 1
@@ -442,7 +442,7 @@ def test_batches_hold_any_number_of_ids_a_row() -> None:
         parts += from_arrow(
             to_arrow(EncodedRows(numbers[:, :1], [one[part], bags, two[part]], {"label": numbers[:, 1]}, weights[part]))
         )
-    slicer = Slicer(iter(parts), Schema(label="label", dense=("x",), sparse=("one", "list", "two")))
+    slicer = BatchSlicer(iter(parts), Schema(label="label", dense=("x",), sparse=("one", "list", "two")))
     done = 0
     for count in (3, 0, 20, 27):
         batch = slicer.take(count, loss_weight=1.0)
@@ -461,7 +461,7 @@ def test_columns_of_several_ids_share_one_array() -> None:
         [np.arange(4, dtype=np.int32), np.arange(8, dtype=np.int32).reshape(4, 2)],
         {"label": np.zeros(4, np.float32)},
     )
-    slicer = Slicer(iter(from_arrow(to_arrow(rows))), Schema(label="label", sparse=("a", "b")))
+    slicer = BatchSlicer(iter(from_arrow(to_arrow(rows))), Schema(label="label", sparse=("a", "b")))
     for expected in ([0, 1, 0, 1, 2, 3], [2, 3, 4, 5, 6, 7]):
         features = slicer.take(2, loss_weight=1.0).sparse_features
         assert features.values().tolist() == expected

@@ -15,8 +15,8 @@ from rayrec.config import InputError
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.ingest.batches import ArrayBatches
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.order import Share
-from rayrec.ingest.row_order import RowOrder, RowPlace, RowPlan
+from rayrec.ingest.order import BatchSharding
+from rayrec.ingest.row_order import RowOrder, RowPlan, RowPosition
 
 
 class Shards(ArrayRows):  # type: ignore[misc]  # final for others
@@ -45,10 +45,10 @@ def _order(source: ArrayRows, shuffle: str = "full", *, seed: int = 0, chunks_pe
 
 def _loader(
     source: ArrayRows, *, rank: int = 0, world_size: int = 1, batch_size: int = 4, **options: Any
-) -> Loader[RowPlace, RowPlan]:
+) -> Loader[RowPosition, RowPlan]:
     arguments = {"epochs": 1, **options}
     order = arguments.pop("order", None) or _order(source)
-    return Loader(order, ArrayBatches(source), Share(rank, world_size, batch_size), **arguments)
+    return Loader(order, ArrayBatches(source), BatchSharding(rank, world_size, batch_size), **arguments)
 
 
 def _numbers(batches: list[Batch]) -> list[list[int]]:
@@ -108,7 +108,7 @@ def test_every_row_comes_once_an_epoch_whoever_goes_on(
         for _ in range(taken):
             next(loader)
         seen += rows
-        assert loader.rows_behind().rows == len(seen)
+        assert loader.trained_rows().rows == len(seen)
         state = loader.state()
         loader.close()
     assert seen == whole

@@ -20,26 +20,26 @@ from rayrec.data.logs.index import Block, SegmentRange
 from rayrec.data.logs.reading import read_raw
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest import stream as stream_module
-from rayrec.ingest.block_order import Piece
-from rayrec.ingest.stream import STOP_REQUESTED, Ahead, RowStream, TaskSource, encoded_block
+from rayrec.ingest.block_order import BlockRange
+from rayrec.ingest.stream import STOP_REQUESTED, Prefetcher, RowStream, TaskSource, encoded_block
 from rayrec.training import stop_monitor
 
 BLOCKS = 4
 
 
-Pieces = list[tuple[Block, Piece]]
+BlockRanges = list[tuple[Block, BlockRange]]
 
 
 @pytest.fixture
-def pieces(click_log: Path) -> Pieces:
+def block_ranges(click_log: Path) -> BlockRanges:
     segments = open_index(click_log / "train.txt").segments[:BLOCKS]
     blocks = [Block((SegmentRange(each, 0, each.rows),), (3, number)) for number, each in enumerate(segments)]
-    return [(block, Piece(number, 5, block.rows)) for number, block in enumerate(blocks)]
+    return [(block, BlockRange(number, 5, block.rows)) for number, block in enumerate(blocks)]
 
 
 @pytest.fixture
-def preprocessor(pieces: Pieces) -> Preprocessor:
-    return made_from(read_raw([block.parts[0].segment for block, _ in pieces], SCHEMA), SCHEMA, RAYREC)
+def preprocessor(block_ranges: BlockRanges) -> Preprocessor:
+    return made_from(read_raw([block.parts[0].segment for block, _ in block_ranges], SCHEMA), SCHEMA, RAYREC)
 
 
 @pytest.fixture
@@ -64,20 +64,20 @@ class Given(ThreadEngine):
         return made
 
 
-def stream(pieces: Pieces, preprocessor: Preprocessor, engine: Given) -> RowStream:
-    return RowStream(TaskSource(InProcess(preprocessor), engine, SCHEMA, 1000), pieces)
+def stream(block_ranges: BlockRanges, preprocessor: Preprocessor, engine: Given) -> RowStream:
+    return RowStream(TaskSource(InProcess(preprocessor), engine, SCHEMA, 1000), block_ranges)
 
 
-def numbers(pieces: Pieces, preprocessor: Preprocessor, engine: Given) -> list[int]:
-    found = stream(pieces, preprocessor, engine)
+def numbers(block_ranges: BlockRanges, preprocessor: Preprocessor, engine: Given) -> list[int]:
+    found = stream(block_ranges, preprocessor, engine)
     return [number for rows in found if rows.row_numbers is not None for number in rows.row_numbers.tolist()]
 
 
 @pytest.mark.parametrize("made", [0, 1, 3, BLOCKS])
 def test_blocks_that_never_come_are_made_here_once_the_run_is_asked_to_stop(
-    monkeypatch: pytest.MonkeyPatch, pieces: Pieces, preprocessor: Preprocessor, never: threading.Event, made: int
+    monkeypatch: pytest.MonkeyPatch, block_ranges: BlockRanges, preprocessor: Preprocessor, never: threading.Event, made: int
 ) -> None:
-    items = [(block, piece.start, piece.stop) for block, piece in pieces]
+    items = [(block, block_range.start, block_range.stop) for block, block_range in block_ranges]
 
     def tables() -> Generator[pa.Table, None, None]:
         for item in items[:made]:
@@ -89,33 +89,36 @@ def test_blocks_that_never_come_are_made_here_once_the_run_is_asked_to_stop(
     monkeypatch.setattr(stream_module, "_POLL_S", 0.05)
     threading.Timer(0.2, STOP_REQUESTED.set).start()
     found: list[list[int]] = []
-    thread = threading.Thread(target=lambda: found.append(numbers(pieces, preprocessor, Given(tables))), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(numbers(block_ranges, preprocessor, Given(tables))), daemon=True)
     thread.start()
     thread.join(60)
     expected = np.concatenate(
-        [block.parts[0].segment.first_row + block.order()[piece.start : piece.stop] for block, piece in pieces]
+        [
+            block.parts[0].segment.first_row + block.order()[block_range.start : block_range.stop]
+            for block, block_range in block_ranges
+        ]
     )
     assert found == [expected.tolist()]
 
 
 def test_errors_of_data_tasks_and_an_early_end_go_through(
-    pieces: Pieces, preprocessor: Preprocessor, never: threading.Event
+    block_ranges: BlockRanges, preprocessor: Preprocessor, never: threading.Event
 ) -> None:
     closed = threading.Event()
 
     def tables() -> Generator[pa.Table, None, None]:
         try:
-            for block, piece in pieces[:2]:
-                yield encoded_block((block, piece.start, piece.stop), preprocessor)
+            for block, block_range in block_ranges[:2]:
+                yield encoded_block((block, block_range.start, block_range.stop), preprocessor)
             raise InputError("the file changed")
         finally:
             closed.set()
 
     with pytest.raises(InputError, match="the file changed"):
-        numbers(pieces, preprocessor, Given(tables))
+        numbers(block_ranges, preprocessor, Given(tables))
     assert closed.wait(5)
     closed.clear()
-    rows = stream(pieces, preprocessor, Given(tables))
+    rows = stream(block_ranges, preprocessor, Given(tables))
     next(rows)
     rows.close()
     assert closed.wait(5)
@@ -154,13 +157,13 @@ class Source:
 
 def test_values_come_in_order_from_another_thread() -> None:
     source = Source(50)
-    assert list(Ahead(source.values(), most=2)) == list(range(50))
+    assert list(Prefetcher(source.values(), max_prefetch=2)) == list(range(50))
     assert threading.get_ident() not in source.threads
 
 
 def test_few_are_made_ahead_and_closing_ends_the_source() -> None:
     source = Source(50)
-    ahead = Ahead(source.values(), most=2)
+    ahead = Prefetcher(source.values(), max_prefetch=2)
     assert [next(ahead), next(ahead)] == [0, 1]
     deadline_s = time.monotonic() + 5
     while source.made < 5 and time.monotonic() < deadline_s:
@@ -173,7 +176,7 @@ def test_few_are_made_ahead_and_closing_ends_the_source() -> None:
 
 
 def test_an_error_comes_behind_the_values_before_it() -> None:
-    ahead = Ahead(Source(5, fails_at=2).values(), most=4)
+    ahead = Prefetcher(Source(5, fails_at=2).values(), max_prefetch=4)
     assert [next(ahead), next(ahead)] == [0, 1]
     with pytest.raises(ValueError, match="broken"):
         next(ahead)

@@ -24,7 +24,7 @@ from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.batches import ClickBatches
 from rayrec.ingest.block_order import BlockOrder
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.order import Share
+from rayrec.ingest.order import BatchSharding
 from rayrec.ingest.stream import TaskSource
 from rayrec.observe.bottleneck import Diagnosis, diagnose
 from rayrec.observe.run_summary import RunSummary
@@ -181,7 +181,7 @@ def click_run(prepared: tuple[LogIndex, Preprocessor]) -> Diagnosis:
     )
     order = BlockOrder(tuple(SegmentRange(s, 0, s.rows) for s in index.segments), "window", 0, 3)
     source = TaskSource(InProcess(preprocessor), ThreadEngine(1), SCHEMA, order.max_block_rows, prefetch_blocks=1)
-    loader = Loader(order, ClickBatches(source, SCHEMA), Share(0, 1, 32), epochs=1)
+    loader = Loader(order, ClickBatches(source, SCHEMA), BatchSharding(0, 1, 32), epochs=1)
     configuration = recipes.criteo_demo("none").replace(log_every=4, evaluate_every=10**6, early_stopping={"patience": 0})
     found, _ = train(configuration, setup, loader)
     return found

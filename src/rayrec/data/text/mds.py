@@ -101,13 +101,13 @@ class Index:
     def parse(cls, content: bytes, path: str) -> Index:
         """Parse the content of the index file at `path`. Raises InputError if it is not an index of MDS shards."""
         try:
-            found = json.loads(content)
-            shards = tuple(map(_shard, found["shards"])) if found["version"] == 2 else ()
+            index = json.loads(content)
+            shards = tuple(map(_shard, index["shards"])) if index["version"] == 2 else ()
             layouts = {
                 tuple(zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True))
-                for shard in found["shards"]
+                for shard in index["shards"]
             }
-            formats = {shard["format"] for shard in found["shards"]}
+            formats = {shard["format"] for shard in index["shards"]}
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path}: not an index of MDS shards, or damaged ({error!r})") from None
         if not shards or any(os.path.basename(shard.name) != shard.name or shard.rows < 1 for shard in shards):
@@ -116,11 +116,11 @@ class Index:
             raise InputError(f"{path}: its shards must all have format mds and the same columns. Write them again.")
         return cls(shards, layouts.pop())
 
-    def own_column(self, path: str) -> TokenColumn:
+    def default_column(self, path: str) -> TokenColumn:
         """Return the token column of a set written by rayrec. Raises InputError for a set of another program."""
-        (name, encoding, _), *others = self.columns
+        (name, encoding, _), *extra = self.columns
         match = _ENCODING.fullmatch(encoding)
-        if name != COLUMN or others or match is None or match[2] is None:
+        if name != COLUMN or extra or match is None or match[2] is None:
             described = ", ".join(f"{column} ({kind})" for column, kind, _ in self.columns)
             raise InputError(
                 f"{path}: its shards have {described}, but rayrec writes '{COLUMN}' of fixed length. Make a folder of "
@@ -133,25 +133,25 @@ class Index:
         if it is not found or has another type."""
         encodings = {column: encoding for column, encoding, _ in self.columns}
         guesses = [guess for guess in (COLUMN, "input_ids") if guess in encodings]
-        chosen = name or (guesses[0] if guesses else next(iter(encodings)) if len(encodings) == 1 else None)
+        selected = name or (guesses[0] if guesses else next(iter(encodings)) if len(encodings) == 1 else None)
         described = ", ".join(f"{column} ({encoding})" for column, encoding in encodings.items())
-        if chosen not in encodings:
+        if selected not in encodings:
             hint = f", {name} not found" if name else ""
             raise InputError(f"{path}: its rows have {described}. Name the token column with --column{hint}.")
-        encoding = encodings[chosen]
+        encoding = encodings[selected]
         if encoding == "str":
             raise InputError(
-                f"{path}: column {chosen} is text, not tokens. Write the text into a file, one document per line, and run "
+                f"{path}: column {selected} is text, not tokens. Write the text into a file, one document per line, and run "
                 "`rayrec preprocess FILE --format mds`."
             )
         if encoding != "bytes" and _ENCODING.fullmatch(encoding) is None:
-            raise InputError(f"{path}: column {chosen}: token type must be ndarray of integers or bytes, got {encoding}")
-        return chosen, encoding
+            raise InputError(f"{path}: column {selected}: token type must be ndarray of integers or bytes, got {encoding}")
+        return selected, encoding
 
     def measure(self, content: mmap.mmap, name: str, bytes_dtype: str, path: str) -> TokenColumn:
         """Infer the token column from the first row of a shard. `bytes_dtype` is the token dtype of a bytes column."""
         start, _ = np.frombuffer(content, "<u4", 2, 4).tolist()
-        _, size, _, dtype = self._place(content, start, name, bytes_dtype, path)
+        _, size, _, dtype = self._locate_tokens(content, start, name, bytes_dtype, path)
         if not size or size % dtype.itemsize:
             raise InputError(f"{path}: column {name}: {size} bytes are not a row of {dtype}. Set --token-dtype.")
         return TokenColumn(name, dtype.newbyteorder("<").str, size // dtype.itemsize)
@@ -163,9 +163,9 @@ class Index:
         starts = np.frombuffer(content, "<u4", shard.rows + 1, 4).astype(np.int64)
         if count != shard.rows or starts[-1] != shard.size_bytes or not 0 < starts[0] < starts[1] <= starts[-1]:
             raise damaged(path, f"does not have {shard.rows:,} rows of {column.block_size} tokens")
-        first, size, head, found = self._place(content, int(starts[0]), column.name, column.dtype, path)
+        first, size, head, stored_dtype = self._locate_tokens(content, int(starts[0]), column.name, column.dtype, path)
         row_bytes = int(starts[1] - starts[0])
-        same = found == dtype and size == column.block_size * dtype.itemsize and not (np.diff(starts) != row_bytes).any()
+        same = stored_dtype == dtype and size == column.block_size * dtype.itemsize and not (np.diff(starts) != row_bytes).any()
         if same and head:
             heads = np.ndarray((shard.rows, first), np.uint8, content, int(starts[0]), (row_bytes, 1))
             same = all(not (heads[:, low:high] != heads[0, low:high]).any() for low, high in head)
@@ -176,7 +176,7 @@ class Index:
             )
         return np.ndarray((shard.rows, column.block_size), dtype, content, int(starts[0]) + first, (row_bytes, dtype.itemsize))
 
-    def _place(
+    def _locate_tokens(
         self, content: mmap.mmap, start: int, name: str, bytes_dtype: str, path: str
     ) -> tuple[int, int, list[tuple[int, int]], np.dtype[Any]]:
         """Locate the tokens of the row at byte `start`: (offset in the row, byte count, ranges of the layout header, dtype)."""
@@ -286,28 +286,28 @@ class TokenRows:
         path = storage.absolute(path).rstrip("/")
         content = storage.read_bytes(storage.join(path, INDEX))
         self._index = index = Index.parse(content, storage.join(path, INDEX))
-        self._column = column = column or index.own_column(storage.join(path, INDEX))
+        self._column = column = column or index.default_column(storage.join(path, INDEX))
         self.block_size = column.block_size
         self.chunk_rows: Sequence[int] = tuple(shard.rows for shard in index.shards)
         self.downloaded_bytes = 0
         """Bytes downloaded by this process."""
-        self._counting = threading.Lock()
+        self._count_lock = threading.Lock()
         self._path = self._folder = path
         self._cache: ShardCache | None = None
-        self._most_open = _OPEN_SHARDS
+        self._max_open = _OPEN_SHARDS
         self._ahead: ThreadPoolExecutor | None = None
         if storage.is_url(path) or any(shard.packed for shard in index.shards):
             sizes_bytes = {shard.name: shard.size_bytes for shard in index.shards}
             folder = cache_folder or os.path.join(cache.folder(), "shards")
             self._cache = ShardCache(path, index=content, sizes_bytes=sizes_bytes, folder=folder, limit_bytes=cache_bytes)
             if cache_bytes is not None:  # Mapped shards cannot be evicted.
-                self._most_open = min(_OPEN_SHARDS, cache_bytes // max(sizes_bytes.values()) // MIN_FILES)
+                self._max_open = min(_OPEN_SHARDS, cache_bytes // max(sizes_bytes.values()) // MIN_FILES)
             self._folder = self._cache.folder
             self._ahead = ThreadPoolExecutor(_NUM_DOWNLOADS, thread_name_prefix="shards")
         self._bounds = np.cumsum([0, *self.chunk_rows])
         self._mapped: OrderedDict[int, np.ndarray] = OrderedDict()
         self._checked: set[int] = set()
-        self._coming: dict[int, Future[None]] = {}
+        self._pending: dict[int, Future[None]] = {}
 
     def __len__(self) -> int:
         return int(self._bounds[-1])
@@ -321,8 +321,8 @@ class TokenRows:
         rows = np.empty((len(indices), self.block_size), np.int64)
         shards = self._shards_of(indices)
         for shard in np.unique(shards).tolist():
-            chosen = np.flatnonzero(shards == shard)
-            rows[chosen] = self._rows_of(shard)[indices[chosen] - self._bounds[shard]]
+            matches = np.flatnonzero(shards == shard)
+            rows[matches] = self._rows_of(shard)[indices[matches] - self._bounds[shard]]
         return {COLUMN: rows}
 
     def will_read(self, indices: np.ndarray) -> None:
@@ -330,9 +330,9 @@ class TokenRows:
         if self._ahead is None:
             return
         for shard in np.unique(self._shards_of(indices)).tolist():
-            known = self._coming.get(shard)
-            if shard not in self._mapped and (known is None or known.done()):
-                self._coming[shard] = self._ahead.submit(self._fetch, shard)
+            future = self._pending.get(shard)
+            if shard not in self._mapped and (future is None or future.done()):
+                self._pending[shard] = self._ahead.submit(self._fetch, shard)
 
     def close(self) -> None:
         """Release files, memory and threads. Can be called repeatedly."""
@@ -347,7 +347,7 @@ class TokenRows:
         """Return the mapped rows [rows, block_size] of a shard."""
         if number not in self._mapped:
             self._mapped[number] = self._open(number)
-            if len(self._mapped) > self._most_open:
+            if len(self._mapped) > self._max_open:
                 self._mapped.popitem(last=False)
         self._mapped.move_to_end(number)
         return self._mapped[number]
@@ -389,7 +389,7 @@ class TokenRows:
             map_shard(local, shard, storage.join(self._path, shard.name))
 
         fetched_bytes = self._cache.fetch(shard.name, check, lambda: shard_content(self._path, shard))
-        with self._counting:
+        with self._count_lock:
             self.downloaded_bytes += fetched_bytes
 
 

@@ -65,8 +65,8 @@ def sets_of_shards(path: str) -> dict[str, str]:
     if not storage.exists(storage.join(path, "train", INDEX)):
         return {}
     names = ("validation", "val", "valid", "eval", "test")
-    held_out = next((name for name in names if storage.exists(storage.join(path, name, INDEX))), None)
-    return {"train": "train", "validation": held_out} if held_out else {"train": "train"}
+    validation = next((name for name in names if storage.exists(storage.join(path, name, INDEX))), None)
+    return {"train": "train", "validation": validation} if validation else {"train": "train"}
 
 
 def is_tokens(path: str) -> bool:
@@ -81,20 +81,20 @@ def open_tokens(path: str) -> TokenFolder:
     manifest = storage.join(path, MANIFEST)
     if not storage.exists(manifest):
         raise InputError(f"{path}: {MANIFEST} not found. Make it with `rayrec preprocess TEXT --format mds --out {path}`.")
-    found = storage.read_json(manifest)
-    if _format(found) != FORMAT or found.get("version") != VERSION:
+    content = storage.read_json(manifest)
+    if _format(content) != FORMAT or content.get("version") != VERSION:
         raise InputError(f"{manifest}: must be of prepared text, version {VERSION}. Prepare the text again.")
     return TokenFolder(
         path=path,
-        block_size=found["block_size"],
-        part_bytes=found["part_bytes"],
-        vocabulary_size=found["vocabulary_size"],
-        tokenizer_hash=found["tokenizer"],
-        end_token=found["end_token"],
-        sets={name: described["blocks"] for name, described in found["sets"].items()},
-        hash=found["hash"],
-        set_folders={name: described.get("folder", name) for name, described in found["sets"].items()},
-        columns={name: TokenColumn(**described["column"]) for name, described in found["sets"].items() if "column" in described},
+        block_size=content["block_size"],
+        part_bytes=content["part_bytes"],
+        vocabulary_size=content["vocabulary_size"],
+        tokenizer_hash=content["tokenizer"],
+        end_token=content["end_token"],
+        sets={name: entry["blocks"] for name, entry in content["sets"].items()},
+        hash=content["hash"],
+        set_folders={name: entry.get("folder", name) for name, entry in content["sets"].items()},
+        columns={name: TokenColumn(**entry["column"]) for name, entry in content["sets"].items() if "column" in entry},
     )
 
 
@@ -108,14 +108,14 @@ def text_rows(path: str, *, tokenizer: str, block_size: int, part_bytes: int) ->
     `tokenizer` is a folder. Tokens equal those of `rayrec preprocess` with the same sizes; an incomplete last row is dropped.
     Raises InputError if no text is found, it is shorter than a row, or it cannot be tokenised.
     """
-    found = load_tokenizer(tokenizer)
-    pieces: list[np.ndarray] = []
+    loaded = load_tokenizer(tokenizer)
+    token_arrays: list[np.ndarray] = []
     for file in storage.list_files(path):
-        encoded = [found.encode(text) for text in read_texts(file, part_bytes)]
-        if pieces and encoded and found.end_token is not None:
-            pieces.append(np.array([found.end_token]))
-        pieces += encoded
-    tokens = np.concatenate([np.empty(0, np.int64), *pieces]).astype(np.int64)
+        encoded = [loaded.encode(text) for text in read_texts(file, part_bytes)]
+        if token_arrays and encoded and loaded.end_token is not None:
+            token_arrays.append(np.array([loaded.end_token]))
+        token_arrays += encoded
+    tokens = np.concatenate([np.empty(0, np.int64), *token_arrays]).astype(np.int64)
     rows = len(tokens) // block_size
     if not rows:
         raise InputError(f"{path}: {len(tokens):,} tokens are less than one row of {block_size}. Use more text.")
@@ -126,7 +126,7 @@ PART_BYTES: Final = 4 << 20
 """Default size of text parts. It affects tokens, because words are not merged across parts."""
 LINE_BYTES: Final = 1 << 20
 """Maximum line length. Longer lines are cut between characters."""
-_LOOK_BYTES: Final = 1 << 16
+_SCAN_BYTES: Final = 1 << 16
 
 Read = Callable[[int, int], bytes]
 """Function that returns the bytes [start, start + count) of a text, fewer at its end."""
@@ -163,14 +163,14 @@ def cut(read: Read, size_bytes: int, position: int) -> int:
     the first character start."""
     if position <= 0 or position >= size_bytes:
         return min(max(position, 0), size_bytes)
-    looked = position - 1
-    while looked < position + LINE_BYTES:
-        piece = read(looked, _LOOK_BYTES)
-        newline = piece.find(b"\n")
+    offset = position - 1
+    while offset < position + LINE_BYTES:
+        chunk = read(offset, _SCAN_BYTES)
+        newline = chunk.find(b"\n")
         if newline >= 0:
-            return looked + newline + 1
-        looked += len(piece)
-        if looked >= size_bytes:
+            return offset + newline + 1
+        offset += len(chunk)
+        if offset >= size_bytes:
             return size_bytes
     around = read(position, 4)  # UTF-8: up to four bytes, all but the first are 10xxxxxx.
     return position + next((i for i, byte in enumerate(around) if byte & 0xC0 != 0x80), 0)
@@ -179,19 +179,19 @@ def cut(read: Read, size_bytes: int, position: int) -> int:
 def parts_of(sources: Sequence[Source], *, validation_fraction: float, part_bytes: int) -> list[TextPart]:
     """Split the text into parts, in order. The last `validation_fraction` of its bytes becomes the set `validation`."""
     total = sum(source.size_bytes for source in sources)
-    held_out_from = total if validation_fraction == 0 else int(total * (1 - validation_fraction))
+    validation_start = total if validation_fraction == 0 else int(total * (1 - validation_fraction))
     parts: list[TextPart] = []
-    begun: set[str] = set()
+    started_sets: set[str] = set()
     before = 0
     for source in sources:
-        edge = min(max(held_out_from - before, 0), source.size_bytes)
+        edge = min(max(validation_start - before, 0), source.size_bytes)
         for name, first, last in (("train", 0, edge), ("validation", edge, source.size_bytes)):
             inner = range((first // part_bytes + 1) * part_bytes, last, part_bytes)
             edges = [first, *inner, last] if first < last else []
             for start, stop in itertools.pairwise(edges):
-                follows = start == 0 and name in begun
+                follows = start == 0 and name in started_sets
                 parts.append(TextPart(len(parts), name, source.path, source.name, start, stop, source.size_bytes, follows))
-                begun.add(name)
+                started_sets.add(name)
         before += source.size_bytes
     return parts
 
@@ -204,10 +204,10 @@ def read_part(part: TextPart) -> str:
         return buffer[: storage.read_into(part.path, start, buffer)].tobytes()
 
     start, stop = (cut(read, part.size_bytes, position) for position in (part.start, part.stop))
-    return decoded(read(start, stop - start), part.name, start)
+    return decode(read(start, stop - start), part.name, start)
 
 
-def decoded(content: bytes, name: str, start: int) -> str:
+def decode(content: bytes, name: str, start: int) -> str:
     """Decode bytes that begin at byte `start` of file `name`. Raises InputError if they are not UTF-8."""
     try:
         return content.decode()
@@ -220,12 +220,12 @@ def decoded(content: bytes, name: str, start: int) -> str:
 def _unpacked(content: bytes, path: str) -> bytes:
     """Unpack gzip content. Raises InputError before the text fills the memory."""
     text = bytearray()
-    most = machine.memory().available // 4  # The text, its parts and their tokens are in memory together.
-    for piece in gunzip([content]):
-        text += piece
-        if len(text) > most:
+    max_bytes = machine.memory().available // 4  # The text, its parts and their tokens are in memory together.
+    for chunk in gunzip([content]):
+        text += chunk
+        if len(text) > max_bytes:
             raise InputError(
-                f"{path}: unpacks to more than {most / 1e9:.1f} GB, a quarter of the free memory. Prepare token blocks "
+                f"{path}: unpacks to more than {max_bytes / 1e9:.1f} GB, a quarter of the free memory. Prepare token blocks "
                 "first, which are read from files."
             )
     return bytes(text)
@@ -241,4 +241,4 @@ def read_texts(file: storage.File, part_bytes: int) -> list[str]:
             raise InputError(f"{file.path}: damaged gzip file ({error or 'truncated'}). Fetch it again.") from None
     edges = [*range(0, len(content), part_bytes), len(content)]
     cuts = [cut(lambda start, count: content[start : start + count], len(content), edge) for edge in edges]
-    return [decoded(content[low:high], file.path, low) for low, high in itertools.pairwise(cuts)]
+    return [decode(content[low:high], file.path, low) for low, high in itertools.pairwise(cuts)]

@@ -18,7 +18,7 @@ from rayrec.imports import require
 TOKENIZER: Final = "tokenizer.json"
 CONFIG: Final = "tokenizer_config.json"
 END_OF_TEXT: Final = "<|endoftext|>"
-LEAST_BPE: Final = 257
+MIN_BPE_SIZE: Final = 257
 """Minimum vocabulary size of a byte-level BPE: every byte, and the end-of-text token."""
 _FILES: tuple[str, ...] = (
     TOKENIZER, CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
@@ -64,14 +64,14 @@ class TextTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Encode a text into ids [n], without special tokens around it. Raises InputError if it has no token for a character."""
         try:
-            (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except Exception as error:  # tokenizers has no exception class.
-            known = self._tokenizer.get_vocab()
-            unknown = sorted({character for character in text if character not in known})[:5]
+            vocabulary = self._tokenizer.get_vocab()
+            unknown = sorted({character for character in text if character not in vocabulary})[:5]
             raise InputError(
                 f"{self._name}: cannot tokenise the text ({_line(error)}), possibly because of the characters {unknown}"
             ) from None
-        return np.array(found.ids, self.dtype)
+        return np.array(encoding.ids, self.dtype)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Decode ids into text, without special tokens."""
@@ -86,16 +86,16 @@ def load_tokenizer(folder: str) -> TextTokenizer:
 def read_tokenizer(folder: str) -> Files:
     """Read a HuggingFace tokenizer folder, local or at a URL, and convert it to the fast format if needed. Raises InputError if
     no tokenizer is found or it has no fast format."""
-    there = set(storage.list_folder(folder))
-    files = {name: storage.read_bytes(storage.join(folder, name)) for name in _FILES if name in there}
+    names = set(storage.list_folder(folder))
+    files = {name: storage.read_bytes(storage.join(folder, name)) for name in _FILES if name in names}
     if not files:
         raise InputError(f"{folder}: tokenizer not found. Use a folder with tokenizer.json, bytes_bpe or characters.")
     if TOKENIZER not in files:
-        files = _converted(files, folder)
+        files = _convert(files, folder)
     return {CONFIG: _json(_CONFIG), **files}
 
 
-def _converted(files: Files, folder: str) -> dict[str, bytes]:
+def _convert(files: Files, folder: str) -> dict[str, bytes]:
     """Convert a tokenizer in an older format: vocab.json and merges.txt, vocab.txt, or a sentencepiece model."""
     require("transformers", extra="language")
     from transformers import AutoTokenizer
@@ -103,12 +103,12 @@ def _converted(files: Files, folder: str) -> dict[str, bytes]:
     with storage.Scratch("tokenizer") as before, storage.Scratch("tokenizer") as after:
         write_tokenizer(files, before)
         try:
-            found = AutoTokenizer.from_pretrained(before, local_files_only=True, trust_remote_code=False, use_fast=True)
+            tokenizer = AutoTokenizer.from_pretrained(before, local_files_only=True, trust_remote_code=False, use_fast=True)
         except Exception as error:  # Depends on the files.
             raise InputError(f"{folder}: transformers cannot load the tokenizer ({_line(error)})") from None
-        if not found.is_fast:
+        if not tokenizer.is_fast:
             raise InputError(f"{folder}: tokenizer has no fast format (tokenizer.json). Convert it with transformers.")
-        found.save_pretrained(after)
+        tokenizer.save_pretrained(after)
         return {name: storage.read_bytes(os.path.join(after, name)) for name in _FILES if name in os.listdir(after)}
 
 
@@ -137,12 +137,12 @@ def bytes_bpe(texts: Iterable[str], vocabulary_size: int) -> Files:
     return {TOKENIZER: tokenizer.to_str(pretty=True).encode(), CONFIG: _json({**_CONFIG, **ends})}
 
 
-def characters(known: Iterable[str]) -> Files:
+def characters(alphabet: Iterable[str]) -> Files:
     """Build a tokenizer with one token per known character, in code point order. It rejects other characters."""
     require("tokenizers", extra="language")
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    vocabulary = {character: number for number, character in enumerate(sorted(known))}
+    vocabulary = {character: number for number, character in enumerate(sorted(alphabet))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))  # Not in vocabulary: rejects.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -16,8 +16,8 @@ from rayrec.batch import Batch, StepOutput
 from rayrec.data.numbered_rows import RowSource
 from rayrec.ingest.batches import ArrayBatches
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.order import Share
-from rayrec.ingest.row_order import RowOrder, RowPlace, RowPlan
+from rayrec.ingest.order import BatchSharding
+from rayrec.ingest.row_order import RowOrder, RowPlan, RowPosition
 from rayrec.layers.operation_count import counted
 from rayrec.metrics.means import RowMetrics
 from rayrec.optim.config import NamedOptimizer
@@ -29,7 +29,7 @@ from rayrec.workloads.worker_setup import memory_errors, step_start
 
 def train_loader(
     workload: DataParallelModel, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
-) -> Loader[RowPlace, RowPlan]:
+) -> Loader[RowPosition, RowPlan]:
     """Return the training batches from a stored position."""
     config, data = context.config, context.config.train_data
     source = workload.open_set(context, prepared, "train")
@@ -38,8 +38,8 @@ def train_loader(
     )
     return Loader(
         order,
-        ArrayBatches(source, ahead=data.prefetch_blocks),
-        Share(context.rank, context.world_size, _batch_size(workload, context, prepared)),
+        ArrayBatches(source, max_prefetch=data.prefetch_blocks),
+        BatchSharding(context.rank, context.world_size, _batch_size(workload, context, prepared)),
         state=state,
         epochs=None if config.steps is not None else config.epochs,
         max_steps=None if config.steps is None else max(0, config.steps - step),
@@ -112,9 +112,9 @@ def eval_batches(source: RowSource, context: WorkerContext) -> Iterator[Batch]:
     config = context.config
     order = RowOrder(tuple(source.chunk_rows), "none", 0, config.eval_data.segments_per_block, small_steps=True)
     reader = ArrayBatches(source)
-    share = Share(context.rank, context.world_size, config.eval_batch_size)
+    sharding = BatchSharding(context.rank, context.world_size, config.eval_batch_size)
     try:
-        yield from Loader(order, reader, share, epochs=1)
+        yield from Loader(order, reader, sharding, epochs=1)
     finally:
         reader.stop()  # the next evaluation uses the source again
 

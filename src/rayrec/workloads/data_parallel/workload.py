@@ -11,7 +11,7 @@ from rayrec.workloads.data_parallel.model import DataParallelModel
 if TYPE_CHECKING:
     from rayrec.checkpoint import Checkpoint
     from rayrec.ingest.loader import Loader
-    from rayrec.ingest.row_order import RowPlace, RowPlan
+    from rayrec.ingest.row_order import RowPlan, RowPosition
     from rayrec.workloads.base import ScoringContext
     from rayrec.workloads.scoring import Scoring
 
@@ -39,7 +39,7 @@ class DataParallelWorkload(DataParallelModel):
 
     def make_loader(
         self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
-    ) -> Loader[RowPlace, RowPlan]:
+    ) -> Loader[RowPosition, RowPlan]:
         from rayrec.workloads.data_parallel.worker import train_loader
 
         return train_loader(self, context, prepared, state=state, step=step)

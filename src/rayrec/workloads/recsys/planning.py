@@ -419,7 +419,7 @@ class SliceRows:
     def _batches(self, context: WorkerContext, workload: ClickSettings, preprocessor: Preprocessor, *, size: int) -> list[Batch]:
         """Return this worker's share of the slice in batches of `size` rows. Repeats rows to fill at least one batch."""
         from rayrec.data.logs.reading import read_raw
-        from rayrec.ingest.batches import Slicer
+        from rayrec.ingest.batches import BatchSlicer
 
         raw = read_raw(self.index.segments, preprocessor.schema)
         mine = np.random.default_rng(0).permutation(raw.rows)[context.rank :: context.world_size]
@@ -428,7 +428,7 @@ class SliceRows:
         if self.num_embeddings != preprocessor.num_embeddings:
             encoded = folded(encoded, self.num_embeddings)
         inputs = preprocessor.inputs
-        slicer = Slicer(iter([encoded]), inputs, unpooled=workload.unpooled(inputs))
+        slicer = BatchSlicer(iter([encoded]), inputs, unpooled=workload.unpooled(inputs))
         return [slicer.take(size, loss_weight=1 / size) for _ in range(count)]
 
 

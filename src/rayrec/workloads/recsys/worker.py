@@ -29,7 +29,7 @@ from rayrec.config import InputError
 from rayrec.ingest.batches import ClickBatches
 from rayrec.ingest.block_order import BlockOrder, BlockPlan, Position
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.order import Share
+from rayrec.ingest.order import BatchSharding
 from rayrec.ingest.stream import MappedSource, TaskSource
 from rayrec.models.base import ModelInputs, table_key
 from rayrec.models.cost import network_multiply_adds
@@ -268,8 +268,8 @@ def _loader(
         tables=_full_tables(workload, prepared, learns=learns),
         pinned=_BATCHES_AHEAD if context.device.type == "cuda" else 0,
     )
-    share = Share(context.rank, context.world_size, batch_size)
-    return Loader(order, reader, share, state=state, epochs=epochs, max_steps=max_steps)
+    sharding = BatchSharding(context.rank, context.world_size, batch_size)
+    return Loader(order, reader, sharding, state=state, epochs=epochs, max_steps=max_steps)
 
 
 def _full_tables(workload: ClickSettings, prepared: Prepared, *, learns: bool) -> dict[str, int]:

@@ -33,7 +33,7 @@ def test_a_cut_is_the_next_start_of_a_line(text: str) -> None:
 def test_a_line_without_end_is_cut_between_characters(text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_blocks, "LINE_BYTES", 4)
-        patch.setattr(text_blocks, "_LOOK_BYTES", 3)
+        patch.setattr(text_blocks, "_SCAN_BYTES", 3)
         content = text.encode()
         found = cuts_of(content, range(len(content) + 1))
     assert found == sorted(found)

@@ -15,7 +15,7 @@ from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.ingest.batches import Slicer
+from rayrec.ingest.batches import BatchSlicer
 from rayrec.training.trainer import Result, train
 from rayrec.workloads.recsys.distillation import RECORD, Teacher, TeacherConfig, load_targets, open_teacher
 
@@ -47,7 +47,7 @@ def test_batches_have_the_same_targets_wherever_a_run_goes_on(both: tuple[Saved,
 
     def labels(start: int, piece: int) -> list[np.ndarray]:
         pieces = (_slice(rows, begin, min(begin + piece, 500)) for begin in range(start, 500, piece))
-        slicer = Slicer(pieces, SCHEMA, targets=targets)
+        slicer = BatchSlicer(pieces, SCHEMA, targets=targets)
         return [slicer.take(100, loss_weight=0.01).labels["label"].numpy() for _ in range(start, 500, 100)]
 
     whole = labels(0, 500)
@@ -55,7 +55,7 @@ def test_batches_have_the_same_targets_wherever_a_run_goes_on(both: tuple[Saved,
     for start, piece in ((0, 70), (200, 300), (300, 33)):
         for expected, got in zip(whole[start // 100 :], labels(start, piece), strict=True):
             np.testing.assert_array_equal(got, expected)
-    assert len(Slicer(iter(()), SCHEMA, targets=targets).take(0, loss_weight=1)) == 0
+    assert len(BatchSlicer(iter(()), SCHEMA, targets=targets).take(0, loss_weight=1)) == 0
 
 
 def test_a_run_keeps_its_teacher(both: tuple[Saved, Saved], tmp_path: Path) -> None:
