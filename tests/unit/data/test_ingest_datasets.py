@@ -30,7 +30,7 @@ def items(tables: Iterator[pa.Table]) -> Iterator[int]:
     return (table["item"][0].as_py() for table in tables)
 
 
-def test_the_next_dataset_starts_when_few_pieces_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_dataset_starts_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_engine, "_EARLY_START_ITEMS", 2)
     datasets, groups = Datasets(), [range(0, 5), range(5, 10), range(10, 12)]
     found = items(ray_engine._chain_groups(groups, datasets.tables_of))
@@ -46,7 +46,7 @@ def test_the_next_dataset_starts_when_few_pieces_are_left(monkeypatch: pytest.Mo
     assert datasets.opened == datasets.closed == groups
 
 
-def test_a_reader_that_goes_closes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_reader_closes_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_engine, "_EARLY_START_ITEMS", 2)
     datasets = Datasets()
     found = ray_engine._chain_groups([range(0, 2), range(2, 4)], datasets.tables_of)
@@ -55,7 +55,7 @@ def test_a_reader_that_goes_closes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(datasets.closed, key=min) == sorted(datasets.opened, key=min) == [range(0, 2), range(2, 4)]
 
 
-def test_an_error_comes_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_error_raises_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_engine, "_EARLY_START_ITEMS", 2)
     found = items(ray_engine._chain_groups([[0, 1, 2], [-1, 3]], Datasets().tables_of))
     assert [next(found) for _ in range(3)] == [0, 1, 2]
@@ -64,7 +64,7 @@ def test_an_error_comes_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(ray_engine._chain_groups([], Datasets().tables_of)) == []
 
 
-def test_the_first_datasets_are_small_so_that_rows_come_soon() -> None:
+def test_first_datasets_are_small() -> None:
     groups = list(ray_engine._groups(range(4000)))
     assert [len(group) for group in groups] == [64, 256, 1024, 1024, 1024, 608]
     assert [item for group in groups for item in group] == list(range(4000))
@@ -74,12 +74,12 @@ def test_the_first_datasets_are_small_so_that_rows_come_soon() -> None:
     ("count", "first", "tasks"),
     [(1, 4, [[0]]), (3, 0, [[0, 1], [2]]), (5, 2, [[0], [1], [2, 3], [4]]), (4, 4, [[0], [1], [2], [3]])],
 )
-def test_the_first_tasks_make_one_item_each(count: int, first: int, tasks: list[list[int]]) -> None:
+def test_first_tasks_have_one_item(count: int, first: int, tasks: list[list[int]]) -> None:
     assert [list(each) for each in ray_engine.group_items(range(count), first=first, size=2)] == tasks
 
 
 @pytest.mark.parametrize("rows", [(3,), (2, 0, 1), (0, 0)])
-def test_a_task_of_several_items_gives_the_table_of_each(rows: tuple[int, ...]) -> None:
+def test_merged_task_returns_table_per_item(rows: tuple[int, ...]) -> None:
     def table_of(item: int) -> pa.Table:
         values = [item * 10 + row for row in range(rows[item])]
         return pa.table({"value": pa.array(values, pa.int64())}, metadata={"made": f"by {item}"} if item else None)

@@ -122,7 +122,7 @@ def assert_same_epochs(
 
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
-def test_every_order_gives_the_same_rows(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str) -> None:
+def test_every_order_returns_equal_rows(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str) -> None:
     sets = Split(kind="last_file").rows(days)
     dataset = write(days, preprocessor, tmp_path / "out", format, sets=sets)
     assert dataset.index.format == format
@@ -171,7 +171,7 @@ def test_large_ids(days: LogIndex, tmp_path: Path, format: str, rows: int) -> No
 
 
 @pytest.mark.parametrize("format", ["binary", "npy"])
-def test_ids_of_a_wide_table_that_fit(days: LogIndex, tmp_path: Path, format: str, preprocessor: Preprocessor) -> None:
+def test_wide_table_ids_fit(days: LogIndex, tmp_path: Path, format: str, preprocessor: Preprocessor) -> None:
     """A table may be larger than its ids need."""
     first, *others = preprocessor.sparse
     changed = replace(preprocessor, sparse=(replace(first, num_embeddings=2**32), *others))
@@ -209,7 +209,7 @@ def lists(lists_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return index, hashed(schema, 2**28)
 
 
-def test_lists_and_weights_go_into_parquet(tmp_path: Path, lists: tuple[LogIndex, Preprocessor]) -> None:
+def test_parquet_stores_lists_and_weights(tmp_path: Path, lists: tuple[LogIndex, Preprocessor]) -> None:
     index, preprocessor = lists
     dataset = write(index, preprocessor, tmp_path / "out", "parquet", sets=Split().rows(index))
     assert_same_epochs(index, dataset.index, preprocessor, (0, 500))
@@ -218,7 +218,7 @@ def test_lists_and_weights_go_into_parquet(tmp_path: Path, lists: tuple[LogIndex
     assert set(read.column_names) == {"clicked", "w", "price", "shop", "seen", "set"}
 
 
-def test_any_log_of_single_categories_goes_into_npy(tmp_path: Path, lists_folder: Path) -> None:
+def test_npy_stores_single_categories(tmp_path: Path, lists_folder: Path) -> None:
     schema = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")
     index = open_index(lists_folder, schema, segment_bytes=2000, cache=tmp_path / "cache")
     for format in ("npy", "parquet"):
@@ -226,7 +226,7 @@ def test_any_log_of_single_categories_goes_into_npy(tmp_path: Path, lists_folder
         assert_same_epochs(index, dataset.index, hashed(schema, 2**40), (0, 500))
 
 
-def test_what_a_format_cannot_hold(
+def test_write_rejects_unsupported_columns(
     days: LogIndex, lists: tuple[LogIndex, Preprocessor], preprocessor: Preprocessor, tmp_path: Path
 ) -> None:
     unweighted = lists[1].schema.replace(weight=None)
@@ -248,7 +248,7 @@ def test_what_a_format_cannot_hold(
     assert not list(tmp_path.iterdir())
 
 
-def test_numbers_that_do_not_fit(days: LogIndex, tmp_path: Path, click_log: Path, preprocessor: Preprocessor) -> None:
+def test_binary_rejects_wide_numbers(days: LogIndex, tmp_path: Path, click_log: Path, preprocessor: Preprocessor) -> None:
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:300]
     columns = lines[123].split(b"\t")
     columns[5] = b"2147483648"
@@ -300,7 +300,7 @@ def test_torchrec_reads_npy(
         assert (got == whole_log.ids[number]).all()
 
 
-def test_parquet_is_one_row_group_a_segment(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
+def test_parquet_has_row_group_per_segment(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
     sets = Split().rows(days)
     dataset = write(days, preprocessor, tmp_path / "out", "parquet", sets=sets)
     for name, (start, stop) in sets.items():
@@ -317,7 +317,7 @@ def test_parquet_is_one_row_group_a_segment(days: LogIndex, preprocessor: Prepro
     assert table.num_rows == days.rows == dataset.index.rows
 
 
-def test_streaming_ahead(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
+def test_row_stream_reads_mapped_rows(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
     made = write(days, preprocessor, tmp_path / "out", "binary")
     blocks = order_of(made.index, 0, days.rows, "window").blocks(0)
     block_ranges = [(blocks[block_range.block], block_range) for block_range in full_epoch(blocks)]
@@ -336,7 +336,7 @@ def test_streaming_ahead(days: LogIndex, preprocessor: Preprocessor, tmp_path: P
     assert_same(next(RowStream(MappedSource(preprocessor, in_memory=True), block_ranges)), expected[0])
 
 
-def test_what_does_not_fit_into_memory_says_so(
+def test_load_rejects_rows_beyond_memory(
     days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = write(days, preprocessor, tmp_path / "out", "binary")
@@ -346,21 +346,21 @@ def test_what_does_not_fit_into_memory_says_so(
         next(RowStream(MappedSource(preprocessor, in_memory=True), [(block, full_epoch([block])[0])]))
 
 
-def test_another_preprocessor_is_refused(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
+def test_read_rejects_other_preprocessor(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
     made = write(days, preprocessor, tmp_path / "out", "npy")
     other = learn(days, SCHEMA, RAYREC.replace(min_count=5))
     with pytest.raises(InputError, match=f"made with Preprocessor {preprocessor.hash()}, not with {other.hash()}. Use"):
         read_preprocessed(made.index.segments[:1], np.arange(3), other)
 
 
-def test_a_moved_folder_is_as_good(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
+def test_moved_folder_is_readable(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
     for format in ("npy", "parquet"):
         write(days, preprocessor, tmp_path / format, format)
         (tmp_path / format).rename(tmp_path / f"moved-{format}")
         assert_same_epochs(days, open_preprocessed(str(tmp_path / f"moved-{format}")).index, preprocessor, (0, 500))
 
 
-def test_no_rows_at_all(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
+def test_empty_selection_returns_no_rows(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
     """The empty share of a worker."""
     expected = preprocessor.encode(read_raw(days.segments[:1], SCHEMA), np.arange(0))
     for format in WRITABLE_FORMATS:
@@ -369,7 +369,7 @@ def test_no_rows_at_all(days: LogIndex, preprocessor: Preprocessor, tmp_path: Pa
 
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
-def test_damage_is_told(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str) -> None:
+def test_damaged_files_raise(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str) -> None:
     out = tmp_path / "out"
     made = write(days, preprocessor, out, format)
     name = made.manifest["files"][1]["name"]
@@ -394,7 +394,7 @@ def test_damage_is_told(days: LogIndex, preprocessor: Preprocessor, tmp_path: Pa
         read_preprocessed(made.index.segments[:1], np.arange(3), preprocessor)
 
 
-def test_what_is_no_dataset(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
+def test_open_rejects_invalid_manifest(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "nowhere"):
         assert not LogSource.at(str(place)).is_preprocessed
     out = tmp_path / "out"
@@ -411,7 +411,7 @@ def test_what_is_no_dataset(days: LogIndex, preprocessor: Preprocessor, tmp_path
 
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
-def test_an_id_outside_its_table_is_refused(days: LogIndex, tmp_path: Path, format: str) -> None:
+def test_read_rejects_ids_outside_table(days: LogIndex, tmp_path: Path, format: str) -> None:
     """By file, row, column, id and table size, in an order of rows that is not the log's."""
     preprocessor = hashed(SCHEMA, 1 << 20)
     made = write(days, preprocessor, tmp_path / "out", format)
@@ -443,7 +443,7 @@ def test_ids_of_bags_and_negative_ids_are_checked() -> None:
 
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
-def test_checksums_are_compared_once_for_the_same_files(
+def test_checksums_are_compared_once(
     days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dataset, "_TASK_BYTES", 50_000)  # so that files are split, and share tasks

@@ -78,7 +78,7 @@ def test_combining_checksums(first: bytes, second: bytes) -> None:
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
 @pytest.mark.parametrize("shuffle", ["none", "full"])
-def test_what_was_interrupted_goes_on(log: Path, tmp_path: Path, format: str, shuffle: str) -> None:
+def test_interrupted_job_resumes(log: Path, tmp_path: Path, format: str, shuffle: str) -> None:
     settings = {"format": format, "shuffle": shuffle, "seed": 4}
     if format == "parquet":
         settings["preprocessor"] = make(MultiHot(sizes=(2, 3, *(1,) * 24)))
@@ -102,7 +102,7 @@ def test_what_was_interrupted_goes_on(log: Path, tmp_path: Path, format: str, sh
         assert not Path(f"{out}.partial").exists()
 
 
-def test_killed_between_the_last_task_and_the_end(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_after_last_task_resumes(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(path: str, data: bytes) -> None:
         if path.endswith("dataset.json"):
             raise Died
@@ -119,7 +119,7 @@ def test_killed_between_the_last_task_and_the_end(log: Path, tmp_path: Path, mon
     open_preprocessed(str(tmp_path / "out"), verify=True)
 
 
-def test_a_task_run_twice_changes_nothing(log: Path, tmp_path: Path) -> None:
+def test_repeated_task_writes_equal_bytes(log: Path, tmp_path: Path) -> None:
     class Twice(LoopEngine):
         def run(self, name: str, function: Any, items: Sequence[Any], *, block_bytes: int = 0) -> Iterator[pa.Table]:
             for item in [*items[::-1], *items]:
@@ -132,7 +132,7 @@ def test_a_task_run_twice_changes_nothing(log: Path, tmp_path: Path) -> None:
         assert files_of(tmp_path / format) == files_of(tmp_path / f"{format}-twice")
 
 
-def test_other_inputs_are_told(log: Path, tmp_path: Path) -> None:
+def test_resume_rejects_other_inputs(log: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(Died):
         run(log, out, engine=LoopEngine(2))
@@ -154,7 +154,7 @@ def test_other_inputs_are_told(log: Path, tmp_path: Path) -> None:
     assert open_preprocessed(str(out)).index.rows == 3000
 
 
-def test_what_is_no_raw_log(log: Path, tmp_path: Path) -> None:
+def test_preprocess_rejects_invalid_logs(log: Path, tmp_path: Path) -> None:
     run(log, tmp_path / "out")
     made, arguments = open_preprocessed(str(tmp_path / "out")), {"preprocessor": make(), "out": str(tmp_path / "b")}
     for index, why in (
@@ -169,13 +169,13 @@ def test_what_is_no_raw_log(log: Path, tmp_path: Path) -> None:
         run(log, tmp_path / "out")
 
 
-def test_rows_of_no_set(log: Path, tmp_path: Path) -> None:
+def test_rows_outside_sets_are_stored(log: Path, tmp_path: Path) -> None:
     run(log, tmp_path / "out", format="parquet", sets={"train": (100, 1500), "test": (1600, 1999)})
     assert {path.name for path in (tmp_path / "out").glob("set=*")} == {"set=train", "set=test", "set=other"}
     assert open_preprocessed(str(tmp_path / "out")).sets == {"train": (100, 1500), "test": (1600, 1999)}
 
 
-def test_urls(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preprocess_writes_to_urls(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """file:// stands for any URL: parquet goes straight below it, dataset.json last."""
     out = f"file://{tmp_path}/remote"
     for format in ("binary", "npy"):
@@ -196,7 +196,7 @@ def test_urls(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         run(log, out, format="parquet")
 
 
-def test_a_small_disk(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_disk_raises(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
     told = r"out\.partial: about 0\.0 GB are needed and 0\.0 GB are free there\. Free space or"
     with pytest.raises(InputError, match=told):
@@ -204,7 +204,7 @@ def test_a_small_disk(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not Path(f"{tmp_path / 'out'}.partial").exists()
 
 
-def test_a_disk_that_fills_up(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_resumes(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = r"out\.partial: No space left on device; make room there and run the same"
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
@@ -213,7 +213,7 @@ def test_a_disk_that_fills_up(log: Path, tmp_path: Path, monkeypatch: pytest.Mon
     run(log, tmp_path / "out")
 
 
-def test_writes_may_come_in_pieces(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_writes_continue(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(log, tmp_path / "whole")
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda descriptor, data, start: pwrite(descriptor, data[:1000], start))
@@ -221,7 +221,7 @@ def test_writes_may_come_in_pieces(log: Path, tmp_path: Path, monkeypatch: pytes
     assert files_of(tmp_path / "whole") == files_of(tmp_path / "pieces")
 
 
-def test_a_folder_that_tasks_do_not_see(log: Path, tmp_path: Path) -> None:
+def test_invisible_folder_raises(log: Path, tmp_path: Path) -> None:
     class Elsewhere(LoopEngine):
         def run(self, name: str, function: Any, items: Sequence[Any], *, block_bytes: int = 0) -> Iterator[pa.Table]:
             (tmp_path / "out.partial").rename(tmp_path / "away")
@@ -245,7 +245,7 @@ def test_names_of_files(log: Path, tmp_path: Path) -> None:
         assert sorted(path.name for path in (tmp_path / format).glob("*.[nb]*")) == names
 
 
-def test_the_manifest(log: Path, tmp_path: Path) -> None:
+def test_manifest_contents(log: Path, tmp_path: Path) -> None:
     result = run(log, tmp_path / "out", format="npy", shuffle="full", seed=9)
     assert set(result) == {"rows", "out", "format", "hash", "bytes", "seconds", "rows_per_s"}
     manifest = json.loads((tmp_path / "out" / "dataset.json").read_text())

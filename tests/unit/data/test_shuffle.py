@@ -69,13 +69,13 @@ def shuffled(index: LogIndex, out: Path, **changes: Any) -> PreprocessedDataset:
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**40))
-def test_a_permutation(size: int, seed: int) -> None:
+def test_permutation_is_bijective(size: int, seed: int) -> None:
     places = Permutation(size, seed=seed)(np.arange(size))
     assert places.dtype == np.int64
     assert (np.sort(places) == np.arange(size)).all()
 
 
-def test_rows_far_apart_are_computed_alone() -> None:
+def test_permutation_computes_distant_rows() -> None:
     large = Permutation(4_195_197_692, seed=7)
     rows = np.array([0, 1, 2**31, 4_195_197_691])
     places = large(rows)
@@ -85,7 +85,7 @@ def test_rows_far_apart_are_computed_alone() -> None:
     assert (Permutation(4_195_197_692, seed=8)(rows) != places).any()
 
 
-def test_permutations_of_few_are_all_as_likely() -> None:
+def test_small_permutations_are_uniform() -> None:
     """chi-squared with 23 degrees of freedom: 49.7 at p = 0.001."""
     tries = 12_000
     counts = Counter(tuple(Permutation(4, seed=seed)(np.arange(4)).tolist()) for seed in range(tries))
@@ -93,7 +93,7 @@ def test_permutations_of_few_are_all_as_likely() -> None:
     assert sum((count - tries / 24) ** 2 / (tries / 24) for count in counts.values()) < 49.7
 
 
-def test_neighbours_part() -> None:
+def test_permutation_separates_neighbours() -> None:
     places = Permutation(1_000_000, seed=0)(np.arange(1_000_000))
     assert abs(np.corrcoef(np.arange(len(places)), places)[0, 1]) < 0.005
     assert abs(np.corrcoef(places[:-1], places[1:])[0, 1]) < 0.005
@@ -102,7 +102,7 @@ def test_neighbours_part() -> None:
     assert (np.abs(steps - expected) < 6 * np.sqrt(expected)).all()
 
 
-def test_runs(tmp_path: Path) -> None:
+def test_gather_runs_restores_positions(tmp_path: Path) -> None:
     places = np.random.default_rng(0).permutation(1000)
     lists = pa.array([[i] * (i % 3) for i in range(1000)], pa.large_list(pa.int32()))
     pairs = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(2000)), 2)
@@ -116,7 +116,7 @@ def test_runs(tmp_path: Path) -> None:
         assert got.equals(table.take(pa.array(np.argsort(places)[start:stop])))
 
 
-def test_only_the_training_rows_move(index: LogIndex, tmp_path: Path) -> None:
+def test_shuffle_moves_training_rows_only(index: LogIndex, tmp_path: Path) -> None:
     plain = shuffled(index, tmp_path / "plain", shuffle="none")
     mixed = shuffled(index, tmp_path / "mixed")
     start, stop = mixed.sets["train"]
@@ -131,7 +131,7 @@ def test_only_the_training_rows_move(index: LogIndex, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
-def test_the_same_whatever_the_tasks_and_the_format(
+def test_shuffle_matches_for_any_tasks_and_format(
     index: LogIndex, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = keys(all_rows(shuffled(index, tmp_path / "expected").index, 0, 2000))
@@ -174,7 +174,7 @@ def orders_of_days(shuffle: str, *, days: int, segments: int, rows: int, segment
     return np.concatenate([of_block[block.order()] for of_block, block in zip(day_of_part, blocks, strict=True)])
 
 
-def test_how_well_each_shuffle_mixes_days() -> None:
+def test_shuffles_mix_days() -> None:
     """Seven days of 200 segments of 100 rows in batches of 256."""
     size = {"days": 7, "segments": 200, "rows": 100}
     found = {
@@ -189,7 +189,7 @@ def test_how_well_each_shuffle_mixes_days() -> None:
     assert found["window", 128] < chance + 0.07
 
 
-def test_gathering_from_a_run_reads_only_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gather_reads_needed_pages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The column of places is searched where it is mapped."""
     rows = 500_000
     places = np.random.default_rng(0).permutation(rows)

@@ -12,7 +12,7 @@ from rayrec.datasets.published_files import RemoteFile, names_text, require_file
 from rayrec.quantities import size_text
 
 
-def test_rows_add_up_to_what_the_benchmarks_count() -> None:
+def test_row_counts_match_benchmarks() -> None:
     rows = [file.rows or 0 for file in criteo.FULL_DAYS]
     assert (len(rows), sum(rows[:23]), rows[23]) == (24, 4_195_197_692, 178_274_637)
     assert [file.rows for file in criteo.KAGGLE_FILES] == [45_840_617, 6_042_135]
@@ -22,7 +22,7 @@ def test_rows_add_up_to_what_the_benchmarks_count() -> None:
         assert 0.31 < file.about_bytes / file.unpacked_about_bytes < 0.345
 
 
-def test_descriptions_can_be_fetched() -> None:
+def test_published_files_are_valid() -> None:
     for files in PUBLISHED.values():
         names = [file.name for file in files]
         assert len(set(names)) == len(names)
@@ -40,7 +40,7 @@ def test_descriptions_can_be_fetched() -> None:
         files_of("zzz")
 
 
-def test_files_are_found_plain_packed_or_as_parquet(tmp_path: Path) -> None:
+def test_require_files_accepts_plain_gz_and_parquet(tmp_path: Path) -> None:
     def found(names: list[str], wanted: tuple[RemoteFile, ...]) -> list[str]:
         for name in names:
             (tmp_path / name).touch()
@@ -59,7 +59,7 @@ def test_files_are_found_plain_packed_or_as_parquet(tmp_path: Path) -> None:
         found(["test.txt"], criteo.KAGGLE_FILES)
 
 
-def test_a_folder_is_asked_for_all_files_of_a_set(tmp_path: Path) -> None:
+def test_require_files_returns_all_paths(tmp_path: Path) -> None:
     for file in criteo.SMALL_DAYS:
         (tmp_path / file.plain_name).write_bytes(b"1\n")
     (tmp_path / "day_7").write_bytes(b"1\n")  # not wanted
@@ -93,14 +93,14 @@ def test_a_folder_is_asked_for_all_files_of_a_set(tmp_path: Path) -> None:
         ("y", r"x \(number of rows not published, size not published\)\. Run `rayrec fetch y"),
     ],
 )
-def test_an_empty_folder_and_none_at_all(tmp_path: Path, name: str, why: str) -> None:
+def test_require_files_reports_missing_files(tmp_path: Path, name: str, why: str) -> None:
     files = [RemoteFile(name="x")] if name == "y" else files_of(name)
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(InputError, match=f"missing {why}"):
             require_files(str(path), files, fetch_name=name)
 
 
-def test_names_and_sizes_for_a_person() -> None:
+def test_names_and_sizes_are_readable() -> None:
     assert names_text(["day_0", "day_1", "day_2", "day_5", "day_7", "day_8", "x"]) == ("day_0 to day_2, day_5, day_7, day_8, x")
     sizes = (4_542, 9_912_422, 16_300_000_000, 1.13e12)
     assert [size_text(int(size)) for size in sizes] == ["4.54 kB", "9.91 MB", "16.3 GB", "1.13 TB"]

@@ -136,7 +136,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         thread.join()
 
 
-def test_a_file_is_fetched_checked_and_recorded(server: Server, tmp_path: Path) -> None:
+def test_fetch_checks_and_records_file(server: Server, tmp_path: Path) -> None:
     server.files["a.gz"] = Served()
     folder = tmp_path / "deep" / "folder"
     seen: list[tuple[int, int | None]] = []
@@ -154,7 +154,7 @@ def test_a_file_is_fetched_checked_and_recorded(server: Server, tmp_path: Path) 
     assert sorted(os.listdir(folder)) == [".fetch.lock", "a.gz", "fetched.json"]
 
 
-def test_what_is_there_is_not_fetched_again(server: Server, tmp_path: Path) -> None:
+def test_present_files_are_skipped(server: Server, tmp_path: Path) -> None:
     served = server.files["a.gz"] = Served()
     file = server.file(md5=md5(BODY))
     [first] = fetch([file], str(tmp_path), retries=RETRIES)
@@ -181,7 +181,7 @@ def test_what_is_there_is_not_fetched_again(server: Server, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("validator", [{"etag": '"one"'}, {"etag": None, "modified": "Mon, 01 Jun 2026 00:00:00 GMT"}])
-def test_a_broken_connection_is_taken_up_again(server: Server, tmp_path: Path, validator: dict[str, Any]) -> None:
+def test_broken_connection_resumes(server: Server, tmp_path: Path, validator: dict[str, Any]) -> None:
     served = server.files["a.gz"] = Served(drops=[1_200_000, 700_000], **validator)
     [result] = fetch([server.file()], str(tmp_path), retries=RETRIES)
     assert (tmp_path / "a.gz").read_bytes() == BODY
@@ -192,7 +192,7 @@ def test_a_broken_connection_is_taken_up_again(server: Server, tmp_path: Path, v
     assert second["If-Range"] == third["If-Range"] == validator.get("modified", '"one"')
 
 
-def test_a_later_call_goes_on_where_an_earlier_one_was_cut_off(server: Server, tmp_path: Path) -> None:
+def test_fetch_resumes_interrupted_download(server: Server, tmp_path: Path) -> None:
     served = server.files["a.gz"] = Served(drops=[1_000_000])
     once = RETRIES.replace(attempts=1)
     with pytest.raises(InputError, match=r"the connection broke after 1,000,000 of 3,000,000 bytes"):
@@ -205,7 +205,7 @@ def test_a_later_call_goes_on_where_an_earlier_one_was_cut_off(server: Server, t
     assert served.requests[1]["Range"] == "bytes=1000000-"
 
 
-def test_a_partial_file_of_unknown_version_is_not_used(server: Server, tmp_path: Path) -> None:
+def test_partial_file_of_unknown_version_restarts(server: Server, tmp_path: Path) -> None:
     served = server.files["a.gz"] = Served()
     (tmp_path / "a.gz.partial").write_bytes(OTHER[:1000])
     (tmp_path / "a.gz.partial.json").write_text("{")
@@ -214,7 +214,7 @@ def test_a_partial_file_of_unknown_version_is_not_used(server: Server, tmp_path:
     assert "Range" not in served.requests[0]
 
 
-def test_a_whole_partial_file_needs_no_request(server: Server, tmp_path: Path) -> None:
+def test_complete_partial_file_skips_request(server: Server, tmp_path: Path) -> None:
     served = server.files["a.gz"] = Served(drops=[2_999_999])
     with pytest.raises(InputError):
         fetch([server.file()], str(tmp_path), retries=RETRIES.replace(attempts=1))
@@ -225,7 +225,7 @@ def test_a_whole_partial_file_needs_no_request(server: Server, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("etag", ['"one"', None, 'W/"one"'])
-def test_a_server_without_ranges_sends_all_again(server: Server, tmp_path: Path, etag: str | None) -> None:
+def test_download_without_ranges_restarts(server: Server, tmp_path: Path, etag: str | None) -> None:
     served = server.files["a.gz"] = Served(ranges=False, etag=etag, drops=[1_000_000])
     fetch([server.file(md5=md5(BODY))], str(tmp_path), retries=RETRIES)
     assert (tmp_path / "a.gz").read_bytes() == BODY
@@ -234,9 +234,7 @@ def test_a_server_without_ranges_sends_all_again(server: Server, tmp_path: Path,
 
 @pytest.mark.parametrize("heeds_if_range", [True, False])
 @pytest.mark.parametrize("size", [len(OTHER), len(OTHER) - 7, 900_000])
-def test_a_file_that_changed_is_not_joined_to_what_it_was(
-    server: Server, tmp_path: Path, heeds_if_range: bool, size: int
-) -> None:
+def test_changed_file_restarts_download(server: Server, tmp_path: Path, heeds_if_range: bool, size: int) -> None:
     def change(served: Served, number: int) -> None:
         if number == 1:
             served.body, served.etag = OTHER[:size], '"two"'
@@ -247,7 +245,7 @@ def test_a_file_that_changed_is_not_joined_to_what_it_was(
     assert result["sha256"] == sha256(OTHER[:size])
 
 
-def test_a_wrongly_joined_file_is_fetched_anew(server: Server, tmp_path: Path) -> None:
+def test_wrongly_joined_file_restarts(server: Server, tmp_path: Path) -> None:
     def change(served: Served, number: int) -> None:  # under the same ETag, which only a checksum can tell
         if number == 1:
             served.body = OTHER
@@ -282,7 +280,7 @@ def test_checksums_of_publisher_and_server(server: Server, tmp_path: Path) -> No
         verified(Served(google=md5(OTHER)))
 
 
-def test_a_file_compressed_anew_is_known_by_its_contents(server: Server, tmp_path: Path) -> None:
+def test_recompressed_file_matches_by_content(server: Server, tmp_path: Path) -> None:
     text = b"1\t2\t68fd1e64\n" * 10_000
     packed, repacked = gzip.compress(text, 9, mtime=0), gzip.compress(text, 1, mtime=1)
     server.files["a.gz"] = Served(body=repacked)
@@ -304,7 +302,7 @@ def test_a_file_compressed_anew_is_known_by_its_contents(server: Server, tmp_pat
         ({"about_bytes": 30_000_000}, r"size must be about 30,000,000 bytes as published, got 3,000,000"),
     ],
 )
-def test_another_file_than_the_published_is_refused(server: Server, tmp_path: Path, known: dict[str, Any], why: str) -> None:
+def test_fetch_rejects_unpublished_content(server: Server, tmp_path: Path, known: dict[str, Any], why: str) -> None:
     served = server.files["a.gz"] = Served(google=md5(BODY))
     with pytest.raises(InputError, match=f"a.gz: cannot be fetched .*{why}.*--base-url"):
         fetch([server.file(page="https://example.org/a", **known)], str(tmp_path), retries=RETRIES)
@@ -312,7 +310,7 @@ def test_another_file_than_the_published_is_refused(server: Server, tmp_path: Pa
     assert not (tmp_path / "a.gz").exists()
 
 
-def test_base_url_stands_in_for_the_published_places(server: Server, tmp_path: Path) -> None:
+def test_base_url_replaces_published_urls(server: Server, tmp_path: Path) -> None:
     server.files["mirror/a.gz"] = Served()
     file = RemoteFile(name="a.gz", url="http://127.0.0.1:1/a.gz", md5=md5(BODY))
     [result] = fetch([file], str(tmp_path), base_url=f"{server.url}/mirror/", retries=RETRIES)
@@ -323,7 +321,7 @@ def test_base_url_stands_in_for_the_published_places(server: Server, tmp_path: P
         fetch([file], "s3://bucket/folder")
 
 
-def test_hosts_that_do_not_answer(server: Server, tmp_path: Path) -> None:
+def test_unreachable_hosts_raise(server: Server, tmp_path: Path) -> None:
     refused = RemoteFile(name="a.gz", url="http://127.0.0.1:1/a.gz", page="https://example.org/a")
     with pytest.raises(InputError, match=r"Connection refused.*Put it into .* by hand from https://example\.org/a, or"):
         fetch([refused], str(tmp_path), retries=RETRIES)
@@ -337,7 +335,7 @@ def test_hosts_that_do_not_answer(server: Server, tmp_path: Path) -> None:
         fetch([server.file()], str(tmp_path), retries=RETRIES)
 
 
-def test_waits_grow_and_are_bounded(server: Server, tmp_path: Path) -> None:
+def test_retry_waits_grow_and_are_bounded(server: Server, tmp_path: Path) -> None:
     served = server.files["a.gz"] = Served(statuses=[503] * 10)
     start = time.monotonic()
     with pytest.raises(InputError, match="503 Service Unavailable"):
@@ -346,7 +344,7 @@ def test_waits_grow_and_are_bounded(server: Server, tmp_path: Path) -> None:
     assert 0.5 <= time.monotonic() - start < 30  # 0.1 + 0.2 + 0.2
 
 
-def test_two_files_come_at_a_time(server: Server, tmp_path: Path) -> None:
+def test_fetch_runs_two_transfers(server: Server, tmp_path: Path) -> None:
     lock, running, most = threading.Lock(), 0, 0
 
     def count(served: Served, number: int) -> None:
@@ -366,7 +364,7 @@ def test_two_files_come_at_a_time(server: Server, tmp_path: Path) -> None:
     assert most == 2
 
 
-def test_one_failure_stops_the_others_which_can_go_on_later(server: Server, tmp_path: Path) -> None:
+def test_failure_stops_other_downloads_resumably(server: Server, tmp_path: Path) -> None:
     slow = server.files["a.gz"] = Served(drops=[1_000_000, 0, 0])
     later = server.files["c.gz"] = Served()
     files = [server.file("a.gz"), server.file("b.gz"), server.file("c.gz")]
@@ -380,7 +378,7 @@ def test_one_failure_stops_the_others_which_can_go_on_later(server: Server, tmp_
     assert [result["status"] for result in fetch(files, str(tmp_path), retries=RETRIES)] == ["fetched"] * 3
 
 
-def test_a_full_disk_is_said_before_anything_is_fetched(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_raises_before_download(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = server.files["a.gz"] = Served()
     usage = type(shutil.disk_usage(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10_000_000, 8_000_000, 2_000_000))
@@ -392,7 +390,7 @@ def test_a_full_disk_is_said_before_anything_is_fetched(server: Server, tmp_path
     assert not (tmp_path / "a.gz.partial").exists()
 
 
-def test_two_fetches_do_not_share_a_folder(server: Server, tmp_path: Path) -> None:
+def test_concurrent_fetch_raises(server: Server, tmp_path: Path) -> None:
     inside, release = threading.Event(), threading.Event()
 
     def hold(served: Served, number: int) -> None:
@@ -429,7 +427,7 @@ def _link(name: str, target: str) -> tarfile.TarInfo:
     return info
 
 
-def test_members_come_out_of_an_archive_and_nothing_else(server: Server, tmp_path: Path) -> None:
+def test_archive_extracts_wanted_members_only(server: Server, tmp_path: Path) -> None:
     train, test = b"1\ttrain\n" * 1000, b"test\n" * 1000
     others = {"readme.txt": b"read me", "../evil.txt": b"evil", "x/train.txt": _link("x/train.txt", "/etc/passwd")}
     packed = _archive({**others, "./train.txt": train, "../../test.txt": test})
@@ -463,7 +461,7 @@ def test_members_come_out_of_an_archive_and_nothing_else(server: Server, tmp_pat
     assert sorted(os.listdir(by_hand)) == [".fetch.lock", "all.tar.gz", "fetched.json", "train.txt"]
 
 
-def test_archives_that_are_not_what_they_should_be(server: Server, tmp_path: Path) -> None:
+def test_fetch_rejects_invalid_archives(server: Server, tmp_path: Path) -> None:
     def fails(body: bytes, match: str, **known: Any) -> None:
         folder = tmp_path / str(len(os.listdir(tmp_path)))
         server.files["all.tar.gz"] = Served(body=body)

@@ -40,7 +40,7 @@ def log_rows(blocks: list[Block]) -> list[int]:
 
 
 @given(block_ranges, st.integers(1, 9))
-def test_a_deal_is_even_and_complete(block_ranges: list[BlockRange], world_size: int) -> None:
+def test_sharding_is_balanced_and_complete(block_ranges: list[BlockRange], world_size: int) -> None:
     shards = shard_block_ranges(block_ranges, world_size)
     sizes = [len(rows_of(shard)) for shard in shards]
     assert len(shards) == world_size
@@ -52,7 +52,7 @@ def test_a_deal_is_even_and_complete(block_ranges: list[BlockRange], world_size:
 
 
 @given(block_ranges, st.integers(0, 500))
-def test_after_drops_the_first_rows(block_ranges: list[BlockRange], rows: int) -> None:
+def test_skip_rows_drops_first_rows(block_ranges: list[BlockRange], rows: int) -> None:
     assert rows_of(skip_rows(block_ranges, rows)) == rows_of(block_ranges)[rows:]
 
 
@@ -62,7 +62,7 @@ def test_after_drops_the_first_rows(block_ranges: list[BlockRange], rows: int) -
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=10),
     moves=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=6),
 )
-def test_every_row_once_for_any_worker_numbers(shuffle: str, sizes: list[int], moves: list[tuple[int, int, int]]) -> None:
+def test_every_row_once_across_reshards(shuffle: str, sizes: list[int], moves: list[tuple[int, int, int]]) -> None:
     """3 workers for some steps, then 2, then 5 ...: no row lost, none twice."""
     blocks = make_order(sizes, shuffle).blocks(0)
     position, used = Position(), []
@@ -78,7 +78,7 @@ def test_every_row_once_for_any_worker_numbers(shuffle: str, sizes: list[int], m
     assert sorted(used) == rows_of(full_epoch(blocks))
 
 
-def test_the_same_number_of_workers_goes_on_where_it_was() -> None:
+def test_same_world_size_keeps_shards() -> None:
     blocks = make_order([10, 20, 30], "window").blocks(0)
     position = Position(0, 3, 2, 4, None)
     assert position.for_workers(blocks, world_size=2, batch_size=4) is position
@@ -89,7 +89,7 @@ def test_the_same_number_of_workers_goes_on_where_it_was() -> None:
     assert sum(block_range.rows for block_range in other_batch.pieces or ()) == 60 - 2 * 3 * 4
 
 
-def test_nothing_left_is_an_empty_deal() -> None:
+def test_finished_epoch_has_empty_shards() -> None:
     blocks = make_order([10], "none").blocks(0)
     done = Position(0, 5, 1, 2, None).for_workers(blocks, world_size=3, batch_size=2)
     assert done.pieces == ()
@@ -99,11 +99,11 @@ def test_nothing_left_is_an_empty_deal() -> None:
 @pytest.mark.parametrize(
     "position", [Position(), Position(2, 5, 3, 64, (BlockRange(1, 0, 5), BlockRange(4, 2, 9)), "0a1b"), Position(1, 0, 1, 1, ())]
 )
-def test_positions_come_back_from_json(position: Position) -> None:
+def test_position_json_roundtrip(position: Position) -> None:
     assert Position.from_dict(json.loads(json.dumps(position.to_dict()))) == position
 
 
-def test_none_keeps_the_log_s_order() -> None:
+def test_shuffle_none_keeps_log_order() -> None:
     order = make_order([5, 6, 7, 8, 9], "none")
     for epoch in (0, 1):
         rows = log_rows(order.blocks(epoch))
@@ -111,7 +111,7 @@ def test_none_keeps_the_log_s_order() -> None:
         assert len(rows) == order.rows == 35
 
 
-def test_files_are_permuted_whole() -> None:
+def test_shuffle_files_keeps_files_together() -> None:
     order = make_order([3] * 12, "files", files=4)
     seen = set()
     for epoch in range(8):
@@ -147,7 +147,7 @@ def of_paths(*paths: str, shuffle: str = "window", seed: int = 7) -> BlockOrder:
     return BlockOrder(tuple(parts), shuffle, seed, 2)
 
 
-def test_an_order_is_known_by_what_a_position_in_it_depends_on() -> None:
+def test_identity_depends_on_rows_and_order() -> None:
     order = make_order([4, 5, 6], "window")
     assert order.identity == make_order([4, 5, 6], "window").identity
     part = order.parts[1]
@@ -162,7 +162,7 @@ def test_an_order_is_known_by_what_a_position_in_it_depends_on() -> None:
     assert unmixed.identity == replace(unmixed, seed=8).identity  # it draws nothing
 
 
-def test_a_log_may_be_moved_where_that_leaves_the_order_as_it_is() -> None:
+def test_moved_log_keeps_identity() -> None:
     assert of_paths("a/x", "a/y").identity == of_paths("b/x", "b/y").identity
     assert of_paths("a/x", "a/y").identity != of_paths("a/x", "a/x").identity
     assert of_paths("a/day", "b/day").identity == of_paths("c/day", "b/day").identity
@@ -173,7 +173,7 @@ def test_a_log_may_be_moved_where_that_leaves_the_order_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("made", ["tables/{:016x}/00000/dt={}/part.parquet", "unpacked/{:016x}-day_{}"])
-def test_files_of_the_cache_are_permuted_alike_in_a_moved_log(made: str) -> None:
+def test_cached_files_keep_permutation_after_move(made: str) -> None:
     orders = [
         of_paths(*(f"/cache/{made.format(mark, day)}" for day, mark in enumerate(marks)), shuffle="files")
         for marks in ((1, 2, 3), (3, 1, 2))  # the digits depend on the folder of the log

@@ -28,9 +28,7 @@ def patience_of(item: int) -> pa.Table:
 
 
 @pytest.mark.parametrize(("max_outage_s", "waits_s"), [(None, 30.0), (900.0, 900.0), (0.0, 0.0)])
-def test_a_task_waits_for_a_store_as_long_as_its_placement_says(
-    monkeypatch: pytest.MonkeyPatch, max_outage_s: float | None, waits_s: float
-) -> None:
+def test_task_outage_wait_follows_placement(monkeypatch: pytest.MonkeyPatch, max_outage_s: float | None, waits_s: float) -> None:
     monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "30")
     monkeypatch.setattr(ray.data, "read_datasource", lambda source, **_: source)
     source: Any = tasks_dataset("look", patience_of, [3, 4], placement=TaskPlacement(max_outage_s=max_outage_s))
@@ -49,14 +47,14 @@ def test_a_task_waits_for_a_store_as_long_as_its_placement_says(
         ({"max_object_store_bytes": 1_000}, 2, ConcurrencyLimits(tasks=1, blocks=1)),
     ],
 )
-def test_tasks_and_blocks_of_a_stream_are_limited(
+def test_stream_limits_tasks_and_blocks(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], prefetch_blocks: int, limits: ConcurrencyLimits
 ) -> None:
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
     assert ConcurrencyLimits.of(TaskPlacement(**changes), block_bytes=1_000, prefetch_blocks=prefetch_blocks) == limits
 
 
-def test_a_task_starts_only_while_there_is_room_for_its_block() -> None:
+def test_policy_blocks_tasks_without_room() -> None:
     def may_start(active: int, waiting: int) -> bool:
         operator: Any = Mock(num_active_tasks=lambda: active)
         state = SimpleNamespace(total_enqueued_output_blocks=lambda: waiting)
@@ -87,7 +85,7 @@ def child() -> Iterator[subprocess.Popen[str]]:
         ("raylet.out", "are there CPUs and memory for its executors"),
     ],
 )
-def test_spark_that_does_not_start_names_rays_error(
+def test_spark_start_timeout_names_ray_error(
     child: subprocess.Popen[str], log: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_compat, "local_node", lambda: SimpleNamespace(get_logs_dir_path=lambda: str(tmp_path)))
@@ -101,7 +99,7 @@ def test_spark_that_does_not_start_names_rays_error(
     assert "OldError" not in str(found.value)
 
 
-def test_spark_on_ray_needs_java_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spark_on_ray_rejects_missing_java(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray starts `java` by its name, so JAVA_HOME does not do."""
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setenv("JAVA_HOME", "/usr/lib/jvm/java-17")

@@ -94,7 +94,7 @@ def same(one: Batch, other: Batch) -> bool:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("batch_size", [1, 33, 64, 350, 1000])
-def test_every_row_of_an_epoch_once(prepared: Prepared, world_size: int, batch_size: int) -> None:
+def test_epoch_returns_every_row_once(prepared: Prepared, world_size: int, batch_size: int) -> None:
     loaders = [loader(prepared, batch_size=batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
     batches = [list(each) for each in loaders]
     assert {len(mine) for mine in batches} == {loaders[0].steps}
@@ -112,7 +112,7 @@ def test_every_row_of_an_epoch_once(prepared: Prepared, world_size: int, batch_s
 
 @pytest.mark.parametrize("world_size", [1, 3, 7])
 @pytest.mark.parametrize("used", [0, 2])
-def test_plan_matches_the_rows_of_each_worker(prepared: Prepared, world_size: int, used: int) -> None:
+def test_plan_matches_worker_rows(prepared: Prepared, world_size: int, used: int) -> None:
     size = 30
     start = Position().for_workers(order_of(prepared[0]).blocks(0), world_size=world_size, batch_size=size)
     options = {"batch_size": size, "world_size": world_size, "position": dataclasses.replace(start, step_in_deal=used)}
@@ -141,7 +141,7 @@ def test_plan_memory_does_not_grow_with_workers(prepared: Prepared) -> None:
     assert peak_bytes < 50_000  # a number for each step takes 1 kB, one for each worker 8 kB and one for both 1 MB
 
 
-def test_batches_for_a_gpu_are_cut_and_pinned_by_a_thread(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_batches_are_pinned_in_thread(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: set[int] = set()
 
     def pin_memory(values: Any) -> Any:  # which a machine without a GPU cannot
@@ -166,7 +166,7 @@ def test_batches_for_a_gpu_are_cut_and_pinned_by_a_thread(prepared: Prepared, mo
     left.close()
 
 
-def test_what_is_the_same_in_every_batch_is_pinned_once(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constant_tensors_are_pinned_once(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[torch.Tensor] = []
 
     def pin_memory(values: torch.Tensor) -> torch.Tensor:  # as torch's, which copies nothing that is pinned
@@ -186,7 +186,7 @@ def test_what_is_the_same_in_every_batch_is_pinned_once(prepared: Prepared, monk
         assert 1 <= len(offsets) <= 2  # of the first batch, and then for good
 
 
-def test_without_shuffling_one_worker_reads_the_log_in_order(prepared: Prepared) -> None:
+def test_unshuffled_worker_reads_log_order(prepared: Prepared) -> None:
     loading = loader(prepared, order_of(prepared[0], 90, 611, "none"), epochs=2)
     assert [row for batch in loading for row in rows_of(batch)] == 2 * log_rows(prepared, 90, 611)
     loading = loader(prepared, epochs=2)
@@ -195,7 +195,7 @@ def test_without_shuffling_one_worker_reads_the_log_in_order(prepared: Prepared)
     assert rows[:ROWS] != rows[ROWS:]
 
 
-def test_a_worker_may_have_an_empty_batch(prepared: Prepared) -> None:
+def test_worker_accepts_empty_batch(prepared: Prepared) -> None:
     order = order_of(prepared[0], 0, 5)
     last = [list(loader(prepared, order, batch_size=1, rank=rank, world_size=4))[-1] for rank in range(4)]
     assert [len(batch) for batch in last] == [1, 0, 0, 0]
@@ -204,7 +204,7 @@ def test_a_worker_may_have_an_empty_batch(prepared: Prepared) -> None:
     assert {batch.loss_weight for batch in last} == {4.0}
 
 
-def test_slicer_adds_full_tables_also_to_no_rows() -> None:
+def test_slicer_adds_full_tables_to_empty_batch() -> None:
     inputs = Schema(label="label", dense=(), sparse=("user", "item"), lists=("item",), tokens="any")
     lists = JaggedIds(np.array([5, 3, 4], np.int32), np.array([2, 1], np.int32))
     rows = EncodedRows(np.empty((2, 0), np.float32), [np.array([7, 8], np.int32), lists], {"label": np.ones(2, np.float32)})
@@ -222,7 +222,7 @@ def test_slicer_adds_full_tables_also_to_no_rows() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_any_step_can_be_gone_on_from(prepared: Prepared, world_size: int) -> None:
+def test_every_step_resumes(prepared: Prepared, world_size: int) -> None:
     for rank in range(world_size):
         settings = {"epochs": 3, "batch_size": 100, "rank": rank, "world_size": world_size}
         first = loader(prepared, **settings)
@@ -243,7 +243,7 @@ def test_any_step_can_be_gone_on_from(prepared: Prepared, world_size: int) -> No
     assert states[-1] == end.to_dict()
 
 
-def test_ranks_agree_on_the_state(prepared: Prepared) -> None:
+def test_state_matches_across_ranks(prepared: Prepared) -> None:
     loaders = [loader(prepared, epochs=2, rank=rank, world_size=3) for rank in range(3)]
     for _ in range(loaders[0].steps):
         assert len({json.dumps(each.state()) for each in loaders}) == 1
@@ -255,7 +255,7 @@ def test_ranks_agree_on_the_state(prepared: Prepared) -> None:
 @pytest.mark.parametrize(
     "moves", [[(3, 2, 40), (2, 1, 40), (5, 1, 30), (1, 3, 64)], [(2, 5, 64), (2, 3, 50), (4, 0, 50), (3, 4, 9)]]
 )
-def test_workers_may_come_and_go(prepared: Prepared, moves: list[tuple[int, int, int]]) -> None:
+def test_loader_resumes_with_other_world_sizes(prepared: Prepared, moves: list[tuple[int, int, int]]) -> None:
     """Every row once an epoch and one loader's count of steps left on all ranks, whatever the workers were."""
     used: Counter[tuple[bytes, ...]] = Counter()
     numbers: Counter[tuple[int, int]] = Counter()
@@ -280,7 +280,7 @@ def test_workers_may_come_and_go(prepared: Prepared, moves: list[tuple[int, int,
     assert numbers == Counter((epoch, row) for epoch in range(2) for row in range(ROWS))
 
 
-def test_row_numbers_are_those_of_the_log(prepared: Prepared) -> None:
+def test_row_numbers_match_log(prepared: Prepared) -> None:
     """A number says which row of the log the row beside it is, whatever the order and the set."""
     rows = log_rows(prepared)
     for order in (order_of(prepared[0]), order_of(prepared[0], 90, 611), order_of(prepared[0], 90, 611, "none")):
@@ -306,7 +306,7 @@ def taken(rows: EncodedRows, which: Any) -> EncodedRows:
     ids=["none", "a row is dropped", "a row is repeated", "one in place of another", "a block is repeated"],
 )
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_what_the_data_path_loses_or_repeats_is_counted(
+def test_lost_and_repeated_rows_are_counted(
     prepared: Prepared, fault: Callable[..., list[EncodedRows]], expected: tuple[int, int] | None, epochs: int
 ) -> None:
     """A data task that makes other rows than it was asked for: the position says nothing of it, and the count does."""
@@ -327,9 +327,7 @@ def test_what_the_data_path_loses_or_repeats_is_counted(
 
 
 @pytest.mark.parametrize(("calls", "expected"), [((0, 1, 2, 4, 5), (64, 0)), ((0, 1, 1, 2, 3), (0, 64)), (range(5), (0, 0))])
-def test_batches_that_are_skipped_or_trained_twice_are_counted(
-    prepared: Prepared, calls: Sequence[int], expected: tuple[int, int]
-) -> None:
+def test_skipped_and_repeated_batches_are_counted(prepared: Prepared, calls: Sequence[int], expected: tuple[int, int]) -> None:
     loading, trained = loader(prepared), RowTally()
     given = [next(loading) for _ in range(max(calls) + 1)]
     for call in calls:
@@ -337,7 +335,7 @@ def test_batches_that_are_skipped_or_trained_twice_are_counted(
     assert trained.lost_and_repeated(loading.trained_rows()) == expected
 
 
-def test_max_steps_cuts_the_batches_short(prepared: Prepared) -> None:
+def test_max_steps_limits_batches(prepared: Prepared) -> None:
     whole = list(loader(prepared, epochs=2))
     for max_steps in (0, 1, 5, 12, 1000):
         short = loader(prepared, epochs=2, max_steps=max_steps)
@@ -347,7 +345,7 @@ def test_max_steps_cuts_the_batches_short(prepared: Prepared) -> None:
         assert short.rows(short.steps) == sum(len(batch) for batch in batches)
 
 
-def test_only_the_rows_that_are_wanted_are_asked_for(prepared: Prepared) -> None:
+def test_stream_requests_needed_rows_only(prepared: Prepared) -> None:
     asked: list[int] = []
 
     class Counting(TaskSource):
@@ -360,7 +358,7 @@ def test_only_the_rows_that_are_wanted_are_asked_for(prepared: Prepared) -> None
     assert len(asked) == 1
 
 
-def test_the_end_of_an_epoch_is_the_start_of_the_next(prepared: Prepared) -> None:
+def test_epoch_end_equals_next_start(prepared: Prepared) -> None:
     """Also where the position says so with a step number, as no loader does."""
     end = loader(prepared, epochs=2, position=Position(0, 11, 1, 64, None))
     assert end.steps == 11
@@ -368,7 +366,7 @@ def test_the_end_of_an_epoch_is_the_start_of_the_next(prepared: Prepared) -> Non
     assert all(same(one, other) for one, other in zip(end, list(loader(prepared, epochs=2))[11:], strict=True))
 
 
-def test_a_run_goes_on_in_the_very_order_it_began_with(prepared: Prepared, tmp_path: Path) -> None:
+def test_resume_rejects_changed_order(prepared: Prepared, tmp_path: Path) -> None:
     """A position means other rows in any other order, and so rows would be lost and trained on twice, unnoticed."""
     index, _ = prepared
     order = order_of(index)
@@ -396,7 +394,7 @@ def test_a_run_goes_on_in_the_very_order_it_began_with(prepared: Prepared, tmp_p
 
 
 @pytest.mark.parametrize("changes", [{"world_size": 2}, {"batch_size": 50}])
-def test_workers_and_batches_may_change_where_a_run_goes_on(prepared: Prepared, changes: dict[str, int]) -> None:
+def test_resume_accepts_new_world_and_batch_size(prepared: Prepared, changes: dict[str, int]) -> None:
     begun = loader(prepared)
     for _ in range(4):
         next(begun)
@@ -407,14 +405,14 @@ def test_workers_and_batches_may_change_where_a_run_goes_on(prepared: Prepared, 
     assert sum(len(batch) for each in loaders for batch in each) == ROWS - 4 * 64
 
 
-def test_positions_of_before_orders_were_noted_still_do(prepared: Prepared) -> None:
+def test_position_without_order_resumes(prepared: Prepared) -> None:
     stored = {"epoch": 0, "step_in_deal": 2, "world_size": 1, "batch_size": 64, "pieces": None}
     going_on = loader(prepared, position=Position.from_dict(stored))
     assert all(same(one, other) for one, other in zip(going_on, list(loader(prepared))[2:], strict=True))
     assert going_on.state()["order"] == order_of(prepared[0]).identity
 
 
-def test_closing_early(prepared: Prepared) -> None:
+def test_close_stops_reading(prepared: Prepared) -> None:
     loading = loader(prepared)
     next(loading)
     loading.close()
@@ -429,7 +427,7 @@ def test_sparse_features() -> None:
     assert features.values().dtype == torch.int32
 
 
-def test_batches_hold_any_number_of_ids_a_row() -> None:
+def test_batches_contain_variable_length_ids() -> None:
     """One id, two ids and any number of them, through Arrow, cut into batches across what the tasks made."""
     rng = np.random.default_rng(0)
     lists = [rng.integers(0, 2**40, rng.integers(0, 4)).tolist() for _ in range(50)]
@@ -455,7 +453,7 @@ def test_batches_hold_any_number_of_ids_a_row() -> None:
         done += count
 
 
-def test_columns_of_several_ids_share_one_array() -> None:
+def test_multi_id_columns_share_buffer() -> None:
     rows = EncodedRows(
         np.zeros((4, 0), np.float32),
         [np.arange(4, dtype=np.int32), np.arange(8, dtype=np.int32).reshape(4, 2)],
@@ -469,7 +467,7 @@ def test_columns_of_several_ids_share_one_array() -> None:
         assert features.offsets().tolist() == [0, 1, 2, 4, 6]
 
 
-def test_arrow_carries_columns_of_one_kind_only() -> None:
+def test_arrow_roundtrip_of_single_kind() -> None:
     ids = np.array([[1, 2**25 + 1]], np.int32)
     (back,) = from_arrow(to_arrow(EncodedRows(np.empty((2, 0), np.float32), ids)))
     assert (back.dense.shape, back.ids[0].tolist(), back.labels) == ((2, 0), [1, 2**25 + 1], {})
@@ -482,7 +480,7 @@ def test_arrow_carries_columns_of_one_kind_only() -> None:
     assert from_arrow(sliced)[0].dense.tolist() == [[3, 4, 5]]
 
 
-def test_a_run_of_many_epochs_is_planned_as_it_comes_to_them(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epochs_are_planned_lazily(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int] = []
     blocks = BlockOrder.blocks
 

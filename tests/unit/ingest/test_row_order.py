@@ -69,7 +69,7 @@ def _all_workers(source: ArrayRows, world_size: int, **options: object) -> list[
     return steps
 
 
-def test_a_full_shuffle_is_that_of_distributed_sampler() -> None:
+def test_full_shuffle_matches_distributed_sampler() -> None:
     source = Shards(24)
     for epoch in range(2):
         for rank in range(2):
@@ -88,7 +88,7 @@ def test_a_full_shuffle_is_that_of_distributed_sampler() -> None:
     data=st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_row_comes_once_an_epoch_whoever_goes_on(
+def test_every_row_trains_once_across_reshards(
     chunks: list[int], shuffle: str, worlds: list[int], batch_size: int, data: st.DataObject
 ) -> None:
     """Stopped again and again, and dealt out to other numbers of workers: the sequence of rows stays the same."""
@@ -114,14 +114,14 @@ def test_every_row_comes_once_an_epoch_whoever_goes_on(
     assert seen == whole
 
 
-def test_a_short_rest_joins_the_batch_before() -> None:
+def test_short_rest_joins_previous_batch() -> None:
     source = Shards(17)
     for small_steps, sizes in ((False, [8, 9]), (True, [8, 8, 1])):
         steps = _all_workers(source, 2, batch_size=4, order=_order(source, small_steps=small_steps))
         assert list(map(len, steps)) == sizes
 
 
-def test_a_worker_without_a_row_gets_a_filler_that_counts_nowhere() -> None:
+def test_worker_without_rows_gets_uncounted_filler() -> None:
     source = Shards(5)
     order = _order(source, small_steps=True)
     batches = [list(_loader(source, rank=rank, world_size=2, batch_size=2, order=order)) for rank in range(2)]
@@ -131,7 +131,7 @@ def test_a_worker_without_a_row_gets_a_filler_that_counts_nowhere() -> None:
     assert len(batches[1][1]) == 1
 
 
-def test_windows_are_announced_before_they_are_read_and_mix_their_chunks_only() -> None:
+def test_windows_are_announced_before_reading() -> None:
     source = Shards(4, 4, 4, 4)
     order = _order(source, "window", chunks_per_window=2)
     windows = list(order.numbers(0, 0))
@@ -167,7 +167,7 @@ FOURS = (4, 4, 4, 4)
         (FOURS, {}, FOURS, {"chunks_per_window": 3}, None),
     ],
 )
-def test_a_position_is_one_in_this_very_order(
+def test_position_rejects_other_order(
     chunks: tuple[int, ...], options: dict[str, Any], others: tuple[int, ...], changes: dict[str, Any], why: str | None
 ) -> None:
     source, other = Shards(*chunks), Shards(*others)
@@ -180,7 +180,7 @@ def test_a_position_is_one_in_this_very_order(
             _loader(other, order=order, state=state)
 
 
-def test_a_position_of_before_windows_and_hashes_were_noted_still_is_one() -> None:
+def test_old_position_without_hashes_resumes() -> None:
     source = Shards(4, 4, 4, 4)
     order = _order(source, "window", data_hash="0a")
     stored = {"epoch": 0, "offset": 8, "rows": 16, "chunks": 4, "shuffle": "window", "seed": 0}
@@ -189,7 +189,7 @@ def test_a_position_of_before_windows_and_hashes_were_noted_still_is_one() -> No
     assert loader.state()["data_hash"] == "0a"
 
 
-def test_an_error_of_the_rows_is_raised_where_the_batch_is_asked_for() -> None:
+def test_row_error_raises_on_next() -> None:
     class Damaged(Shards):
         def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
             if 9 in indices:
@@ -203,7 +203,7 @@ def test_an_error_of_the_rows_is_raised_where_the_batch_is_asked_for() -> None:
         next(loader)
 
 
-def test_closing_ends_the_thread_and_the_rows() -> None:
+def test_close_stops_thread_and_rows() -> None:
     source = Shards(1000)
     threads = threading.active_count()
     loader = _loader(source, batch_size=1)
@@ -215,13 +215,13 @@ def test_closing_ends_the_thread_and_the_rows() -> None:
     assert next(loader, None) is None
 
 
-def test_no_rows_are_refused() -> None:
+def test_loader_rejects_empty_data() -> None:
     with pytest.raises(InputError, match="no rows"):
         _loader(Shards(0))
 
 
 @pytest.mark.parametrize(("rows", "count", "sizes"), [(5, 2, [3, 2]), (2, 3, [1, 1, 1]), (4, 1, [4])])
-def test_a_batch_in_parts_has_exactly_as_many(rows: int, count: int, sizes: list[int]) -> None:
+def test_split_batch_has_exact_size(rows: int, count: int, sizes: list[int]) -> None:
     parts = Batch({"x": torch.arange(rows)}, 0.5).parts(count)
     assert [len(part) for part in parts] == sizes
     assert sum(len(part) for part in parts if part.loss_weight) == rows

@@ -74,7 +74,7 @@ def numbers(block_ranges: BlockRanges, preprocessor: Preprocessor, engine: Given
 
 
 @pytest.mark.parametrize("made", [0, 1, 3, BLOCKS])
-def test_blocks_that_never_come_are_made_here_once_the_run_is_asked_to_stop(
+def test_stop_makes_missing_blocks_locally(
     monkeypatch: pytest.MonkeyPatch, block_ranges: BlockRanges, preprocessor: Preprocessor, never: threading.Event, made: int
 ) -> None:
     items = [(block, block_range.start, block_range.stop) for block, block_range in block_ranges]
@@ -101,7 +101,7 @@ def test_blocks_that_never_come_are_made_here_once_the_run_is_asked_to_stop(
     assert found == [expected.tolist()]
 
 
-def test_errors_of_data_tasks_and_an_early_end_go_through(
+def test_stream_raises_task_errors_and_closes_early(
     block_ranges: BlockRanges, preprocessor: Preprocessor, never: threading.Event
 ) -> None:
     closed = threading.Event()
@@ -125,7 +125,7 @@ def test_errors_of_data_tasks_and_an_early_end_go_through(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_worker_hears_of_a_stop(monkeypatch: pytest.MonkeyPatch, never: threading.Event, rank: int) -> None:
+def test_stop_reaches_every_worker(monkeypatch: pytest.MonkeyPatch, never: threading.Event, rank: int) -> None:
     monkeypatch.setattr(stop_monitor, "POLL_S", 0.01)
     monkeypatch.setattr(stop_monitor, "_RANKS_POLL_S", 0.01)
     channel: Any = SimpleNamespace(stop_reason=lambda: "SIGTERM")
@@ -155,13 +155,13 @@ class Source:
             self.closed = True
 
 
-def test_values_come_in_order_from_another_thread() -> None:
+def test_prefetcher_returns_values_in_order() -> None:
     source = Source(50)
     assert list(Prefetcher(source.values(), max_prefetch=2)) == list(range(50))
     assert threading.get_ident() not in source.threads
 
 
-def test_few_are_made_ahead_and_closing_ends_the_source() -> None:
+def test_prefetcher_limits_values_and_closes_source() -> None:
     source = Source(50)
     ahead = Prefetcher(source.values(), max_prefetch=2)
     assert [next(ahead), next(ahead)] == [0, 1]
@@ -175,7 +175,7 @@ def test_few_are_made_ahead_and_closing_ends_the_source() -> None:
     assert next(ahead, None) is None
 
 
-def test_an_error_comes_behind_the_values_before_it() -> None:
+def test_prefetcher_raises_error_after_values() -> None:
     ahead = Prefetcher(Source(5, fails_at=2).values(), max_prefetch=4)
     assert [next(ahead), next(ahead)] == [0, 1]
     with pytest.raises(ValueError, match="broken"):

@@ -62,7 +62,7 @@ def edited(written: Path, folder: Path, change: Callable[[dict[str, Any]], None]
 
 
 @pytest.mark.parametrize("place", [str, url], ids=["folder", "url"])
-def test_rows_are_those_written_in_the_order_asked_for(written: Path, tmp_path: Path, place: Callable[[Path], str]) -> None:
+def test_read_returns_rows_in_order(written: Path, tmp_path: Path, place: Callable[[Path], str]) -> None:
     rows = TokenRows(place(written), cache_folder=str(tmp_path))
     assert (len(rows), tuple(rows.chunk_rows), rows.block_size) == (97, SHARDS, BLOCK)
     order = np.random.default_rng(1).permutation(97)
@@ -76,7 +76,7 @@ def test_rows_are_those_written_in_the_order_asked_for(written: Path, tmp_path: 
     rows.close()
 
 
-def test_anybody_reads_what_is_written_and_what_anybody_writes_is_read(written: Path, tmp_path: Path) -> None:
+def test_shards_match_streaming_both_ways(written: Path, tmp_path: Path) -> None:
     streaming = mds.load_streaming()
     theirs = streaming.StreamingDataset(local=str(written), shuffle=False, batch_size=1)
     np.testing.assert_array_equal(np.stack([sample["tokens"] for sample in theirs]), ROWS)
@@ -91,7 +91,7 @@ def test_anybody_reads_what_is_written_and_what_anybody_writes_is_read(written: 
     np.testing.assert_array_equal(rows.read(np.arange(97))["tokens"], wide)
 
 
-def test_the_same_rows_are_the_same_bytes(written: Path, tmp_path: Path) -> None:
+def test_equal_rows_write_equal_bytes(written: Path, tmp_path: Path) -> None:
     again = write(tmp_path / "again")
     for file in written.iterdir():
         assert (again / file.name).read_bytes() == file.read_bytes()
@@ -122,7 +122,7 @@ rows.close()
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_processes_of_a_node_fetch_a_shard_once(written: Path, tmp_path: Path, processes: ProgramServer) -> None:
+def test_node_processes_fetch_shard_once(written: Path, tmp_path: Path, processes: ProgramServer) -> None:
     size_bytes = sum(file.stat().st_size for file in written.glob("*.mds"))
     readers = [Program(READER, (url(written), str(tmp_path)))] * 3
     found = [[int(word) for word in ended.output.split()] for ended in processes.run(*readers)]
@@ -157,7 +157,7 @@ print(*before, *held(), while_open[1] > before[1])
 """What a process holds before and after reading: open files, mapped shards, threads, and streaming, which is slow to import."""
 
 
-def test_memory_and_threads_are_given_back(written: Path, tmp_path: Path, processes: ProgramServer) -> None:
+def test_close_releases_memory_and_threads(written: Path, tmp_path: Path, processes: ProgramServer) -> None:
     # A process of its own: what other tests leave to the garbage collector would be counted here.
     (ended,) = processes.run(Program(GIVEN_BACK, (url(written), str(tmp_path))))
     assert ended.status == 0
@@ -167,7 +167,7 @@ def test_memory_and_threads_are_given_back(written: Path, tmp_path: Path, proces
     assert seen == "True"
 
 
-def test_it_is_not_pickled(written: Path) -> None:
+def test_pickling_raises(written: Path) -> None:
     with pytest.raises(TypeError, match="in the process that reads"):
         pickle.dumps(TokenRows(str(written)))
 
@@ -175,7 +175,7 @@ def test_it_is_not_pickled(written: Path) -> None:
 # -- a store of shards
 
 
-def test_what_is_here_is_not_fetched_again(written: Path, tmp_path: Path) -> None:
+def test_cached_shards_are_not_fetched(written: Path, tmp_path: Path) -> None:
     for expected in (True, False):
         rows = TokenRows(url(written), cache_folder=str(tmp_path))
         rows.read(np.arange(97))
@@ -186,7 +186,7 @@ def test_what_is_here_is_not_fetched_again(written: Path, tmp_path: Path) -> Non
     np.testing.assert_array_equal(other.read(np.arange(97))["tokens"], ROWS + 1)
 
 
-def test_a_limited_cache_keeps_its_limit_and_what_is_in_use(tmp_path: Path) -> None:
+def test_limited_cache_keeps_limit_and_mapped_shards(tmp_path: Path) -> None:
     many = ROWS[:96]
     source = write(tmp_path / "source", many, [4] * 24)
     shard_bytes = (source / "shard.00000.mds").stat().st_size
@@ -209,7 +209,7 @@ def test_a_limited_cache_keeps_its_limit_and_what_is_in_use(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_process_killed_in_a_download_is_in_nobody_s_way(written: Path, tmp_path: Path, processes: ProgramServer) -> None:
+def test_killed_download_does_not_block_others(written: Path, tmp_path: Path, processes: ProgramServer) -> None:
     dying = """
 import os, signal, sys
 import numpy as np
@@ -230,7 +230,7 @@ rows.read(np.arange(3))
     assert not list(tmp_path.glob("*/*.partial"))
 
 
-def test_a_download_that_failed_is_tried_again(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_download_retries(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = TokenRows(url(written), cache_folder=str(tmp_path))
 
     def out(*_: Any) -> Any:
@@ -257,7 +257,7 @@ def test_will_read_fetches_ahead(written: Path, tmp_path: Path) -> None:
     rows.close()
 
 
-def test_a_copy_that_went_bad_is_fetched_again(written: Path, tmp_path: Path) -> None:
+def test_damaged_copy_is_fetched_again(written: Path, tmp_path: Path) -> None:
     rows = TokenRows(url(written), cache_folder=str(tmp_path))
     rows.read(np.arange(97))
     rows.close()
@@ -277,7 +277,7 @@ def test_a_copy_that_went_bad_is_fetched_again(written: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "content", [lambda data: data[:-1], lambda data: data[:-1] + bytes([data[-1] ^ 1]), None], ids=["short", "flipped", "gone"]
 )
-def test_a_damaged_shard_is_named(written: Path, tmp_path: Path, place: Callable[[Path], str], content: Any) -> None:
+def test_damaged_shard_raises_with_name(written: Path, tmp_path: Path, place: Callable[[Path], str], content: Any) -> None:
     shutil.copytree(written, tmp_path / "set")
     shard = tmp_path / "set" / "shard.00001.mds"
     shard.write_bytes(content(shard.read_bytes())) if content else shard.unlink()
@@ -305,21 +305,19 @@ def test_a_damaged_shard_is_named(written: Path, tmp_path: Path, place: Callable
         (lambda index: index["shards"][0].update(samples="many"), "damaged"),
     ],
 )
-def test_an_index_that_is_not_ours_is_refused(
-    written: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], told: str
-) -> None:
+def test_reader_rejects_foreign_index(written: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], told: str) -> None:
     folder = edited(written, tmp_path / "set", change)
     with pytest.raises(InputError, match=rf"^[^\n]*index\.json: [^\n]*({told})[^\n]*$"):
         TokenRows(str(folder))
 
 
-def test_a_shard_of_other_rows_than_its_index_says_is_refused(written: Path, tmp_path: Path) -> None:
+def test_reader_rejects_shard_with_wrong_row_count(written: Path, tmp_path: Path) -> None:
     folder = edited(written, tmp_path / "set", lambda index: index["shards"][0].update(samples=29))
     with pytest.raises(InputError, match=r"shard\.00000\.mds: damaged: does not have 29 rows"):
         TokenRows(str(folder)).read(np.array([0]))
 
 
-def test_what_is_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_shards_raise_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"^[^\n]*index\.json: no such file$"):
         TokenRows(str(tmp_path / "nothing"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -327,7 +325,7 @@ def test_what_is_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
         mds.load_streaming()
 
 
-def test_a_shard_may_have_any_name(tmp_path: Path) -> None:
+def test_cache_accepts_any_shard_name(tmp_path: Path) -> None:
     """Even that of the lock under which a limited cache makes room."""
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "room").write_bytes(b"shard")

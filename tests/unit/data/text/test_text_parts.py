@@ -22,7 +22,7 @@ def cuts_of(content: bytes, positions: range) -> list[int]:
 
 
 @given(text=WORDS)
-def test_a_cut_is_the_next_start_of_a_line(text: str) -> None:
+def test_cut_returns_next_line_start(text: str) -> None:
     content = text.encode()
     starts = [0, *(place + 1 for place, byte in enumerate(content) if byte == ord("\n")), len(content)]
     for position, found in enumerate(cuts_of(content, range(len(content) + 1))):
@@ -30,7 +30,7 @@ def test_a_cut_is_the_next_start_of_a_line(text: str) -> None:
 
 
 @given(text=WORDS)
-def test_a_line_without_end_is_cut_between_characters(text: str) -> None:
+def test_endless_line_is_cut_between_characters(text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_blocks, "LINE_BYTES", 4)
         patch.setattr(text_blocks, "_SCAN_BYTES", 3)
@@ -45,9 +45,7 @@ def test_a_line_without_end_is_cut_between_characters(text: str) -> None:
 @given(
     texts=st.lists(WORDS, min_size=1, max_size=4), part_bytes=st.integers(1, 40), fraction=st.sampled_from([0.0, 0.1, 0.5, 0.99])
 )
-def test_parts_are_the_whole_text(
-    texts: list[str], part_bytes: int, fraction: float, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_parts_cover_text(texts: list[str], part_bytes: int, fraction: float, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("parts")
     sources = []
     for number, text in enumerate(texts):
@@ -65,7 +63,7 @@ def test_parts_are_the_whole_text(
     assert sum(part.follows for part in parts) >= len(begun) - 2  # but for the first of each set
 
 
-def test_what_is_not_utf_8_is_told_with_its_place(tmp_path: Path) -> None:
+def test_invalid_utf8_raises_with_position(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"line\n" * 10 + "hé".encode("latin-1"))
     source = Source(str(tmp_path / "latin.txt"), "latin.txt", 52)
     parts = parts_of([source], validation_fraction=0.0, part_bytes=16)
@@ -74,7 +72,7 @@ def test_what_is_not_utf_8_is_told_with_its_place(tmp_path: Path) -> None:
         read_part(parts[-1])
 
 
-def test_a_bpe_is_the_same_on_any_number_of_threads(tmp_path: Path) -> None:
+def test_bpe_matches_on_any_thread_count(tmp_path: Path) -> None:
     code = """
 import sys
 from rayrec.data.text.tokenizer import bytes_bpe, write_tokenizer
@@ -87,7 +85,7 @@ write_tokenizer(bytes_bpe(texts, 600), sys.argv[1])
     assert (tmp_path / "1" / "tokenizer.json").read_bytes() == (tmp_path / "4" / "tokenizer.json").read_bytes()
 
 
-def test_what_is_no_tokenizer_is_one_line(tmp_path: Path) -> None:
+def test_missing_tokenizer_raises_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^[^\n]*tokenizer not found\. [^\n]*$"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
