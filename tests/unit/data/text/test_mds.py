@@ -321,7 +321,7 @@ def test_missing_shards_raise_one_line(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(InputError, match=r"^[^\n]*index\.json: no such file$"):
         TokenRows(str(tmp_path / "nothing"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"^streaming is not installed; pip install 'rayrec\[language\]'$"):
+    with pytest.raises(InputError, match=r"^streaming is not installed\. Run pip install 'rayrec\[language\]'\.$"):
         mds.load_streaming()
 
 
