@@ -148,7 +148,7 @@ class ClickBatches:
     close = stop
 
     def _slice(self, rows: Iterator[EncodedRows], plans: Plans[BlockPlan], sharding: BatchSharding) -> Iterator[Batch]:
-        slicer = self._slicer(rows)
+        slicer = self._slicer(rows=rows)
         for plan, steps in plans():
             for step in range(steps):
                 weight = sharding.world_size / (plan.rows_until(step + 1) - plan.rows_until(step))

@@ -70,8 +70,7 @@ def _rows_of(task: Task, job: Job) -> Iterator[pa.Table]:
     """Encode the rows of each part into the stored form."""
     keep_freed_memory()
     job.folder.require()
-    preprocessor = job.preprocessor
-    preprocessor = _loaded(preprocessor) if isinstance(preprocessor, str) else preprocessor.get()
+    preprocessor = _loaded(job.preprocessor) if isinstance(job.preprocessor, str) else job.preprocessor.get()
     for part, (_, row) in zip(task.parts, task.file_rows, strict=True):
         raw = read_raw([part.segment], job.schema)
         path, first_row = part.segment.path, row - part.start
