@@ -26,6 +26,7 @@ from rayrec.data.log_source import plain_files
 from rayrec.data.text import text_blocks
 from rayrec.data.text.text_blocks import PART_BYTES, Source, TextPart, read_part
 from rayrec.data.text.tokenizer import (
+    MIN_BPE_SIZE,
     Files,
     TextTokenizer,
     bytes_bpe,
