@@ -24,7 +24,7 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.observe.events import read_events
 from rayrec.sharding.communication import CommunicationVolume, LinkBandwidth
 from rayrec.workloads.base import Target
-from rayrec.workloads.recsys.planning import memory_here, tables_of
+from rayrec.workloads.recsys.planning import local_memory, tables_of
 from rayrec.workloads.recsys.workload import ClickWorkload
 
 ROWS, STEPS, FEW_STEPS, WARM_STEPS, REPEATS = 400_000, 120, 20, 20, 3
@@ -117,7 +117,7 @@ def _forecast(preprocessor: str, *, hosts: int, batch_size: int) -> Communicatio
         known.num_embeddings,
         inputs=known.inputs,
         target=Target(hosts, 1),
-        memory_bytes=memory_here(config, workers=hosts),
+        memory_bytes=local_memory(config, workers=hosts),
         hotness=known.hotness,
     ).traffic
 

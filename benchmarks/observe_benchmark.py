@@ -85,10 +85,10 @@ class Lane:
     def block(self, progress: Any) -> Spent:
         """Trains up to the next log."""
         from rayrec.training import loop
-        from rayrec.workloads.step_timer import waits_noticed
+        from rayrec.workloads.step_timer import time_collective_waits
 
         self.driver(signal.SIGCONT if self.observed else signal.SIGSTOP)
-        with waits_noticed(self.setup.clock):
+        with time_collective_waits(self.setup.clock):
             begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
             loop._train(self.training, self.account, progress.step + STEPS)
             spent = Spent(time.perf_counter() - begin_s, time.process_time() - begin_cpu_s)
@@ -169,7 +169,7 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
     from rayrec.training.progress import Training
     from rayrec.training.step_log import StepAccounting
     from rayrec.workloads.recsys.worker import TimedBase
-    from rayrec.workloads.step_timer import HostClock, StepClock
+    from rayrec.workloads.step_timer import HostTimer, StepTimer
 
     class Entered(torch.nn.Module):
         """The model, with hooks of its own."""
@@ -189,7 +189,7 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
     stop_signal = SimpleNamespace(poll=lambda: (False, False), preempted=lambda: False, urgent=lambda: False)
     lanes = []
     for observed in (True, False, False):
-        clock = HostClock() if observed else StepClock()
+        clock = HostTimer() if observed else StepTimer()
         pipeline = TimedBase(Entered(setup.model), setup.optimizer, torch.device("cpu"), clock)
         peak = 1e12 if observed else None  # the worker measures it once, before it trains
         own = dataclasses.replace(setup, clock=clock, pipeline=pipeline, peak_multiply_adds_per_s=peak)

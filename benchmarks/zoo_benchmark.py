@@ -202,7 +202,7 @@ def _baseline(recipe: Any, folder: str, kind: Kind, settings: dict[str, float], 
     """Fit a baseline on the Preprocessor and split of DLRM's default run, which ends at once if it exists."""
     config = _config(recipe, folder, "dlrm", {}, log)
     checkpoint = rayrec.train(config, console=Console(quiet=True)).summary["checkpoint"]
-    given = open_baselines(config, checkpoint, most_rows=10**7, kinds=(kind,))
+    given = open_baselines(config, checkpoint, max_rows=10**7, kinds=(kind,))
     if kind == "logistic":
         fitted = given.fit(kind, strengths=tuple(settings.values()))
     else:

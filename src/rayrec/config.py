@@ -60,7 +60,7 @@ def _bounds(annotation: Any) -> list[str]:
     return own + [bound for inner in typing.get_args(annotation) for bound in _bounds(inner)]
 
 
-def _misfit(error: pydantic.ValidationError, annotation: Any) -> str:
+def _violation(error: pydantic.ValidationError, annotation: Any) -> str:
     """Describe the bound or type that a value violates."""
     first = error.errors()[0]
     if first["type"] == "too_short":
@@ -134,10 +134,10 @@ class Config:
             try:
                 _adapter(annotation).validate_python(value)
             except pydantic.ValidationError as error:
-                raise InputError(f"{type(self).__name__}.{field.name}: {_misfit(error, annotation)}, got {value!r}") from None
+                raise InputError(f"{type(self).__name__}.{field.name}: {_violation(error, annotation)}, got {value!r}") from None
 
     @classmethod
-    def _own_class(cls) -> str | None:
+    def _custom_class(cls) -> str | None:
         """Return the class name if it is defined outside rayrec, in which case a stored configuration must contain it."""
         return None if cls.__module__.partition(".")[0] == "rayrec" else f"{cls.__module__}.{cls.__qualname__}"
 
@@ -145,8 +145,8 @@ class Config:
         """Return a configuration of another class that can replace this one, given its stored `class`, or None if unknown."""
         del name
 
-    def _known_classes(self) -> str:
-        own = type(self)._own_class() or type(self).__qualname__
+    def _allowed_classes(self) -> str:
+        own = type(self)._custom_class() or type(self).__qualname__
         return f"{own}. Use the recipe that created the configuration"
 
     def replace(self, **changes: Any) -> Self:
@@ -164,12 +164,12 @@ class Config:
         stored = changes.get(CLASS)
         if stored is not None:
             changes = {name: value for name, value in changes.items() if name != CLASS}
-            own = type(self)._own_class()
+            own = type(self)._custom_class()
             if own is None or not same_class(stored, own):
                 other = self.of_class(stored)
                 if other is None:
                     raise InputError(
-                        f"{where}{CLASS}: does not match the recipe, got {stored}, and the recipe has {self._known_classes()}"
+                        f"{where}{CLASS}: does not match the recipe, got {stored}, and the recipe has {self._allowed_classes()}"
                     )
                 return other.updated(changes, where=where)
         if changes.keys() & self.RENAMED.keys():
@@ -222,7 +222,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists and scalars for JSON or YAML, with `class` for a class defined outside rayrec."""
-        own = type(self)._own_class()
+        own = type(self)._custom_class()
         named = {} if own is None else {CLASS: own}
         return named | {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 

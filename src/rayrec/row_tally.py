@@ -27,7 +27,7 @@ class RowNumbers:
 
 
 @final
-class RowTally:
+class TrainedRows:
     """Multiset of (epoch, row number), stored as counts and checksums, independent of the row order.
 
     `counts` has the additions by row number modulo `RESIDUES`. Two checksums modulo 2^64 identify the rows: the sums of w(r + 1)
@@ -71,7 +71,7 @@ class RowTally:
 
     def remove(self, rows: RowNumbers) -> None:
         """Remove the rows of a batch."""
-        other = RowTally()
+        other = TrainedRows()
         other.add(rows)
         first, second = other.checksums
         self.counts -= other.counts
@@ -82,7 +82,7 @@ class RowTally:
         self.checksums = _added(self.checksums, (weight * sums, weight * squares))
 
     @classmethod
-    def total(cls, counts: np.ndarray, checksums: Iterable[tuple[int, int]]) -> RowTally:
+    def total(cls, counts: np.ndarray, checksums: Iterable[tuple[int, int]]) -> TrainedRows:
         """Build the tally of several workers from the sum of their counts and their checksums."""
         tally = cls()
         tally.counts = counts
@@ -90,7 +90,7 @@ class RowTally:
             tally.checksums = _added(tally.checksums, each)
         return tally
 
-    def lost_and_repeated(self, expected: RowTally) -> tuple[int, int]:
+    def lost_and_repeated(self, expected: TrainedRows) -> tuple[int, int]:
         """Return how many rows of `expected` are missing here, and how many are repeated here.
 
         Exact if rows were only lost or only repeated. If both happened, a lost and a repeated row with equal numbers modulo
@@ -103,7 +103,7 @@ class RowTally:
         return lost, repeated
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, RowTally):
+        if not isinstance(other, TrainedRows):
             return NotImplemented
         return self.checksums == other.checksums and np.array_equal(self.counts, other.counts)
 
@@ -115,7 +115,7 @@ class RowTally:
         return {"counts": base64.b64encode(packed).decode(), "checksums": list(self.checksums)}
 
     @classmethod
-    def from_dict(cls, stored: dict[str, Any]) -> RowTally:
+    def from_dict(cls, stored: dict[str, Any]) -> TrainedRows:
         tally = cls()
         tally.counts = np.frombuffer(zlib.decompress(base64.b64decode(stored["counts"])), "<i8").astype(np.int64)
         first, second = stored["checksums"]
@@ -123,7 +123,7 @@ class RowTally:
         return tally
 
 
-def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Merge each range [start, stop) with the previous one if it starts where that ends."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:

@@ -116,7 +116,7 @@ def trained(model: torch.nn.Module, preprocessor: Preprocessor, index: LogIndex)
 def test_predict(trained: np.ndarray, checkpoint: str, config: TrainConfig, preprocessor: Preprocessor, index: LogIndex) -> None:
     parts = list(index.parts(0, index.rows))
     blocks = [
-        ScoredBlock(block, tuple(part.segment.first_row for part in block.parts), lines_known=True)
+        ScoredBlock(block, tuple(part.segment.first_row for part in block.parts), has_all_lines=True)
         for block in blocks_of_epoch(parts, shuffle="none", seed=0, epoch=0, segments_per_block=2)
     ]
     process = _Process(

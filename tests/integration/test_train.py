@@ -31,7 +31,7 @@ from rayrec.ingest.loader import Loader
 from rayrec.layers import cpu_watch
 from rayrec.training.trainer import Result, train
 from rayrec.workloads.base import Target, TrainConfig, WorkerContext
-from rayrec.workloads.recsys.planning import memory_here, tables_of
+from rayrec.workloads.recsys.planning import local_memory, tables_of
 from rayrec.workloads.recsys.workload import ClickWorkload
 
 pytestmark = pytest.mark.slow
@@ -124,7 +124,7 @@ def test_plan_lists_tables_of_each_worker(finished: tuple[TrainConfig, Result]) 
         preprocessor.num_embeddings,
         inputs=preprocessor.inputs,
         target=Target(2, 2),
-        memory_bytes=memory_here(config, workers=2),
+        memory_bytes=local_memory(config, workers=2),
     ).worker_bytes
     (start,) = events_of(result.folder, "start")
     held = [sum(table["bytes_of_rank"].get(rank, 0) for table in start["tables"]) for rank in ("0", "1")]

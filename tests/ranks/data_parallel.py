@@ -125,7 +125,7 @@ def products_by_onednn(patch: pytest.MonkeyPatch) -> list[torch.Size]:
         seen.append(rows.shape)
         return stack(rows, *arguments, **named)
 
-    patch.setattr(language_model, "_LEAST_MULTIPLY_ADDS", 1)
+    patch.setattr(language_model, "_MIN_MULTIPLY_ADDS", 1)
     patch.setattr(language_model, "linear_stack", noting)
     return seen
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from rayrec.row_tally import RESIDUES, RowNumbers, RowTally, merged
+from rayrec.row_tally import RESIDUES, RowNumbers, TrainedRows, merge_ranges
 
 ROWS = 100_000
 
@@ -20,15 +20,15 @@ def batches(epochs: int = 2, rows: int = ROWS, size: int = 1000) -> list[RowNumb
     ]
 
 
-def tally_of(given: list[RowNumbers]) -> RowTally:
-    tally = RowTally()
+def tally_of(given: list[RowNumbers]) -> TrainedRows:
+    tally = TrainedRows()
     for batch in given:
         tally.add(batch)
     return tally
 
 
-def expected(epochs: int = 2, rows: int = ROWS) -> RowTally:
-    tally = RowTally()
+def expected(epochs: int = 2, rows: int = ROWS) -> TrainedRows:
+    tally = TrainedRows()
     for epoch in range(epochs):
         tally.add_ranges([(0, rows // 3), (rows // 3, rows)], epoch=epoch)
     return tally
@@ -37,14 +37,14 @@ def expected(epochs: int = 2, rows: int = ROWS) -> RowTally:
 @pytest.mark.parametrize("start", [0, 1, RESIDUES - 1, RESIDUES, 5 * 10**9])
 @pytest.mark.parametrize("length", [0, 1, RESIDUES - 1, RESIDUES, 3 * RESIDUES + 7])
 def test_a_range_is_the_sum_of_its_rows(start: int, length: int) -> None:
-    one_by_one, as_range = RowTally(), RowTally()
+    one_by_one, as_range = TrainedRows(), TrainedRows()
     one_by_one.add(RowNumbers(3, np.arange(start, start + length, dtype=np.int64)))
     as_range.add_ranges([(start, start + length)], epoch=3)
     assert one_by_one == as_range
     as_range.add_ranges([(start, start + length)], epoch=3, times=-1)
-    assert as_range == RowTally()
+    assert as_range == TrainedRows()
     one_by_one.remove(RowNumbers(3, np.arange(start, start + length, dtype=np.int64)))
-    assert one_by_one == RowTally()
+    assert one_by_one == TrainedRows()
 
 
 def test_every_row_once_an_epoch_is_nothing_lost() -> None:
@@ -55,9 +55,9 @@ def test_every_row_once_an_epoch_is_nothing_lost() -> None:
 def test_workers_add_up_and_survive_a_checkpoint() -> None:
     given = batches()
     parts = [tally_of(given[rank::3]) for rank in range(3)]
-    total = RowTally.total(np.sum([part.counts for part in parts], axis=0), [part.checksums for part in parts])
+    total = TrainedRows.total(np.sum([part.counts for part in parts], axis=0), [part.checksums for part in parts])
     assert total == expected()
-    assert RowTally.from_dict(json.loads(json.dumps(total.to_dict()))) == total
+    assert TrainedRows.from_dict(json.loads(json.dumps(total.to_dict()))) == total
 
 
 def with_one_exchanged(given: list[RowNumbers]) -> list[RowNumbers]:
@@ -96,5 +96,5 @@ def test_lost_and_repeated_at_once_are_nearly_exact() -> None:
 
 
 def test_merged() -> None:
-    assert merged([(0, 3), (3, 5), (7, 9), (9, 9), (2, 4)]) == [(0, 5), (7, 9), (2, 4)]
-    assert merged([]) == []
+    assert merge_ranges([(0, 3), (3, 5), (7, 9), (9, 9), (2, 4)]) == [(0, 5), (7, 9), (2, 4)]
+    assert merge_ranges([]) == []

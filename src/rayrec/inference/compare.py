@@ -77,7 +77,7 @@ def compare(
         for checkpoint, config in zip(checkpoints, configs, strict=True)
     ]
     baselines = (
-        open_baselines(configs[0], jobs[0].checkpoint.path, most_rows=options.baseline_rows, kinds=options.baselines)
+        open_baselines(configs[0], jobs[0].checkpoint.path, max_rows=options.baseline_rows, kinds=options.baselines)
         if options.baselines
         else None
     )

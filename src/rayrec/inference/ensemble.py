@@ -10,7 +10,7 @@ from rayrec.checkpoint import Checkpoint, open_checkpoint
 from rayrec.checkpoint.writer import join
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
-from rayrec.workloads.recsys.scorer import click_settings, joined, load_preprocessor
+from rayrec.workloads.recsys.scorer import click_settings, load_preprocessor, merge_checkpoints
 from rayrec.workloads.recsys.settings import other_preprocessor
 from rayrec.workloads.recsys.workload import ClickWorkload
 
@@ -43,7 +43,7 @@ def ensemble(checkpoints: Sequence[str], out: str, *, configs: Sequence[TrainCon
             )
     settings = [click_settings(checkpoint, config) for checkpoint, config in zip(opened, configs, strict=True)]
     preprocessor = _common_preprocessor(opened)
-    together = joined(opened, settings, preprocessor=preprocessor)
+    together = merge_checkpoints(opened, settings, preprocessor=preprocessor)
     described = configs[0].replace(workload={"model": together.model})
 
     def write_extra_files(folder: str) -> None:

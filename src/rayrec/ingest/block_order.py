@@ -21,7 +21,7 @@ import numpy as np
 from rayrec.config import InputError
 from rayrec.data.logs.index import Block, SegmentRange, row_numbers, source_of, sources_in_order
 from rayrec.ingest.order import BatchSharding
-from rayrec.row_tally import RowNumbers, RowTally, merged
+from rayrec.row_tally import RowNumbers, TrainedRows, merge_ranges
 
 _logger = logging.getLogger(__name__)
 
@@ -145,9 +145,9 @@ class BlockOrder:
     def state(self, position: Position) -> dict[str, Any]:
         return replace(position, order=self.identity).to_dict()
 
-    def trained(self, position: Position) -> RowTally:
-        tally = RowTally()
-        all_rows = merged(_numbers_of(part) for part in self.parts)
+    def trained(self, position: Position) -> TrainedRows:
+        tally = TrainedRows()
+        all_rows = merge_ranges(_numbers_of(part) for part in self.parts)
         for epoch in range(position.epoch):
             tally.add_ranges(all_rows, epoch=epoch)
         if position.world_size:
@@ -155,7 +155,7 @@ class BlockOrder:
             blocks = self.blocks(position.epoch)
             left = position.remaining(blocks)
             untouched = [blocks[block_range.block] for block_range in left if block_range.rows == blocks[block_range.block].rows]
-            ranges = merged(_numbers_of(part) for block in untouched for part in block.parts)
+            ranges = merge_ranges(_numbers_of(part) for block in untouched for part in block.parts)
             tally.add_ranges(ranges, epoch=position.epoch, times=-1)
             for block_range in left:
                 block = blocks[block_range.block]

@@ -7,7 +7,7 @@ from rayrec.batch import Batch
 from rayrec.data.stage_times import StageTimes
 from rayrec.ingest.batches import BatchReader
 from rayrec.ingest.order import BatchSharding, EpochOrder, Plan, PositionT
-from rayrec.row_tally import RowTally
+from rayrec.row_tally import TrainedRows
 
 
 @final
@@ -77,7 +77,7 @@ class Loader(Generic[PositionT, Plan]):
             rows += (plan.epoch - self._first.epoch - 1) * self._order.rows
         return rows
 
-    def trained_rows(self) -> RowTally:
+    def trained_rows(self) -> TrainedRows:
         """Return the rows that a run has trained at this position, with any number of workers: every row once per epoch, minus
         the rest of the current epoch."""
         return self._order.trained(self._position())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from rayrec.row_tally import RowTally
+from rayrec.row_tally import TrainedRows
 
 PositionT = TypeVar("PositionT")
 PositionT_co = TypeVar("PositionT_co", covariant=True)
@@ -64,5 +64,5 @@ class EpochOrder(Protocol[PositionT, Plan_co]):
     def state(self, position: PositionT) -> dict[str, Any]:
         """Return the position as JSON values, equal on all workers."""
 
-    def trained(self, position: PositionT) -> RowTally:
+    def trained(self, position: PositionT) -> TrainedRows:
         """Return the rows trained before a position: every row once per epoch, minus the rest of the current epoch."""

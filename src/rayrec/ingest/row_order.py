@@ -13,7 +13,7 @@ import torch
 
 from rayrec.config import InputError
 from rayrec.ingest.order import BatchSharding
-from rayrec.row_tally import RowNumbers, RowTally
+from rayrec.row_tally import RowNumbers, TrainedRows
 
 
 class RowPosition(NamedTuple):
@@ -81,8 +81,8 @@ class RowOrder:
     def state(self, position: RowPosition) -> dict[str, Any]:
         return {"epoch": position.epoch, "offset": position.offset, **self._identity}
 
-    def trained(self, position: RowPosition) -> RowTally:
-        tally = RowTally()
+    def trained(self, position: RowPosition) -> TrainedRows:
+        tally = TrainedRows()
         for past in range(position.epoch + bool(position.offset)):
             tally.add_ranges([(0, self.rows)], epoch=past)
         if position.offset:

@@ -102,7 +102,7 @@ class ClickModelConfig(Config):
             raise InputError(f"{type(self).__name__}.members: must be 1 without logits to average, got {self.members}. Set it.")
 
     @classmethod
-    def _own_class(cls) -> str | None:
+    def _custom_class(cls) -> str | None:
         return f"{cls.__module__}.{cls.__qualname__}"
 
     @classmethod
@@ -125,8 +125,8 @@ class ClickModelConfig(Config):
         cls = models.config_class(name)
         return None if cls is None else cls.replacing(self)
 
-    def _known_classes(self) -> str:
-        return f"{super()._known_classes()}; rayrec's models are {', '.join(models.names())}"
+    def _allowed_classes(self) -> str:
+        return f"{super()._allowed_classes()}; rayrec's models are {', '.join(models.names())}"
 
     @classmethod
     def replacing(cls, other: ClickModelConfig) -> Self:

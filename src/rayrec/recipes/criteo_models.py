@@ -11,7 +11,7 @@ from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.run_config import DataConfig, EarlyStoppingConfig
 
-_MOST_EPOCHS = 100
+_MAX_EPOCHS = 100
 """Epoch limit. Early stopping ends training before."""
 
 
@@ -63,7 +63,7 @@ def _x4(recipe: str, path: str | None, model: ClickModelConfig, *, batch_size: i
             max_gradient_norm=10.0,
         ),
         train_data=DataConfig(path=path, files=("train",)),
-        epochs=_MOST_EPOCHS,
+        epochs=_MAX_EPOCHS,
         batch_size=batch_size,
         evaluations_per_epoch=1,
         seed=seed,

@@ -17,7 +17,7 @@ from rayrec.cluster.connection import temporary_environment
 from rayrec.cluster.layout import Layout, Node
 from rayrec.config import InputError
 from rayrec.quantities import duration_text, estimate_text, size_text
-from rayrec.row_tally import RowTally
+from rayrec.row_tally import TrainedRows
 from rayrec.sharding.communication import LinkBandwidth
 from rayrec.training.preflight import layout_of
 from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig, TrainingRows, WorkerContext
@@ -216,7 +216,7 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
 def train_locally(
     config: TrainConfig, rows: TrainingRows, *, workers: int, threads: int, cuda: bool
 ) -> list[tuple[float, float, float]]:
-    """Train some steps in local processes with the regular training loop; see `TrainHere`."""
+    """Train some steps in local processes with the regular training loop; see `LocalTrainer`."""
     processes = multiprocessing.get_context("spawn")
     results = processes.Queue()
     with storage.Scratch("speed-probe") as folder:
@@ -325,8 +325,8 @@ class _ReadyBatches:
     def rows(self, batches: int) -> int:
         return batches * self._rows_of_step
 
-    def trained_rows(self) -> RowTally:
-        return RowTally()
+    def trained_rows(self) -> TrainedRows:
+        return TrainedRows()
 
     def state(self) -> dict[str, Any]:
         return {}

@@ -28,7 +28,7 @@ from rayrec.training.step_log import Batches, StepAccounting
 from rayrec.workloads.base import WorkerSetup
 from rayrec.workloads.data_parallel.worker import RowPipeline
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
-from rayrec.workloads.step_timer import OTHER, entered
+from rayrec.workloads.step_timer import OTHER, enter_phase
 
 LOSS_WEIGHT = "loss_weight"
 """Key of `Batch.loss_weight` among the tensors of a part."""
@@ -54,8 +54,8 @@ def run(training: Training) -> bool:
     trainer.remove_callback(PrinterCallback)
     optimizer, clock = setup.optimizer.optimizer, setup.clock  # accelerate makes the optimizer's steps
     hooks = [
-        optimizer.register_step_pre_hook(lambda *_: entered(clock, "optimizer")),
-        optimizer.register_step_post_hook(lambda *_: entered(clock, OTHER)),
+        optimizer.register_step_pre_hook(lambda *_: enter_phase(clock, "optimizer")),
+        optimizer.register_step_post_hook(lambda *_: enter_phase(clock, OTHER)),
     ]
     try:
         trainer.train()

@@ -14,7 +14,7 @@ from rayrec.collectives import over_workers
 from rayrec.training.progress import Cut, Progress, StopSignal, Training, judge, lower_on_plateau
 from rayrec.training.step_log import Batches, StepAccounting
 from rayrec.workloads.base import TrainConfig, WorkerSetup
-from rayrec.workloads.step_timer import StepClock
+from rayrec.workloads.step_timer import StepTimer
 
 _EVALUATION_POLL_S = 2.0
 """Seconds between two polls for a stop during an evaluation, rounded to full batches."""
@@ -204,7 +204,7 @@ def evaluate(setup: WorkerSetup, name: str, watch: EvaluationWatch | None = None
     """Score each row of an evaluation set once; return the metrics, or None if `watch` ended the evaluation; collective."""
     setup.model.eval()
     metrics, source = setup.make_metrics(), setup.eval_batches[name]()
-    batches, stopped = Batches(source, StepClock()), False
+    batches, stopped = Batches(source, StepTimer()), False
     try:
         while True:
             try:

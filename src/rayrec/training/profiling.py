@@ -15,7 +15,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.observe.events import follow
 from rayrec.training.stop_monitor import ControlChannel
-from rayrec.workloads.run_config import MOST_PROFILED_STEPS
+from rayrec.workloads.run_config import MAX_PROFILED_STEPS
 
 TRACE: Final = "trace.json.gz"
 """Last file that a rank writes, also at a URL."""
@@ -97,7 +97,7 @@ def _window(request: Any) -> Window:
         window = Window(str(request["name"]), int(request["first"]), int(request["end"]))
     except (TypeError, KeyError, ValueError) as error:
         raise InputError(f"not a profile request ({error!r})") from None
-    if not re.fullmatch(r"[\w-]+", window.name) or not 0 < window.end - window.first <= MOST_PROFILED_STEPS:
+    if not re.fullmatch(r"[\w-]+", window.name) or not 0 < window.end - window.first <= MAX_PROFILED_STEPS:
         raise InputError(f"not a profile request: {request!r}")
     return window
 
@@ -114,8 +114,8 @@ def request_profile(
 ) -> dict[str, Any]:
     """Request a profile from the run in `folder` with these `events` and wait until all workers have written it. Raises
     InputError if the run does not answer, ends before, or a worker fails to write it."""
-    if not 1 <= steps <= MOST_PROFILED_STEPS:
-        raise InputError(f"steps: must be between 1 and {MOST_PROFILED_STEPS}, which fit into memory, got {steps:,}")
+    if not 1 <= steps <= MAX_PROFILED_STEPS:
+        raise InputError(f"steps: must be between 1 and {MAX_PROFILED_STEPS}, which fit into memory, got {steps:,}")
     start = _running(folder, events)
     first, goal = _first_step(events, lead_s=_LEAD_S + _poll_s(folder))
     first = max(0, min(first, goal - steps))

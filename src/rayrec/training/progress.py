@@ -12,7 +12,7 @@ import torch
 
 from rayrec.collectives import gathered, over_workers, sum_over_workers
 from rayrec.optim.config import PlateauConfig
-from rayrec.row_tally import RowNumbers, RowTally
+from rayrec.row_tally import RowNumbers, TrainedRows
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
 
 FirstStep = Callable[[float, float], None]
@@ -49,7 +49,7 @@ class Progress:
     best_metrics: dict[str, float] = field(default_factory=dict)
     evaluation_due: bool = False
     """Whether this step has yet to be evaluated, because the run was asked to stop here."""
-    trained: RowTally | None = field(default_factory=RowTally)
+    trained: TrainedRows | None = field(default_factory=TrainedRows)
     """Rows trained by this worker in this attempt, on worker 0 also in earlier ones. None if a batch did not provide its rows."""
 
     def state(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Progress:
     def from_state(cls, state: Mapping[str, Any], *, rank: int) -> Progress:
         """Restore the result of `state`. Checkpoints of earlier versions have no `trained`; a NaN metric is stored as null."""
         stored = state.get("trained")
-        trained = None if stored is None else RowTally.from_dict(stored) if rank == 0 else RowTally()
+        trained = None if stored is None else TrainedRows.from_dict(stored) if rank == 0 else TrainedRows()
         metrics = {
             name: {metric: math.nan if value is None else value for metric, value in state[name].items()}
             for name in ("metrics", "best_metrics")
@@ -70,7 +70,7 @@ class Progress:
         }
         return cls(**{**state, **metrics, "trained": trained})
 
-    def trained_by_all(self) -> RowTally | None:
+    def trained_by_all(self) -> TrainedRows | None:
         """Return the rows trained by all workers, or None if a batch did not provide its rows; collective."""
         _, (unknown,) = over_workers(float(self.trained is None))
         if unknown or self.trained is None:
@@ -78,7 +78,7 @@ class Progress:
         # Sent as bytes and added here, modulo 2^64.
         checksums = torch.frombuffer(bytearray(np.array(self.trained.checksums, "<u8").tobytes()), dtype=torch.uint8)
         pairs = (np.frombuffer(each.cpu().numpy().tobytes(), "<u8").tolist() for each in gathered(checksums))
-        return RowTally.total(sum_over_workers(self.trained.counts.copy()), ((first, second) for first, second in pairs))
+        return TrainedRows.total(sum_over_workers(self.trained.counts.copy()), ((first, second) for first, second in pairs))
 
     def count(self, rows: RowNumbers | None) -> None:
         if rows is None:

@@ -17,7 +17,7 @@ from rayrec.data.stage_times import STAGES, StageTimes
 from rayrec.optim.config import learning_rates
 from rayrec.row_tally import RowNumbers
 from rayrec.training.progress import Cut, Training
-from rayrec.workloads.step_timer import StepClock
+from rayrec.workloads.step_timer import StepTimer
 
 _MEMORY_FIELDS = ("memory_bytes", "device_memory_bytes")
 """Fields of a step event: largest resident memory per worker, and peak GPU memory for tensors since the last log."""
@@ -169,7 +169,7 @@ def _of_cuda(device: torch.device, dtype: torch.dtype) -> float:
 class Batches:
     """Batches of one segment. Counts them, keeps their rows until they are trained, sums the waiting time, and can end early."""
 
-    def __init__(self, source: Iterator[Any], clock: StepClock) -> None:
+    def __init__(self, source: Iterator[Any], clock: StepTimer) -> None:
         self._source, self._clock = source, clock
         self.num_pulled = 0
         self.blocked_s = 0.0

@@ -18,7 +18,7 @@ from rayrec.observe.events import EventWriter
 from rayrec.training.profiling import TRACE, Window, profile_folder
 from rayrec.training.stop_monitor import ControlChannel, ProfileRequest
 from rayrec.workloads.base import WorkerContext
-from rayrec.workloads.run_config import MOST_PROFILED_STEPS
+from rayrec.workloads.run_config import MAX_PROFILED_STEPS
 
 TIMELINE: Final = "ray_timeline.json"
 """Trace of Ray's tasks, next to the folders of the ranks."""
@@ -85,8 +85,8 @@ class StepProfiler:
 
     def _begin(self, window: Window, step: int) -> None:
         self._requested = None
-        if window.end - window.first > MOST_PROFILED_STEPS:
-            self._failed(window, f"{window.end - window.first:,} steps; at most {MOST_PROFILED_STEPS} fit into memory")
+        if window.end - window.first > MAX_PROFILED_STEPS:
+            self._failed(window, f"{window.end - window.first:,} steps; at most {MAX_PROFILED_STEPS} fit into memory")
             return
         end = window.end if step < window.end else step + window.end - window.first
         try:

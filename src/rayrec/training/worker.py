@@ -33,7 +33,7 @@ from rayrec.layers.cpu_watch import CpuWatch
 from rayrec.native import keep_freed_memory
 from rayrec.observe.events import EventWriter
 from rayrec.observe.timing import Stopwatch
-from rayrec.row_tally import RowTally
+from rayrec.row_tally import TrainedRows
 from rayrec.training import loop
 from rayrec.training.launchers.base import AttemptContext
 from rayrec.training.progress import Progress, StopSignal, Training, with_lowered_rates
@@ -42,7 +42,7 @@ from rayrec.training.step_profiler import make_profiler, profiled
 from rayrec.training.stop_monitor import RESUMES, PreemptionInfo, StopMonitor, report_saves
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerContext, WorkerSetup
 from rayrec.workloads.run_config import ScalingConfig
-from rayrec.workloads.step_timer import waits_noticed
+from rayrec.workloads.step_timer import time_collective_waits
 from rayrec.workloads.worker_setup import memory_errors
 
 Log = Callable[[str, dict[str, Any]], None]
@@ -160,7 +160,7 @@ def _train(
             saver.wait()
 
     try:
-        with waits_noticed(setup.clock), memory_errors(setup.described, rank=worker.rank, device=worker.device):
+        with time_collective_waits(setup.clock), memory_errors(setup.described, rank=worker.rank, device=worker.device):
             training = Training(
                 config=config,
                 setup=setup,
@@ -384,7 +384,7 @@ def _restore_best(best: Checkpoint, model: torch.nn.Module, attempt: AttemptCont
         restore_model(best, model)
 
 
-def accounted(progress: Progress, expected: RowTally) -> dict[str, int | None]:
+def accounted(progress: Progress, expected: TrainedRows) -> dict[str, int | None]:
     """Return `rows_lost` and `rows_repeated`, trained relative to expected rows, or None if they were not counted; collective."""
     trained = progress.trained_by_all()
     lost, repeated = (None, None) if trained is None else trained.lost_and_repeated(expected)
@@ -397,7 +397,7 @@ def finish(
     progress: Progress,
     *,
     evaluated_step: int | None,
-    expected: RowTally,
+    expected: TrainedRows,
     log: Log,
     stop_signal: StopSignal,
 ) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from rayrec.observe.tracking.config import TrackersConfig
 from rayrec.optim.config import PlateauConfig
 from rayrec.sharding.communication import CommunicationVolume, LinkBandwidth
 from rayrec.workloads.run_config import (
-    MOST_NAME_LETTERS,
+    MAX_NAME_LETTERS,
     CheckpointConfig,
     ClusterConfig,
     DataConfig,
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
     from rayrec.checkpoint import Checkpoint
     from rayrec.checkpoint.row_map import RowMap
-    from rayrec.row_tally import RowTally
+    from rayrec.row_tally import TrainedRows
     from rayrec.schema import Schema
     from rayrec.workloads.scoring import Scoring
-    from rayrec.workloads.step_timer import StepClock
+    from rayrec.workloads.step_timer import StepTimer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +123,9 @@ class TrainConfig(Config):
 
 def _check_name(name: str) -> None:
     """Check that the name can be a single folder in the storage path."""
-    if not re.fullmatch(r"\w[\w.-]*", name) or len(name) > MOST_NAME_LETTERS:
+    if not re.fullmatch(r"\w[\w.-]*", name) or len(name) > MAX_NAME_LETTERS:
         raise InputError(
-            f"name: must have 1 to {MOST_NAME_LETTERS} letters, digits, '.', '_' and '-', and start with a letter, a digit or "
+            f"name: must have 1 to {MAX_NAME_LETTERS} letters, digits, '.', '_' and '-', and start with a letter, a digit or "
             f"'_', got {name!r}"
         )
 
@@ -231,7 +231,7 @@ class TrainLoader(Protocol):
         """Return the rows of all workers in the first `batches` batches."""
         ...
 
-    def trained_rows(self) -> RowTally:
+    def trained_rows(self) -> TrainedRows:
         """Return the rows that the run must have trained at the current position, with any number of workers, computed from the
         data. They are compared with the trained rows."""
         ...
@@ -269,7 +269,7 @@ class WorkerSetup:
     make_metrics: Callable[[], Metrics]
     described: dict[str, Any]
     """Description of the model for reports: tables, sharding, sizes."""
-    clock: StepClock
+    clock: StepTimer
     """Timer of step phases, driven by the pipeline, model and optimizer."""
     multiply_adds_per_row: float | None = None
     """Multiply-adds in one row's forward pass (matrix products and convolutions), or None if unknown. Training takes three times
@@ -348,7 +348,7 @@ class Workload(Config, abc.ABC):
         raise InputError(f"plan: {type(self).__name__} is not sharded. Each worker has the full model.")
 
     def probe_speed(
-        self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool, train: TrainHere
+        self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool, train: LocalTrainer
     ) -> MeasuredSpeed:
         """Measure a slice of the real stages on this machine, training with `local_workers` of the target's workers by `train`.
         Raises InputError if that is not possible."""
@@ -433,7 +433,7 @@ class TrainingRows(Protocol):
         ...
 
 
-class TrainHere(Protocol):
+class LocalTrainer(Protocol):
     """Function that trains a few steps on this machine, with one process per worker."""
 
     def __call__(

@@ -218,7 +218,7 @@ def load_weights(model: GPT2LMHeadModel, folder: str) -> None:
             tensor.copy_(found[name])
 
 
-_LEAST_MULTIPLY_ADDS = 4_000_000
+_MIN_MULTIPLY_ADDS = 4_000_000
 """Minimum multiply-adds for which oneDNN's setup pays. It takes 0.1 ms, forward and backward, as do half as many
 multiply-adds."""
 
@@ -252,7 +252,7 @@ def _pays(inputs: torch.Tensor, out_features: int) -> bool:
     """Return whether torch would use MKL for a large enough product. In bf16, torch uses oneDNN anyway."""
     if torch.compiler.is_compiling() or not inputs.is_cpu or inputs.dtype != torch.float32:
         return False
-    return not torch.is_autocast_enabled("cpu") and inputs.numel() * out_features >= _LEAST_MULTIPLY_ADDS
+    return not torch.is_autocast_enabled("cpu") and inputs.numel() * out_features >= _MIN_MULTIPLY_ADDS
 
 
 def _product(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

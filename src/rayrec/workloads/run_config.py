@@ -157,11 +157,11 @@ class ObserveConfig(Config):
     tasks always time themselves: four clock reads per segment of a block."""
 
 
-MOST_PROFILED_STEPS: Final = 200
+MAX_PROFILED_STEPS: Final = 200
 """Maximum steps per recording, kept in worker memory: about a kilobyte for each of the thousands of operations in a step."""
 
 
-MOST_NAME_LETTERS: Final = 128
+MAX_NAME_LETTERS: Final = 128
 """Maximum length of a run name."""
 
 
@@ -181,9 +181,9 @@ class ProfileConfig(Config):
         if self.steps is not None and self.window() is None:
             raise InputError(f"profile.steps: must be FIRST:END with FIRST < END, such as 10:20, got {self.steps!r}")
         first, end = self.window() or (0, 0)
-        if end - first > MOST_PROFILED_STEPS:
+        if end - first > MAX_PROFILED_STEPS:
             raise InputError(
-                f"profile.steps: must be at most {MOST_PROFILED_STEPS} steps to fit in memory, got {self.steps!r} "
+                f"profile.steps: must be at most {MAX_PROFILED_STEPS} steps to fit in memory, got {self.steps!r} "
                 f"({end - first:,})"
             )
 

@@ -18,7 +18,7 @@ from rayrec.observe.timing import PHASES
 OTHER = "other"
 
 
-class StepClock:
+class StepTimer:
     """Timer that does nothing. Subclasses attribute the time from `start` to `stop` to phases (`rayrec.observe.timing.PHASES`).
     For one thread, and threads that work for it while it waits."""
 
@@ -58,7 +58,7 @@ class _Phase:
 
     __slots__ = ("_before", "_clock", "_name")
 
-    def __init__(self, clock: StepClock, name: str) -> None:
+    def __init__(self, clock: StepTimer, name: str) -> None:
         self._clock, self._name, self._before = clock, name, OTHER
 
     def __enter__(self) -> None:
@@ -69,7 +69,7 @@ class _Phase:
 
 
 @final
-class HostClock(StepClock):
+class HostTimer(StepTimer):
     """Timer of a process that runs its operators itself."""
 
     measures = True
@@ -107,7 +107,7 @@ class HostClock(StepClock):
 
 
 @final
-class DeviceClock(StepClock):
+class DeviceTimer(StepTimer):
     """Timer of a CUDA device with events in the compute stream, which separate waiting from overlapped work.
 
     Concurrent data loading, copies and collectives in other streams are free. If the compute stream waits for them, or for the
@@ -159,15 +159,15 @@ class DeviceClock(StepClock):
         return seconds
 
 
-def step_clock(device: torch.device, *, measure: bool) -> StepClock:
+def make_step_timer(device: torch.device, *, measure: bool) -> StepTimer:
     """Return the timer for a device, or one without overhead if not `measure`."""
     if not measure:
-        return StepClock()
-    return DeviceClock(device) if device.type == "cuda" else HostClock()
+        return StepTimer()
+    return DeviceTimer(device) if device.type == "cuda" else HostTimer()
 
 
 @contextlib.contextmanager
-def waits_noticed(clock: StepClock) -> Iterator[None]:
+def time_collective_waits(clock: StepTimer) -> Iterator[None]:
     """Attribute time that the timer's thread waits for collectives to the phase `collectives`.
 
     torch has no hook for this, so it temporarily replaces `Work.wait`, which all Python code waits through (torch.distributed,
@@ -192,20 +192,20 @@ def waits_noticed(clock: StepClock) -> Iterator[None]:
         work.wait = plain
 
 
-def notice_exchange(clock: StepClock, loss: torch.Tensor) -> None:
+def time_gradient_exchange(clock: StepTimer, loss: torch.Tensor) -> None:
     """Attribute the end of the backward pass of `loss` to collectives: DDP and FSDP exchange gradients during it, and wait for
     the rest in C++."""
     if clock.measures and loss.requires_grad:
         loss.register_hook(partial(_at_the_end, clock))
 
 
-def _at_the_end(clock: StepClock, gradient: torch.Tensor) -> None:
+def _at_the_end(clock: StepTimer, gradient: torch.Tensor) -> None:
     # Callbacks run in queue order, so this runs before the callbacks of DDP and FSDP.
     call_at_end_of_backward(partial(_computed, clock))
 
 
-def _computed(clock: StepClock) -> None:
-    if clock.now == "backward":  # the code that entered `backward` leaves it after the pass
+def _computed(clock: StepTimer) -> None:
+    if clock.now == "backward":  # the code that enter_phase `backward` leaves it after the pass
         clock.enter("collectives")
 
 
@@ -213,7 +213,7 @@ def _computed(clock: StepClock) -> None:
 class TimedOptimizer:
     """Optimizer wrapper for pipelines that times the calls."""
 
-    def __init__(self, optimizer: Any, clock: StepClock) -> None:
+    def __init__(self, optimizer: Any, clock: StepTimer) -> None:
         self._optimizer, self._clock = optimizer, clock
 
     def zero_grad(self) -> None:
@@ -225,12 +225,12 @@ class TimedOptimizer:
             self._optimizer.step()
 
 
-def time_forward(model: torch.nn.Module, clock: StepClock) -> None:
+def time_forward(model: torch.nn.Module, clock: StepTimer) -> None:
     """Attribute forward passes of the model to the phase `forward`."""
     if clock.measures:
-        model.register_forward_pre_hook(lambda module, inputs: entered(clock, "forward"))
-        model.register_forward_hook(lambda module, inputs, output: entered(clock, OTHER))
+        model.register_forward_pre_hook(lambda module, inputs: enter_phase(clock, "forward"))
+        model.register_forward_hook(lambda module, inputs, output: enter_phase(clock, OTHER))
 
 
-def entered(clock: StepClock, name: str) -> None:
+def enter_phase(clock: StepTimer, name: str) -> None:
     clock.enter(name)

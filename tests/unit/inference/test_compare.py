@@ -245,4 +245,4 @@ def test_baseline_features(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"neither numbers nor columns of one category. Leave out lightgbm"):
         Baselines(preprocessor, only_lists, only_lists, "", recipes.criteo_demo()).fit("lightgbm")
     with pytest.raises(InputError, match="must name the training log"):
-        open_baselines(recipes.criteo_demo(), str(save_clicks(tmp_path / "run").checkpoint), most_rows=1, kinds=())
+        open_baselines(recipes.criteo_demo(), str(save_clicks(tmp_path / "run").checkpoint), max_rows=1, kinds=())

@@ -30,7 +30,7 @@ from rayrec.ingest.block_order import BlockOrder, BlockPlan, Position
 from rayrec.ingest.loader import Loader
 from rayrec.ingest.order import BatchSharding
 from rayrec.ingest.stream import BlockRanges, EncodedBlock, TaskSource
-from rayrec.row_tally import RowTally
+from rayrec.row_tally import TrainedRows
 from rayrec.schema import Schema
 
 ROWS = 700
@@ -259,7 +259,7 @@ def test_loader_resumes_with_other_world_sizes(prepared: Prepared, moves: list[t
     """Every row once an epoch and one loader's count of steps left on all ranks, whatever the workers were."""
     used: Counter[tuple[bytes, ...]] = Counter()
     numbers: Counter[tuple[int, int]] = Counter()
-    trained = RowTally()
+    trained = TrainedRows()
     state: dict[str, Any] = Position().to_dict()
     for number, (world_size, steps, batch_size) in enumerate([*moves, (2, 10_000, 64)]):
         options = {"epochs": 2, "position": Position.from_dict(state), "world_size": world_size, "batch_size": batch_size}
@@ -319,7 +319,7 @@ def test_lost_and_repeated_rows_are_counted(
             yield from (([rows], None) for rows in fault(*made))
 
     source = Faulty(**vars(source_of(prepared)))
-    loading, trained = loader(prepared, source=source, epochs=epochs), RowTally()
+    loading, trained = loader(prepared, source=source, epochs=epochs), TrainedRows()
     with contextlib.suppress(RuntimeError):  # a stream that ends too soon
         for batch in loading:
             trained.add(batch.row_numbers)
@@ -328,7 +328,7 @@ def test_lost_and_repeated_rows_are_counted(
 
 @pytest.mark.parametrize(("calls", "expected"), [((0, 1, 2, 4, 5), (64, 0)), ((0, 1, 1, 2, 3), (0, 64)), (range(5), (0, 0))])
 def test_skipped_and_repeated_batches_are_counted(prepared: Prepared, calls: Sequence[int], expected: tuple[int, int]) -> None:
-    loading, trained = loader(prepared), RowTally()
+    loading, trained = loader(prepared), TrainedRows()
     given = [next(loading) for _ in range(max(calls) + 1)]
     for call in calls:
         trained.add(given[call].row_numbers)

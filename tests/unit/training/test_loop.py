@@ -16,12 +16,12 @@ from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.observe.timing import PHASES
 from rayrec.optim.config import PlateauConfig
-from rayrec.row_tally import RowNumbers, RowTally
+from rayrec.row_tally import RowNumbers, TrainedRows
 from rayrec.training import loop, step_log
 from rayrec.training.loop import SegmentEnd, next_segment_end
 from rayrec.training.progress import Progress, Training, judge, lower_on_plateau, with_lowered_rates
 from rayrec.training.step_log import StepAccounting
-from rayrec.workloads.step_timer import HostClock, StepClock
+from rayrec.workloads.step_timer import HostTimer, StepTimer
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ class Run:
         self.loader = Loader(start, stop)
         names = {field.name for field in dataclasses.fields(StopSignal)} & changes.keys()
         self.stop_signal = StopSignal(self.pipeline, **{name: changes.pop(name) for name in names})
-        self.clock: StepClock = StepClock()
+        self.clock: StepTimer = StepTimer()
         self.first_steps: list[tuple[float, float]] = []
         fields = {"evaluate_every": 8, "log_every": 4, "early_stopping": {"patience": 0}, **changes}
         self.config = recipes.ALL[recipe]("none").replace(**fields)
@@ -363,7 +363,7 @@ def test_longest_worker_times_are_logged(monkeypatch: pytest.MonkeyPatch, num_wo
         monkeypatch.setattr(step_log, "over_workers", over_workers)
         monkeypatch.setattr(step_log, "num_workers", lambda: num_workers)
     run = Run()
-    run.clock = HostClock()
+    run.clock = HostTimer()
     assert run.run()
     steps = [fields for fields in run.fields if "times_s" in fields]
     assert len(steps) == 5
@@ -549,9 +549,9 @@ class NumberedLoader(Loader):
         return Numbered(number, RowNumbers(0, np.arange(10 * number, 10 * number + 10)))
 
 
-def tally(rows: int) -> RowTally:
+def tally(rows: int) -> TrainedRows:
     """Return a tally of the first rows, once each."""
-    held = RowTally()
+    held = TrainedRows()
     held.add_ranges([(0, rows)], epoch=0)
     return held
 
@@ -576,7 +576,7 @@ def test_row_tally_spans_attempts_on_worker_0() -> None:
     assert not run.run()
     state = json.loads(json.dumps(run.progress.state()))
     first, second = (Progress.from_state(state, rank=rank) for rank in (0, 1))
-    assert (first, second.trained) == (run.progress, RowTally())
+    assert (first, second.trained) == (run.progress, TrainedRows())
     again = Run(ahead=3, start=state["step"], progress=first)
     again.loader = NumberedLoader(state["step"], 20)
     assert again.run()

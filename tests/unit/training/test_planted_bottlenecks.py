@@ -32,7 +32,7 @@ from rayrec.training import loop, step_log
 from rayrec.training.progress import Progress, Training
 from rayrec.training.step_log import multiply_adds_per_s
 from rayrec.workloads.base import TrainConfig, WorkerContext, WorkerSetup
-from rayrec.workloads.step_timer import HostClock
+from rayrec.workloads.step_timer import HostTimer
 
 DELAY_S = 0.03
 
@@ -152,7 +152,7 @@ def prepared(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 class Steps:
     """Model with 2 ms per step."""
 
-    def __init__(self, clock: HostClock) -> None:
+    def __init__(self, clock: HostTimer) -> None:
         self._clock = clock
 
     def progress(self, batches: Iterator[Any]) -> Any:
@@ -167,7 +167,7 @@ class Steps:
 
 def click_run(prepared: tuple[LogIndex, Preprocessor]) -> Diagnosis:
     index, preprocessor = prepared
-    clock = HostClock()
+    clock = HostTimer()
     setup: Any = SimpleNamespace(
         pipeline=Steps(clock),
         clock=clock,

@@ -18,7 +18,7 @@ from rayrec import recipes
 from rayrec.checkpoint import Checkpoint, Retention, folder_of, weights_sha256
 from rayrec.checkpoint.state import model_tensors
 from rayrec.config import InputError
-from rayrec.row_tally import RowNumbers, RowTally
+from rayrec.row_tally import RowNumbers, TrainedRows
 from rayrec.training import step_log, worker
 from rayrec.training.launchers.base import AttemptContext
 from rayrec.training.progress import Progress
@@ -46,7 +46,7 @@ class Evaluated:
             for step in (4, 7):
                 torch.nn.init.constant_(self.model.weight, step)
                 save(saver, step, model_tensors(self.model))
-        self.expected = RowTally()
+        self.expected = TrainedRows()
         self.stop_signal: Any = SimpleNamespace(poll=lambda: (False, False), urgent=lambda: False)
         self.setup: Any = SimpleNamespace(
             model=self.model,
@@ -136,7 +136,7 @@ def test_finish_reports_lost_and_repeated_rows(
 ) -> None:
     run = Evaluated(tmp_path, patience=0)
     run.expected.add_ranges([(0, 4)], epoch=0)
-    progress = dataclasses.replace(STOPPED_EARLY, trained=None if trained == [None] else RowTally())
+    progress = dataclasses.replace(STOPPED_EARLY, trained=None if trained == [None] else TrainedRows())
     for numbers in trained:
         progress.count(None if numbers is None else RowNumbers(0, np.array(numbers)))
     told = run.finish(progress, evaluated_step=7)

@@ -16,14 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rayrec.observe.timing import PHASES
 from rayrec.workloads.step_timer import (
-    DeviceClock,
-    HostClock,
-    StepClock,
+    DeviceTimer,
+    HostTimer,
+    StepTimer,
     TimedOptimizer,
-    notice_exchange,
-    step_clock,
+    make_step_timer,
+    time_collective_waits,
     time_forward,
-    waits_noticed,
+    time_gradient_exchange,
 )
 
 SHORT_S = 0.02
@@ -31,7 +31,7 @@ ROUNDING_S = 1e-6
 
 
 def test_phases_are_exclusive_and_add_up() -> None:
-    clock = HostClock()
+    clock = HostTimer()
     outer_s = time.perf_counter()
     clock.start()
     inner_s = time.perf_counter()
@@ -56,7 +56,7 @@ def test_phases_are_exclusive_and_add_up() -> None:
 
 
 def test_what_lies_between_stretches_is_nobodys() -> None:
-    clock = HostClock()
+    clock = HostTimer()
     begin_s = time.perf_counter()
     clock.start()
     clock.stop()
@@ -70,14 +70,14 @@ def test_what_lies_between_stretches_is_nobodys() -> None:
 
 
 def test_an_error_leaves_the_phase() -> None:
-    clock = HostClock()
+    clock = HostTimer()
     with pytest.raises(StopIteration), clock.phase("data"):
         raise StopIteration
     assert clock.now == "other"
 
 
 class FakeEvent:
-    """What DeviceClock needs of a CUDA event, on a clock that is set by hand."""
+    """What DeviceTimer needs of a CUDA event, on a clock that is set by hand."""
 
     now_ms = 0.0
 
@@ -102,7 +102,7 @@ def test_a_device_is_timed_by_marks_in_its_computing_stream(monkeypatch: pytest.
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "computing")
     monkeypatch.setattr(torch.cuda, "Event", event)
-    clock = DeviceClock(torch.device("cuda"))
+    clock = DeviceTimer(torch.device("cuda"))
 
     def passes(milliseconds: float) -> None:
         FakeEvent.now_ms += milliseconds
@@ -129,7 +129,7 @@ def test_a_device_is_timed_by_marks_in_its_computing_stream(monkeypatch: pytest.
 
 
 def test_model_and_optimizer() -> None:
-    clock = HostClock()
+    clock = HostTimer()
     model = torch.nn.Linear(4, 1)
     optimizer = TimedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), clock)
     time_forward(model, clock)
@@ -146,21 +146,21 @@ def test_model_and_optimizer() -> None:
 
 
 def test_nothing_is_hooked_where_nothing_is_measured() -> None:
-    clock = step_clock(torch.device("cpu"), measure=False)
-    assert type(clock) is StepClock
+    clock = make_step_timer(torch.device("cpu"), measure=False)
+    assert type(clock) is StepTimer
     model = torch.nn.Linear(4, 1)
     time_forward(model, clock)
     assert not model._forward_hooks
     plain = distributed.Work.wait
-    with waits_noticed(clock):
+    with time_collective_waits(clock):
         assert distributed.Work.wait is plain
     assert clock.read() == {}
 
 
 def test_waiting_for_others_is_told_from_a_saving_thread(single_rank: None) -> None:
-    clock = HostClock()
+    clock = HostTimer()
     plain = distributed.Work.wait
-    with waits_noticed(clock):
+    with time_collective_waits(clock):
         clock.start()
         distributed.all_reduce(torch.ones(3))
         clock.cut()
@@ -192,12 +192,12 @@ class Slow(torch.autograd.Function):
 def backward_passes(folder: str, rank: int) -> None:
     """A rank's: writes FOLDER/RANK.json, the split of the time of the second step."""
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
-    clock = HostClock()
-    with waits_noticed(clock):
+    clock = HostTimer()
+    with time_collective_waits(clock):
         for _ in range(2):
             clock.start()
             loss = Slow.apply(model(torch.ones(2, 4))).sum()
-            notice_exchange(clock, loss)
+            time_gradient_exchange(clock, loss)
             with clock.phase("backward"):
                 loss.backward()
             clock.cut()

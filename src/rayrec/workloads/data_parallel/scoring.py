@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _BLOCK_BATCHES = 8
 """Maximum batches per block."""
-_LEAST_BLOCKS = 16
+_MIN_BLOCKS = 16
 """Minimum number of blocks if there are as many batches, to keep all processes busy."""
 
 
@@ -72,7 +72,7 @@ class _Process:
     def block_rows(self, rows: int) -> int:
         """Return the rows of each block except the last, in full batches."""
         num_batches = -(-rows // self.batch_rows)
-        return self.batch_rows * max(1, min(_BLOCK_BATCHES, num_batches // _LEAST_BLOCKS))
+        return self.batch_rows * max(1, min(_BLOCK_BATCHES, num_batches // _MIN_BLOCKS))
 
     def load(self, device: Device) -> BlockScorer:
         model = load_model(self.workload, self.config, checkpoint=self.checkpoint, device=device)

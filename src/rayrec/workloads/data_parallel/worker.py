@@ -23,7 +23,7 @@ from rayrec.metrics.means import RowMetrics
 from rayrec.optim.config import NamedOptimizer
 from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size
 from rayrec.workloads.data_parallel.model import DataParallelModel
-from rayrec.workloads.step_timer import StepClock, notice_exchange, step_clock
+from rayrec.workloads.step_timer import StepTimer, make_step_timer, time_gradient_exchange
 from rayrec.workloads.worker_setup import memory_errors, step_start
 
 
@@ -60,9 +60,9 @@ def set_up(workload: DataParallelModel, context: WorkerContext, prepared: Any) -
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     sets = {name: workload.open_set(context, prepared, name) for name in workload.set_rows(prepared) if name != "train"}
     cost = multiply_adds_per_row(workload, model, sets, context) if config.observe.times else None
-    wrapped = spread(model, workload.parallel, context)
+    wrapped = parallelize(model, workload.parallel, context)
     optimizer = workload.optimizer.build_named(dict(model.named_parameters()))
-    clock = step_clock(context.device, measure=config.observe.times)
+    clock = make_step_timer(context.device, measure=config.observe.times)
     pipeline = RowPipeline(workload, model, wrapped, optimizer, context, clock)
     return WorkerSetup(
         model=model,
@@ -83,7 +83,7 @@ def set_up(workload: DataParallelModel, context: WorkerContext, prepared: Any) -
     )
 
 
-def spread(model: torch.nn.Module, parallel: str, context: WorkerContext) -> torch.nn.Module:
+def parallelize(model: torch.nn.Module, parallel: str, context: WorkerContext) -> torch.nn.Module:
     """Wrap the model with DDP or FSDP, so that gradients are averaged over all workers."""
     if parallel == "fsdp":
         mesh = init_device_mesh(context.device.type, (context.world_size,))
@@ -130,10 +130,10 @@ class RowPipeline:
         wrapped: torch.nn.Module,
         optimizer: NamedOptimizer,
         context: WorkerContext,
-        clock: StepClock | None = None,
+        clock: StepTimer | None = None,
     ) -> None:
         self.wrapped, self.device = wrapped, context.device
-        self.clock = clock or StepClock()
+        self.clock = clock or StepTimer()
         self._workload, self._model, self._optimizer = workload, model, optimizer
         self._world_size = context.world_size
         self._bf16 = context.config.precision == "bf16"
@@ -193,7 +193,7 @@ class RowPipeline:
             # The factor is 1 if all workers have equally many rows in one part.
             loss = losses.float().mean() * (len(part) * part.loss_weight)
         if self._world_size > 1:
-            notice_exchange(self.clock, loss)
+            time_gradient_exchange(self.clock, loss)
         return loss
 
     @contextlib.contextmanager

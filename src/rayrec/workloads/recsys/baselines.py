@@ -76,8 +76,8 @@ class Baselines:
         return encode_parts(index.parts(0, index.rows), self.preprocessor)
 
 
-def open_baselines(config: TrainConfig, checkpoint: str, *, most_rows: int, kinds: tuple[Kind, ...]) -> Baselines:
-    """Read the last `most_rows` training rows and at most as many validation rows of a checkpoint's run.
+def open_baselines(config: TrainConfig, checkpoint: str, *, max_rows: int, kinds: tuple[Kind, ...]) -> Baselines:
+    """Read the last `max_rows` training rows and at most as many validation rows of a checkpoint's run.
 
     Memory on the driver: 4 bytes for each number and id of these rows, and several times as much while a baseline is trained.
     Raises InputError for a missing package, an unreadable log, and a run without validation rows.
@@ -100,8 +100,8 @@ def open_baselines(config: TrainConfig, checkpoint: str, *, most_rows: int, kind
     else:
         train, other = (0, index.rows), opened(config.eval_data)
         held_out = (0, other.rows)
-    last = (max(train[0], train[1] - most_rows), train[1])
-    first = (held_out[0], min(held_out[1], held_out[0] + most_rows))
+    last = (max(train[0], train[1] - max_rows), train[1])
+    first = (held_out[0], min(held_out[1], held_out[0] + max_rows))
     train_rows, validation_rows = (_encode(parts, preprocessor) for parts in (index.parts(*last), other.parts(*first)))
     return Baselines(preprocessor, train_rows, validation_rows, cache, config)
 

@@ -17,7 +17,7 @@ _EDGE = 16.0
 """Maximum absolute logit. Larger logits are practically certain and share a bin."""
 _BINS_PER_LOGIT = 16
 _NUM_BINS = int(2 * _EDGE) * _BINS_PER_LOGIT
-_MOST_BINS = 15
+_MAX_BINS = 15
 """Maximum number of bins in a reliability diagram, with about equally many rows."""
 
 
@@ -108,8 +108,8 @@ def reliability_bins(by_logit: np.ndarray) -> list[dict[str, float]]:
     probability) and `observed` (share of clicks).
     """
     rows = by_logit[0]
-    group = np.minimum((np.cumsum(rows) - rows / 2) * _MOST_BINS / rows.sum(), _MOST_BINS - 1).astype(np.int64)
-    merged = np.stack([np.bincount(group, weights=row, minlength=_MOST_BINS) for row in by_logit])
+    group = np.minimum((np.cumsum(rows) - rows / 2) * _MAX_BINS / rows.sum(), _MAX_BINS - 1).astype(np.int64)
+    merged = np.stack([np.bincount(group, weights=row, minlength=_MAX_BINS) for row in by_logit])
     return [
         {"rows": int(count), "predicted": float(probability / count), "observed": float(clicks / count)}
         for count, clicks, probability in merged.T

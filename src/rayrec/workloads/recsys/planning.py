@@ -28,7 +28,15 @@ from rayrec.sharding.communication import CommunicationVolume, Lookup, estimate_
 from rayrec.sharding.placement import PROCESS_BYTES, WorkerMemory, describe, placements, worker_memories
 from rayrec.sharding.planner import Site, plan_sharding
 from rayrec.storage.cache import is_gzip
-from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig, TrainHere, WorkerContext, WorkerSetup, effective_batch_size
+from rayrec.workloads.base import (
+    LocalTrainer,
+    MeasuredSpeed,
+    Target,
+    TrainConfig,
+    WorkerContext,
+    WorkerSetup,
+    effective_batch_size,
+)
 from rayrec.workloads.recsys.settings import ClickSettings, Prepared
 
 if TYPE_CHECKING:
@@ -40,7 +48,7 @@ if TYPE_CHECKING:
 
 _UNKNOWN_BYTES: Final = 2**50
 """Memory limit larger than any tables."""
-_OBJECT_STORE_SHARE: Final = 0.3
+_OBJECT_STORE_FRACTION: Final = 0.3
 """Share of free memory that a local Ray reserves for its object store."""
 _MANY_ROWS: Final = 2**62
 """Row count of an unknown log."""
@@ -84,10 +92,10 @@ def memory_of_target(config: TrainConfig, target: Target) -> tuple[int, list[str
 
         if not torch.cuda.is_available():
             return _UNKNOWN_BYTES, [NOT_CHECKED]
-    return memory_here(config, workers=target.workers_per_node), []
+    return local_memory(config, workers=target.workers_per_node), []
 
 
-def memory_here(config: TrainConfig, *, workers: int) -> int:
+def local_memory(config: TrainConfig, *, workers: int) -> int:
     """Return the memory limit of each worker on this machine in bytes: its GPU, or a share of free host memory, minus Ray's
     object store and the worker process."""
     if config.scaling.use_gpu:
@@ -95,7 +103,7 @@ def memory_here(config: TrainConfig, *, workers: int) -> int:
 
         return torch.cuda.get_device_properties(0).total_memory
     free = available_host_bytes()
-    store = config.cluster.object_store_bytes or int(free * _OBJECT_STORE_SHARE)
+    store = config.cluster.object_store_bytes or int(free * _OBJECT_STORE_FRACTION)
     return max(0, (free - store) // workers - PROCESS_BYTES)
 
 
@@ -280,7 +288,7 @@ class _Slice:
 
 
 def probe_speed(
-    workload: ClickSettings, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool, train: TrainHere
+    workload: ClickSettings, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool, train: LocalTrainer
 ) -> MeasuredSpeed:
     """Measure the training speed of concurrent `local_workers` on the CPUs or (one worker) the GPU of this machine.
 
@@ -289,12 +297,12 @@ def probe_speed(
     """
     piece = _read_slice(workload, config)
     times = _time_stages(piece, config)
-    tables, notes = _tables_there(workload, config, piece, target)
+    tables, notes = _target_tables(workload, config, piece, target)
     threads = max(1, machine.usable_cpus() // local_workers)
     if target.gpu_rows_per_s is not None:
         rows_per_s, cpu_s_per_row = local_workers * target.gpu_rows_per_s, 0.0
     else:
-        wanted, memory_bytes = piece.preprocessor.num_embeddings, memory_here(config, workers=local_workers)
+        wanted, memory_bytes = piece.preprocessor.num_embeddings, local_memory(config, workers=local_workers)
         held = cut_to_fit(
             workload,
             config,
@@ -333,7 +341,7 @@ def probe_speed(
     )
 
 
-def _tables_there(workload: ClickSettings, config: TrainConfig, piece: _Slice, target: Target) -> tuple[Tables, list[str]]:
+def _target_tables(workload: ClickSettings, config: TrainConfig, piece: _Slice, target: Target) -> tuple[Tables, list[str]]:
     """Return the tables sharded over the target's workers, and notes."""
     memory_bytes, notes = memory_of_target(config, target)
     try:

@@ -300,7 +300,7 @@ def load_scorer(
     tensors = Checkpoint(checkpoint).manifest()["tensors"]
     stored_bytes = sum(chunk["bytes"] for tensor in tensors.values() for chunk in tensor["chunks"])
     model = empty_model(config, preprocessor=preprocessor, precision=precision, stored_bytes=stored_bytes, where=checkpoint)
-    check_weights(checkpoint, wanted_weights(model, preprocessor))
+    check_weights(checkpoint, expected_weights(model, preprocessor))
     return make_scorer_of(model, dict(full_tensors(Checkpoint(checkpoint), PREFIX)), device=device)
 
 
@@ -327,7 +327,7 @@ def make_scorer(model: PlainModel, tables: Sequence[torch.Tensor], *, row_format
     return ClickScorer(model.to(place), on_device, device=place)
 
 
-def wanted_weights(model: PlainModel, preprocessor: Preprocessor) -> dict[str, list[int]]:
+def expected_weights(model: PlainModel, preprocessor: Preprocessor) -> dict[str, list[int]]:
     """Return the shape of each checkpoint weight, by name without `PREFIX`."""
     wanted = {name: list(tensor.shape) for name, tensor in model.network.state_dict().items()}
     for table, rows in zip(model.table_weights().values(), preprocessor.num_embeddings, strict=True):
@@ -361,7 +361,7 @@ def click_settings(
 
 
 @dataclass(frozen=True)
-class Joined:
+class MergedEnsemble:
     """Ensemble of several checkpoints."""
 
     model: EnsembleConfig
@@ -370,9 +370,9 @@ class Joined:
     """Target of each checkpoint's weights in the ensemble: tables are concatenated by column, networks are separate members."""
 
 
-def joined(
+def merge_checkpoints(
     checkpoints: Sequence[Checkpoint], settings: Sequence[tuple[ClickModelConfig, Precision]], *, preprocessor: Preprocessor
-) -> Joined:
+) -> MergedEnsemble:
     """Combine two or more checkpoints with the same Preprocessor into an ensemble, given the `click_settings` of each. Reads no
     weights. Raises InputError for different precisions, and weights that do not match their settings."""
     precision = settings[0][1]
@@ -383,14 +383,14 @@ def joined(
                 "precision."
             )
     model = EnsembleConfig(models=tuple(alone.replace(embedding_penalty=0.0) for alone, _ in settings))
-    return Joined(model, precision, _places(checkpoints, model, preprocessor=preprocessor, precision=precision))
+    return MergedEnsemble(model, precision, _places(checkpoints, model, preprocessor=preprocessor, precision=precision))
 
 
 def load_mean_scorer(checkpoints: Sequence[str], *, preprocessor: Preprocessor, device: str) -> ClickScorer:
     """Load the mean of two or more checkpoints, as written by `rayrec ensemble`. Memory: all weights once, plus one table.
     Verifies all checksums. Raises InputError for damaged weights and incompatible models."""
     opened = [Checkpoint(checkpoint) for checkpoint in checkpoints]
-    found = joined(opened, [click_settings(checkpoint) for checkpoint in opened], preprocessor=preprocessor)
+    found = merge_checkpoints(opened, [click_settings(checkpoint) for checkpoint in opened], preprocessor=preprocessor)
     model = empty_model(found.model, preprocessor=preprocessor, precision=found.precision)
     weights: dict[str, torch.Tensor] = {}
     for checkpoint, places in zip(opened, found.places, strict=True):
@@ -411,10 +411,10 @@ def _places(
         return empty_model(model, preprocessor=preprocessor, precision=precision)
 
     whole, first_column, found = empty(config), 0, []
-    tables, shapes = whole.table_weights(), wanted_weights(whole, preprocessor)
+    tables, shapes = whole.table_weights(), expected_weights(whole, preprocessor)
     for number, (checkpoint, model) in enumerate(zip(checkpoints, config.models, strict=True)):
         alone = empty(model)
-        wanted = wanted_weights(alone, preprocessor)
+        wanted = expected_weights(alone, preprocessor)
         check_weights(checkpoint.path, wanted)
         names = {own: tables[feature] for feature, own in alone.table_weights().items()}
         places = {}

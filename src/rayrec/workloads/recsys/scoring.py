@@ -70,11 +70,11 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     columns = key_columns(context.slice_by, schema)
     frequencies = frequency_columns(context.slice_by, preprocessor)
     index, blocks = _blocks(context, schema)
-    told_by = dict.fromkeys((*columns, *frequencies))
-    if told_by and index.is_preprocessed:
+    slice_columns = dict.fromkeys((*columns, *frequencies))
+    if slice_columns and index.is_preprocessed:
         raise InputError(
             f"{context.path}: is preprocessed and has ids instead of categories. Use the raw log to slice metrics by "
-            f"{', '.join(told_by)}."
+            f"{', '.join(slice_columns)}."
         )
     engine = context.engine()
     process = _Process(
@@ -185,7 +185,7 @@ class ScoredBlock:
     block: Block
     first_lines: tuple[int, ...]
     """Line number of the first line of each part's segment."""
-    lines_known: bool
+    has_all_lines: bool
     """Flag for logs without invalid lines, whose row numbers equal line numbers."""
 
 
@@ -288,5 +288,5 @@ def _rows(scored: ScoredBlock, schema: Schema) -> np.ndarray:
     chosen = []
     for part, first_line in zip(scored.block.parts, scored.first_lines, strict=True):
         rows = np.arange(part.start, part.stop, dtype=np.int64)
-        chosen.append(first_line + (rows if scored.lines_known else good_lines(part.segment, schema)[rows]))
+        chosen.append(first_line + (rows if scored.has_all_lines else good_lines(part.segment, schema)[rows]))
     return np.concatenate(chosen)

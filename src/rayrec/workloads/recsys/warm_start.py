@@ -13,7 +13,7 @@ from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.workloads.base import RunContext, WarmStart
-from rayrec.workloads.recsys.scorer import click_settings, empty_model, load_preprocessor, wanted_weights
+from rayrec.workloads.recsys.scorer import click_settings, empty_model, expected_weights, load_preprocessor
 from rayrec.workloads.warm_start import require_same_optimizer, require_same_weights, stored_settings
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _TOKENS_AT_ONCE: Final = 1 << 20
 
 
 @dataclass(frozen=True)
-class Carried:
+class TableRemap:
     """Row mapping and category counts of one warm-started embedding table."""
 
     row_map: RowMap
@@ -60,10 +60,10 @@ def warm_start(workload: ClickSettings, context: RunContext, prepared: Prepared,
     old, new = load_preprocessor(checkpoint.path), prepared.preprocessor.get()
     require_same_inputs(checkpoint, old, new)
     empty = empty_model(workload.model, preprocessor=new, precision=config.precision)
-    require_same_weights(checkpoint, wanted_weights(empty, old))
+    require_same_weights(checkpoint, expected_weights(empty, old))
     owners = new.inputs.vocabulary_owners
     by_owner = {
-        owner: carried(
+        owner: remap_table(
             old.sparse[owner],
             new.sparse[owner],
             old.vocabulary(owner),
@@ -103,7 +103,9 @@ def require_same_inputs(checkpoint: Checkpoint, old: Preprocessor, new: Preproce
         )
 
 
-def carried(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_tokens: np.ndarray, *, where: str) -> Carried:
+def remap_table(
+    old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_tokens: np.ndarray, *, where: str
+) -> TableRemap:
     """Map rows of the new table to rows of the old table by token. Reserved rows (unknown, missing, below the first category) map
     to their old counterparts.
 
@@ -118,10 +120,10 @@ def carried(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_to
                 f"{where}: must be hashed to {old.num_embeddings:,} rows by the checkpoint's rule, got {new.num_embeddings:,} "
                 "rows. Use the same rows and rule."
             )
-        return Carried(RowMap(new.num_embeddings, old.num_embeddings), 0, 0, 0)
+        return TableRemap(RowMap(new.num_embeddings, old.num_embeddings), 0, 0, 0)
     count = len(old_tokens)
     if _extends(old, new, old_tokens, new_tokens):
-        return Carried(RowMap(new.num_embeddings, old.num_embeddings), count, len(new_tokens) - count, 0)
+        return TableRemap(RowMap(new.num_embeddings, old.num_embeddings), count, len(new_tokens) - count, 0)
     if not (old.has_unique_ids and new.has_unique_ids):
         raise InputError(
             f"{where}: several categories share a row, and the vocabularies differ. Extend the vocabulary of the checkpoint "
@@ -133,7 +135,7 @@ def carried(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_to
     sources[new.missing_id] = old.missing_id
     sources[new.unknown_id] = old.unknown_id  # after missing_id, because both may be one row
     kept = _join(sources, old.ids(), new.ids(), old_tokens, new_tokens)
-    return Carried(RowMap(new.num_embeddings, old.num_embeddings, sources), kept, len(new_tokens) - kept, count - kept)
+    return TableRemap(RowMap(new.num_embeddings, old.num_embeddings, sources), kept, len(new_tokens) - kept, count - kept)
 
 
 def _extends(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_tokens: np.ndarray) -> bool:

@@ -45,7 +45,7 @@ from rayrec.workloads.recsys.distillation import load_targets
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, counted_columns
 from rayrec.workloads.recsys.planning import build_model
 from rayrec.workloads.recsys.settings import ClickSettings
-from rayrec.workloads.step_timer import StepClock, TimedOptimizer, notice_exchange, step_clock, time_forward
+from rayrec.workloads.step_timer import StepTimer, TimedOptimizer, make_step_timer, time_forward, time_gradient_exchange
 from rayrec.workloads.worker_setup import memory_errors, step_start
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 _MEMORY_WAIT_S: Final = 60.0
 """Maximum wait for memory of other processes. A failed attempt takes some seconds to end."""
-_BATCHES_AHEAD: Final = 2
+_NUM_PINNED_BATCHES: Final = 2
 """Number of batches a thread slices and pins ahead for a GPU, because the kernel-launching thread has no time for it."""
 _MEMORY_POLL_S: Final = 1.0
 
@@ -67,7 +67,7 @@ class Place:
     """Device with index, such as cpu or cuda:0."""
     host_bytes: int
     """Share of the host's free memory."""
-    most_host_bytes: int
+    max_host_bytes: int
     """Share of the host's memory if no other process used any."""
     device_bytes: int | None
     """GPU memory available to torch, None on CPU."""
@@ -78,7 +78,7 @@ def _device_bytes(device: torch.device) -> int:
     return int(whole * torch.cuda.get_per_process_memory_fraction(device))
 
 
-def places_of_ranks(context: WorkerContext, ranks: Communicator) -> list[Place]:
+def gather_rank_resources(context: WorkerContext, ranks: Communicator) -> list[Place]:
     """Return the `Place` of each rank. Collective."""
     nodes = ranks.all_gather(context.node)
     workers, store = nodes.count(context.node), context.object_store_bytes
@@ -99,7 +99,7 @@ def shared_plan(workload: ClickSettings, context: WorkerContext, model: torch.nn
     ranks = Communicator.all()
     deadline_s = time.monotonic() + _MEMORY_WAIT_S
     while True:
-        places = places_of_ranks(context, ranks)
+        places = gather_rank_resources(context, ranks)
         nodes = [place.node for place in places]
         # TorchRec builds its process groups from this number, which must be equal on all ranks.
         os.environ["LOCAL_WORLD_SIZE"] = str(math.gcd(*workers_per_node(nodes)))
@@ -133,7 +133,7 @@ def _plan_or_wait(
     except InputError:
         if not patient:
             raise
-        planned(min(place.most_host_bytes for place in places))  # raises if waiting cannot help
+        planned(min(place.max_host_bytes for place in places))  # raises if waiting cannot help
         return None
 
 
@@ -187,7 +187,7 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
         finally:
             loader.close()  # stops the batch thread of an interrupted evaluation
 
-    clock = step_clock(context.device, measure=config.observe.times)
+    clock = make_step_timer(context.device, measure=config.observe.times)
     return WorkerSetup(
         model=sharded,
         optimizer=optimizer,
@@ -266,7 +266,7 @@ def _loader(
         targets=load_targets(prepared.teacher, prepared.preprocessor.get()) if prepared.teacher and learns else None,
         unpooled=workload.unpooled(prepared.inputs),
         tables=_full_tables(workload, prepared, learns=learns),
-        pinned=_BATCHES_AHEAD if context.device.type == "cuda" else 0,
+        pinned=_NUM_PINNED_BATCHES if context.device.type == "cuda" else 0,
     )
     sharding = BatchSharding(context.rank, context.world_size, batch_size)
     return Loader(order, reader, sharding, state=state, epochs=epochs, max_steps=max_steps)
@@ -308,7 +308,7 @@ def gradient_exchange(context: WorkerContext) -> DataParallelWrapper | None:
 
 
 def make_pipeline(
-    model: torch.nn.Module, optimizer: Any, context: WorkerContext, clock: StepClock | None = None
+    model: torch.nn.Module, optimizer: Any, context: WorkerContext, clock: StepTimer | None = None
 ) -> TrainPipeline:
     """Create the pipeline. With several workers, it exchanges ids and copies the next batch while the current one computes.
 
@@ -316,7 +316,7 @@ def make_pipeline(
     The base pipeline also prefetches the next batch to a GPU.
     """
     pipeline: Callable[..., TrainPipeline] = TimedBase if context.world_size == 1 else TimedSparseDist
-    return pipeline(model, optimizer, context.device, clock or StepClock())
+    return pipeline(model, optimizer, context.device, clock or StepTimer())
 
 
 Pipelineable.register(Batch)  # has its methods, but TorchRec checks the class
@@ -338,7 +338,7 @@ class TimedBase(TrainPipelineBase):
     _copy_batch_to_gpu = _timed("host_to_device", TrainPipelineBase._copy_batch_to_gpu)
     _backward = _timed("backward", TrainPipelineBase._backward)
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any, device: torch.device, clock: StepClock) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: Any, device: torch.device, clock: StepTimer) -> None:
         time_forward(model, clock)
         super().__init__(model, TimedOptimizer(optimizer, clock), device)  # type: ignore[arg-type]  # only step and zero_grad are used
         self._clock = clock
@@ -354,13 +354,13 @@ class TimedSparseDist(TrainPipelineSparseDist):
     start_sparse_data_dist = _timed("collectives", TrainPipelineSparseDist.start_sparse_data_dist)
     wait_sparse_data_dist = _timed("collectives", TrainPipelineSparseDist.wait_sparse_data_dist)
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any, device: torch.device, clock: StepClock) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: Any, device: torch.device, clock: StepTimer) -> None:
         time_forward(model, clock)
         timed: Any = TimedOptimizer(optimizer, clock)
         super().__init__(model, timed, device, execute_all_batches=True)
         self._clock = clock
 
     def _backward(self, losses: torch.Tensor) -> None:
-        notice_exchange(self._clock, losses)
+        time_gradient_exchange(self._clock, losses)
         with self._clock.phase("backward"):
             super()._backward(losses)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rayrec.data.log_source import TextIndexer
     from rayrec.ingest.block_order import BlockPlan, Position
     from rayrec.ingest.loader import Loader
-    from rayrec.workloads.base import MeasuredSpeed, ScoringContext, Target, TrainHere
+    from rayrec.workloads.base import LocalTrainer, MeasuredSpeed, ScoringContext, Target
     from rayrec.workloads.scoring import Scoring
 
 
@@ -156,11 +156,11 @@ class ClickWorkload(ClickSettings):
         assert path is not None
         if _resumes(folder):
             return Preprocessor.load(folder)
-        preprocessor = self._given_preprocessor(path, teacher) or self._counted_preprocessor(index, context, counting)
+        preprocessor = self._configured_preprocessor(path, teacher) or self._build_preprocessor(index, context, counting)
         preprocessor.save(folder)
         return preprocessor
 
-    def _given_preprocessor(self, path: str, teacher: Teacher | None) -> Preprocessor | None:
+    def _configured_preprocessor(self, path: str, teacher: Teacher | None) -> Preprocessor | None:
         """Return the Preprocessor of preprocessed data, teachers or configuration, or None. Raises InputError if they differ.
         Memory: two of them."""
         teachers = () if teacher is None else teacher.checkpoints
@@ -183,7 +183,7 @@ class ClickWorkload(ClickSettings):
                 )
         return preprocessor
 
-    def _counted_preprocessor(self, index: LogIndex, context: RunContext, counting: CountingIndexer) -> Preprocessor:
+    def _build_preprocessor(self, index: LogIndex, context: RunContext, counting: CountingIndexer) -> Preprocessor:
         from rayrec.data.encoding.counts import problems_of
         from rayrec.data.encoding.presets import make_preprocessor
 
@@ -215,7 +215,7 @@ class ClickWorkload(ClickSettings):
     def plan(self, config: TrainConfig, *, target: Target | None = None, tables: Sequence[int] | None = None) -> str:
         from rayrec.workloads.recsys.planning import plan
 
-        preprocessor = None if tables is not None else self._known_preprocessor(config)
+        preprocessor = None if tables is not None else self._available_preprocessor(config)
         if preprocessor is not None:
             return plan(
                 self, config, preprocessor.num_embeddings, inputs=preprocessor.inputs, hotness=preprocessor.hotness, target=target
@@ -231,7 +231,7 @@ class ClickWorkload(ClickSettings):
             "--workload.preprocessor DIR, or set the sizes (rows) with --tables mlperf or --tables 1000,200,..."
         )
 
-    def _known_preprocessor(self, config: TrainConfig) -> Preprocessor | None:
+    def _available_preprocessor(self, config: TrainConfig) -> Preprocessor | None:
         """Return the configured Preprocessor, or the Preprocessor of preprocessed data."""
         if self.preprocessor is not None:
             return Preprocessor.load(self.preprocessor)
@@ -240,7 +240,7 @@ class ClickWorkload(ClickSettings):
         return None if folder is None else Preprocessor.load(folder)
 
     def probe_speed(
-        self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool, train: TrainHere
+        self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool, train: LocalTrainer
     ) -> MeasuredSpeed:
         from rayrec.workloads.recsys.planning import probe_speed
 

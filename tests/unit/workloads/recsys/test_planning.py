@@ -117,18 +117,18 @@ def test_what_a_worker_needs_is_the_sum_of_its_parts() -> None:
 def test_on_this_machine_the_object_store_and_processes_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "available_host_bytes", lambda: 20 * GB)
     config = recipes.criteo_demo()
-    assert planning.memory_here(config, workers=2) == 7 * GB - PROCESS_BYTES
+    assert planning.local_memory(config, workers=2) == 7 * GB - PROCESS_BYTES
     config = config.replace(cluster={"object_store_bytes": 2 * GB})
-    assert planning.memory_here(config, workers=2) == 9 * GB - PROCESS_BYTES
+    assert planning.local_memory(config, workers=2) == 9 * GB - PROCESS_BYTES
 
 
 def test_a_start_waits_for_memory_that_others_still_hold() -> None:
     workload = recipes.criteo_demo().workload
     sizes = [400_000] * 26  # 674 MiB with their state
     model = build_model(workload, sizes, inputs=workload.schema)
-    free = Place("a", "cpu", host_bytes=4 * GB, most_host_bytes=4 * GB, device_bytes=None)
+    free = Place("a", "cpu", host_bytes=4 * GB, max_host_bytes=4 * GB, device_bytes=None)
     full = replace(free, host_bytes=GB)
-    small = replace(full, most_host_bytes=GB)
+    small = replace(full, max_host_bytes=GB)
 
     def planned(place: Place, *, patient: bool) -> Any:
         return _plan_or_wait(workload, model, [place], batch_size=8, patient=patient)
@@ -148,8 +148,8 @@ def test_memory_of_a_node_is_shared_by_its_workers(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(worker.machine, "memory", lambda: Memory(total=10 * GB, available=6 * GB))
     ranks: Any = SimpleNamespace(all_gather=lambda value: ["a", "b", "a"] if isinstance(value, str) else [value])
     context: Any = SimpleNamespace(node="a", device=torch.device("cpu"), object_store_bytes=2 * GB)
-    (place,) = worker.places_of_ranks(context, ranks)
-    assert place == Place("a", "cpu", host_bytes=2 * GB, most_host_bytes=4 * GB, device_bytes=None)
+    (place,) = worker.gather_rank_resources(context, ranks)
+    assert place == Place("a", "cpu", host_bytes=2 * GB, max_host_bytes=4 * GB, device_bytes=None)
 
 
 def test_a_preprocessors_columns_are_planned(tmp_path: Path) -> None:

@@ -5,15 +5,15 @@ import pytest
 
 from rayrec.config import InputError
 from rayrec.data.encoding.rules import SparseColumn
-from rayrec.workloads.recsys.warm_start import Carried, carried
+from rayrec.workloads.recsys.warm_start import TableRemap, remap_table
 
 
 def tokens(*values: int) -> np.ndarray:
     return np.array(values, np.uint32)
 
 
-def joined(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_tokens: np.ndarray) -> Carried:
-    return carried(old, new, old_tokens, new_tokens, where="column a")
+def joined(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_tokens: np.ndarray) -> TableRemap:
+    return remap_table(old, new, old_tokens, new_tokens, where="column a")
 
 
 OLD = SparseColumn(num_embeddings=5, num_tokens=3)
