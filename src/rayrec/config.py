@@ -51,13 +51,13 @@ def _adapter(annotation: Any) -> Any:
 
 def _bounds(annotation: Any) -> list[str]:
     """Return the bounds of a type and its nested types, in words."""
-    own = [
+    bounds = [
         f"{words} {getattr(bound, name):g}"
         for bound in getattr(annotation, "__metadata__", ())
         for name, words in _BOUNDS.items()
         if hasattr(bound, name)
     ]
-    return own + [bound for inner in typing.get_args(annotation) for bound in _bounds(inner)]
+    return bounds + [bound for inner in typing.get_args(annotation) for bound in _bounds(inner)]
 
 
 def _violation(error: pydantic.ValidationError, annotation: Any) -> str:
@@ -214,10 +214,10 @@ class Config:
 
     @classmethod
     def _check_field(cls, name: str, where: str) -> None:
-        known = [field.name for field in dataclasses.fields(cls)]
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else f"; it has {', '.join(known)}"
+        names = [field.name for field in dataclasses.fields(cls)]
+        if name not in names:
+            close_matches = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean '{close_matches[0]}'?" if close_matches else f"; it has {', '.join(names)}"
             raise InputError(f"{where}{name}: {cls.__name__} has no such field{hint}")
 
     def to_dict(self) -> dict[str, Any]:
@@ -241,7 +241,7 @@ class Config:
 @lru_cache(maxsize=1024)
 def field_docs(cls: type) -> dict[str, str]:
     """Return the docstrings below the fields of a class and its bases."""
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         if base is Config:
             continue
@@ -249,8 +249,8 @@ def field_docs(cls: type) -> dict[str, str]:
         assert isinstance(definition, ast.ClassDef)
         for line, after in itertools.pairwise(definition.body):
             if isinstance(line, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                found[ast.unparse(line.target)] = str(after.value.value)
-    return found
+                docs[ast.unparse(line.target)] = str(after.value.value)
+    return docs
 
 
 def line_of(error: BaseException) -> str:

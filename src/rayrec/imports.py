@@ -47,12 +47,12 @@ def function_in_file(name: str, *, returns: type[Returned]) -> Callable[[], Retu
         module = _imported(module_name, path)
     elif getattr(module, "__file__", None) != path:
         raise InputError(f"{file}: another file with this name was already imported. Rename the file.")
-    found = getattr(module, function, None)
-    if not callable(found):
+    value = getattr(module, function, None)
+    if not callable(value):
         raise InputError(f"{file}: function '{function}' not found")
-    if not isinstance(found(), returns):
+    if not isinstance(value(), returns):
         raise InputError(f"{file}: {function}() must return a rayrec.{returns.__name__}")
-    return found
+    return value
 
 
 def _module_name(path: str) -> str:

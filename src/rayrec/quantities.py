@@ -47,8 +47,8 @@ def durations_text(seconds: Sequence[float]) -> list[str]:
 
 def clock_text(seconds: float) -> str:
     """Format seconds as H:MM:SS."""
-    whole = int(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+    seconds_int = int(seconds)
+    return f"{seconds_int // 3600}:{seconds_int // 60 % 60:02}:{seconds_int % 60:02}"
 
 
 def size_text(size_bytes: float) -> str:

@@ -47,8 +47,8 @@ class TrainedRows:
     def add(self, rows: RowNumbers) -> None:
         """Add the rows of a batch. Takes about 20 microseconds for 2,048 rows."""
         np.add.at(self.counts, rows.numbers % RESIDUES, 1)
-        places = rows.numbers.astype(np.uint64) + np.uint64(1)
-        self._add_checksums(rows.epoch, int(places.sum(dtype=np.uint64)), int((places * places).sum(dtype=np.uint64)))
+        numbers = rows.numbers.astype(np.uint64) + np.uint64(1)
+        self._add_checksums(rows.epoch, int(numbers.sum(dtype=np.uint64)), int((numbers * numbers).sum(dtype=np.uint64)))
 
     def add_ranges(self, ranges: Iterable[tuple[int, int]], *, epoch: int, times: int = 1) -> None:
         """Add the rows [start, stop) of each range, or remove them if `times` is -1."""
@@ -56,13 +56,13 @@ class TrainedRows:
         if not pairs:
             return
         starts, stops = np.array(pairs, np.int64).T
-        whole, rest = np.divmod(stops - starts, RESIDUES)
+        num_cycles, rest = np.divmod(stops - starts, RESIDUES)
         first = starts % RESIDUES
         edges = np.zeros(2 * RESIDUES + 1, np.int64)
         np.add.at(edges, first, 1)
         np.add.at(edges, first + rest, -1)
         covered = np.cumsum(edges)
-        self.counts += times * (whole.sum() + covered[:RESIDUES] + covered[RESIDUES : 2 * RESIDUES])
+        self.counts += times * (num_cycles.sum() + covered[:RESIDUES] + covered[RESIDUES : 2 * RESIDUES])
         sums = squares = 0
         for start, stop in pairs:
             sums += _sum(stop) - _sum(start)
@@ -125,13 +125,13 @@ class TrainedRows:
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Merge each range [start, stop) with the previous one if it starts where that ends."""
-    joined: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for start, stop in ranges:
-        if joined and joined[-1][1] == start:
-            joined[-1] = joined[-1][0], stop
+        if merged and merged[-1][1] == start:
+            merged[-1] = merged[-1][0], stop
         else:
-            joined.append((start, stop))
-    return joined
+            merged.append((start, stop))
+    return merged
 
 
 def _weight(epoch: int) -> int:

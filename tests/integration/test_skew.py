@@ -26,7 +26,7 @@ from rayrec.ingest.stream import encode_block
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.scorer import load_scorer
-from rayrec.workloads.recsys.scoring import ScoredBlock, _Process
+from rayrec.workloads.recsys.scoring import ScoredBlock, _ScoringTask
 
 ROWS = 10_000
 TOLERANCE = 2e-6
@@ -119,7 +119,7 @@ def test_predict(trained: np.ndarray, checkpoint: str, config: TrainConfig, prep
         ScoredBlock(block, tuple(part.segment.first_row for part in block.parts), has_all_lines=True)
         for block in blocks_of_epoch(parts, shuffle="none", seed=0, epoch=0, segments_per_block=2)
     ]
-    process = _Process(
+    process = _ScoringTask(
         workload=config.workload,  # type: ignore[arg-type]
         config=config,
         checkpoint=checkpoint,

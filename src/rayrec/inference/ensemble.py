@@ -51,7 +51,7 @@ def ensemble(checkpoints: Sequence[str], out: str, *, configs: Sequence[TrainCon
         preprocessor.save(storage.join(folder, PREPROCESSOR_FOLDER))
 
     with storage.writing_folder(out) as folder:
-        join(folder, list(zip(opened, together.places, strict=True)), state={}, extra_files=write_extra_files)
+        join(folder, list(zip(opened, together.targets, strict=True)), state={}, extra_files=write_extra_files)
         tensors = Checkpoint(folder).manifest()["tensors"]
     chunks = [chunk for tensor in tensors.values() for chunk in tensor["chunks"]]
     return {

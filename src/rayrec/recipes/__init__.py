@@ -19,8 +19,8 @@ PUBLISHED: dict[str, str] = {}
 
 
 def _read_folder() -> None:
-    for found in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"{__name__}.{found.name}")
+    for module_info in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{module_info.name}")
         ALL.update({recipe.__name__: recipe for recipe in module.RECIPES})
         PUBLISHED.update(getattr(module, "PUBLISHED", {}))
     globals().update(ALL)  # also replaces modules with the name of a recipe
@@ -72,6 +72,6 @@ def find(name: str) -> Recipe:
 def _built_in(name: object, *, where: str = "") -> Recipe:
     if isinstance(name, str) and name in ALL:
         return ALL[name]
-    near = difflib.get_close_matches(str(name), ALL, n=1)
-    hint = f"did you mean '{near[0]}'? Or use" if near else "use"
+    close_matches = difflib.get_close_matches(str(name), ALL, n=1)
+    hint = f"did you mean '{close_matches[0]}'? Or use" if close_matches else "use"
     raise InputError(f"{where}no recipe {name!r}; {hint} one of {', '.join(ALL)}, or FILE.py:FUNCTION.")

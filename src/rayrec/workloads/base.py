@@ -132,9 +132,9 @@ def _check_name(name: str) -> None:
 
 def effective_batch_size(config: TrainConfig, *, rows: int, world_size: int) -> int:
     """Return the rows per worker and step for a given epoch size. Pure."""
-    most = config.scaling.max_workers
-    per_worker = max(1, min(config.batch_size, rows // (most * config.min_steps_per_epoch)))
-    return per_worker if config.scaling.batch_policy == "per_worker" else -(-per_worker * most // world_size)
+    max_workers = config.scaling.max_workers
+    per_worker = max(1, min(config.batch_size, rows // (max_workers * config.min_steps_per_epoch)))
+    return per_worker if config.scaling.batch_policy == "per_worker" else -(-per_worker * max_workers // world_size)
 
 
 @dataclass(frozen=True)

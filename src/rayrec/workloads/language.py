@@ -167,8 +167,10 @@ class LanguageWorkload(DataParallelWorkload):
                 f"{train.path}: blocks of {train.block_size} tokens exceed the model's n_positions {self.model.n_positions}. "
                 "Raise --workload.model.n-positions, or preprocess with a smaller --block-size."
             )
-        mine, other = ((folder.block_size, folder.tokenizer_hash, folder.vocabulary_size) for folder in (train, validation))
-        if mine != other:
+        train_settings, validation_settings = (
+            (folder.block_size, folder.tokenizer_hash, folder.vocabulary_size) for folder in (train, validation)
+        )
+        if train_settings != validation_settings:
             raise InputError(
                 f"{validation.path}: block size, tokenizer or vocabulary does not match {train.path}. Preprocess it with "
                 f"--tokenizer {train.tokenizer} and --block-size {train.block_size}."
@@ -302,10 +304,10 @@ class LanguageWorkload(DataParallelWorkload):
         from rayrec.checkpoint.reader import export_weights
 
         storage.make_folder(out)
-        written = export_weights(checkpoint, out)
+        report = export_weights(checkpoint, out)
         storage.copy_file(storage.join(checkpoint, CONFIG_FILE), storage.join(out, CONFIG_FILE))
         write_tokenizer(read_tokenizer(storage.join(checkpoint, TOKENIZER_FOLDER)), out)
-        return dict(written)
+        return dict(report)
 
 
 def _rows(folder: TokenFolder, name: str, data: DataConfig) -> RowSource:

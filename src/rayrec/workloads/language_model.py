@@ -85,7 +85,7 @@ def continued(
     only on the prompt. A wrapped model is called equally often on all workers with the same prompts."""
     chances = np.stack([_chances(row[len(row) - length :], max_new_tokens) for row, length in zip(prompts, lengths, strict=True)])
     model.eval()
-    made = generate(
+    tokens = generate(
         model,
         torch.from_numpy(prompts).to(device),
         torch.from_numpy(lengths).to(device),
@@ -94,7 +94,7 @@ def continued(
         temperature=temperature,
         end_token=tokenizer.end_token,
     )
-    return [tokenizer.decode(_before(row, tokenizer.end_token)) for row in made.tolist()]
+    return [tokenizer.decode(_before(row, tokenizer.end_token)) for row in tokens.tolist()]
 
 
 def _chances(prompt: np.ndarray, count: int) -> np.ndarray:
@@ -125,12 +125,12 @@ def generate(
     tokens = prompts[:, -window:]
     mask = torch.arange(tokens.shape[1], 0, -1, device=tokens.device) <= lengths[:, None]
     ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-    made: list[torch.Tensor] = []
+    new_tokens: list[torch.Tensor] = []
     cache = None
     for chance in chances.unbind(dim=1):
         if tokens.shape[1] > window:
-            kept = max(1, window // 2)
-            tokens, mask, cache = tokens[:, -kept:], mask[:, -kept:], None
+            num_kept = max(1, window // 2)
+            tokens, mask, cache = tokens[:, -num_kept:], mask[:, -num_kept:], None
         fresh = tokens if cache is None else tokens[:, -1:]
         positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
         output = model(
@@ -146,12 +146,12 @@ def generate(
         if end_token is not None:
             following = torch.where(ended, end_token, following)
             ended |= following == end_token
-        made.append(following)
+        new_tokens.append(following)
         if end_token is not None and bool(ended.all()):  # device sync
             break
         tokens = torch.cat([tokens, following[:, None]], dim=1)
         mask = functional.pad(mask, (0, 1), value=True)
-    return torch.stack(made, dim=1)
+    return torch.stack(new_tokens, dim=1)
 
 
 def _pick(logits: torch.Tensor, chance: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -182,16 +182,16 @@ def read_prompts(path: str, tokenizer: TextTokenizer, *, window: int) -> ArrayRo
 # Pretrained weights -----------------------------------------------------------------------------------------------------
 
 
-def check_weights(folder: str, wanted: Mapping[str, Any]) -> None:
-    """Check that a folder's config.json describes the model `wanted`. Raises InputError."""
+def check_weights(folder: str, expected: Mapping[str, Any]) -> None:
+    """Check that a folder's config.json describes the model `expected`. Raises InputError."""
     path = storage.join(folder, "config.json")
-    found = storage.read_json(path)
+    stored_config = storage.read_json(path)
     for name in ("model_type", "vocab_size", "n_layer", "n_head", "n_embd", "n_positions"):
-        if not isinstance(found, dict) or found.get(name) != wanted[name]:
-            stored = found.get(name) if isinstance(found, dict) else None
+        if not isinstance(stored_config, dict) or stored_config.get(name) != expected[name]:
+            stored = stored_config.get(name) if isinstance(stored_config, dict) else None
             raise InputError(
-                f"workload.weights: {path}: {name} must be {wanted[name]}, as in the model, got {stored}. Change the model, or, "
-                "for the vocabulary, run `rayrec preprocess --tokenizer` with the tokenizer of the weights."
+                f"workload.weights: {path}: {name} must be {expected[name]}, as in the model, got {stored}. Change the model, "
+                "or, for the vocabulary, run `rayrec preprocess --tokenizer` with the tokenizer of the weights."
             )
 
 
@@ -203,19 +203,19 @@ def load_weights(model: GPT2LMHeadModel, folder: str) -> None:
         raise InputError(
             f"workload.weights: {path} not found. Other formats may contain code and are not read. Save with safe_serialization."
         )
-    own = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
-    found = {}
+    parameters = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
+    tensors_by_name = {}
     for name, tensor in read_weights(path).items():
         full = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
         if full != "lm_head.weight" and not full.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks
-            found[full] = tensor
-    for name in sorted(own.keys() | found.keys()):
-        shapes = [list(tensors[name].shape) if name in tensors else None for tensors in (found, own)]
+            tensors_by_name[full] = tensor
+    for name in sorted(parameters.keys() | tensors_by_name.keys()):
+        shapes = [list(tensors[name].shape) if name in tensors else None for tensors in (tensors_by_name, parameters)]
         if shapes[0] != shapes[1]:
             raise InputError(f"workload.weights: {path}: {name} must have shape {shapes[1]}, as in the model, got {shapes[0]}")
     with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(found[name])
+        for name, tensor in parameters.items():
+            tensor.copy_(tensors_by_name[name])
 
 
 _MIN_MULTIPLY_ADDS = 4_000_000

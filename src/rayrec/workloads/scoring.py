@@ -107,20 +107,20 @@ class BlockScorer:
         return pa.table(block.columns(scored))
 
 
-def check_weights(checkpoint: str, wanted: Mapping[str, list[int]]) -> None:
+def check_weights(checkpoint: str, expected: Mapping[str, list[int]]) -> None:
     """Check that a checkpoint's weights match its config.yaml and Preprocessor. Reads no weights. Raises InputError."""
-    if mismatch := mismatched_weight(Checkpoint(checkpoint), wanted):
+    if mismatch := mismatched_weight(Checkpoint(checkpoint), expected):
         raise InputError(
             f"{checkpoint}: {mismatch}. Its files are from different checkpoints, or the recipe's network has changed. Copy the "
             "full checkpoint folder, or restore the network."
         )
 
 
-def mismatched_weight(checkpoint: Checkpoint, wanted: Mapping[str, list[int]]) -> str | None:
-    """Describe the first weight with another name (without `PREFIX`) or shape than `wanted`, or return None."""
+def mismatched_weight(checkpoint: Checkpoint, expected: Mapping[str, list[int]]) -> str | None:
+    """Describe the first weight with another name (without `PREFIX`) or shape than `expected`, or return None."""
     entries = checkpoint.manifest()["tensors"]
     stored = {name.removeprefix(PREFIX): entries[name]["shape"] for name in entries if name.startswith(PREFIX)}
-    for name in sorted(stored.keys() | wanted.keys()):
-        if stored.get(name) != wanted.get(name):
-            return f"{name}: shape must be {wanted.get(name, 'absent')}, got {stored.get(name, 'absent')}"
+    for name in sorted(stored.keys() | expected.keys()):
+        if stored.get(name) != expected.get(name):
+            return f"{name}: shape must be {expected.get(name, 'absent')}, got {stored.get(name, 'absent')}"
     return None

@@ -128,18 +128,18 @@ class VisionWorkload(DataParallelWorkload):
                 "DIR`)."
             )
         for folder, part in ((config.train_data.path, "train"), (_test_folder(config), "t10k")):
-            for what in ("images", "labels"):
-                if numbered_rows.find(folder, part, what) is None:
-                    raise numbered_rows.missing(folder, part, what)
+            for kind in ("images", "labels"):
+                if numbered_rows.find(folder, part, kind) is None:
+                    raise numbered_rows.missing(folder, part, kind)
         if self.weights is not None and not storage.exists(self.weights):
             raise InputError(f"workload.weights: {self.weights}: no such file")
 
     def list_data(self, path: str, names: Sequence[str]) -> list[storage.File]:
-        parts = [(part, what) for part in ("train", "t10k") for what in ("images", "labels")]
-        found = [place for part, what in parts if (place := numbered_rows.find(path, part, what)) is not None]
-        if not found:
+        parts = [(part, kind) for part in ("train", "t10k") for kind in ("images", "labels")]
+        files = [file for part, kind in parts if (file := numbered_rows.find(path, part, kind)) is not None]
+        if not files:
             raise numbered_rows.missing(path, *parts[0])
-        return list(storage.find_files(found).values())
+        return list(storage.find_files(files).values())
 
     def prepare(self, context: RunContext) -> Prepared:
         share = context.engine.share
@@ -154,16 +154,16 @@ class VisionWorkload(DataParallelWorkload):
                 f"{folder}: test images of {test.images.shape[1:]} pixels do not match training images of "
                 f"{train.images.shape[1:]}. Use files of one data set."
             )
-        kept = len(train.images) - self.validation_rows
-        if kept < 1 or not len(test.images):
+        train_rows = len(train.images) - self.validation_rows
+        if train_rows < 1 or not len(test.images):
             raise InputError(
                 f"{config.train_data.path}: must have test rows, and more training rows than validation_rows "
                 f"({self.validation_rows:,}), got {len(train.images):,} training and {len(test.images):,} test rows"
             )
         train_ref, test_ref = share(_arrays(train)), share(_arrays(test))
-        whole_test = Part(test_ref, 0, len(test.images))
-        held_out = Part(train_ref, kept, len(train.images)) if self.validation_rows else whole_test
-        sets = {"train": Part(train_ref, 0, kept), "validation": held_out, "test": whole_test}
+        test_part = Part(test_ref, 0, len(test.images))
+        validation_part = Part(train_ref, train_rows, len(train.images)) if self.validation_rows else test_part
+        sets = {"train": Part(train_ref, 0, train_rows), "validation": validation_part, "test": test_part}
         weights = None if self.weights is None else share(self._initial_weights(self.weights))
         return Prepared(sets, weights, _data_hash(train, test))
 
@@ -281,9 +281,9 @@ class VisionWorkload(DataParallelWorkload):
         loads the weights once its first layer has one channel."""
         from rayrec.checkpoint.reader import export_weights
 
-        written = export_weights(checkpoint, out)
+        report = export_weights(checkpoint, out)
         storage.write_json(storage.join(out, "config.json"), {**self.model.to_dict(), "mean": self.mean, "std": self.std})
-        return dict(written)
+        return dict(report)
 
 
 def _test_folder(config: TrainConfig) -> str:

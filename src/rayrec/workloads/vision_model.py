@@ -27,10 +27,10 @@ def augmented(images: torch.Tensor, *, max_shift: float, max_rotation_degrees: f
     rows, height, width = images.shape
     if not rows:  # affine_grid rejects empty batches
         return images.float()
-    drawn = torch.rand(rows, 4, device=images.device) * 2 - 1
-    angle = drawn[:, 0] * math.radians(max_rotation_degrees)
-    scale = 1 + drawn[:, 1] * max_scale
-    shift = drawn[:, 2:] * max_shift  # pixels
+    random = torch.rand(rows, 4, device=images.device) * 2 - 1
+    angle = random[:, 0] * math.radians(max_rotation_degrees)
+    scale = 1 + random[:, 1] * max_scale
+    shift = random[:, 2:] * max_shift  # pixels
     cosine, sine = angle.cos() / scale, angle.sin() / scale
     # Transform from new to old positions. Grid coordinates are in halves of the image size.
     to_old = torch.stack(
@@ -106,8 +106,8 @@ def _stage(width_in: int, width: int, *, blocks: int, stride: int) -> nn.Sequent
     if stride != 1:
         downsample = nn.Sequential(nn.Conv2d(width_in, width, 1, stride=stride, bias=False), BatchNorm(width))
     first = BasicBlock(width_in, width, stride=stride, downsample=downsample)
-    others = [BasicBlock(width, width, stride=1, downsample=None) for _ in range(blocks - 1)]
-    return nn.Sequential(first, *others)
+    blocks_after = [BasicBlock(width, width, stride=1, downsample=None) for _ in range(blocks - 1)]
+    return nn.Sequential(first, *blocks_after)
 
 
 def load_weights(model: ResNet, weights: Mapping[str, torch.Tensor], *, where: str) -> None:
@@ -116,27 +116,27 @@ def load_weights(model: ResNet, weights: Mapping[str, torch.Tensor], *, where: s
     A first layer for several channels is summed over channels for a one-channel model, so a gray image has the same result as
     three equal channels. Raises InputError, naming `where`, for weights of another network.
     """
-    given = dict(weights)
-    first = given.get("conv1.weight")
+    tensors = dict(weights)
+    first = tensors.get("conv1.weight")
     if first is not None and first.ndim == 4 and model.conv1.in_channels == 1 != first.shape[1]:
-        given["conv1.weight"] = first.sum(dim=1, keepdim=True)
-    wanted = model.state_dict()
+        tensors["conv1.weight"] = first.sum(dim=1, keepdim=True)
+    parameters = model.state_dict()
     # Torchvision's first weights are older than the counters.
-    missing = [name for name in wanted if name not in given and not name.endswith("num_batches_tracked")]
-    unknown = [name for name in given if name not in wanted]
+    missing = [name for name in parameters if name not in tensors and not name.endswith("num_batches_tracked")]
+    unknown = [name for name in tensors if name not in parameters]
     if missing or unknown:
         raise InputError(
             f"{where}: must match a ResNet with blocks {_blocks(model)}, got {'unknown' if unknown else 'no'} "
             f"{_some(unknown or missing)}. Choose weights of torchvision's network of that depth."
         )
-    for name, tensor in given.items():
-        if tensor.shape != wanted[name].shape:
-            remedy = "with as many classes and channels" if name.startswith(("fc.", "conv1.")) else "of the same network"
+    for name, tensor in tensors.items():
+        if tensor.shape != parameters[name].shape:
+            hint = "with as many classes and channels" if name.startswith(("fc.", "conv1.")) else "of the same network"
             raise InputError(
-                f"{where}: {name} must have shape {tuple(wanted[name].shape)}, got {tuple(tensor.shape)}. Choose weights "
-                f"{remedy}."
+                f"{where}: {name} must have shape {tuple(parameters[name].shape)}, got {tuple(tensor.shape)}. Choose weights "
+                f"{hint}."
             )
-    model.load_state_dict(given, strict=False)
+    model.load_state_dict(tensors, strict=False)
 
 
 def _some(names: list[str]) -> str:

@@ -32,18 +32,20 @@ def require_same_optimizer(
 ) -> None:
     """Check that the optimizer settings in `fields`, which determine its state, match the checkpoint. Raises InputError. `group`
     is the field of the workload."""
-    own = optimizer.to_dict()
+    current = optimizer.to_dict()
     default = type(optimizer)().to_dict()
-    there = {**default, **(stored["workload"].get(group) or {})}
+    previous = {**default, **(stored["workload"].get(group) or {})}
     for field in fields:
-        if bool(there[field]) != bool(own[field]) or (isinstance(own[field], str) and there[field] != own[field]):
+        if bool(previous[field]) != bool(current[field]) or (
+            isinstance(current[field], str) and previous[field] != current[field]
+        ):
             raise InputError(
                 f"init_from {checkpoint.path}: optimizer state does not match: trained with workload.{group}.{field} "
-                f"{there[field]}, this run has {own[field]}. Use the same value."
+                f"{previous[field]}, this run has {current[field]}. Use the same value."
             )
 
 
-def require_same_weights(checkpoint: Checkpoint, wanted: Mapping[str, list[int]]) -> None:
-    """Check that the weights of a checkpoint have the names (without `PREFIX`) and shapes `wanted`. Raises InputError."""
-    if mismatch := mismatched_weight(checkpoint, wanted):
+def require_same_weights(checkpoint: Checkpoint, expected: Mapping[str, list[int]]) -> None:
+    """Check that the weights of a checkpoint have the names (without `PREFIX`) and shapes `expected`. Raises InputError."""
+    if mismatch := mismatched_weight(checkpoint, expected):
         raise InputError(f"init_from {checkpoint.path}: {mismatch}. Use the model and settings of its config.yaml.")

@@ -74,8 +74,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def out_of_memory_text(error: BaseException, described: Mapping[str, Any], *, rank: int, device: torch.device) -> str:
     """Return a one-line message: worker, requested memory, largest tables, and applicable remedies. Pure."""
-    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
-    tables = _held(described.get("tables", ()), rank)
+    request = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    tables = _tables_on_rank(described.get("tables", ()), rank)
     remedies = []
     if described.get("batch_size"):
         remedies.append(f"lower --batch-size (now {described['batch_size']:,})")
@@ -88,27 +88,27 @@ def out_of_memory_text(error: BaseException, described: Mapping[str, Any], *, ra
         remedies.append("shrink them (embedding_dim, min_count, max_num_embeddings)")
     elif described.get("parallel") == "ddp":
         remedies.append("shard the model over the workers (--workload.parallel fsdp)")
-    held = sum(size for _, size, _ in tables)
+    total_bytes = sum(size for _, size, _ in tables)
     largest = ", ".join(f"{name} {size_text(size)}" for name, size, _ in tables[:_LARGEST])
-    filled = f"; its tables take {size_text(held)}, the largest {largest}" if tables else ""
+    filled = f"; its tables take {size_text(total_bytes)}, the largest {largest}" if tables else ""
     return (
-        f"worker {rank}: {device} is out of memory{f' for {asked[1]} more' if asked else ''}{filled}. Try to "
+        f"worker {rank}: {device} is out of memory{f' for {request[1]} more' if request else ''}{filled}. Try to "
         f"{', or '.join(remedies) or 'use a GPU with more memory'}."
     )
 
 
-def _held(tables: Sequence[Mapping[str, Any]], rank: int) -> list[tuple[str, int, bool]]:
+def _tables_on_rank(tables: Sequence[Mapping[str, Any]], rank: int) -> list[tuple[str, int, bool]]:
     """Return (text, bytes on the device of `rank`, whether the device only caches the table), largest first."""
-    found = []
+    tables_on_rank = []
     for table in tables:
-        held = table["bytes_of_rank"].get(rank, 0) * table["device_share"]
-        if held:
+        table_bytes = table["bytes_of_rank"].get(rank, 0) * table["device_share"]
+        if table_bytes:
             shape = f"{table['num_embeddings']:,} x {table['embedding_dim']}"
-            found.append((f"{table['table']} ({shape})", int(held), table["device_share"] < 1))
-    return sorted(found, key=lambda table: -table[1])
+            tables_on_rank.append((f"{table['table']} ({shape})", int(table_bytes), table["device_share"] < 1))
+    return sorted(tables_on_rank, key=lambda table: -table[1])
 
 
 def learning_rate_factor(scaling: ScalingConfig, *, world_size: int) -> float:
     """Return the factor for learning rates with `world_size` workers. Pure."""
-    share = world_size / scaling.max_workers
-    return {"constant": 1.0, "linear": share, "sqrt": share**0.5}[scaling.learning_rate_policy]
+    ratio = world_size / scaling.max_workers
+    return {"constant": 1.0, "linear": ratio, "sqrt": ratio**0.5}[scaling.learning_rate_policy]

@@ -30,7 +30,7 @@ _MIN_BLOCKS = 16
 
 def open_scoring(workload: DataParallelModel, context: ScoringContext) -> Scoring:
     """Open rows for scoring, with the columns of `predict`, or of `measure` for evaluation. See `Workload.open_scoring`."""
-    process = _Process(
+    process = _ScoringTask(
         workload=workload,
         config=context.config,
         checkpoint=context.checkpoint,
@@ -54,7 +54,7 @@ def open_scoring(workload: DataParallelModel, context: ScoringContext) -> Scorin
 
 
 @dataclass(frozen=True)
-class _Process:
+class _ScoringTask:
     """Input of all scoring processes."""
 
     workload: DataParallelModel
@@ -76,13 +76,13 @@ class _Process:
 
     def load(self, device: Device) -> BlockScorer:
         model = load_model(self.workload, self.config, checkpoint=self.checkpoint, device=device)
-        source, place = self.open(), torch.device(device)
+        source, torch_device = self.open(), torch.device(device)
         size = self.block_rows(len(source))
 
         def open_block(number: int) -> _RowBlock:
             rows = np.arange(number * size, min((number + 1) * size, len(source)), dtype=np.int64)
             source.will_read(rows)
-            return _RowBlock(self, model, source, place, rows)
+            return _RowBlock(self, model, source, torch_device, rows)
 
         return BlockScorer(open_block, self.batch_rows)
 
@@ -92,18 +92,18 @@ class _RowBlock:
     """Block of numbered rows. See `OpenBlock`."""
 
     def __init__(
-        self, told: _Process, model: torch.nn.Module, source: RowSource, device: torch.device, numbers: np.ndarray
+        self, task: _ScoringTask, model: torch.nn.Module, source: RowSource, device: torch.device, numbers: np.ndarray
     ) -> None:
-        self._told, self._model, self._source, self._device = told, model, source, device
+        self._task, self._model, self._source, self._device = task, model, source, device
         self._numbers, self.rows = numbers, len(numbers)
 
     def score(self, start: int, stop: int) -> Mapping[str, np.ndarray | list[str]]:
-        told, arrays = self._told, self._source.read(self._numbers[start:stop])
+        task, arrays = self._task, self._source.read(self._numbers[start:stop])
         tensors = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
-        with torch.inference_mode(), torch.autocast(self._device.type, torch.bfloat16, enabled=told.config.precision == "bf16"):
-            if not told.evaluating:
-                return told.workload.predict(self._model, tensors)
-            measures = told.workload.measure(self._model, tensors)
+        with torch.inference_mode(), torch.autocast(self._device.type, torch.bfloat16, enabled=task.config.precision == "bf16"):
+            if not task.evaluating:
+                return task.workload.predict(self._model, tensors)
+            measures = task.workload.measure(self._model, tensors)
             return {name: values.double().cpu().numpy() for name, values in measures.items()}  # device sync
 
     def columns(self, scored: dict[str, Any]) -> dict[str, pa.Array]:
@@ -120,10 +120,10 @@ def load_model(workload: DataParallelModel, config: TrainConfig, *, checkpoint: 
     """Load the trained model of a checkpoint folder, in eval mode and without gradients. Verifies all checksums. Raises
     InputError for damaged weights and weights of another model."""
     model = workload.build_from(config, checkpoint=checkpoint)
-    wanted = drop_tied_tensors(model.state_dict())
-    check_weights(checkpoint, {name: list(tensor.shape) for name, tensor in wanted.items()})
+    parameters = drop_tied_tensors(model.state_dict())
+    check_weights(checkpoint, {name: list(tensor.shape) for name, tensor in parameters.items()})
     weights = dict(full_tensors(Checkpoint(checkpoint), PREFIX))
     with torch.no_grad():
-        for name, tensor in wanted.items():
+        for name, tensor in parameters.items():
             tensor.copy_(weights[PREFIX + name])
     return model.requires_grad_(requires_grad=False).eval().to(device)

@@ -112,9 +112,9 @@ def eval_batches(source: RowSource, context: WorkerContext) -> Iterator[Batch]:
     config = context.config
     order = RowOrder(tuple(source.chunk_rows), "none", 0, config.eval_data.segments_per_block, small_steps=True)
     reader = ArrayBatches(source)
-    sharding = BatchSharding(context.rank, context.world_size, config.eval_batch_size)
+    worker_share = BatchSharding(context.rank, context.world_size, config.eval_batch_size)
     try:
-        yield from Loader(order, reader, sharding, epochs=1)
+        yield from Loader(order, reader, worker_share, epochs=1)
     finally:
         reader.stop()  # the next evaluation uses the source again
 
@@ -197,12 +197,12 @@ class RowPipeline:
         return loss
 
     @contextlib.contextmanager
-    def exchange(self, wanted: bool) -> Iterator[None]:
+    def exchange(self, enabled: bool) -> Iterator[None]:
         """Return a context that enables or disables averaging gradients over the workers."""
         if isinstance(self.wrapped, FSDPModule):
-            self.wrapped.set_requires_gradient_sync(wanted)
+            self.wrapped.set_requires_gradient_sync(enabled)
             yield
-        elif isinstance(self.wrapped, DistributedDataParallel) and not wanted:
+        elif isinstance(self.wrapped, DistributedDataParallel) and not enabled:
             with self.wrapped.no_sync():
                 yield
         else:

@@ -33,9 +33,9 @@ class DataParallelWorkload(DataParallelModel):
         require_same_optimizer(checkpoint, stored_settings(checkpoint), "optimizer", self.optimizer, fields=("kind", "momentum"))
         with torch.random.fork_rng(devices=[]):
             weights = drop_tied_tensors(self.build(prepared).state_dict())
-        wanted = {name: list(tensor.shape) for name, tensor in weights.items()}
-        require_same_weights(checkpoint, wanted)
-        return WarmStart(checkpoint.path, context.engine.share({}), {"weights": len(wanted)})
+        shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
+        require_same_weights(checkpoint, shapes)
+        return WarmStart(checkpoint.path, context.engine.share({}), {"weights": len(shapes)})
 
     def make_loader(
         self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int

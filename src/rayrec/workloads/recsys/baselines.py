@@ -96,30 +96,32 @@ def open_baselines(config: TrainConfig, checkpoint: str, *, max_rows: int, kinds
     index = opened(config.train_data)
     if config.eval_data.path is None:
         sets = config.workload.split_rows(path, index)
-        train, other, held_out = sets["train"], index, sets["validation"]
+        train, validation_index, validation_range = sets["train"], index, sets["validation"]
     else:
-        train, other = (0, index.rows), opened(config.eval_data)
-        held_out = (0, other.rows)
-    last = (max(train[0], train[1] - max_rows), train[1])
-    first = (held_out[0], min(held_out[1], held_out[0] + max_rows))
-    train_rows, validation_rows = (_encode(parts, preprocessor) for parts in (index.parts(*last), other.parts(*first)))
+        train, validation_index = (0, index.rows), opened(config.eval_data)
+        validation_range = (0, validation_index.rows)
+    train_tail = (max(train[0], train[1] - max_rows), train[1])
+    validation_head = (validation_range[0], min(validation_range[1], validation_range[0] + max_rows))
+    train_rows, validation_rows = (
+        _encode(parts, preprocessor) for parts in (index.parts(*train_tail), validation_index.parts(*validation_head))
+    )
     return Baselines(preprocessor, train_rows, validation_rows, cache, config)
 
 
 def _encode(parts: Iterable[SegmentRange], preprocessor: Preprocessor) -> EncodedRows:
     """Encode rows without weights, groups and additional labels, which baselines do not use."""
-    kept = list(encode_parts(parts, preprocessor))
-    if not kept:
+    batches = list(encode_parts(parts, preprocessor))
+    if not batches:
         raise InputError("baselines: the run's split has no rows to train or to validate on")
     columns: list[Ids] = []
-    for column in zip(*(batch.ids for batch in kept), strict=True):
+    for column in zip(*(batch.ids for batch in batches), strict=True):
         bags = [ids for ids in column if isinstance(ids, JaggedIds)]
         if bags:
             columns.append(JaggedIds(np.concatenate([bag.values for bag in bags]), np.concatenate([bag.lengths for bag in bags])))
         else:
             columns.append(np.concatenate(column))
-    labels = {next(iter(kept[0].labels)): np.concatenate([batch.label for batch in kept])}
-    return EncodedRows(np.concatenate([batch.dense for batch in kept]), columns, labels)
+    labels = {next(iter(batches[0].labels)): np.concatenate([batch.label for batch in batches])}
+    return EncodedRows(np.concatenate([batch.dense for batch in batches]), columns, labels)
 
 
 @dataclass(frozen=True)
@@ -153,28 +155,28 @@ class _Trees:
         self._rates, self._booster = rates, booster
 
     @classmethod
-    def fit(cls, given: Baselines, **settings: Any) -> _Trees:
+    def fit(cls, baselines: Baselines, **settings: Any) -> _Trees:
         import lightgbm
 
-        rows, labels = given.train, given.train.label
-        num_embeddings = given.preprocessor.num_embeddings
+        rows, labels = baselines.train, baselines.train.label
+        num_embeddings = baselines.preprocessor.num_embeddings
         fold = np.arange(len(rows)) % _FOLDS
         rates, columns = {}, [rows.dense]
         for number, ids in enumerate(rows.ids):
             if isinstance(ids, JaggedIds) or ids.ndim != 1:
                 continue
-            whole = rates[number] = _Rates.of(ids, labels, num_embeddings[number])
+            full_rates = rates[number] = _Rates.of(ids, labels, num_embeddings[number])
             encoded_ids = np.empty((len(rows), 2), np.float32)
-            for held_out in range(_FOLDS):
-                inside = fold == held_out
-                without = whole - _Rates.of(ids[inside], labels[inside], num_embeddings[number])
+            for fold_number in range(_FOLDS):
+                inside = fold == fold_number
+                without = full_rates - _Rates.of(ids[inside], labels[inside], num_embeddings[number])
                 encoded_ids[inside] = without.features(ids[inside])
             columns.append(encoded_ids)
         if not any(part.shape[1] for part in columns):
             raise InputError("baselines: the log has neither numbers nor columns of one category. Leave out lightgbm.")
-        made = cls(rates, None)
-        known = lightgbm.Dataset(np.concatenate(columns, axis=1), labels)
-        held_out_rows = known.create_valid(made._features(given.validation), given.validation.label)
+        trees_model = cls(rates, None)
+        train_set = lightgbm.Dataset(np.concatenate(columns, axis=1), labels)
+        validation_set = train_set.create_valid(trees_model._features(baselines.validation), baselines.validation.label)
         parameters = {
             "objective": "binary",
             "learning_rate": 0.05,
@@ -185,8 +187,8 @@ class _Trees:
             **settings,
         }
         stop = lightgbm.early_stopping(_PATIENCE, verbose=False)
-        made._booster = lightgbm.train(parameters, known, _TREES, valid_sets=[held_out_rows], callbacks=[stop])
-        return made
+        trees_model._booster = lightgbm.train(parameters, train_set, _TREES, valid_sets=[validation_set], callbacks=[stop])
+        return trees_model
 
     def _features(self, rows: EncodedRows) -> np.ndarray:
         of_ids = [rates.features(rows.ids[number]) for number, rates in self._rates.items()]  # type: ignore[arg-type]
@@ -209,19 +211,19 @@ class _Logistic:
         self._model, self._trained = model, trained
 
     @classmethod
-    def fit(cls, given: Baselines, *, strengths: tuple[float, ...] = _STRENGTHS) -> _Logistic:
+    def fit(cls, baselines: Baselines, *, strengths: tuple[float, ...] = _STRENGTHS) -> _Logistic:
         from sklearn.linear_model import LogisticRegression
 
-        features, held_out = one_hot(given.train), one_hot(given.validation)
+        features, validation_features = one_hot(baselines.train), one_hot(baselines.validation)
         trained = np.flatnonzero(features.getnnz(axis=0))
-        features, held_out = features[:, trained], held_out[:, trained]
+        features, validation_features = features[:, trained], validation_features[:, trained]
 
         def loss(model: Any) -> float:
-            logits = model.decision_function(held_out).astype(np.float32)
-            return binary_metrics(logits, given.validation.label)["logloss"]
+            logits = model.decision_function(validation_features).astype(np.float32)
+            return binary_metrics(logits, baselines.validation.label)["logloss"]
 
         models = (LogisticRegression(C=strength, max_iter=200, tol=1e-3) for strength in strengths)
-        return cls(min((model.fit(features, given.train.label) for model in models), key=loss), trained)
+        return cls(min((model.fit(features, baselines.train.label) for model in models), key=loss), trained)
 
     @property
     def parameters(self) -> int:
@@ -245,6 +247,6 @@ def one_hot(rows: EncodedRows) -> sparse.csr_matrix:
             mixed = (flat.astype(np.uint64) + np.uint64(number + 1) * np.uint64(1 << 40)) * _PRIME
         values.append((mixed >> np.uint64(44)).astype(np.int32))
         owners.append(owner.astype(np.int32))
-    where = (np.concatenate(owners), np.concatenate(values)) if values else (np.empty(0, int), np.empty(0, int))
-    hashed = sparse.csr_matrix((np.ones(len(where[0]), np.float32), where), shape=(len(rows), _HASHED))
+    positions = (np.concatenate(owners), np.concatenate(values)) if values else (np.empty(0, int), np.empty(0, int))
+    hashed = sparse.csr_matrix((np.ones(len(positions[0]), np.float32), positions), shape=(len(rows), _HASHED))
     return sparse.hstack([sparse.csr_matrix(rows.dense), hashed], format="csr")

@@ -77,13 +77,13 @@ def open_teacher(config: TeacherConfig, *, run: str) -> Teacher | None:
     if config.checkpoint is None:
         return None
     record = storage.join(run, RECORD)
-    known = storage.read_json(record) if storage.exists(record) else []
-    known = known if isinstance(known, list) else [known]  # earlier versions wrote a single dict
-    opened = [open_checkpoint(each) for each in ([each["checkpoint"] for each in known] or config.checkpoints)]
-    found = [{"checkpoint": each.path, "weights": _hash_of(each)} for each in opened]
-    if not known:
-        storage.write_json(record, found)
-    for before, now in zip(known, found, strict=False):
+    recorded = storage.read_json(record) if storage.exists(record) else []
+    recorded = recorded if isinstance(recorded, list) else [recorded]  # earlier versions wrote a single dict
+    opened = [open_checkpoint(each) for each in ([each["checkpoint"] for each in recorded] or config.checkpoints)]
+    current = [{"checkpoint": each.path, "weights": _hash_of(each)} for each in opened]
+    if not recorded:
+        storage.write_json(record, current)
+    for before, now in zip(recorded, current, strict=False):
         if before["weights"] != now["weights"]:
             raise InputError(f"{now['checkpoint']}: the teacher's weights changed since {run} started. Start a new run.")
     return Teacher(tuple(each.path for each in opened), config.weight)
@@ -101,10 +101,10 @@ def load_targets(teacher: Teacher, preprocessor: Preprocessor) -> Callable[[Enco
     damaged weights, another kind of model, and incompatible models.
     """
     scorer = _load_scorer(teacher.checkpoints, preprocessor)
-    share = np.float32(teacher.weight)
+    weight = np.float32(teacher.weight)
 
     def targets(rows: EncodedRows) -> np.ndarray:
-        return (1 - share) * rows.label + share * sigmoid(scorer.score(rows))
+        return (1 - weight) * rows.label + weight * sigmoid(scorer.score(rows))
 
     return targets
 

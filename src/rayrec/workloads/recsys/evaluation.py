@@ -54,8 +54,8 @@ class EvaluationCounts:
         ids_of: dict[str, np.ndarray] = {}
         for features in (batch.sparse_features, batch.sequence_features):
             if features is not None:
-                values, places = features.values().numpy(), features.offset_per_key()
-                ids_of |= {key: values[places[number] : places[number + 1]] for number, key in enumerate(features.keys())}
+                values, offsets = features.values().numpy(), features.offset_per_key()
+                ids_of |= {key: values[offsets[number] : offsets[number + 1]] for number, key in enumerate(features.keys())}
         for number, (key, column) in enumerate(self._columns.items()):
             ids = ids_of[key]
             unknown = np.count_nonzero(ids == column.unknown_id)
@@ -84,8 +84,8 @@ class EvaluationCounts:
                 "column": key,
                 "num_tokens": column.num_tokens,
                 "num_embeddings": column.num_embeddings,
-                "unknown": _share(unknown, values) if _tells(column, column.unknown_id) else None,
-                "missing": _share(missing, values) if _tells(column, column.missing_id) else None,
+                "unknown": _ratio(unknown, values) if _is_unambiguous(column, column.unknown_id) else None,
+                "missing": _ratio(missing, values) if _is_unambiguous(column, column.missing_id) else None,
             }
             for (key, column), (values, unknown, missing) in zip(self._columns.items(), by_column.tolist(), strict=True)
         ]
@@ -136,13 +136,13 @@ class ClickMetrics:
         return {**of_labels, **self._measures.compute()}
 
 
-def _tells(column: SparseColumn, reserved_id: int) -> bool:
+def _is_unambiguous(column: SparseColumn, reserved_id: int) -> bool:
     """Return whether the reserved id of a column is used only for unknown, or only for missing values."""
     if column.num_tokens is None:  # Any token can have any id from first_id, and none is unknown.
         return reserved_id == column.missing_id and reserved_id < column.first_id
-    highest_id = column.first_id + column.num_tokens - (column.gap is None)
-    return column.unknown_id != column.missing_id and highest_id < column.num_embeddings
+    last_id = column.first_id + column.num_tokens - (column.gap is None)
+    return column.unknown_id != column.missing_id and last_id < column.num_embeddings
 
 
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
+def _ratio(count: int, total: int) -> float:
+    return count / total if total else 0.0

@@ -75,10 +75,12 @@ def plan(
     """Return the plan as text, for the workers of `target`, or for workers that share this machine's memory or have a GPU like
     its GPU. `hotness` is as for `tables_of`. Raises InputError with the required memory if the tables do not fit."""
     workers = config.scaling.max_workers
-    place = target or Target(workers, workers)
-    memory_bytes, notes = memory_of_target(config, place)
-    tables = tables_of(workload, config, num_embeddings, inputs=inputs, target=place, memory_bytes=memory_bytes, hotness=hotness)
-    gpus = place.gpu_rows_per_s and place.gpu_rows_per_s * place.num_workers
+    resolved_target = target or Target(workers, workers)
+    memory_bytes, notes = memory_of_target(config, resolved_target)
+    tables = tables_of(
+        workload, config, num_embeddings, inputs=inputs, target=resolved_target, memory_bytes=memory_bytes, hotness=hotness
+    )
+    gpus = resolved_target.gpu_rows_per_s and resolved_target.gpu_rows_per_s * resolved_target.num_workers
     exchange = [] if target is None else [tables.traffic.text(target.links, gpus)]
     return "\n".join([tables.text, *exchange, *notes])
 
@@ -133,16 +135,16 @@ def cut_to_fit(
 ) -> list[int]:
     """Cap the rows per table so that all tables fit `workers` on one node with `memory_bytes` each. Raises InputError if not even
     tables of one row fit."""
-    most = max(num_embeddings)
+    max_rows = max(num_embeddings)
     target = Target(workers, workers)
     while True:
-        cut = [min(rows, most) for rows in num_embeddings]
+        cut = [min(rows, max_rows) for rows in num_embeddings]
         try:
             tables_of(workload, config, cut, inputs=inputs, target=target, memory_bytes=memory_bytes)
         except InputError:
-            if most == 1:
+            if max_rows == 1:
                 raise
-            most //= 2
+            max_rows //= 2
         else:
             return cut
 
@@ -193,8 +195,8 @@ def tables_of(
         host_memory_bytes=target.host_memory_bytes,
         nodes=[str(rank // target.workers_per_node) for rank in range(workers)],
     )
-    made = plan_sharding(model, site, batch_size=config.batch_size, config=workload.sharding, state_bytes=state_bytes)
-    placed = placements(made, model, state_bytes=state_bytes)
+    sharding_plan = plan_sharding(model, site, batch_size=config.batch_size, config=workload.sharding, state_bytes=state_bytes)
+    placed = placements(sharding_plan, model, state_bytes=state_bytes)
     of_model = ModelInputs.of(inputs)
     cost = network_cost(model.head.network, of_model, workload.model, num_embeddings=num_embeddings)
     lengths = sequence_lengths(workload.model, of_model).values()
@@ -217,12 +219,12 @@ def tables_of(
     fullest = max(memories, key=lambda memory: memory.tables)
     text = "\n".join(
         [
-            describe(made, model, state_bytes=state_bytes),
+            describe(sharding_plan, model, state_bytes=state_bytes),
             f"the fullest worker needs about {fullest.text(device)}",
             *([] if cost.multiply_adds is None else [f"{cost.multiply_adds:,.0f} multiply-adds a row, forward"]),
         ]
     )
-    held = tuple(sum(row.bytes_of_rank.get(rank, 0) for row in placed) for rank in range(workers))
+    table_bytes = tuple(sum(row.bytes_of_rank.get(rank, 0) for row in placed) for rank in range(workers))
     batch_size = effective_batch_size(config, rows=rows, world_size=workers)
     traffic = estimate_communication(
         placed,
@@ -234,7 +236,7 @@ def tables_of(
         exchange_bytes=_EXCHANGE_BYTES[workload.sharding.exchange_precision],
         id_bytes=4 if max(num_embeddings) <= 2**31 else 8,
     )
-    return Tables(text, held, tuple(memories), traffic)
+    return Tables(text, table_bytes, tuple(memories), traffic)
 
 
 def batch_bytes(workload: ClickSettings, config: TrainConfig, cost: NetworkCost, *, values: int, constant_values: int = 0) -> int:
@@ -261,13 +263,13 @@ def lookups_of(
     multi_hot, lists = workload.preset.multi_hot, dict(inputs.lists)
     if hotness is None:
         hotness = multi_hot.sizes if multi_hot else [None if name in lists else 1 for name in inputs.features]
-    unpooled, found = unpooled_features(workload.model, inputs), dict[str, list[Lookup]]()
+    unpooled, lookups = unpooled_features(workload.model, inputs), dict[str, list[Lookup]]()
     for name, ids in zip(inputs.features, hotness, strict=True):
         lookup = Lookup(ids or lists.get(name) or USUAL_LENGTH, name not in unpooled, inputs.weighted)
-        found.setdefault(inputs.table_of[name], []).append(lookup)
+        lookups.setdefault(inputs.table_of[name], []).append(lookup)
     for name, size in (tables or {}).items():
-        found[inputs.table_of[name]].append(Lookup(size / rows, pooled=False))
-    return found
+        lookups[inputs.table_of[name]].append(Lookup(size / rows, pooled=False))
+    return lookups
 
 
 _REPEATS: Final = 3
@@ -295,31 +297,31 @@ def probe_speed(
     Does not train if the target's speed is known. Tables that do not fit this machine are cut. Takes about 20 seconds. Raises
     InputError if the log is not text, or if the tables do not fit the target.
     """
-    piece = _read_slice(workload, config)
-    times = _time_stages(piece, config)
-    tables, notes = _target_tables(workload, config, piece, target)
+    log_slice = _read_slice(workload, config)
+    times = _time_stages(log_slice, config)
+    tables, notes = _target_tables(workload, config, log_slice, target)
     threads = max(1, machine.usable_cpus() // local_workers)
     if target.gpu_rows_per_s is not None:
         rows_per_s, cpu_s_per_row = local_workers * target.gpu_rows_per_s, 0.0
     else:
-        wanted, memory_bytes = piece.preprocessor.num_embeddings, local_memory(config, workers=local_workers)
-        held = cut_to_fit(
+        num_embeddings, memory_bytes = log_slice.preprocessor.num_embeddings, local_memory(config, workers=local_workers)
+        cut_embeddings = cut_to_fit(
             workload,
             config,
-            wanted,
-            inputs=piece.preprocessor.inputs,
+            num_embeddings,
+            inputs=log_slice.preprocessor.inputs,
             workers=local_workers,
             memory_bytes=int(memory_bytes * _MEMORY_FOR_TABLES),
         )
-        if held != wanted:
+        if cut_embeddings != num_embeddings:
             notes.append(
-                f"The tables do not fit this machine. The model was measured with {max(held):,} rows in the largest, so caches "
-                "helped more than they will."
+                f"The tables do not fit this machine. The model was measured with {max(cut_embeddings):,} rows in the largest, "
+                "so caches helped more than they will."
             )
         with storage.Scratch("speed-probe") as scratch:
             folder = storage.join(scratch, "preprocessor")
-            piece.preprocessor.save(folder)
-            rows = SliceRows(folder, piece.index, held, piece.rows_of_log)
+            log_slice.preprocessor.save(folder)
+            rows = SliceRows(folder, log_slice.index, cut_embeddings, log_slice.rows_of_log)
             trained = train(config, rows, workers=local_workers, threads=threads, cuda=cuda)
         rows_per_s = sum(rows / seconds for rows, seconds, _ in trained)
         cpu_s_per_row = sum(cpu_s for _, _, cpu_s in trained) / sum(rows for rows, _, _ in trained)
@@ -331,9 +333,9 @@ def probe_speed(
         cpu_s_per_row=cpu_s_per_row,
         stage_wall_s={name: spent / times.rows for name, spent in times.wall_s.items()},
         stage_cpu_s={name: spent / times.rows for name, spent in times.cpu_s.items()},
-        rows=piece.rows_of_log,
+        rows=log_slice.rows_of_log,
         worker_bytes=tables.worker_bytes,
-        sampled_vocabulary=piece.sampled_vocabulary,
+        sampled_vocabulary=log_slice.sampled_vocabulary,
         plan=tables.text,
         traffic=tables.traffic,
         given=target.gpu_rows_per_s is not None,
@@ -341,19 +343,19 @@ def probe_speed(
     )
 
 
-def _target_tables(workload: ClickSettings, config: TrainConfig, piece: _Slice, target: Target) -> tuple[Tables, list[str]]:
+def _target_tables(workload: ClickSettings, config: TrainConfig, log_slice: _Slice, target: Target) -> tuple[Tables, list[str]]:
     """Return the tables sharded over the target's workers, and notes."""
     memory_bytes, notes = memory_of_target(config, target)
     try:
         tables = tables_of(
             workload,
             config,
-            piece.preprocessor.num_embeddings,
-            inputs=piece.preprocessor.inputs,
+            log_slice.preprocessor.num_embeddings,
+            inputs=log_slice.preprocessor.inputs,
             target=target,
             memory_bytes=memory_bytes,
-            hotness=piece.preprocessor.hotness,
-            rows=piece.rows_of_log,
+            hotness=log_slice.preprocessor.hotness,
+            rows=log_slice.rows_of_log,
         )
     except InputError as error:
         if target.memory_bytes is not None:
@@ -385,15 +387,15 @@ def _read_slice(workload: ClickSettings, config: TrainConfig) -> _Slice:
     return _Slice(index, rows, make_preprocessor(workload.preset, workload.schema, counts), True)
 
 
-def _time_stages(piece: _Slice, config: TrainConfig) -> BlockTimes:
+def _time_stages(log_slice: _Slice, config: TrainConfig) -> BlockTimes:
     """Measure the duration of one data task on the slice."""
     from rayrec.ingest.stream import encoded_block
 
-    parts = tuple(SegmentRange(segment, 0, segment.rows) for segment in piece.index.segments)
+    parts = tuple(SegmentRange(segment, 0, segment.rows) for segment in log_slice.index.segments)
     (block, *_) = BlockOrder(parts, config.train_data.shuffle, config.seed, len(parts)).blocks(0)
     assert isinstance(block, Block)
     tables = [
-        measured(lambda: encoded_block((block, 0, block.rows), piece.preprocessor), rows_of=lambda table: table.num_rows)
+        measured(lambda: encoded_block((block, 0, block.rows), log_slice.preprocessor), rows_of=lambda table: table.num_rows)
         for _ in range(_REPEATS)
     ]
     return min((times for _, times in tables), key=lambda times: sum(times.wall_s.values()))
@@ -430,9 +432,9 @@ class SliceRows:
         from rayrec.ingest.batches import BatchSlicer
 
         raw = read_raw(self.index.segments, preprocessor.schema)
-        mine = np.random.default_rng(0).permutation(raw.rows)[context.rank :: context.world_size]
-        count = max(1, len(mine) // size)
-        encoded = preprocessor.encode(raw, np.resize(mine, count * size))
+        worker_rows = np.random.default_rng(0).permutation(raw.rows)[context.rank :: context.world_size]
+        count = max(1, len(worker_rows) // size)
+        encoded = preprocessor.encode(raw, np.resize(worker_rows, count * size))
         if self.num_embeddings != preprocessor.num_embeddings:
             encoded = folded(encoded, self.num_embeddings)
         inputs = preprocessor.inputs

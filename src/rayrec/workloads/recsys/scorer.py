@@ -100,8 +100,8 @@ class PlainModel(nn.Module):
 
     def outputs(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> Mapping[str, torch.Tensor]:
         """Return the network outputs: head values and others."""
-        given = self.network(dense, embedded)
-        return named_outputs(given, self.heads, where=f"{type(self.network).__name__}: forward")
+        network_outputs = self.network(dense, embedded)
+        return named_outputs(network_outputs, self.heads, where=f"{type(self.network).__name__}: forward")
 
     def embedded(self, pooled: torch.Tensor, *sequences: torch.Tensor) -> KeyedEmbeddings:
         """Build the embeddings of the network from inputs of `forward`. `sequences` may omit ids and tables."""
@@ -168,7 +168,7 @@ class ClickScorer:
     def measure(self, rows: EncodedRows) -> dict[str, np.ndarray]:
         """Return the measures of a model without labels, float64 [rows], NaN in excluded rows."""
         with torch.inference_mode():
-            dense, *others = self.inputs(rows, measuring=True)
+            dense, *embedding_inputs = self.inputs(rows, measuring=True)
             batch = Batch(
                 {DENSE: dense},
                 1.0,
@@ -176,7 +176,7 @@ class ClickScorer:
                 groups=None if rows.groups is None else torch.from_numpy(rows.groups),
                 timestamps=None if rows.timestamps is None else torch.from_numpy(rows.timestamps),
             ).to(self._device)
-            outputs = self._model.outputs(dense, self._model.embedded(*others))
+            outputs = self._model.outputs(dense, self._model.embedded(*embedding_inputs))
             values = measured(self._model.network, outputs, batch)
             return {name: tensor.double().cpu().numpy() for name, tensor in values.items()}  # device sync
 
@@ -264,14 +264,14 @@ def empty_model(
 def _limited_weights(stored_bytes: int | None, where: str) -> Iterator[None]:
     """Stop building a network in this thread if its weights take more than twice `stored_bytes` plus 16 MiB, or have an
     impossible size."""
-    room = math.inf if stored_bytes is None else 2 * stored_bytes + (16 << 20)  # some parts may be built and dropped
+    remaining_bytes = math.inf if stored_bytes is None else 2 * stored_bytes + (16 << 20)  # some parts may be built and dropped
     thread = threading.get_ident()
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        nonlocal room
+        nonlocal remaining_bytes
         if parameter is not None and threading.get_ident() == thread:
-            room -= parameter.nbytes + 64
-            if room < 0:
+            remaining_bytes -= parameter.nbytes + 64
+            if remaining_bytes < 0:
                 raise _Oversized
 
     hook = register_module_parameter_registration_hook(count)
@@ -317,22 +317,22 @@ def make_scorer_of(model: PlainModel, weights: Mapping[str, torch.Tensor], *, de
 def make_scorer(model: PlainModel, tables: Sequence[torch.Tensor], *, row_format: RowFormat, device: str) -> ClickScorer:
     """Create a scorer from loaded weights. `tables` has one tensor [num_embeddings, row_format.width] of row_format.dtype for
     each feature. Features that share a table share the tensor."""
-    place = torch.device(device)
+    torch_device = torch.device(device)
     on_device: Tables
-    if place.type == "cpu":
+    if torch_device.type == "cpu":
         on_device = HostTables(row_format, [table.numpy() for table in tables])
     else:
-        moved = {id(table): table.to(place) for table in tables}
+        moved = {id(table): table.to(torch_device) for table in tables}
         on_device = DeviceTables(row_format, [moved[id(table)] for table in tables])
-    return ClickScorer(model.to(place), on_device, device=place)
+    return ClickScorer(model.to(torch_device), on_device, device=torch_device)
 
 
 def expected_weights(model: PlainModel, preprocessor: Preprocessor) -> dict[str, list[int]]:
     """Return the shape of each checkpoint weight, by name without `PREFIX`."""
-    wanted = {name: list(tensor.shape) for name, tensor in model.network.state_dict().items()}
+    shapes = {name: list(tensor.shape) for name, tensor in model.network.state_dict().items()}
     for table, rows in zip(model.table_weights().values(), preprocessor.num_embeddings, strict=True):
-        wanted[table] = [rows, model.width]
-    return wanted
+        shapes[table] = [rows, model.width]
+    return shapes
 
 
 def load_preprocessor(checkpoint: str) -> Preprocessor:
@@ -366,7 +366,7 @@ class MergedEnsemble:
 
     model: EnsembleConfig
     precision: Precision
-    places: tuple[dict[str, TargetSlice], ...]
+    targets: tuple[dict[str, TargetSlice], ...]
     """Target of each checkpoint's weights in the ensemble: tables are concatenated by column, networks are separate members."""
 
 
@@ -383,44 +383,46 @@ def merge_checkpoints(
                 "precision."
             )
     model = EnsembleConfig(models=tuple(alone.replace(embedding_penalty=0.0) for alone, _ in settings))
-    return MergedEnsemble(model, precision, _places(checkpoints, model, preprocessor=preprocessor, precision=precision))
+    return MergedEnsemble(model, precision, _weight_targets(checkpoints, model, preprocessor=preprocessor, precision=precision))
 
 
 def load_mean_scorer(checkpoints: Sequence[str], *, preprocessor: Preprocessor, device: str) -> ClickScorer:
     """Load the mean of two or more checkpoints, as written by `rayrec ensemble`. Memory: all weights once, plus one table.
     Verifies all checksums. Raises InputError for damaged weights and incompatible models."""
     opened = [Checkpoint(checkpoint) for checkpoint in checkpoints]
-    found = merge_checkpoints(opened, [click_settings(checkpoint) for checkpoint in opened], preprocessor=preprocessor)
-    model = empty_model(found.model, preprocessor=preprocessor, precision=found.precision)
+    ensemble = merge_checkpoints(opened, [click_settings(checkpoint) for checkpoint in opened], preprocessor=preprocessor)
+    model = empty_model(ensemble.model, preprocessor=preprocessor, precision=ensemble.precision)
     weights: dict[str, torch.Tensor] = {}
-    for checkpoint, places in zip(opened, found.places, strict=True):
+    for checkpoint, targets in zip(opened, ensemble.targets, strict=True):
         for name, tensor in full_tensors(checkpoint, PREFIX):
-            place = places[name]
-            if tensor.shape == place.shape:
-                weights[place.name] = tensor
+            target = targets[name]
+            if tensor.shape == target.shape:
+                weights[target.name] = tensor
                 continue
-            whole = weights.setdefault(place.name, torch.empty(place.shape, dtype=tensor.dtype))
-            whole[:, place.first_column : place.first_column + tensor.shape[1]] = tensor
+            full_tensor = weights.setdefault(target.name, torch.empty(target.shape, dtype=tensor.dtype))
+            full_tensor[:, target.first_column : target.first_column + tensor.shape[1]] = tensor
     return make_scorer_of(model, weights, device=device)
 
 
-def _places(
+def _weight_targets(
     checkpoints: Sequence[Checkpoint], config: EnsembleConfig, *, preprocessor: Preprocessor, precision: Precision
 ) -> tuple[dict[str, TargetSlice], ...]:
     def empty(model: ClickModelConfig) -> PlainModel:
         return empty_model(model, preprocessor=preprocessor, precision=precision)
 
-    whole, first_column, found = empty(config), 0, []
-    tables, shapes = whole.table_weights(), expected_weights(whole, preprocessor)
+    full_model, first_column, all_targets = empty(config), 0, []
+    tables, shapes = full_model.table_weights(), expected_weights(full_model, preprocessor)
     for number, (checkpoint, model) in enumerate(zip(checkpoints, config.models, strict=True)):
-        alone = empty(model)
-        wanted = expected_weights(alone, preprocessor)
-        check_weights(checkpoint.path, wanted)
-        names = {own: tables[feature] for feature, own in alone.table_weights().items()}
-        places = {}
-        for own in wanted:
-            name = names.get(own, f"members.{number}.{own}")
-            places[PREFIX + own] = TargetSlice(PREFIX + name, tuple(shapes[name]), first_column if own in names else 0)
-        found.append(places)
+        member = empty(model)
+        expected = expected_weights(member, preprocessor)
+        check_weights(checkpoint.path, expected)
+        names = {weight_name: tables[feature] for feature, weight_name in member.table_weights().items()}
+        targets = {}
+        for weight_name in expected:
+            name = names.get(weight_name, f"members.{number}.{weight_name}")
+            targets[PREFIX + weight_name] = TargetSlice(
+                PREFIX + name, tuple(shapes[name]), first_column if weight_name in names else 0
+            )
+        all_targets.append(targets)
         first_column += model.table_width
-    return tuple(found)
+    return tuple(all_targets)

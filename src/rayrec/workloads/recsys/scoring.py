@@ -77,7 +77,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
             f"{', '.join(slice_columns)}."
         )
     engine = context.engine()
-    process = _Process(
+    process = _ScoringTask(
         workload=workload,
         config=context.config,
         checkpoint=context.checkpoint,
@@ -106,13 +106,13 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
 def key_columns(slice_by: Sequence[str], schema: Schema) -> tuple[str, ...]:
     """Return the columns to slice by value. Raises InputError for other columns."""
     columns = dict.fromkeys(by for by in slice_by if by != DAY and not by.startswith(FREQUENCY))
-    known = [name for name in (*schema.dense, *schema.sparse) if name not in schema.lists]
+    columns_in_log = [name for name in (*schema.dense, *schema.sparse) if name not in schema.lists]
     for name in columns:
         if name in schema.lists:
             raise InputError(f"slice_by: column {name} contains lists. Choose a column with one value per row.")
-        if name not in known:
-            near = difflib.get_close_matches(name, [DAY, *known], n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"there are {DAY}, {', '.join(known)}"
+        if name not in columns_in_log:
+            close_matches = difflib.get_close_matches(name, [DAY, *columns_in_log], n=1)
+            hint = f"did you mean '{close_matches[0]}'?" if close_matches else f"there are {DAY}, {', '.join(columns_in_log)}"
             raise InputError(f"slice_by: the log has no column '{name}'; {hint}")
     return tuple(columns)
 
@@ -159,9 +159,9 @@ class _ClickTotals:
 
     def __init__(self, heads: Sequence[Head], *, grouped: bool, ks: Sequence[int]) -> None:
         self._heads = [head for head in heads if isinstance(head, LabelHead)]
-        kept = labels_accumulator(heads, grouped=grouped, ks=ks)
-        assert kept is not None, "models without labels are measured"
-        self._kept, self._grouped = kept, grouped
+        accumulator = labels_accumulator(heads, grouped=grouped, ks=ks)
+        assert accumulator is not None, "models without labels are measured"
+        self._kept, self._grouped = accumulator, grouped
 
     @property
     def rows(self) -> int:
@@ -190,7 +190,7 @@ class ScoredBlock:
 
 
 @dataclass(frozen=True)
-class _Process:
+class _ScoringTask:
     """Input of all scoring processes."""
 
     workload: ClickSettings
@@ -230,46 +230,46 @@ class _Process:
 class _LogBlock:
     """Block of a log. See `OpenBlock`."""
 
-    def __init__(self, told: _Process, preprocessor: Preprocessor, scored: ScoredBlock, scorer: ClickScorer) -> None:
-        self._told, self._preprocessor, self._scored, self._scorer = told, preprocessor, scored, scorer
-        self._schema = preprocessor.schema if told.labelled else preprocessor.schema.unlabelled()
-        self._opened, self.rows = open_block(scored.block, preprocessor, labelled=told.labelled), scored.block.rows
+    def __init__(self, task: _ScoringTask, preprocessor: Preprocessor, scored: ScoredBlock, scorer: ClickScorer) -> None:
+        self._task, self._preprocessor, self._scored, self._scorer = task, preprocessor, scored, scorer
+        self._schema = preprocessor.schema if task.labelled else preprocessor.schema.unlabelled()
+        self._opened, self.rows = open_block(scored.block, preprocessor, labelled=task.labelled), scored.block.rows
         self._label_heads = [head for head in scorer.heads if isinstance(head, LabelHead)]
 
     def score(self, start: int, stop: int) -> dict[str, np.ndarray]:
         rows = self._opened.encode(start, stop)
-        if self._told.measuring:
+        if self._task.measuring:
             return self._scorer.measure(rows)
-        found = {f"{_OUTPUT}{name}": values for name, values in self._scorer.predict(rows).items()}
-        found |= {f"label{head.suffix}": rows.labels[head.name] for head in self._label_heads if rows.labels}
-        if self._told.labelled and self._schema.group:
+        columns = {f"{_OUTPUT}{name}": values for name, values in self._scorer.predict(rows).items()}
+        columns |= {f"label{head.suffix}": rows.labels[head.name] for head in self._label_heads if rows.labels}
+        if self._task.labelled and self._schema.group:
             assert rows.groups is not None
-            found[GROUP] = rows.groups
-        for name in self._told.frequency_columns:
+            columns[GROUP] = rows.groups
+        for name in self._task.frequency_columns:
             ids = rows.ids[self._preprocessor.inputs.sparse.index(name)]
             assert isinstance(ids, np.ndarray), "key_columns rejects lists"
-            found[KEY + FREQUENCY + name] = buckets_of(self._preprocessor, name, ids)
-        return found
+            columns[KEY + FREQUENCY + name] = buckets_of(self._preprocessor, name, ids)
+        return columns
 
     def columns(self, scored: dict[str, np.ndarray]) -> dict[str, pa.Array]:
-        told, block = self._told, self._scored.block
+        task, block = self._task, self._scored.block
         columns = {"row": arrow_numbers(_rows(self._scored, self._schema))}
-        if told.measuring:
+        if task.measuring:
             return columns | {name: arrow_numbers(values, np.isnan(values)) for name, values in scored.items()}
-        values = {name.removeprefix(_OUTPUT): given for name, given in scored.items() if name.startswith(_OUTPUT)}
+        values = {name.removeprefix(_OUTPUT): array for name, array in scored.items() if name.startswith(_OUTPUT)}
         for head in self._scorer.heads:
             predicted = head.columns(values, functools.partial(tokens_by_id, self._preprocessor))
             columns |= {name: arrow_rows(column) for name, column in predicted.items()}
-            if isinstance(head, LabelHead) and told.labelled:
+            if isinstance(head, LabelHead) and task.labelled:
                 name = f"label{head.suffix}"
                 columns[name] = arrow_numbers(scored[name].astype(np.float32, copy=False))
         if GROUP in scored:
             columns[GROUP] = arrow_numbers(scored[GROUP])
-        if told.stretches:
-            columns[KEY + DAY] = slice_of(block, told.stretches)
-        for name in told.key_columns:
+        if task.stretches:
+            columns[KEY + DAY] = slice_of(block, task.stretches)
+        for name in task.key_columns:
             columns[KEY + name] = self._values(name)
-        for name in told.frequency_columns:
+        for name in task.frequency_columns:
             missing = self._values(name).is_null().to_numpy(zero_copy_only=False)
             columns[KEY + FREQUENCY + name] = pa.DictionaryArray.from_arrays(
                 pa.array(scored[KEY + FREQUENCY + name].astype(np.int32), mask=missing),
@@ -285,8 +285,8 @@ class _LogBlock:
 
 def _rows(scored: ScoredBlock, schema: Schema) -> np.ndarray:
     """Return the line number of each row of the block in the log, int64."""
-    chosen = []
+    line_numbers = []
     for part, first_line in zip(scored.block.parts, scored.first_lines, strict=True):
         rows = np.arange(part.start, part.stop, dtype=np.int64)
-        chosen.append(first_line + (rows if scored.has_all_lines else good_lines(part.segment, schema)[rows]))
-    return np.concatenate(chosen)
+        line_numbers.append(first_line + (rows if scored.has_all_lines else good_lines(part.segment, schema)[rows]))
+    return np.concatenate(line_numbers)

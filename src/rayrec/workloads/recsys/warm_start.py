@@ -84,17 +84,18 @@ def _report(counts: dict[str, dict[str, int]], *, preprocessor: str) -> dict[str
 
 def require_same_inputs(checkpoint: Checkpoint, old: Preprocessor, new: Preprocessor) -> None:
     """Check that both Preprocessors provide the same features in the same order. Raises InputError."""
-    wanted = {
+    pairs = {
         "numbers": (old.inputs.dense, new.inputs.dense),
         "sparse columns": (old.inputs.sparse, new.inputs.sparse),
         "shared vocabularies": (old.inputs.vocabularies, new.inputs.vocabularies),
         "kind of categories": (old.schema.tokens, new.schema.tokens),
         "bags of ids": (old.multi_hot, new.multi_hot),
     }
-    for what, (stored, own) in wanted.items():
-        if stored != own:
+    for description, (stored, expected) in pairs.items():
+        if stored != expected:
             raise InputError(
-                f"init_from {checkpoint.path}: {what} must be {own}, as in this run, got {stored}. Use the same schema."
+                f"init_from {checkpoint.path}: {description} must be {expected}, as in this run, got {stored}. Use the same "
+                "schema."
             )
     if new.multi_hot is not None and old.num_embeddings != new.num_embeddings:
         raise InputError(
@@ -134,8 +135,10 @@ def remap_table(
     sources[:reserved] = np.arange(reserved)
     sources[new.missing_id] = old.missing_id
     sources[new.unknown_id] = old.unknown_id  # after missing_id, because both may be one row
-    kept = _join(sources, old.ids(), new.ids(), old_tokens, new_tokens)
-    return TableRemap(RowMap(new.num_embeddings, old.num_embeddings, sources), kept, len(new_tokens) - kept, count - kept)
+    num_kept = _join(sources, old.ids(), new.ids(), old_tokens, new_tokens)
+    return TableRemap(
+        RowMap(new.num_embeddings, old.num_embeddings, sources), num_kept, len(new_tokens) - num_kept, count - num_kept
+    )
 
 
 def _extends(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_tokens: np.ndarray) -> bool:
@@ -156,11 +159,11 @@ def _join(sources: np.ndarray, old_ids: np.ndarray, new_ids: np.ndarray, old_tok
     if not len(old_tokens):
         return 0
     order = np.argsort(old_tokens, kind="stable")
-    ordered, kept = old_tokens[order], 0
+    ordered, num_kept = old_tokens[order], 0
     for start in range(0, len(new_tokens), _TOKENS_AT_ONCE):
         tokens = new_tokens[start : start + _TOKENS_AT_ONCE]
-        places = np.minimum(np.searchsorted(ordered, tokens), len(ordered) - 1)
-        found = ordered[places] == tokens
-        sources[new_ids[start : start + len(tokens)][found]] = old_ids[order[places[found]]]
-        kept += int(np.count_nonzero(found))
-    return kept
+        positions = np.minimum(np.searchsorted(ordered, tokens), len(ordered) - 1)
+        is_shared = ordered[positions] == tokens
+        sources[new_ids[start : start + len(tokens)][is_shared]] = old_ids[order[positions[is_shared]]]
+        num_kept += int(np.count_nonzero(is_shared))
+    return num_kept

@@ -59,7 +59,7 @@ _MEMORY_POLL_S: Final = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class RankResources:
     """Node, device and memory limits of one rank."""
 
     node: str
@@ -74,23 +74,23 @@ class Place:
 
 
 def _device_bytes(device: torch.device) -> int:
-    whole: int = torch.cuda.get_device_properties(device).total_memory
-    return int(whole * torch.cuda.get_per_process_memory_fraction(device))
+    total_bytes: int = torch.cuda.get_device_properties(device).total_memory
+    return int(total_bytes * torch.cuda.get_per_process_memory_fraction(device))
 
 
-def gather_rank_resources(context: WorkerContext, ranks: Communicator) -> list[Place]:
-    """Return the `Place` of each rank. Collective."""
+def gather_rank_resources(context: WorkerContext, ranks: Communicator) -> list[RankResources]:
+    """Return the `RankResources` of each rank. Collective."""
     nodes = ranks.all_gather(context.node)
     workers, store = nodes.count(context.node), context.object_store_bytes
     memory = machine.memory()
-    place = Place(
+    resources = RankResources(
         context.node,
         str(context.device),
         max(0, memory.available - store) // workers,
         max(0, memory.total - store) // workers,
         _device_bytes(context.device) if context.device.type == "cuda" else None,
     )
-    return ranks.all_gather(place)
+    return ranks.all_gather(resources)
 
 
 def shared_plan(workload: ClickSettings, context: WorkerContext, model: torch.nn.Module, *, batch_size: int) -> ShardingPlan:
@@ -99,41 +99,43 @@ def shared_plan(workload: ClickSettings, context: WorkerContext, model: torch.nn
     ranks = Communicator.all()
     deadline_s = time.monotonic() + _MEMORY_WAIT_S
     while True:
-        places = gather_rank_resources(context, ranks)
-        nodes = [place.node for place in places]
+        resources = gather_rank_resources(context, ranks)
+        nodes = [rank.node for rank in resources]
         # TorchRec builds its process groups from this number, which must be equal on all ranks.
         os.environ["LOCAL_WORLD_SIZE"] = str(math.gcd(*workers_per_node(nodes)))
-        patient = time.monotonic() < deadline_s
-        made = ranks.run_on_rank0(partial(_plan_or_wait, workload, model, places, batch_size=batch_size, patient=patient))
-        if made is not None:
-            return made
+        can_wait = time.monotonic() < deadline_s
+        sharding_plan = ranks.run_on_rank0(
+            partial(_plan_or_wait, workload, model, resources, batch_size=batch_size, can_wait=can_wait)
+        )
+        if sharding_plan is not None:
+            return sharding_plan
         time.sleep(_MEMORY_POLL_S)
 
 
 def _plan_or_wait(
-    workload: ClickSettings, model: torch.nn.Module, places: list[Place], *, batch_size: int, patient: bool
+    workload: ClickSettings, model: torch.nn.Module, resources: list[RankResources], *, batch_size: int, can_wait: bool
 ) -> ShardingPlan | None:
     """Return the plan, or None if tables would fit once other processes free their memory."""
 
     def planned(host_bytes: int) -> ShardingPlan:
-        device_bytes = [place.device_bytes for place in places if place.device_bytes is not None]
+        device_bytes = [rank.device_bytes for rank in resources if rank.device_bytes is not None]
         site = Site(
-            world_size=len(places),
+            world_size=len(resources),
             device="cuda" if device_bytes else "cpu",
             memory_bytes=min(device_bytes, default=host_bytes),
             host_memory_bytes=host_bytes,
-            nodes=[place.node for place in places],
-            devices=[place.device for place in places],
+            nodes=[rank.node for rank in resources],
+            devices=[rank.device for rank in resources],
         )
         state_bytes = workload.sparse_optimizer.state_bytes
         return plan_sharding(model, site, batch_size=batch_size, config=workload.sharding, state_bytes=state_bytes)
 
     try:
-        return planned(min(place.host_bytes for place in places))
+        return planned(min(rank.host_bytes for rank in resources))
     except InputError:
-        if not patient:
+        if not can_wait:
             raise
-        planned(min(place.max_host_bytes for place in places))  # raises if waiting cannot help
+        planned(min(rank.max_host_bytes for rank in resources))  # raises if waiting cannot help
         return None
 
 
@@ -213,16 +215,16 @@ def make_optimizer(
     """Create the optimizer of all parameters: sharded tables, replicated tables (with the same rule), and the network.
     `max_gradient_norm` is the joint 2-norm limit of all gradients, for `sparse` with `has_custom_update`."""
     remaining = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    whole = {name: remaining.pop(name) for name in data_parallel_tables(plan)}
+    replicated_tables = {name: remaining.pop(name) for name in data_parallel_tables(plan)}
     network = dense.build_keyed({saved_name(name): parameter for name, parameter in remaining.items()})
     if not sparse.has_custom_update:
-        replicated = [data_parallel_optimizer(sparse, whole)] if whole else []
+        replicated = [data_parallel_optimizer(sparse, replicated_tables)] if replicated_tables else []
         return CombinedOptimizer([sharded.fused_optimizer, *replicated, network])
     tables = TableAdam.from_sharded(sparse, sharded)
-    own = [TableAdam.from_parameters(sparse, whole)] if whole else []
+    replicated_adam = [TableAdam.from_parameters(sparse, replicated_tables)] if replicated_tables else []
     if max_gradient_norm is None:
-        return CombinedOptimizer([tables, *own, network])
-    return JointlyClippedOptimizer(tables, own, network, max_norm=max_gradient_norm)
+        return CombinedOptimizer([tables, *replicated_adam, network])
+    return JointlyClippedOptimizer(tables, replicated_adam, network, max_norm=max_gradient_norm)
 
 
 def train_loader(
@@ -268,8 +270,8 @@ def _loader(
         tables=_full_tables(workload, prepared, learns=learns),
         pinned=_NUM_PINNED_BATCHES if context.device.type == "cuda" else 0,
     )
-    sharding = BatchSharding(context.rank, context.world_size, batch_size)
-    return Loader(order, reader, sharding, state=state, epochs=epochs, max_steps=max_steps)
+    worker_share = BatchSharding(context.rank, context.world_size, batch_size)
+    return Loader(order, reader, worker_share, state=state, epochs=epochs, max_steps=max_steps)
 
 
 def _full_tables(workload: ClickSettings, prepared: Prepared, *, learns: bool) -> dict[str, int]:

@@ -90,8 +90,8 @@ class ClickWorkload(ClickSettings):
         config = context.config
         assert config.train_data.path is not None
         teacher = open_teacher(self.teacher, run=context.folder)
-        given = self.preprocessor or teacher or _resumes(folder)
-        index = self.open_index(config.train_data, context, index_text=index_log if given else counting.index)
+        has_preprocessor = self.preprocessor or teacher or _resumes(folder)
+        index = self.open_index(config.train_data, context, index_text=index_log if has_preprocessor else counting.index)
         bad_rows = index.faults.total
         if config.eval_data.path is None:
             rows, evaluated = self.split_rows(config.train_data.path, index), index
@@ -101,7 +101,7 @@ class ClickWorkload(ClickSettings):
             bad_rows += evaluated.faults.total
             rows, best_auroc = {"train": (0, index.rows), "validation": (0, evaluated.rows)}, None
         in_order = config.eval_data.replace(shuffle="none")
-        held_out = {name: _order(evaluated, rows[name], in_order, 0) for name in rows if name != "train"}
+        eval_sets = {name: _order(evaluated, rows[name], in_order, 0) for name in rows if name != "train"}
         train = _order(index, rows["train"], config.train_data, config.seed)
         preprocessor = self._preprocessor(folder, index, context, teacher, counting)
         context.stopwatch.lap("vocabulary")
@@ -117,7 +117,7 @@ class ClickWorkload(ClickSettings):
             preprocessor_hash=preprocessor.hash(),
             inputs=preprocessor.inputs,
             num_embeddings=preprocessor.num_embeddings,
-            sets={"train": train, **held_out},
+            sets={"train": train, **eval_sets},
             bad_rows=bad_rows,
             folder=folder,
             best_auroc=best_auroc,
@@ -165,20 +165,20 @@ class ClickWorkload(ClickSettings):
         Memory: two of them."""
         teachers = () if teacher is None else teacher.checkpoints
         of_data = LogSource.at(path).preprocessor()
-        places = {} if of_data is None else {path: of_data}
-        places |= {checkpoint: storage.join(checkpoint, PREPROCESSOR_FOLDER) for checkpoint in teachers}
+        folders = {} if of_data is None else {path: of_data}
+        folders |= {checkpoint: storage.join(checkpoint, PREPROCESSOR_FOLDER) for checkpoint in teachers}
         if self.preprocessor is not None:
-            places[self.preprocessor] = self.preprocessor
+            folders[self.preprocessor] = self.preprocessor
         first, preprocessor = "", None
-        for place, folder in places.items():
+        for source, folder in folders.items():
             other = Preprocessor.load(folder)
             if preprocessor is None:
-                first, preprocessor = place, other
-            elif other.hash() != preprocessor.hash() and {first, place} <= set(teachers):
-                raise InputError(f"teacher.checkpoint: {other_preprocessor(place, first)}")
+                first, preprocessor = source, other
+            elif other.hash() != preprocessor.hash() and {first, source} <= set(teachers):
+                raise InputError(f"teacher.checkpoint: {other_preprocessor(source, first)}")
             elif other.hash() != preprocessor.hash():
                 raise InputError(
-                    f"{place}: Preprocessor {other.hash()} does not match {preprocessor.hash()} of {first}. Leave out "
+                    f"{source}: Preprocessor {other.hash()} does not match {preprocessor.hash()} of {first}. Leave out "
                     "--workload.preprocessor, or preprocess the log again."
                 )
         return preprocessor
@@ -209,8 +209,8 @@ class ClickWorkload(ClickSettings):
         return summary
 
     def checkpoint_files(self, prepared: Prepared) -> dict[str, bytes | str]:
-        found = storage.files_in(prepared.folder)
-        return {storage.join(PREPROCESSOR_FOLDER, storage.name_of(file.path)): file.path for file in found}
+        files = storage.files_in(prepared.folder)
+        return {storage.join(PREPROCESSOR_FOLDER, storage.name_of(file.path)): file.path for file in files}
 
     def plan(self, config: TrainConfig, *, target: Target | None = None, tables: Sequence[int] | None = None) -> str:
         from rayrec.workloads.recsys.planning import plan
@@ -295,9 +295,9 @@ def _order(index: LogIndex, rows: tuple[int, int], data: DataConfig, seed: int) 
 def _best_auroc(path: str, index: LogIndex, test: tuple[int, int] | None) -> float | None:
     """Return the best AUROC of the test rows from truth.json next to a generated log, or None if unknown."""
     for folder in (path, storage.folder_of(path)):
-        place = storage.join(folder, "truth.json")
-        if storage.exists(place):
-            truth = storage.read_json(place)
-            known = truth["split"]["test"]
-            return known["auroc"] if (index.rows - known["rows"], truth["rows"]) == test else None
+        path_of_truth = storage.join(folder, "truth.json")
+        if storage.exists(path_of_truth):
+            truth = storage.read_json(path_of_truth)
+            test_truth = truth["split"]["test"]
+            return test_truth["auroc"] if (index.rows - test_truth["rows"], truth["rows"]) == test else None
     return None

@@ -21,7 +21,7 @@ from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.sharding.placement import PROCESS_BYTES, TablePlacement, worker_memories
 from rayrec.workloads.recsys import planning, worker
 from rayrec.workloads.recsys.planning import batch_bytes, build_model
-from rayrec.workloads.recsys.worker import Place, _plan_or_wait
+from rayrec.workloads.recsys.worker import RankResources, _plan_or_wait
 
 GB = 10**9
 GPUS = "cpus=96,gpus=8,nodes=1,memory_gb=1000,gpu_memory_gb=80"
@@ -126,18 +126,18 @@ def test_a_start_waits_for_memory_that_others_still_hold() -> None:
     workload = recipes.criteo_demo().workload
     sizes = [400_000] * 26  # 674 MiB with their state
     model = build_model(workload, sizes, inputs=workload.schema)
-    free = Place("a", "cpu", host_bytes=4 * GB, max_host_bytes=4 * GB, device_bytes=None)
+    free = RankResources("a", "cpu", host_bytes=4 * GB, max_host_bytes=4 * GB, device_bytes=None)
     full = replace(free, host_bytes=GB)
     small = replace(full, max_host_bytes=GB)
 
-    def planned(place: Place, *, patient: bool) -> Any:
-        return _plan_or_wait(workload, model, [place], batch_size=8, patient=patient)
+    def planned(place: RankResources, *, can_wait: bool) -> Any:
+        return _plan_or_wait(workload, model, [place], batch_size=8, can_wait=can_wait)
 
-    assert planned(free, patient=True) is not None
-    assert planned(full, patient=True) is None
-    for place, patient in ((full, False), (small, True)):
+    assert planned(free, can_wait=True) is not None
+    assert planned(full, can_wait=True) is None
+    for place, can_wait in ((full, False), (small, True)):
         with pytest.raises(InputError, match="Use at least 2 workers"):
-            planned(place, patient=patient)
+            planned(place, can_wait=can_wait)
 
 
 def test_memory_of_a_node_is_shared_by_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_memory_of_a_node_is_shared_by_its_workers(monkeypatch: pytest.MonkeyPat
     ranks: Any = SimpleNamespace(all_gather=lambda value: ["a", "b", "a"] if isinstance(value, str) else [value])
     context: Any = SimpleNamespace(node="a", device=torch.device("cpu"), object_store_bytes=2 * GB)
     (place,) = worker.gather_rank_resources(context, ranks)
-    assert place == Place("a", "cpu", host_bytes=2 * GB, max_host_bytes=4 * GB, device_bytes=None)
+    assert place == RankResources("a", "cpu", host_bytes=2 * GB, max_host_bytes=4 * GB, device_bytes=None)
 
 
 def test_a_preprocessors_columns_are_planned(tmp_path: Path) -> None:
