@@ -52,7 +52,7 @@ class Outer(Config):
         {"inner": {"sizes": [1, "2"]}},
     ],
 )
-def test_wrong_types_are_refused_with_the_field_s_name(changes: dict[str, Any]) -> None:
+def test_wrong_types_raise_with_field_name(changes: dict[str, Any]) -> None:
     field = next(iter(changes))
     with pytest.raises(InputError) as caught:
         Outer().replace(**changes)
@@ -62,12 +62,12 @@ def test_wrong_types_are_refused_with_the_field_s_name(changes: dict[str, Any]) 
         assert f"Inner.{next(iter(inside))}" in str(caught.value)
 
 
-def test_an_int_is_a_float_and_a_list_a_tuple() -> None:
+def test_int_converts_to_float_and_list_to_tuple() -> None:
     changed = Outer().replace(inner={"rate": 1, "sizes": [4, 5]}, limit=7)
     assert (changed.inner.rate, changed.inner.sizes, changed.limit) == (1, (4, 5), 7)
 
 
-def test_unknown_fields_suggest_the_nearest() -> None:
+def test_unknown_field_error_suggests_closest() -> None:
     with pytest.raises(InputError, match=r"step: Outer has no such field; did you mean 'steps'"):
         Outer().replace(step=1)
     with pytest.raises(InputError, match=r"inner\.ratee: Inner has no such field; did you mean 'rate'"):
@@ -76,7 +76,7 @@ def test_unknown_fields_suggest_the_nearest() -> None:
         Outer().replace(qqq=1)
 
 
-def test_a_nested_dict_changes_only_what_it_names() -> None:
+def test_nested_dict_updates_named_fields_only() -> None:
     before = Outer(inner=Inner(rate=0.5))
     after = before.replace(inner={"sizes": (9,)}, name="b")
     assert (after.inner.rate, after.inner.sizes, after.name) == (0.5, (9,), "b")
@@ -86,7 +86,7 @@ def test_a_nested_dict_changes_only_what_it_names() -> None:
         before.name = "c"  # type: ignore[misc]
 
 
-def test_yaml_comes_back_and_keeps_the_hash() -> None:
+def test_yaml_round_trip_keeps_hash() -> None:
     config = Outer(name="ä: #1", limit=5, labels={"zone": "a"}, inner=Inner(rate=1e-7, sizes=()), other=Inner())
     stored = yaml.safe_load(config.to_yaml())
     assert list(stored) == ["class", *(field.name for field in dataclasses.fields(Outer))]
@@ -96,7 +96,7 @@ def test_yaml_comes_back_and_keeps_the_hash() -> None:
     assert again.to_yaml() == config.to_yaml()
 
 
-def test_the_hash_follows_every_field_and_nothing_else() -> None:
+def test_hash_depends_on_fields_only() -> None:
     base = Outer()
     assert base.config_hash() == Outer().config_hash()
     changes: list[dict[str, Any]] = [{"steps": 4}, {"limit": 1}, {"inner": {"rate": 0.2}}, {"other": Inner()}]
@@ -107,7 +107,7 @@ def test_the_hash_follows_every_field_and_nothing_else() -> None:
     assert output == Schema(label="y", dense=("a",), sparse=("b",)).config_hash()
 
 
-def test_schemas_are_checked() -> None:
+def test_schema_is_validated() -> None:
     with pytest.raises(InputError, match="repeat"):
         Schema(tokens="hexadecimal", label="a", dense=("a",), sparse=())
     with pytest.raises(InputError, match="65 feature columns"):
@@ -126,7 +126,7 @@ class OwnSchedule(LearningRateSchedule):
     cycle: int = 10
 
 
-def test_a_class_of_the_users_leaves_its_name_and_is_needed_again() -> None:
+def test_custom_class_is_stored_and_required() -> None:
     plain = criteo_demo("log")
     own = plain.replace(workload={"schedule": OwnSchedule()})
     assert "class" not in yaml.safe_load(plain.to_yaml())["workload"]["schedule"]
@@ -145,7 +145,7 @@ class Moved(Config):
     now: int = 1
 
 
-def test_an_old_field_name_is_accepted_with_a_notice() -> None:
+def test_old_field_name_warns() -> None:
     with pytest.warns(FutureWarning, match=r"Moved\.before is now now; the old name will be removed in the next release"):
         assert Moved().replace(before=2) == Moved(now=2)
     with warnings.catch_warnings():
@@ -155,7 +155,7 @@ def test_an_old_field_name_is_accepted_with_a_notice() -> None:
         Moved().updated({"before": 2, "now": 3})
 
 
-def test_items_of_a_tuple_of_configurations_are_checked() -> None:
+def test_config_tuple_items_are_validated() -> None:
     assert Several().updated({"items": [{"now": 2}]}) == Several(items=(Moved(now=2),))
     with pytest.raises(InputError, match=r"items\[0\]\.later: Moved has no such field"):
         Several().updated({"items": [{"later": 2}]})
@@ -166,6 +166,6 @@ class Several(Config):
     items: tuple[Moved, ...] = ()
 
 
-def test_an_old_public_name_is_accepted_with_a_notice() -> None:
+def test_old_public_name_warns() -> None:
     with pytest.warns(FutureWarning, match=r"rayrec\.ReplicatedWorkload is now rayrec\.DataParallelWorkload"):
         assert rayrec.ReplicatedWorkload is rayrec.DataParallelWorkload

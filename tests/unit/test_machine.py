@@ -43,20 +43,20 @@ def group(root: Path, path: str, **files: str) -> None:
         (str(MIB), str(2 * MIB), Memory(MIB, 0)),
     ],
 )
-def test_memory_keeps_to_the_containers_limit(tmp_path: Path, limit: str, used: str, expected: Memory) -> None:
+def test_memory_respects_container_limit(tmp_path: Path, limit: str, used: str, expected: Memory) -> None:
     kernel(tmp_path)
     group(tmp_path, "", memory__max=limit, memory__current=used)
     assert memory(tmp_path) == expected
 
 
-def test_page_cache_of_a_container_counts_as_available(tmp_path: Path) -> None:
+def test_container_page_cache_is_available(tmp_path: Path) -> None:
     kernel(tmp_path)
     stat = f"anon 1\ninactive_file {MIB}\nactive_file {MIB}\nfile {3 * MIB}\nshmem {MIB}"
     group(tmp_path, "", memory__max=str(5 * MIB), memory__current=str(4 * MIB), memory__stat=stat)
     assert memory(tmp_path) == Memory(5 * MIB, 3 * MIB)
 
 
-def test_the_tightest_group_on_the_way_up_counts(tmp_path: Path) -> None:
+def test_tightest_parent_group_limits(tmp_path: Path) -> None:
     kernel(tmp_path, proc__self__cgroup="0::/pod/container")
     group(tmp_path, "pod", memory__max=str(2 * MIB), memory__current=str(MIB), cpu__max="150000 100000")
     group(tmp_path, "pod/container", memory__max="max", memory__current=str(MIB), cpu__max="max 100000")
@@ -64,7 +64,7 @@ def test_the_tightest_group_on_the_way_up_counts(tmp_path: Path) -> None:
     assert usable_cpus(root=tmp_path) == 1
 
 
-def test_groups_of_version_1(tmp_path: Path) -> None:
+def test_version_1_groups_limit_memory_and_cpus(tmp_path: Path) -> None:
     kernel(tmp_path, proc__self__cgroup="4:memory:/box\n1:cpu,cpuacct:/box")
     group(
         tmp_path,
@@ -79,7 +79,7 @@ def test_groups_of_version_1(tmp_path: Path) -> None:
     assert usable_cpus(root=tmp_path) == 1
 
 
-def test_cpus_are_those_of_affinity_and_of_what_was_granted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usable_cpus_respect_affinity_and_granted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel(tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
     assert usable_cpus(root=tmp_path) == 6
@@ -97,7 +97,7 @@ def test_cpus_are_those_of_affinity_and_of_what_was_granted(tmp_path: Path, monk
     ("value", "text"),
     [(0, "0"), (1e-17, "0"), (0.0125, "0.0125"), (9500, "9500"), (20000, "20k"), (1.5e6, "1.5M"), (-3e9, "-3G")],
 )
-def test_numbers_are_short(value: float, text: str) -> None:
+def test_number_text_is_short(value: float, text: str) -> None:
     assert number_text(value) == text
 
 
@@ -116,7 +116,7 @@ def test_quantities_are_readable() -> None:
     assert [value_text(value) for value in (None, 0.123456789, 12345, "x")] == ["-", "0.123457", "12,345", "x"]
 
 
-def test_durations_side_by_side_have_one_unit() -> None:
+def test_durations_text_uses_one_unit() -> None:
     assert durations_text([86.4, 120.0]) == ["86.4 s", "120.0 s"]
     assert durations_text([86.4, 600.0]) == ["1.44 min", "10.00 min"]
     assert durations_text([]) == []

@@ -32,7 +32,7 @@ def own(tmp_path: Path) -> Iterator[Path]:
     sys.modules.pop(path.stem, None)
 
 
-def test_every_recipe_names_itself_and_survives_yaml() -> None:
+def test_recipe_has_name_and_yaml_round_trip() -> None:
     for name, recipe in recipes.ALL.items():
         config = recipe()
         assert config.recipe == name
@@ -40,7 +40,7 @@ def test_every_recipe_names_itself_and_survives_yaml() -> None:
         assert (recipe.__doc__ or "").strip()
 
 
-def test_every_recipe_is_an_attribute_by_its_name() -> None:
+def test_recipe_is_attribute() -> None:
     """Also one with the name of its file, such as `clicks`."""
     for name, recipe in recipes.ALL.items():
         assert getattr(recipes, name) is recipe
@@ -49,7 +49,7 @@ def test_every_recipe_is_an_attribute_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["criteo_finalnet_x4", "criteo_finalmlp", "criteo_dcnv3"])
-def test_models_with_published_settings_are_trained_as_published(name: str) -> None:
+def test_published_recipes_match_settings(name: str) -> None:
     """Adam 1e-3 everywhere, whole tables penalised, gradients clipped together, rates cut after one epoch, stop after two."""
     config = recipes.ALL[name]()
     workload = config.workload
@@ -64,7 +64,7 @@ def test_models_with_published_settings_are_trained_as_published(name: str) -> N
     assert recipes.PUBLISHED[name] == "criteo_kaggle"
 
 
-def test_a_recipe_of_ones_own_goes_by_file_and_function(own: Path) -> None:
+def test_custom_recipe_loads_from_file(own: Path) -> None:
     recipe = recipes.find(f"{own}:small")
     assert recipe().batch_size == 7
     assert recipes.find(f"{own}:small") is recipe  # the file is run once
@@ -76,7 +76,7 @@ def test_a_recipe_of_ones_own_goes_by_file_and_function(own: Path) -> None:
         recipes.load_config(recipes.criteo_demo().to_yaml(), recipe=recipe)
 
 
-def test_what_is_no_recipe_is_told(own: Path) -> None:
+def test_find_rejects_invalid_recipes(own: Path) -> None:
     with pytest.raises(InputError, match="function 'NUMBER' not found"):
         recipes.find(f"{own}:NUMBER")
     with pytest.raises(InputError, match="function 'none' not found"):
@@ -90,7 +90,7 @@ def test_what_is_no_recipe_is_told(own: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["json", "zipapp"])
-def test_a_file_takes_the_place_of_no_other_module(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_file_shadows_no_module(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of none that was imported before, and of none that is imported later."""
     monkeypatch.delitem(sys.modules, "zipapp", raising=False)
     for folder in (tmp_path / "one", tmp_path / "other"):
@@ -104,7 +104,7 @@ def test_a_file_takes_the_place_of_no_other_module(name: str, tmp_path: Path, mo
     del sys.modules[f"recipe_file_{name}"]
 
 
-def test_an_error_in_the_file_is_the_users_to_see(own: Path) -> None:
+def test_recipe_file_error_propagates(own: Path) -> None:
     own.write_text("raise RuntimeError('in the file')")
     with pytest.raises(RuntimeError, match="in the file"):
         recipes.find(f"{own}:small")

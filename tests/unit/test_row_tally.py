@@ -36,7 +36,7 @@ def expected(epochs: int = 2, rows: int = ROWS) -> TrainedRows:
 
 @pytest.mark.parametrize("start", [0, 1, RESIDUES - 1, RESIDUES, 5 * 10**9])
 @pytest.mark.parametrize("length", [0, 1, RESIDUES - 1, RESIDUES, 3 * RESIDUES + 7])
-def test_a_range_is_the_sum_of_its_rows(start: int, length: int) -> None:
+def test_range_equals_sum_of_rows(start: int, length: int) -> None:
     one_by_one, as_range = TrainedRows(), TrainedRows()
     one_by_one.add(RowNumbers(3, np.arange(start, start + length, dtype=np.int64)))
     as_range.add_ranges([(start, start + length)], epoch=3)
@@ -47,12 +47,12 @@ def test_a_range_is_the_sum_of_its_rows(start: int, length: int) -> None:
     assert one_by_one == TrainedRows()
 
 
-def test_every_row_once_an_epoch_is_nothing_lost() -> None:
+def test_complete_epochs_lose_no_rows() -> None:
     trained = tally_of(batches())
     assert (trained.rows, trained.lost_and_repeated(expected())) == (2 * ROWS, (0, 0))
 
 
-def test_workers_add_up_and_survive_a_checkpoint() -> None:
+def test_worker_totals_survive_checkpoint() -> None:
     given = batches()
     parts = [tally_of(given[rank::3]) for rank in range(3)]
     total = TrainedRows.total(np.sum([part.counts for part in parts], axis=0), [part.checksums for part in parts])
@@ -84,17 +84,19 @@ def in_another_epoch(given: list[RowNumbers]) -> list[RowNumbers]:
         (in_another_epoch, 1, 1),
     ],
 )
-def test_planted_faults(change: Callable[[list[RowNumbers]], list[RowNumbers]], lost: int, repeated: int) -> None:
+def test_lost_and_repeated_rows_are_detected(
+    change: Callable[[list[RowNumbers]], list[RowNumbers]], lost: int, repeated: int
+) -> None:
     assert tally_of(change(batches())).lost_and_repeated(expected()) == (lost, repeated)
 
 
-def test_lost_and_repeated_at_once_are_nearly_exact() -> None:
+def test_lost_and_repeated_together_are_nearly_exact() -> None:
     given = batches()
     lost, repeated = tally_of([given[1], *given[1:]]).lost_and_repeated(expected())
     assert lost == repeated
     assert 900 < lost <= 1000
 
 
-def test_merged() -> None:
+def test_merge_ranges() -> None:
     assert merge_ranges([(0, 3), (3, 5), (7, 9), (9, 9), (2, 4)]) == [(0, 5), (7, 9), (2, 4)]
     assert merge_ranges([]) == []

@@ -20,21 +20,21 @@ from rayrec.workloads.worker_setup import learning_rate_factor
     ("policy", "world_size", "expected"),
     [("global", 4, 100), ("global", 2, 200), ("global", 3, 134), ("per_worker", 3, 100), ("per_worker", 4, 100)],
 )
-def test_batches(policy: str, world_size: int, expected: int) -> None:
+def test_batch_size_follows_policy(policy: str, world_size: int, expected: int) -> None:
     config = recipes.criteo_demo().replace(batch_size=100, scaling={"num_workers": (1, 4), "batch_policy": policy})
     assert effective_batch_size(config, rows=1_000_000, world_size=world_size) == expected
     fixed = config.replace(scaling={"num_workers": 4})
     assert effective_batch_size(fixed, rows=1_000_000, world_size=4) == 100
 
 
-def test_small_data_makes_small_batches() -> None:
+def test_small_data_shrinks_batches() -> None:
     config = recipes.criteo_demo().replace(batch_size=100, min_steps_per_epoch=10, scaling={"num_workers": 2})
     assert effective_batch_size(config, rows=400, world_size=2) == 20
     assert effective_batch_size(config, rows=3, world_size=2) == 1
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("constant", 1.0), ("linear", 0.25), ("sqrt", 0.5)])
-def test_learning_rates(policy: Any, expected: float) -> None:
+def test_learning_rate_factor_follows_policy(policy: Any, expected: float) -> None:
     scaling = ScalingConfig(num_workers=(1, 4), batch_policy="per_worker", learning_rate_policy=policy)
     assert learning_rate_factor(scaling, world_size=1) == expected
     assert learning_rate_factor(scaling, world_size=4) == 1.0
@@ -49,12 +49,12 @@ def test_learning_rates(policy: Any, expected: float) -> None:
         ({"learning_rate_policy": "linear"}, "must be constant with batch_policy global"),
     ],
 )
-def test_unfit_scaling_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_scaling_config_rejects_invalid_values(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         ScalingConfig(**changes)
 
 
-def test_ranges_of_workers_load_from_yaml_and_flags() -> None:
+def test_worker_range_loads_from_yaml_and_flags() -> None:
     from rayrec.cli.parser import parse
     from rayrec.commands import COMMANDS
 
@@ -66,18 +66,18 @@ def test_ranges_of_workers_load_from_yaml_and_flags() -> None:
     assert parsed.scaling.num_workers == 3
 
 
-def test_early_stopping_needs_the_best_checkpoint() -> None:
+def test_early_stopping_requires_keep_best() -> None:
     with pytest.raises(InputError, match="must be at least 1, because early stopping uses the best weights"):
         recipes.criteo_demo().replace(checkpoint={"keep_best": 0}, early_stopping={"patience": 2})
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.0])
-def test_a_plateau_lowers_learning_rates(factor: float) -> None:
+def test_plateau_lowers_learning_rates(factor: float) -> None:
     with pytest.raises(InputError, match="above 0 and below 1"):
         recipes.criteo_demo().replace(plateau={"factor": factor})
 
 
-def test_a_click_model_without_sparse_columns_is_refused(tmp_path: Path) -> None:
+def test_click_workload_rejects_schema_without_sparse(tmp_path: Path) -> None:
     dense_only = Schema(dense=("age", "price"), tokens="any", delimiter=",")
     config = recipes.clicks(str(tmp_path), dense_only)
     with pytest.raises(InputError, match=r"must have a sparse column for a click model. Name a column of categ"):
@@ -93,7 +93,7 @@ def test_a_click_model_without_sparse_columns_is_refused(tmp_path: Path) -> None
         (FinalMLPConfig(feature_gates=True, first_context=("city",)), "FinalMLPConfig.first_context: feature 'city' not found"),
     ],
 )
-def test_columns_that_a_model_cannot_take_are_refused(tmp_path: Path, model: ClickModelConfig, message: str) -> None:
+def test_click_workload_rejects_unsupported_columns(tmp_path: Path, model: ClickModelConfig, message: str) -> None:
     schema = Schema(dense=("age",), sparse=("shop",), tokens="any", delimiter=",")
     config = recipes.clicks(str(tmp_path), schema)
     config.workload.check(config)

@@ -12,7 +12,7 @@ from rayrec.checkpoint.writer import ExtraFiles
 from rayrec.data.encoding.preprocessor import Preprocessor
 
 
-def test_a_preprocessor_comes_along(tmp_path: Path) -> None:
+def test_checkpoint_files_include_preprocessor(tmp_path: Path) -> None:
     config = recipes.criteo_demo("none")
     made = hashed_preprocessor([7] * 26, config.workload.schema)  # type: ignore[attr-defined]
     made.save(str(tmp_path / "cache" / "abc"))

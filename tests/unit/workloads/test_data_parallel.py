@@ -43,7 +43,7 @@ class Halving(LearningRateSchedule):
         return 0.5 ** (step // self.every)
 
 
-def test_an_own_optimizer_with_rates_per_group_and_an_own_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_optimizer_and_schedule_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = data_parallel.config(1, batch_norm=True)
     workload = plain.workload.replace(optimizer=TwoRates(learning_rate=0.01, bias_rate=0.04), schedule=Halving(every=4))
     configuration = plain.replace(workload=workload)
@@ -72,7 +72,7 @@ class _Uncountable(torch.nn.Module):
         return x * 2
 
 
-def test_a_model_that_cannot_be_counted_is_trained(caplog: pytest.LogCaptureFixture) -> None:
+def test_uncountable_model_trains(caplog: pytest.LogCaptureFixture) -> None:
     configuration = data_parallel.config(1)
     workload: Any = configuration.workload
     sets = {"validation": workload.open_set(None, None, "validation")}
@@ -101,7 +101,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     return folder, data_parallel.train(str(folder), 0, data_parallel.config(1))
 
 
-def test_one_worker_learns_what_plain_torch_learns(alone: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_one_worker_matches_plain_torch(alone: tuple[Path, list[dict[str, Any]]]) -> None:
     """A loop of plain torch over the same rows, bit for bit."""
     folder, events = alone
     configuration = data_parallel.config(1)
@@ -129,7 +129,7 @@ def test_one_worker_learns_what_plain_torch_learns(alone: tuple[Path, list[dict[
         assert torch.equal(stored[f"model.{name}"], value), name
 
 
-def test_events_and_evaluation(alone: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_training_writes_events_and_evaluates(alone: tuple[Path, list[dict[str, Any]]]) -> None:
     _, events = alone
     evaluations = [event for event in events if event["kind"] == "evaluate"]
     assert [event["step"] for event in evaluations] == [6, 12]
@@ -138,13 +138,13 @@ def test_events_and_evaluation(alone: tuple[Path, list[dict[str, Any]]]) -> None
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_workers_learn_what_one_does(kind: str, alone: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_two_workers_match_one(kind: str, alone: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
     """FSDP here in three parts a step, of 8 rows: sums in another order, nothing else."""
     run_ranks(getattr(data_parallel, kind), 2, str(tmp_path))
     assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
 
 
-def test_rules_that_need_whole_parameters_are_refused_with_fsdp() -> None:
+def test_fsdp_rejects_full_parameter_optimizers() -> None:
     workload = data_parallel.config(1).workload
     for kind in ("lamb", "lars"):
         workload.replace(optimizer={"kind": kind})
@@ -152,14 +152,14 @@ def test_rules_that_need_whole_parameters_are_refused_with_fsdp() -> None:
             workload.replace(optimizer={"kind": kind}, parallel="fsdp")
 
 
-def test_fsdp_learns_by_onednn_what_one_worker_does_without(tmp_path: Path) -> None:
+def test_fsdp_with_onednn_matches_one_worker(tmp_path: Path) -> None:
     """A GPT-2, whose layers FSDP splits and gathers under the classes that multiply by oneDNN."""
     data_parallel.train(str(tmp_path / "alone"), 0, data_parallel.next_token_config(1))
     run_ranks(data_parallel.fsdp_by_onednn, 2, str(tmp_path / "fsdp"))
     assert _close(_tensors(tmp_path / "alone" / "6"), _tensors(tmp_path / "fsdp" / "6"))
 
 
-def test_a_checkpoint_of_fsdp_goes_on_alone_and_back(alone: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_fsdp_checkpoint_resumes_on_one_worker_and_back(alone: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
     run_ranks(data_parallel.fsdp, 2, str(tmp_path))
     data_parallel.train(str(tmp_path), 0, data_parallel.config(1), from_step=6)
     assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
@@ -167,18 +167,18 @@ def test_a_checkpoint_of_fsdp_goes_on_alone_and_back(alone: tuple[Path, list[dic
     assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
 
 
-def test_a_step_done_again_after_a_crash_is_the_same_step(tmp_path: Path) -> None:
+def test_step_repeated_after_crash_is_identical(tmp_path: Path) -> None:
     run_ranks(data_parallel.noisy, 2, str(tmp_path))
 
 
-def test_going_on_with_no_new_step_changes_nothing(alone: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_resume_without_steps_keeps_weights(alone: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, _ = alone
     before = weights_sha256(Checkpoint(str(folder / "12")))
     data_parallel.train(str(folder), 0, data_parallel.config(1), from_step=12)
     assert weights_sha256(Checkpoint(str(folder / "12"))) == before
 
 
-def test_statistics_of_batches_are_the_same_on_every_worker(tmp_path: Path) -> None:
+def test_batch_norm_statistics_match_on_all_workers(tmp_path: Path) -> None:
     run_ranks(data_parallel.statistics, 2, str(tmp_path))
 
 
@@ -189,7 +189,7 @@ def test_tied_weights_are_saved_once(alone: tuple[Path, list[dict[str, Any]]]) -
     assert "optimizer.inner.weight.exp_avg" in names
 
 
-def test_means_are_over_rows_not_batches() -> None:
+def test_means_weight_rows_equally() -> None:
     metrics = RowMetrics(lambda means: {**means, "double": 2 * means["loss"]})
     for values in ([1.0, 1.0, 1.0], [5.0], []):
         tensor = torch.tensor(values)
@@ -197,14 +197,14 @@ def test_means_are_over_rows_not_batches() -> None:
     assert metrics.compute() == {"loss": 2.0, "double": 4.0}
 
 
-def test_seeds_of_steps_differ() -> None:
+def test_step_seeds_differ() -> None:
     seeds = {step_seed(seed, step, rank) for seed in range(3) for step in range(5) for rank in range(2)}
     assert len(seeds) == 30
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert step_seed(1, 2, 0) == step_seed(1, 2, 0)
 
 
-def test_chance_is_torchs_own_without_its_stack_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seed_generators_matches_manual_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     number = step_seed(3, 7, 1)
     draws = []
     for seed in (torch.manual_seed, lambda number: seed_generators(number, torch.device("cpu"))):
@@ -214,7 +214,7 @@ def test_chance_is_torchs_own_without_its_stack_traces(monkeypatch: pytest.Monke
     assert all(torch.equal(*pair) for pair in zip(*draws, strict=True))
 
 
-def test_unusable_settings_are_refused() -> None:
+def test_settings_reject_invalid_values() -> None:
     with pytest.raises(InputError, match="accumulate: must be at least 1, got 0"):
         data_parallel.Small(accumulate=0)
     with pytest.raises(InputError, match="loop: must be rayrec for recipe"):

@@ -15,7 +15,7 @@ from rayrec.workloads.language import GPT2Config
 SMALL = GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=24, dropout=0.0)
 
 
-def test_the_parameters_are_as_many_as_reckoned() -> None:
+def test_num_parameters_matches_model() -> None:
     model = SMALL.build(50, end_of_text=49)
     assert sum(parameter.numel() for parameter in model.parameters()) == SMALL.num_parameters(50)
     assert GPT2Config().num_parameters(50_257) == 124_439_808  # as published
@@ -23,7 +23,7 @@ def test_the_parameters_are_as_many_as_reckoned() -> None:
     assert (model.config.eos_token_id, model.config.n_positions) == (49, 24)
 
 
-def test_the_function_is_that_of_huggingfaces_own_settings() -> None:
+def test_function_matches_huggingface_settings() -> None:
     """The fused activation is GPT-2's, and everything else of the configuration is transformers' default."""
     from transformers import GPT2Config as HuggingFaceConfig
     from transformers import GPT2LMHeadModel
@@ -54,7 +54,7 @@ def pair(vocabulary_size: int) -> tuple[torch.nn.Module, torch.nn.Module]:
     return model, other
 
 
-def test_loss_and_gradients_are_huggingfaces_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_and_gradients_match_huggingface(monkeypatch: pytest.MonkeyPatch) -> None:
     products = products_by_onednn(monkeypatch)
     tokens = torch.randint(0, 50, (4, 24))
     model, other = pair(50)
@@ -76,7 +76,7 @@ def test_loss_and_gradients_are_huggingfaces_own(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(model(tokens[:1, :3]).logits, other(tokens[:1, :3]).logits)
 
 
-def test_bf16_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_uses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     products = products_by_onednn(monkeypatch)
     tokens = torch.randint(0, 50, (2, 24))
     with torch.autocast("cpu", torch.bfloat16):
@@ -85,7 +85,7 @@ def test_bf16_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(ours, others)
 
 
-def test_small_products_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_products_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     products = products_by_onednn(monkeypatch)
     monkeypatch.setattr(language_model, "_MIN_MULTIPLY_ADDS", 2 * 24 * 64 * 4 * 64)
     model, other = pair(50)
@@ -94,7 +94,7 @@ def test_small_products_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(products) == 2 * WIDE.n_layer  # the two wide ones of each block
 
 
-def test_others_make_what_they_want_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_onednn_layers_support_copy_pickle_and_checkpointing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Copies, pickles, saved files, and a training that stores no activations."""
     products_by_onednn(monkeypatch)
     tokens = torch.randint(0, 50, (2, 24))
@@ -116,7 +116,7 @@ def test_others_make_what_they_want_of_it(monkeypatch: pytest.MonkeyPatch, tmp_p
         torch.testing.assert_close(parameter.grad, gradients[name])
 
 
-def test_start_values_come_of_torchs_seed() -> None:
+def test_initial_values_follow_torch_seed() -> None:
     weights = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -133,6 +133,6 @@ def test_start_values_come_of_torchs_seed() -> None:
         ({"dropout": 1.0}, "below 1"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(fields: dict[str, float], message: str) -> None:
+def test_gpt2_config_rejects_invalid_sizes(fields: dict[str, float], message: str) -> None:
     with pytest.raises(InputError, match=message):
         GPT2Config(**fields)

@@ -100,7 +100,7 @@ def model_of(vocabulary_size: int = 30, *, seed: int = 0, scale: float = 5.0) ->
 # -- the arithmetic
 
 
-def test_the_loss_of_rows_is_that_of_the_model_itself() -> None:
+def test_row_losses_match_model_loss() -> None:
     model = model_of(scale=1.0)
     text_blocks = torch.randint(0, 30, (5, BLOCK))
     losses = row_losses(model, text_blocks)
@@ -117,7 +117,7 @@ def test_perplexity_and_score() -> None:
     assert workload.score({"loss": 1.0}) > workload.score({"loss": 2.0})
 
 
-def test_what_a_row_costs_is_what_its_products_are() -> None:
+def test_row_cost_counts_matrix_products() -> None:
     width, layers, vocabulary_size = 512, 2, 40  # so that the largest are oneDNN's
     config = small(None, model={"n_layer": layers, "n_embd": width})
     torch.manual_seed(0)
@@ -146,7 +146,7 @@ def made(model: torch.nn.Module, *rows: list[int], count: int, temperature: floa
     return generate(model, prompts, lengths, chances=chances, temperature=temperature, **how).tolist()
 
 
-def test_the_likeliest_text_is_that_of_transformers() -> None:
+def test_greedy_text_matches_transformers() -> None:
     model = model_of()
     expected = model.generate(
         torch.tensor([[3, 1, 4]]),
@@ -159,7 +159,7 @@ def test_the_likeliest_text_is_that_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_prompt_goes_on_alike_alone_and_among_longer_ones(temperature: float) -> None:
+def test_continuation_is_independent_of_padding(temperature: float) -> None:
     """Past the window too, where it continues from the latter half."""
     model = model_of()
     chances = torch.rand(3, 40, generator=torch.Generator().manual_seed(1))
@@ -172,7 +172,7 @@ def test_a_prompt_goes_on_alike_alone_and_among_longer_ones(temperature: float) 
         assert made(model, row, count=count, temperature=temperature, chances=own)[0] == together[number][:count]
 
 
-def test_without_a_cache_it_is_the_same_text() -> None:
+def test_generation_without_cache_matches() -> None:
     class Forgetful(torch.nn.Module):
         """Is shown every token in every call."""
 
@@ -189,7 +189,7 @@ def test_without_a_cache_it_is_the_same_text() -> None:
     assert made(Forgetful(), [3, 1, 4], count=40) == made(model_of(), [3, 1, 4], count=40)
 
 
-def test_sampling_follows_the_probabilities() -> None:
+def test_sampling_follows_probabilities() -> None:
     model = model_of(scale=2.0)
     probabilities = model(torch.tensor([[3, 1, 4]])).logits[0, -1].softmax(dim=0)
     rows = 4000
@@ -201,7 +201,7 @@ def test_sampling_follows_the_probabilities() -> None:
     assert made(model, [3, 1, 4], count=1, temperature=1.0, chances=torch.tensor([[1 - 2**-24]]))[0][0] < 30
 
 
-def test_text_ends_with_its_end() -> None:
+def test_generation_stops_at_end_token() -> None:
     tokenizer = tokenizer_of(bytes_bpe([TEXT * 20], 280))
     model = model_of(tokenizer.vocabulary_size)
     free = made(model, [3, 1, 4], [5, 9], count=30)
@@ -213,7 +213,7 @@ def test_text_ends_with_its_end() -> None:
     assert len(made(model, [3, 1, 4], count=30, end_token=end)[0]) == first + 1  # nothing is made after it
 
 
-def test_chance_comes_of_the_prompt() -> None:
+def test_sampling_depends_on_prompt_only() -> None:
     tokenizer = tokenizer_of(characters(set(TEXT)))
     model = model_of(tokenizer.vocabulary_size, scale=1.0)
 
@@ -230,7 +230,7 @@ def test_chance_comes_of_the_prompt() -> None:
     assert all(len(text) == 8 for text in together)
 
 
-def test_prompts_are_lines(tmp_path: Path) -> None:
+def test_prompts_are_read_from_lines(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(characters(set(TEXT)))
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"the fox\r\n\n" + b"the lazy dog " * 3)
@@ -265,7 +265,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return config, str(folder / "step"), model
 
 
-def test_a_checkpoint_stores_tied_weights_once_and_builds_the_model(saved: tuple[TrainConfig, str, Any]) -> None:
+def test_checkpoint_stores_tied_weights_once(saved: tuple[TrainConfig, str, Any]) -> None:
     config, folder, model = saved
     names = list(checkpoint.Checkpoint(folder).manifest()["tensors"])
     assert "model.transformer.wte.weight" in names
@@ -276,7 +276,7 @@ def test_a_checkpoint_stores_tied_weights_once_and_builds_the_model(saved: tuple
     assert torch.equal(loaded(text_blocks).logits, model.eval()(text_blocks).logits)
 
 
-def test_predictions_go_on_from_prompts(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
+def test_predictions_continue_prompts(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
     config, folder, _ = saved
     path = tmp_path / "prompts.txt"
     path.write_text("the fox\n\nquick\n")
@@ -294,7 +294,7 @@ def test_predictions_go_on_from_prompts(saved: tuple[TrainConfig, str, Any], tmp
     assert all(columns["text"])
 
 
-def test_text_is_scored_with_the_checkpoints_tokenizer(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
+def test_scoring_uses_checkpoint_tokenizer(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
     config, folder, _ = saved
     (tmp_path / "more.txt").write_text(TEXT * 3)
     source = config.workload.open_labelled(config, checkpoint=folder, path=str(tmp_path / "more.txt"))
@@ -307,7 +307,7 @@ def test_text_is_scored_with_the_checkpoints_tokenizer(saved: tuple[TrainConfig,
         config.workload.open_labelled(config, checkpoint=folder, path=str(tmp_path / "other"))
 
 
-def test_text_is_cut_as_that_was_which_the_run_had(
+def test_scoring_cuts_text_as_training(
     saved: tuple[TrainConfig, str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, folder, _ = saved
@@ -330,7 +330,7 @@ def test_text_is_cut_as_that_was_which_the_run_had(
     assert cut == [PART_BYTES, 4 << 20]
 
 
-def test_an_export_is_a_folder_of_transformers(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
+def test_export_loads_in_transformers(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
     config, folder, model = saved
     told = config.workload.export(config, checkpoint=folder, out=str(tmp_path / "out"))
     assert told["bytes"] == (tmp_path / "out" / "model.safetensors").stat().st_size
@@ -344,7 +344,7 @@ def test_an_export_is_a_folder_of_transformers(saved: tuple[TrainConfig, str, An
     assert tokenizer.eos_token_id == ours.end_token == other.config.eos_token_id
 
 
-def test_weights_of_others_are_taken_on(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
+def test_training_starts_from_pretrained_weights(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
     """Those of an export and of save_pretrained, and the hub's, whose names lack the prefix and which hold masks."""
     from safetensors.torch import load_file, save_file
 
@@ -372,7 +372,7 @@ def test_weights_of_others_are_taken_on(saved: tuple[TrainConfig, str, Any], tmp
         load_weights(SMALL.build(model.config.vocab_size), str(hub))
 
 
-def test_initial_weights_fit_the_model_or_are_refused(
+def test_pretrained_weights_reject_mismatch(
     saved: tuple[TrainConfig, str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, folder, model = saved
@@ -395,7 +395,7 @@ def test_initial_weights_fit_the_model_or_are_refused(
 # -- the run around it
 
 
-def test_what_a_run_is_told_of(tmp_path: Path) -> None:
+def test_summary_describes_tokens(tmp_path: Path) -> None:
     folder_of(tmp_path)
     config = small(tmp_path)
     prepared = prepare(config, tmp_path)
@@ -405,7 +405,7 @@ def test_what_a_run_is_told_of(tmp_path: Path) -> None:
     assert told["num_parameters"] == SMALL.num_parameters(len(set(TEXT)))
 
 
-def test_samples_go_on_from_validation_text(tmp_path: Path) -> None:
+def test_samples_continue_validation_text(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     tokenizer = load_tokenizer(folder.tokenizer)
     config = small(tmp_path)
@@ -425,9 +425,7 @@ def test_samples_go_on_from_validation_text(tmp_path: Path) -> None:
     json.dumps(made)
 
 
-def test_a_nodes_cache_of_shards_has_the_limit_that_is_set(
-    saved: tuple[TrainConfig, str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shard_cache_respects_limit(saved: tuple[TrainConfig, str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rayrec.data.text import mds
 
     _, checkpoint_folder, _ = saved
@@ -468,13 +466,13 @@ def test_a_nodes_cache_of_shards_has_the_limit_that_is_set(
         ({"sets": {"train": 0, "validation": 4}}, "has no training blocks"),
     ],
 )
-def test_tokens_that_do_not_do_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_prepare_rejects_unusable_tokens(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     folder_of(tmp_path, **changes)
     with pytest.raises(InputError, match=message):
         prepare(small(tmp_path), tmp_path)
 
 
-def test_plain_text_is_refused_with_the_command_that_mends_it(tmp_path: Path) -> None:
+def test_plain_text_error_names_preprocess_command(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     for path, message in (
@@ -486,7 +484,7 @@ def test_plain_text_is_refused_with_the_command_that_mends_it(tmp_path: Path) ->
             prepare(small(path), tmp_path)
 
 
-def test_tokens_are_told_apart_where_a_run_goes_on_and_where_it_evaluates(tmp_path: Path) -> None:
+def test_resume_and_evaluation_reject_other_tokens(tmp_path: Path) -> None:
     folder_of(tmp_path / "tokens")
     folder_of(tmp_path / "same")
     folder_of(tmp_path / "other", files=characters(set("others")), text="others")
@@ -498,14 +496,14 @@ def test_tokens_are_told_apart_where_a_run_goes_on_and_where_it_evaluates(tmp_pa
         prepare(apart, tmp_path)
 
 
-def test_an_evaluation_folder_without_held_out_blocks_is_used_whole(tmp_path: Path) -> None:
+def test_evaluation_folder_without_validation_uses_all_blocks(tmp_path: Path) -> None:
     for name, sets in (("tokens", {"train": 8}), ("held_out", {"train": 5})):
         folder_of(tmp_path / name, sets=sets)
     config = small(tmp_path / "tokens").replace(eval_data={"path": str(tmp_path / "held_out")})
     assert config.workload.set_rows(prepare(config, tmp_path)) == {"train": 8, "validation": 5}
 
 
-def test_recipes_are_what_they_say() -> None:
+def test_recipes_match_descriptions() -> None:
     tiny, full = gpt2_tiny(), gpt2()
     assert tiny.workload.model.num_parameters(65) == 818_048
     assert full.workload.model.num_parameters(50_257) == 124_439_808
@@ -516,7 +514,7 @@ def test_recipes_are_what_they_say() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": math.inf}])
-def test_settings_of_generation_are_checked(fields: dict[str, float]) -> None:
+def test_generation_settings_are_validated(fields: dict[str, float]) -> None:
     with pytest.raises(
         InputError, match=r"max_new_tokens: 0 must be at least 1|temperature: .* must be at least 0 and below inf"
     ):

@@ -30,7 +30,7 @@ def built(**fields: Any) -> ResNet:
     return ResNetConfig(**fields).build()
 
 
-def test_names_and_shapes_are_torchvisions() -> None:
+def test_names_and_shapes_match_torchvision() -> None:
     expected = {f"{name}.weight": shape for name, shape in CONVOLUTIONS.items()}
     for name, width in NORMALISATIONS.items():
         expected |= {f"{name}.{part}": (width,) for part in ("weight", "bias", "running_mean", "running_var")}
@@ -45,7 +45,7 @@ def test_names_and_shapes_are_torchvisions() -> None:
     assert sum(parameter.numel() for parameter in deeper.parameters()) == 21_797_672  # resnet34
 
 
-def test_start_values() -> None:
+def test_initial_values_have_torchvision_distribution() -> None:
     model = built()
     again = built()
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
@@ -96,7 +96,7 @@ def spelt_out(state: dict[str, torch.Tensor], images: torch.Tensor, *, training:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_forward_is_the_network_spelt_out(training: bool) -> None:
+def test_forward_matches_explicit_network(training: bool) -> None:
     model = built()
     generator = torch.Generator().manual_seed(3)
     for name, value in model.state_dict().items():  # other than 0 and 1
@@ -112,7 +112,7 @@ def test_forward_is_the_network_spelt_out(training: bool) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_the_rest_of_an_epoch_may_be_one_row(rows: int) -> None:
+def test_batch_norm_accepts_one_row(rows: int) -> None:
     """Torch refuses a single value a channel, which the last stage has on small images."""
     model = built().train()
     before = model.layer4[1].bn2.running_var.clone()
@@ -125,7 +125,7 @@ def test_the_rest_of_an_epoch_may_be_one_row(rows: int) -> None:
     assert torch.equal(plain.running_var, ours.running_var)
 
 
-def test_weights_for_three_channels_see_gray_as_before() -> None:
+def test_three_channel_weights_load_for_gray() -> None:
     coloured = built(num_channels=3).eval()
     gray = ResNetConfig().build().eval()
     load_weights(gray, coloured.state_dict(), where="a.pt")
@@ -147,7 +147,7 @@ def test_weights_for_three_channels_see_gray_as_before() -> None:
         ({"blocks": (1, 1, 1, 1)}, r"a\.pt: holds no layer1\.1\.conv1\.weight, .* more, unlike"),
     ],
 )
-def test_weights_of_another_network_are_refused(other: dict[str, Any], message: str) -> None:
+def test_load_weights_rejects_other_networks(other: dict[str, Any], message: str) -> None:
     model, weights = built(), ResNetConfig(**other).build().state_dict()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(InputError, match=message) as raised:
@@ -159,12 +159,12 @@ def test_weights_of_another_network_are_refused(other: dict[str, Any], message: 
 
 
 @pytest.mark.parametrize(("channels", "classes", "size", "expected"), [(3, 1000, 224, 1_814_073_344), (1, 10, 28, 33_010_944)])
-def test_multiply_adds_are_those_of_the_layers(channels: int, classes: int, size: int, expected: int) -> None:
+def test_multiply_adds_match_layers(channels: int, classes: int, size: int, expected: int) -> None:
     model = ResNetConfig(num_channels=channels, num_classes=classes).build()
     assert counted(model, lambda: model(torch.zeros(1, channels, size, size))) == expected
 
 
 @pytest.mark.parametrize("changes", [{"blocks": (2, 2, 0, 2)}, {"num_channels": 0}, {"num_classes": 0}])
-def test_impossible_settings_are_refused(changes: dict[str, Any]) -> None:
+def test_settings_reject_impossible_values(changes: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"ResNetConfig\.\w+: .* at least 1"):
         ResNetConfig(**changes)

@@ -55,7 +55,7 @@ def test_phases_are_exclusive_and_add_up() -> None:
     assert sum(clock.read().values()) <= next_s + ROUNDING_S  # the next interval begins at the cut
 
 
-def test_what_lies_between_stretches_is_nobodys() -> None:
+def test_time_outside_start_and_stop_is_not_counted() -> None:
     clock = HostTimer()
     begin_s = time.perf_counter()
     clock.start()
@@ -69,7 +69,7 @@ def test_what_lies_between_stretches_is_nobodys() -> None:
     assert sum(clock.read().values()) <= first_s + time.perf_counter() - begin_s + ROUNDING_S
 
 
-def test_an_error_leaves_the_phase() -> None:
+def test_error_leaves_phase() -> None:
     clock = HostTimer()
     with pytest.raises(StopIteration), clock.phase("data"):
         raise StopIteration
@@ -93,7 +93,7 @@ class FakeEvent:
         return other.at_ms - self.at_ms
 
 
-def test_a_device_is_timed_by_marks_in_its_computing_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_timer_uses_events_in_compute_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[FakeEvent] = []
 
     def event(enable_timing: bool) -> FakeEvent:
@@ -128,7 +128,7 @@ def test_a_device_is_timed_by_marks_in_its_computing_stream(monkeypatch: pytest.
     assert len(made) < 15  # they are used again
 
 
-def test_model_and_optimizer() -> None:
+def test_model_and_optimizer_phases_are_timed() -> None:
     clock = HostTimer()
     model = torch.nn.Linear(4, 1)
     optimizer = TimedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), clock)
@@ -145,7 +145,7 @@ def test_model_and_optimizer() -> None:
     assert not torch.equal(before, model.weight)
 
 
-def test_nothing_is_hooked_where_nothing_is_measured() -> None:
+def test_disabled_timer_installs_no_hooks() -> None:
     clock = make_step_timer(torch.device("cpu"), measure=False)
     assert type(clock) is StepTimer
     model = torch.nn.Linear(4, 1)
@@ -157,7 +157,7 @@ def test_nothing_is_hooked_where_nothing_is_measured() -> None:
     assert clock.read() == {}
 
 
-def test_waiting_for_others_is_told_from_a_saving_thread(single_rank: None) -> None:
+def test_collective_waits_exclude_saving_thread(single_rank: None) -> None:
     clock = HostTimer()
     plain = distributed.Work.wait
     with time_collective_waits(clock):
@@ -204,7 +204,7 @@ def backward_passes(folder: str, rank: int) -> None:
     Path(folder, f"{rank}.json").write_text(json.dumps(clock.read()))
 
 
-def test_the_end_of_a_backward_pass_waits_for_the_slowest(tmp_path: Path) -> None:
+def test_backward_end_waits_for_slowest_worker(tmp_path: Path) -> None:
     """Rank 1 computes longer: it is backward there, and collectives for rank 0, though DDP waits in C++."""
     run_ranks(backward_passes, 2, str(tmp_path))
     quick, slow = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))

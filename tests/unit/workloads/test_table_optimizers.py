@@ -91,7 +91,7 @@ def by_torch(
     ("kind", "weight_decay", "plan"),
     [("adam", 0.0, "table_wise"), ("adam", 0.3, "column_wise"), ("adam", 0.3, "data_parallel"), ("adamw", 0.3, "table_wise")],
 )
-def test_dense_semantics_under_every_plan(kind: Any, weight_decay: float, plan: str, tmp_path: Path) -> None:
+def test_dense_adam_matches_under_every_plan(kind: Any, weight_decay: float, plan: str, tmp_path: Path) -> None:
     setup = set_up(plan, kind=kind, weight_decay=weight_decay)
     assert {row["sharding_type"] for row in setup.described["tables"]} == {plan}
     losses, found = train(setup, range(STEPS)), saved(setup, tmp_path / "end")
@@ -102,7 +102,7 @@ def test_dense_semantics_under_every_plan(kind: Any, weight_decay: float, plan: 
 
 
 @pytest.mark.parametrize(("max_gradient_norm", "plan"), [(0.05, "table_wise"), (0.05, "data_parallel"), (100.0, "table_wise")])
-def test_all_gradients_are_clipped_together(max_gradient_norm: float, plan: str, tmp_path: Path) -> None:
+def test_joint_clipping_covers_all_gradients(max_gradient_norm: float, plan: str, tmp_path: Path) -> None:
     setup = set_up(plan, kind="adam", weight_decay=0.3, max_gradient_norm=max_gradient_norm)
     losses, found = train(setup, range(STEPS)), saved(setup, tmp_path / "end")
     expected_losses, expected = by_torch("adam", 0.3, max_gradient_norm=max_gradient_norm)
@@ -128,13 +128,13 @@ def test_all_gradients_are_clipped_together(max_gradient_norm: float, plan: str,
         ),
     ],
 )
-def test_clipping_that_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_joint_clipping_rejects_unsupported_settings(settings: dict[str, Any], message: str) -> None:
     config = click.config(TABLES, 1, **settings).replace(train_data={"path": "log"})
     with pytest.raises(InputError, match=message):
         config.workload.check(config)
 
 
-def test_the_sparse_kind_leaves_other_rows_alone_under_every_plan(tmp_path: Path) -> None:
+def test_sparse_adam_skips_other_rows_under_every_plan(tmp_path: Path) -> None:
     ends = []
     for plan in ("table_wise", "column_wise", "data_parallel"):
         setup = set_up(plan, kind="sparse_adam")
@@ -156,7 +156,7 @@ def test_the_sparse_kind_leaves_other_rows_alone_under_every_plan(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["adam", "sparse_adam"])
-def test_a_resumed_run_is_the_same_run(kind: Any, tmp_path: Path) -> None:
+def test_resumed_run_matches_uninterrupted(kind: Any, tmp_path: Path) -> None:
     whole = set_up("table_wise", kind=kind)
     losses = train(whole, range(STEPS))
     expected = saved(whole, tmp_path / "whole")
@@ -176,7 +176,7 @@ def test_a_resumed_run_is_the_same_run(kind: Any, tmp_path: Path) -> None:
     assert states == {"exp_avg", "exp_avg_sq", "step"}
 
 
-def test_normal_start_values_are_those_of_every_plan(tmp_path: Path) -> None:
+def test_normal_initial_values_match_under_every_plan(tmp_path: Path) -> None:
     starts = []
     for plan in ("table_wise", "column_wise", "data_parallel"):
         config = click.config(
@@ -189,7 +189,7 @@ def test_normal_start_values_are_those_of_every_plan(tmp_path: Path) -> None:
     assert torch.equal(starts[0], starts[2])
 
 
-def test_evaluation_collects_nothing() -> None:
+def test_evaluation_collects_no_gradients() -> None:
     setup = set_up("table_wise", kind="adam")
     with torch.no_grad():
         setup.model(click.batch(TABLES, 0, 0, 1))

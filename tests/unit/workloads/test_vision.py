@@ -52,7 +52,7 @@ def on_worker(config: TrainConfig) -> WorkerContext:
 
 
 @pytest.mark.parametrize(("mean", "std"), [(0.5, 0.5), (0.1307, 0.3081), (0.485, 0.229)])
-def test_normalisation_is_torchvisions_to_the_last_bit(mean: float, std: float) -> None:
+def test_normalization_is_bit_identical_to_torchvision(mean: float, std: float) -> None:
     images = torch.arange(256, dtype=torch.uint8).reshape(4, 8, 8)
     expected = images.unsqueeze(1).to(torch.float32).div(255)  # ToTensor
     expected.sub_(torch.tensor(mean)).div_(torch.tensor(std))  # Normalize
@@ -67,7 +67,7 @@ def moved(images: torch.Tensor, *, seed: int = 0, **fields: float) -> torch.Tens
     return augmented(images, **AugmentationConfig(**fields).to_dict())
 
 
-def test_augmentation_comes_of_the_seed_and_keeps_the_range() -> None:
+def test_augmentation_follows_seed_and_keeps_range() -> None:
     images = torch.from_numpy(pictures(np.arange(20) % 10, seed=0))
     how = {"max_shift": 3.0, "max_rotation_degrees": 15.0, "max_scale": 0.1}
     result = moved(images, **how)
@@ -109,7 +109,7 @@ def test_shifts_are_pixels() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"max_rotation_degrees": 20.0}, {"max_scale": 0.2}])
-def test_turning_and_scaling_are_about_the_middle_without_distortion(fields: dict[str, float]) -> None:
+def test_rotation_and_scaling_are_centered(fields: dict[str, float]) -> None:
     """Also in images that are not square: the ratio of width and height stays out of the angle."""
     middle = torch.tensor([11.5, 23.5])
     across = centres(moved(spots(400, (11, 33)), **fields)) - middle
@@ -148,7 +148,7 @@ def test_measures_are_cross_entropy_and_hits() -> None:
     assert workload.score({"accuracy": 0.5, "loss": 3.0}) == 0.5
 
 
-def test_only_training_images_are_moved() -> None:
+def test_augmentation_applies_to_training_only() -> None:
     tensors = {"images": torch.full((2, 8, 8), 7, dtype=torch.uint8), "labels": torch.tensor([0, 2])}
     assert VisionWorkload(model=SMALL).augment(tensors) is tensors
     changed = VisionWorkload(model=SMALL, augmentation=AugmentationConfig(max_shift=4.0)).augment(tensors)
@@ -160,7 +160,7 @@ def test_only_training_images_are_moved() -> None:
 # -- from files to rows
 
 
-def test_sets_are_the_files_rows(without_ray: None, folder: Path, tmp_path: Path) -> None:
+def test_sets_match_file_rows(without_ray: None, folder: Path, tmp_path: Path) -> None:
     config = mnist_resnet18(str(folder))
     config.workload.check(config)
     prepared = prepare(config)
@@ -180,7 +180,7 @@ def test_sets_are_the_files_rows(without_ray: None, folder: Path, tmp_path: Path
     assert elsewhere.workload.set_rows(prepare(elsewhere)) == {"train": 60, "validation": 10, "test": 10}
 
 
-def test_a_run_goes_on_with_the_images_it_began_with(without_ray: None, folder: Path, tmp_path: Path) -> None:
+def test_resume_rejects_changed_images(without_ray: None, folder: Path, tmp_path: Path) -> None:
     def loader_of(path: Path, state: dict[str, Any] | None = None) -> Loader[Any, Any]:
         config = mnist_resnet18(str(path)).replace(batch_size=8)
         return config.workload.make_loader(on_worker(config), prepare(config), state=state, step=0)
@@ -205,11 +205,14 @@ def test_a_run_goes_on_with_the_images_it_began_with(without_ray: None, folder: 
         ({"train_data": {"path": "nowhere"}}, "nowhere: train-images-idx3-ubyte not found, .* rayrec fetch mnist --out nowhere"),
         ({"eval_data": {"path": "nowhere"}}, "nowhere: t10k-images-idx3-ubyte not found"),
         ({"workload": {"weights": "nowhere.pt"}}, r"workload\.weights: nowhere\.pt: no such file"),
-        ({"workload": {"validation_rows": 60}}, r"has 60 training and 30 test rows; .* validation_rows \(60\)"),
+        (
+            {"workload": {"validation_rows": 60}},
+            r"more training rows than validation_rows \(60\), got 60 training and 30 test rows",
+        ),
         ({"workload": {"model": {"num_classes": 9}}}, "must be 0 to 8, got 9; set num_classes to 10"),
     ],
 )
-def test_unusable_input_is_refused(without_ray: None, folder: Path, change: dict[str, Any], message: str) -> None:
+def test_prepare_rejects_unusable_input(without_ray: None, folder: Path, change: dict[str, Any], message: str) -> None:
     config = mnist_resnet18(str(folder)).replace(**change)
     with pytest.raises(InputError, match=message) as raised:  # noqa: PT012
         config.workload.check(config)
@@ -217,7 +220,7 @@ def test_unusable_input_is_refused(without_ray: None, folder: Path, change: dict
     assert "\n" not in str(raised.value)
 
 
-def test_test_images_of_another_size_are_refused(without_ray: None, folder: Path, tmp_path: Path) -> None:
+def test_prepare_rejects_test_images_of_other_size(without_ray: None, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(np.zeros((2, 8, 8), np.uint8)))
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.zeros(2, np.uint8)))
     with pytest.raises(InputError, match=r"test images of \(8, 8\) pixels do not match training images of \(28, 28\)"):
@@ -228,7 +231,7 @@ def test_test_images_of_another_size_are_refused(without_ray: None, folder: Path
     "fields",
     [{"model": ResNetConfig(num_channels=3)}, {"std": 0.0}, {"validation_rows": -1}, {"label_smoothing": 1.0}, {"accumulate": 0}],
 )
-def test_impossible_settings_are_refused(fields: dict[str, Any]) -> None:
+def test_settings_reject_impossible_values(fields: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"^(VisionWorkload\.|workload)"):
         VisionWorkload(**fields)
     with pytest.raises(InputError, match=r"^AugmentationConfig.max_"):
@@ -238,7 +241,7 @@ def test_impossible_settings_are_refused(fields: dict[str, Any]) -> None:
 # -- weights
 
 
-def test_initial_weights_come_from_a_file(without_ray: None, folder: Path, tmp_path: Path) -> None:
+def test_initial_weights_load_from_file(without_ray: None, folder: Path, tmp_path: Path) -> None:
     coloured = ResNetConfig(num_channels=3).build()
     torch.save(coloured.state_dict(), tmp_path / "weights.pt")
     config = mnist_resnet18(str(folder)).replace(workload={"weights": str(tmp_path / "weights.pt")})
@@ -254,7 +257,7 @@ def test_initial_weights_come_from_a_file(without_ray: None, folder: Path, tmp_p
         prepare(config)
 
 
-def test_weight_files_keep_every_bit(tmp_path: Path) -> None:
+def test_weight_files_are_bit_identical(tmp_path: Path) -> None:
     tensors = {
         "a": torch.randn(3, 4),
         "half": torch.randn(5).bfloat16(),
@@ -272,7 +275,7 @@ def test_weight_files_keep_every_bit(tmp_path: Path) -> None:
             assert torch.equal(found[name], tensor)
 
 
-def test_the_format_is_that_of_the_safetensors_library(tmp_path: Path) -> None:
+def test_weight_format_matches_safetensors(tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors.torch")
     tensors = {"a": torch.randn(3, 4), "count": torch.tensor(7)}
     write_weights(str(tmp_path / "ours.safetensors"), tensors)
@@ -288,7 +291,7 @@ class Trap:
 
 
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
-def test_damaged_and_dangerous_weights_are_refused(tmp_path: Path, name: str) -> None:
+def test_read_weights_rejects_damaged_and_unsafe_files(tmp_path: Path, name: str) -> None:
     path, good = tmp_path / name, tmp_path / f"good_{name}"
     if name == "w.pt":
         torch.save({"a": torch.ones(100)}, good)
@@ -319,7 +322,7 @@ def test_damaged_and_dangerous_weights_are_refused(tmp_path: Path, name: str) ->
 # -- trained models
 
 
-def test_what_a_path_means(folder: Path, tmp_path: Path) -> None:
+def test_path_resolves_to_image_and_label_files(folder: Path, tmp_path: Path) -> None:
     config = mnist_resnet18()
     workload = config.workload
     assert isinstance(workload, VisionWorkload)
@@ -349,7 +352,7 @@ def test_what_a_path_means(folder: Path, tmp_path: Path) -> None:
         inputs(tmp_path / "nowhere")
 
 
-def test_predictions_and_samples(without_ray: None, folder: Path) -> None:
+def test_predictions_and_samples_match_softmax(without_ray: None, folder: Path) -> None:
     config = mnist_resnet18(str(folder)).replace(workload={"model": SMALL})
     workload = config.workload
     assert isinstance(workload, VisionWorkload)
@@ -378,7 +381,7 @@ def test_predictions_and_samples(without_ray: None, folder: Path) -> None:
         assert sample["probability"] == pytest.approx(columns["probability"][place], abs=1e-5)
 
 
-def test_an_export_has_torchvisions_names_and_the_weights(tmp_path: Path) -> None:
+def test_export_has_torchvision_names(tmp_path: Path) -> None:
     config = mnist_resnet18().replace(workload={"model": SMALL, "mean": 0.25})
     assert isinstance(config.workload, VisionWorkload)
     model = SMALL.build()

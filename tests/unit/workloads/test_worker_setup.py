@@ -25,7 +25,7 @@ def told(described: dict[str, Any], error: Exception = FULL) -> str:
     return str(found.value)
 
 
-def test_the_largest_tables_of_the_worker_and_the_remedies_are_named() -> None:
+def test_out_of_memory_error_names_tables_and_remedies() -> None:
     tables = [
         placed("small", 1_000, ranks={1: 512_000}),
         placed("elsewhere", 90_000_000, ranks={0: 46_080_000_000}),
@@ -41,19 +41,19 @@ def test_the_largest_tables_of_the_worker_and_the_remedies_are_named() -> None:
     )
 
 
-def test_a_table_in_host_memory_counts_by_its_cache() -> None:
+def test_cached_table_counts_cache_only() -> None:
     text = told({"tables": [placed("items", 40_000_000, ranks={1: 20_480_000_000}, share=0.1)]})
     assert "its tables take 2.05 GB" in text
     assert "--workload.sharding.uvm-cache-fraction" in text
     assert "--workload.sharding.uvm-caching)" not in text
 
 
-def test_models_without_tables_have_other_remedies() -> None:
+def test_out_of_memory_error_without_tables() -> None:
     assert "--workload.parallel fsdp" in told({"parallel": "ddp", "batch_size": 8})
     assert told({}).endswith("cuda:3 is out of memory for 20.00 GiB more. Try to use a GPU with more memory.")
     assert "is out of memory. " in told({}, RuntimeError("CUDA error: out of memory"))  # of a library under torch
 
 
-def test_other_errors_stay_as_they_are() -> None:
+def test_other_errors_pass_unchanged() -> None:
     with pytest.raises(RuntimeError, match=r"^shapes$"), memory_errors({}, rank=0, device=CUDA):
         raise RuntimeError("shapes")

@@ -54,7 +54,7 @@ def _tables(scoring: Scoring) -> list[pa.Table]:
 @pytest.mark.parametrize(
     ("rows", "batch_rows", "num_blocks"), [(1, None, 1), (10, None, 1), (11, None, 2), (1000, 10, 17), (1000, 3, 42)]
 )
-def test_every_row_is_predicted_once_in_order(
+def test_rows_are_predicted_once_in_order(
     saved: tuple[str, Net], tmp_path: Path, rows: int, batch_rows: int | None, num_blocks: int
 ) -> None:
     path = rows_file(tmp_path, rows, labelled=False)
@@ -72,7 +72,7 @@ def test_every_row_is_predicted_once_in_order(
     assert table.column("named").to_pylist() == [f"class {number}" for number in best]
 
 
-def test_means_are_over_all_rows(saved: tuple[str, Net], tmp_path: Path) -> None:
+def test_means_cover_all_rows(saved: tuple[str, Net], tmp_path: Path) -> None:
     path = rows_file(tmp_path, 1003)
     scoring = _open(saved[0], path, evaluating=True)
     totals = scoring.make_totals()
@@ -90,7 +90,7 @@ def test_means_are_over_all_rows(saved: tuple[str, Net], tmp_path: Path) -> None
     assert metrics["bits"] == 32
 
 
-def test_scoring_has_the_precision_of_training(saved: tuple[str, Net], tmp_path: Path) -> None:
+def test_scoring_uses_training_precision(saved: tuple[str, Net], tmp_path: Path) -> None:
     scoring = _open(saved[0], rows_file(tmp_path, 5), evaluating=True, config=scored().replace(precision="bf16"))
     totals = scoring.make_totals()
     for table in _tables(scoring):
@@ -98,14 +98,14 @@ def test_scoring_has_the_precision_of_training(saved: tuple[str, Net], tmp_path:
     assert totals.compute()["bits"] == 16
 
 
-def test_what_cannot_be_scored_is_refused(saved: tuple[str, Net], tmp_path: Path) -> None:
+def test_scoring_rejects_unusable_input(saved: tuple[str, Net], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no labels"):
         _open(saved[0], rows_file(tmp_path, 5, labelled=False), evaluating=True)
     with pytest.raises(InputError, match="has no rows to score"):
         _open(saved[0], rows_file(tmp_path, 0))
 
 
-def test_the_model_is_the_saved_one(saved: tuple[str, Net]) -> None:
+def test_loaded_model_matches_saved(saved: tuple[str, Net]) -> None:
     model = load_model(scored().workload, scored(), checkpoint=saved[0])  # type: ignore[arg-type]
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -142,7 +142,7 @@ class _Untied(Net):
         (lambda: torch.nn.Linear(1, 1), r": bias: shape must be \[1\], got absent"),
     ],
 )
-def test_weights_of_another_model_are_refused(
+def test_load_model_rejects_other_weights(
     saved: tuple[str, Net], monkeypatch: pytest.MonkeyPatch, other: Any, message: str
 ) -> None:
     config = scored()
@@ -151,7 +151,7 @@ def test_weights_of_another_model_are_refused(
         load_model(config.workload, config, checkpoint=saved[0])  # type: ignore[arg-type]
 
 
-def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+def test_load_model_rejects_damaged_weights(tmp_path: Path) -> None:
     checkpoint, _ = trained(tmp_path)
     chunk = Checkpoint(checkpoint).manifest()["tensors"]["model.inner.weight"]["chunks"][0]
     flip(f"{checkpoint}/{chunk['file']}", chunk["start"])
@@ -159,7 +159,7 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
         load_model(scored().workload, scored(), checkpoint=checkpoint)  # type: ignore[arg-type]
 
 
-def test_click_models_are_not_exported(tmp_path: Path) -> None:
+def test_export_rejects_click_models(tmp_path: Path) -> None:
     config = recipes.criteo_demo()
     with pytest.raises(InputError, match=r"recipe criteo_demo cannot be exported. Use `rayrec predict`"):
         config.workload.export(config, checkpoint="run", out=str(tmp_path))

@@ -43,7 +43,7 @@ def traffic(
     )
 
 
-def test_a_whole_table_is_asked_by_all_others() -> None:
+def test_table_wise_table_is_requested_by_all_workers() -> None:
     found = traffic(table("a", "table_wise", [0]))
     ids, forward, backward = found.flows["ids"], found.flows["embeddings"], found.flows["gradients"]
     # 10 rows of 16 float32 to each worker: one in the node of worker 0, two in the other.
@@ -56,13 +56,13 @@ def test_a_whole_table_is_asked_by_all_others() -> None:
     assert found.bytes_per_row() == ((640 + 640 + 80) / 40, (1280 + 1280 + 160) / 40)
 
 
-def test_tables_on_all_workers_send_and_receive_alike() -> None:
+def test_tables_on_all_workers_exchange_equally() -> None:
     found = traffic(*(table(str(rank), "table_wise", [rank]) for rank in range(4))).flows["embeddings"]
     assert found.sent_inside == found.received_inside == [640] * 4
     assert found.sent_between == found.received_between == [2 * 1280] * 2
 
 
-def test_columns_are_sent_by_their_holders_and_ids_to_each() -> None:
+def test_column_wise_shards_exchange_columns_and_ids() -> None:
     found = traffic(table("a", "column_wise", [0, 2]))
     assert found.flows["embeddings"].sent_between == [640, 640]  # 8 columns of 10 rows to two workers
     assert found.flows["embeddings"].sent_inside == [320, 0, 320, 0]
@@ -70,7 +70,7 @@ def test_columns_are_sent_by_their_holders_and_ids_to_each() -> None:
     assert found.flows["ids"].sent_between == [160, 160]
 
 
-def test_sums_of_a_table_split_by_rows_go_around_a_ring() -> None:
+def test_row_wise_sums_use_ring() -> None:
     found = traffic(table("a", "row_wise", [0, 1, 2, 3]), lookup=Lookup(ids=2.0))
     for name in ("embeddings", "gradients"):
         flow = found.flows[name]
@@ -81,20 +81,20 @@ def test_sums_of_a_table_split_by_rows_go_around_a_ring() -> None:
     assert found.flows["ids"].sent_between == [ROWS * (4 + 0.5 * 4) * 4] * 2
 
 
-def test_a_table_split_by_rows_within_a_node() -> None:
+def test_table_row_wise_stays_within_node() -> None:
     found = traffic(table("a", "table_row_wise", [0, 1])).flows["embeddings"]
     assert found.sent_inside == [2 * 640, 2 * 640, 0, 0]  # half of the sums of 40 rows
     assert (found.sent_between, found.received_between) == ([1280, 0], [0, 1280])
 
 
-def test_embeddings_that_are_not_summed_are_sent_for_each_id() -> None:
+def test_unpooled_embeddings_are_sent_per_id() -> None:
     sequence = Lookup(ids=20.0, pooled=False)
     assert traffic(table("a", "table_wise", [0]), lookup=sequence).flows["embeddings"].sent_between == [20 * 1280, 0]
     by_rows = traffic(table("a", "row_wise", [0, 1, 2, 3]), lookup=sequence).flows["embeddings"]
     assert by_rows.sent_between == [20 * 640] * 2  # a fourth of it by each worker, to two of the other node
 
 
-def test_what_every_worker_holds_is_reduced_in_float32_around_a_ring() -> None:
+def test_replicated_weights_reduce_in_float32_ring() -> None:
     found = traffic(table("a", "data_parallel", [0, 1, 2, 3]), dense_weights=1000, exchange_bytes=2)
     size = 2 * 3 / 4 * 4 * (1000 + 100 * 16)
     assert found.flows["all_reduce"].sent_between == found.flows["all_reduce"].received_between == [size, size]
@@ -102,13 +102,13 @@ def test_what_every_worker_holds_is_reduced_in_float32_around_a_ring() -> None:
     assert not any(found.flows["embeddings"].sent_between)
 
 
-def test_half_precision_halves_embeddings_and_weights_add_to_ids() -> None:
+def test_half_precision_halves_embedding_bytes() -> None:
     found = traffic(table("a", "table_wise", [0]), lookup=Lookup(ids=3.0, weighted=True), exchange_bytes=2)
     assert found.flows["embeddings"].sent_between == [640, 0]
     assert found.flows["ids"].sent_between == [0, 2 * ROWS * (4 + 3 * 8)]
 
 
-def test_one_worker_sends_nothing() -> None:
+def test_one_worker_sends_no_bytes() -> None:
     found = traffic(table("a", "table_wise", [0]), workers=1, per_node=1, dense_weights=1000)
     assert found.bytes_per_row() == (0, 0)
     assert found.rows_per_s(LinkBandwidth(10.0, 10.0)) is None
@@ -116,7 +116,7 @@ def test_one_worker_sends_nothing() -> None:
     assert found.text(LinkBandwidth(10.0)) == "One worker exchanges nothing."
 
 
-def test_what_links_carry() -> None:
+def test_links_bound_rows_per_s() -> None:
     found = traffic(table("a", "table_wise", [0]))
     # A step of 40 rows: 1280 bytes forward, as many back, and 160 of ids, one exchange after the other.
     seconds = (1280 + 1280 + 160) * 8 / 1e9
@@ -126,7 +126,7 @@ def test_what_links_carry() -> None:
     assert found.rows_per_s(LinkBandwidth()) is None
 
 
-def test_steps_compute_and_exchange_in_turn() -> None:
+def test_compute_and_exchange_alternate() -> None:
     found = traffic(table("a", "table_wise", [0]), dense_weights=1000)
     exchanged_s = (2560 + 160 + 6000) * 8 / 1e9
     rate, limit = found.limit(40 / (2 * exchanged_s), LinkBandwidth(1.0))
@@ -136,7 +136,7 @@ def test_steps_compute_and_exchange_in_turn() -> None:
     assert found.limit(1000.0, LinkBandwidth()) == (1000.0, "model")
 
 
-def test_for_people() -> None:
+def test_text_describes_communication() -> None:
     found = traffic(table("a", "table_wise", [0]), dense_weights=1000)
     text = found.text(LinkBandwidth())
     assert "Workers send 702 B a row (6 B ids, 48 B embeddings, 48 B gradients of embeddings, 600 B gradients" in text
@@ -149,7 +149,7 @@ def test_for_people() -> None:
     assert "no limit" not in text
 
 
-def test_what_a_row_looks_up() -> None:
+def test_lookups_of_row() -> None:
     inputs = ModelInputs(2, ("a", "b", "c"), vocabularies=("a", "a", "c"), lists=(("b", 7), ("c", None)), weighted=True)
     workload = recipes.criteo_demo().workload
     assert isinstance(workload, ClickWorkload)

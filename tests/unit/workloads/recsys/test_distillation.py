@@ -30,7 +30,7 @@ def _slice(rows: EncodedRows, start: int, stop: int) -> EncodedRows:
     return EncodedRows(rows.dense[start:stop], [ids[start:stop] for ids in rows.ids], {"label": rows.label[start:stop]})  # type: ignore[index]
 
 
-def test_targets_are_labels_and_probabilities(both: tuple[Saved, Saved]) -> None:
+def test_targets_mix_labels_and_probabilities(both: tuple[Saved, Saved]) -> None:
     rows = both[1].rows(300, labelled=True)
     probabilities = 1 / (1 + np.exp(-both[1].logits(rows)))
     for weight in (0.25, 1.0):
@@ -40,7 +40,7 @@ def test_targets_are_labels_and_probabilities(both: tuple[Saved, Saved]) -> None
         np.testing.assert_allclose(targets, expected, atol=1e-6)
 
 
-def test_batches_have_the_same_targets_wherever_a_run_goes_on(both: tuple[Saved, Saved]) -> None:
+def test_targets_match_after_resume(both: tuple[Saved, Saved]) -> None:
     """Bit for bit: each batch is scored as a whole, and not as the pieces come that it is made of."""
     targets = load_targets(Teacher((str(both[0].checkpoint),), 0.5), both[0].preprocessor)
     rows = both[0].rows(500, labelled=True)
@@ -58,7 +58,7 @@ def test_batches_have_the_same_targets_wherever_a_run_goes_on(both: tuple[Saved,
     assert len(BatchSlicer(iter(()), SCHEMA, targets=targets).take(0, loss_weight=1)) == 0
 
 
-def test_a_run_keeps_its_teacher(both: tuple[Saved, Saved], tmp_path: Path) -> None:
+def test_resumed_run_keeps_teacher(both: tuple[Saved, Saved], tmp_path: Path) -> None:
     teachers = Path(shutil.copytree(both[0].run, tmp_path / "teacher"))
     student = tmp_path / "student"
     config = TeacherConfig(checkpoint=str(teachers), weight=0.5)
@@ -77,7 +77,7 @@ def test_a_run_keeps_its_teacher(both: tuple[Saved, Saved], tmp_path: Path) -> N
         open_teacher(TeacherConfig(checkpoint=str(tmp_path / "none"), weight=0.5), run=str(tmp_path / "other"))
 
 
-def test_a_teacher_needs_a_weight_and_a_weight_a_teacher() -> None:
+def test_teacher_requires_weight_and_checkpoint() -> None:
     distilled = recipes.criteo_kaggle_distilled("log.txt")
     with pytest.raises(InputError, match=r"Pass --workload.teacher.checkpoint RUN"):
         distilled.workload.check(distilled)
@@ -93,7 +93,7 @@ def test_a_teacher_needs_a_weight_and_a_weight_a_teacher() -> None:
             TeacherConfig(checkpoint=nothing, weight=0.5)
 
 
-def test_several_teachers_are_their_ensemble(click_log: Path, tmp_path: Path) -> None:
+def test_several_teachers_match_ensemble(click_log: Path, tmp_path: Path) -> None:
     small = {"embedding_dim": 4, "bottom_mlp": (8, 4), "top_mlp": (8, 1)}
     recipe = recipes.criteo_demo(str(click_log / "train.txt")).replace(
         storage_path=str(tmp_path),

@@ -34,7 +34,7 @@ def evaluated(counts: EvaluationCounts, name: str, ids: np.ndarray, logits: np.n
     assert metrics.compute()["rows"] == len(labels)
 
 
-def test_the_last_evaluation_alone_is_shown() -> None:
+def test_counts_show_last_evaluation_only() -> None:
     random = np.random.default_rng(0)
     counts = EvaluationCounts(counted_columns(KEYS, COLUMNS, expanded=False), label_heads("label"))
     assert counts.shown() == []
@@ -58,7 +58,7 @@ def test_the_last_evaluation_alone_is_shown() -> None:
     assert told["hashed"] == (None, np.mean(ids[2] == 1))
 
 
-def test_ids_that_wrap_around_tell_nothing() -> None:
+def test_wrapped_ids_report_no_unknown() -> None:
     counts = EvaluationCounts({"colour": SparseColumn(num_embeddings=10, num_tokens=9)}, label_heads("label"))
     ids = np.zeros((1, 4), np.int32)
     features = sparse_features(("colour",), list(ids), 4)
@@ -74,7 +74,7 @@ def test_expanded_ids_are_not_counted() -> None:
     assert counted_columns(KEYS, COLUMNS, expanded=True) == {}
 
 
-def test_groups_hold_about_as_many_rows_each() -> None:
+def test_reliability_bins_have_equal_rows() -> None:
     by_logit = np.zeros((3, 512))
     by_logit[0] = 100
     by_logit[2] = np.linspace(0, 100, 512)

@@ -32,7 +32,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def test_published_sizes_are_planned_without_a_log_for_gpus_that_are_not_here() -> None:
+def test_plan_for_absent_gpus_needs_no_log() -> None:
     text = rayrec.plan(recipes.mlperf_dlrm(), cluster=GPUS, tables=MLPERF_NUM_EMBEDDINGS)
     assert "cat_0   40,000,000  128" in text
     assert "of GPU memory: tables with optimizer state" in text
@@ -40,13 +40,13 @@ def test_published_sizes_are_planned_without_a_log_for_gpus_that_are_not_here() 
     assert "Not checked" not in text
 
 
-def test_without_their_memory_the_gpus_are_not_checked() -> None:
+def test_plan_without_gpu_memory_is_not_checked() -> None:
     text = rayrec.plan(recipes.mlperf_dlrm(), tables=MLPERF_NUM_EMBEDDINGS)
     assert "cat_0   40,000,000  128" in text
     assert text.endswith("--cluster gpus=N,gpu_memory_gb=N,... sets their memory.")
 
 
-def test_adagrad_doubles_the_tables() -> None:
+def test_adagrad_doubles_table_memory() -> None:
     adagrad = recipes.mlperf_dcnv2()
     with pytest.raises(InputError, match=r"26 tables need 194.7 GiB \(weights and optimizer state\), but 2 workers"):
         rayrec.plan(
@@ -57,7 +57,7 @@ def test_adagrad_doubles_the_tables() -> None:
     assert "adagrad" in adagrad.to_yaml()
 
 
-def test_adam_triples_the_tables() -> None:
+def test_adam_triples_table_memory() -> None:
     config = recipes.criteo_demo()
     sizes = {}
     for kind in ("sgd", "adam", "sparse_adam"):
@@ -69,7 +69,7 @@ def test_adam_triples_the_tables() -> None:
         rayrec.plan(large, cluster="cpus=8,nodes=1,memory_gb=64", tables=[10_000_000] * 26)
 
 
-def test_a_profile_that_makes_integers_categories_is_planned_with_all_its_columns() -> None:
+def test_plan_includes_bucketized_columns() -> None:
     config = recipes.criteo_demo().replace(workload={"preset": FUXICTR_X4.to_dict()})
     text = rayrec.plan(config, tables=[10] * 39)
     assert "int_12" in text
@@ -81,14 +81,14 @@ def test_a_profile_that_makes_integers_categories_is_planned_with_all_its_column
     ("arguments", "expected"),
     [(["--tables", "mlperf"], {"tables": MLPERF_NUM_EMBEDDINGS}), (["--tables=3,20"], {"tables": (3, 20)}), ([], {})],
 )
-def test_the_command_takes_sizes(arguments: list[str], expected: Any) -> None:
+def test_plan_command_accepts_sizes(arguments: list[str], expected: Any) -> None:
     seen = parse(COMMANDS["plan"], ["criteo_demo", *arguments, "--cluster=cpus=2"]).keywords
     assert seen == {"cluster": "cpus=2", **expected}
     with pytest.raises(InputError, match=r"must be mlperf or row counts of at least 1, .* got '3,x'"):
         parse(COMMANDS["plan"], ["criteo_demo", "--tables", "3,x"])
 
 
-def test_what_a_worker_needs_is_the_sum_of_its_parts() -> None:
+def test_worker_memory_is_sum_of_parts() -> None:
     config = recipes.criteo_demo()
     workload = config.workload.replace(
         sparse_optimizer=SparseOptimizerConfig(kind="sgd"), dense_optimizer=DenseOptimizerConfig(kind="adam")
@@ -114,7 +114,7 @@ def test_what_a_worker_needs_is_the_sum_of_its_parts() -> None:
     assert "tables 160 B" in moved.text("cuda")
 
 
-def test_on_this_machine_the_object_store_and_processes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_memory_excludes_object_store_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "available_host_bytes", lambda: 20 * GB)
     config = recipes.criteo_demo()
     assert planning.local_memory(config, workers=2) == 7 * GB - PROCESS_BYTES
@@ -122,7 +122,7 @@ def test_on_this_machine_the_object_store_and_processes_count(monkeypatch: pytes
     assert planning.local_memory(config, workers=2) == 9 * GB - PROCESS_BYTES
 
 
-def test_a_start_waits_for_memory_that_others_still_hold() -> None:
+def test_plan_waits_for_memory_of_other_processes() -> None:
     workload = recipes.criteo_demo().workload
     sizes = [400_000] * 26  # 674 MiB with their state
     model = build_model(workload, sizes, inputs=workload.schema)
@@ -140,7 +140,7 @@ def test_a_start_waits_for_memory_that_others_still_hold() -> None:
             planned(place, can_wait=can_wait)
 
 
-def test_memory_of_a_node_is_shared_by_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_memory_is_shared_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
     from rayrec.machine import Memory
@@ -152,7 +152,7 @@ def test_memory_of_a_node_is_shared_by_its_workers(monkeypatch: pytest.MonkeyPat
     assert place == RankResources("a", "cpu", host_bytes=2 * GB, max_host_bytes=4 * GB, device_bytes=None)
 
 
-def test_a_preprocessors_columns_are_planned(tmp_path: Path) -> None:
+def test_plan_uses_preprocessor_columns(tmp_path: Path) -> None:
     """Those that the model gets, which are not the log's with a preset that makes integers categories."""
     values = np.random.default_rng(0).integers(0, 9, (200, 26))
     lines = ("\t".join(["1", *map(str, range(13)), *(f"{value:08x}" for value in row)]) for row in values)

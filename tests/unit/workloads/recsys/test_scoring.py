@@ -68,7 +68,7 @@ def _text(rows: int, *, labelled: bool) -> bytes:
     return ("\n".join(lines) + "\n").encode()
 
 
-def test_scores_are_those_of_the_saved_model(both: tuple[Saved, Saved], run: Path, config: TrainConfig) -> None:
+def test_scores_match_saved_model(both: tuple[Saved, Saved], run: Path, config: TrainConfig) -> None:
     preprocessor = both[1].preprocessor
     raw, faults = parse(preprocessor.schema, _text(100, labelled=True))
     assert not faults.total
@@ -92,19 +92,19 @@ def test_scores_are_those_of_the_saved_model(both: tuple[Saved, Saved], run: Pat
     assert not np.allclose(older.score(rows), scores)
 
 
-def test_weight_bytes_leave_the_optimizer_out(both: tuple[Saved, Saved]) -> None:
+def test_weight_bytes_exclude_optimizer(both: tuple[Saved, Saved]) -> None:
     expected = sum(parameter.numel() * 4 for parameter in both[1].model.parameters())
     assert weight_bytes(checkpoints.Checkpoint(str(both[1].checkpoint))) == expected
 
 
 @pytest.mark.parametrize("name", ["absent", "empty"])
-def test_no_checkpoint(tmp_path: Path, config: TrainConfig, name: str) -> None:
+def test_scoring_rejects_missing_checkpoint(tmp_path: Path, config: TrainConfig, name: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"contains no complete checkpoint.*step_00001000"):
         open_served(str(tmp_path / name), config=config)
 
 
-def test_damaged_weights(copied: Path, config: TrainConfig) -> None:
+def test_scoring_rejects_damaged_weights(copied: Path, config: TrainConfig) -> None:
     data = copied / "data_00000.safetensors"
     chunk = checkpoints.Checkpoint(str(copied)).manifest()["tensors"]["model.top_mlp.layers.0.weight"]["chunks"][0]
     flip(data, chunk["start"])
@@ -118,7 +118,7 @@ def test_damaged_weights(copied: Path, config: TrainConfig) -> None:
         open_served(str(copied), config=config)
 
 
-def test_changed_preprocessor(copied: Path, config: TrainConfig) -> None:
+def test_scoring_rejects_changed_preprocessor(copied: Path, config: TrainConfig) -> None:
     stored = copied / "preprocessor" / "preprocessor.json"
     stored.write_text(stored.read_text().replace('"mean": 0.5', '"mean": 2.0', 1))
     with pytest.raises(InputError, match="does not match the stored"):
@@ -128,7 +128,7 @@ def test_changed_preprocessor(copied: Path, config: TrainConfig) -> None:
         open_served(str(copied), config=config)
 
 
-def test_another_model_or_version(copied: Path, config: TrainConfig) -> None:
+def test_scoring_rejects_other_model_or_version(copied: Path, config: TrainConfig) -> None:
     wider = DLRMConfig(interaction="dot", embedding_dim=8, bottom_mlp=(8, 8), top_mlp=(8, 1))
     other = config.replace(workload=config.workload.replace(model=wider))
     with pytest.raises(InputError, match=r"bottom_mlp\.layers\.1\.bias: shape must be \[8\], got \[4\]"):
@@ -152,7 +152,7 @@ class _Trap:
         return open, (self._mark, "w")
 
 
-def test_nothing_is_unpickled(copied: Path, config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_never_unpickles(copied: Path, config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = copied / "sprung"
     trap = pickle.dumps(_Trap(str(mark)))
 
@@ -183,7 +183,7 @@ def test_nothing_is_unpickled(copied: Path, config: TrainConfig, monkeypatch: py
     assert not mark.exists()
 
 
-def test_config_text_gives_the_same_config(config: TrainConfig) -> None:
+def test_config_round_trips_as_text(config: TrainConfig) -> None:
     assert recipes.load_config("# a comment\n" + config.to_yaml()) == config
     kaggle = recipes.criteo_kaggle(path="x.tsv").replace(scaling={"resources_per_worker": {"accelerator": 1.0}})
     assert recipes.load_config(kaggle.to_yaml()) == kaggle
@@ -202,7 +202,7 @@ def test_config_text_gives_the_same_config(config: TrainConfig) -> None:
         ("recipe: !!python/object/apply:os.getcwd []\n", "not YAML"),
     ],
 )
-def test_unusable_config_text(text: str, message: str) -> None:
+def test_load_config_rejects_invalid_text(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         recipes.load_config(text)
 
@@ -215,7 +215,7 @@ INPUTS = ModelInputs(5, ("b", "a", "c"))
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("interaction", ["dot", "cross", "projection"])
-def test_an_exported_program_gives_the_same_logits(interaction: str, precision: str) -> None:
+def test_exported_program_matches_logits(interaction: str, precision: str) -> None:
     torch.manual_seed(0)
     network = SMALL.replace(interaction=interaction).build(INPUTS, precision=precision)  # type: ignore[arg-type]
     model = PlainModel(network, INPUTS, label_heads(INPUTS.label), width=8).eval()
@@ -231,7 +231,7 @@ def test_an_exported_program_gives_the_same_logits(interaction: str, precision: 
         torch.testing.assert_close(program(dense[:1], pooled[:1]), expected[:1], atol=tolerance, rtol=tolerance)
 
 
-def test_building_on_meta_draws_nothing() -> None:
+def test_empty_model_draws_no_random_numbers() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     with torch.device("meta"):
@@ -257,7 +257,7 @@ class _OwnConfig(ClickModelConfig):
         return _Own(inputs)
 
 
-def test_a_network_of_ones_own_keeps_its_constants() -> None:
+def test_custom_network_keeps_constants() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     model = empty_model(_OwnConfig(), preprocessor=make_preprocessor(), precision="fp32")
@@ -267,7 +267,7 @@ def test_a_network_of_ones_own_keeps_its_constants() -> None:
     assert scorer.parts()[0](torch.tensor([[5.0, 7.0]]), torch.zeros(1, 0)).tolist() == [14.0]
 
 
-def test_a_model_without_a_label_is_measured_and_predicted(tmp_path: Path) -> None:
+def test_model_without_label_measures_and_predicts(tmp_path: Path) -> None:
     """Its items are ids 3 and 1, the second token and none; measured are numbers above 1."""
     schema = Schema(label=None, dense=("number",), sparse=("item",), tokens="any", delimiter=",")
     tokens = np.array([70, 80, 90], np.uint64)

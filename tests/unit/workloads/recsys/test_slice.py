@@ -45,7 +45,7 @@ def probed(config: TrainConfig, target: Target, train: Trained, *, cuda: bool = 
     return config.workload.probe_speed(config, target=target, local_workers=1, cuda=cuda, train=train)
 
 
-def test_tables_are_judged_by_the_clusters_memory(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_checked_against_cluster_memory(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = Trained()
     whole = probed(config, Target(2, 1, GB), trained)
     (wanted,) = trained.num_embeddings
@@ -67,7 +67,7 @@ def test_tables_are_judged_by_the_clusters_memory(config: TrainConfig, monkeypat
     assert f"with {max(held):,} rows in the largest" in note
 
 
-def test_a_gpus_speed_that_is_given_is_not_measured(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passed_gpu_speed_is_not_measured(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     trained = Trained()
     monkeypatch.setattr(forecasts, "train_locally", trained)
@@ -80,9 +80,7 @@ def test_a_gpus_speed_that_is_given_is_not_measured(config: TrainConfig, monkeyp
     assert "--cluster gpus=N,gpu_memory_gb=N,... sets their memory" in found.text()
 
 
-def test_some_steps_are_trained_by_the_loop_of_every_run(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_probe_trains_with_training_loop(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecasts, "_MEASURED_S", 0.0)
     trained: list[Any] = []
 
@@ -102,7 +100,7 @@ def test_some_steps_are_trained_by_the_loop_of_every_run(
     assert found.cpu_s_per_row == cpu_s / rows
 
 
-def test_ids_beyond_a_cut_table_are_folded_into_it() -> None:
+def test_ids_wrap_in_smaller_table() -> None:
     ids = (np.array([0, 5, 9]), np.array([[1, 7], [2, 8], [3, 3]]), JaggedIds(np.array([4, 6]), np.array([0, 2, 0])))
     rows = EncodedRows(np.zeros((3, 1), np.float32), ids)
     one, two, bags = folded(rows, [5, 4, 10]).ids

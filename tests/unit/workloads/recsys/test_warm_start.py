@@ -19,7 +19,7 @@ def joined(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_tok
 OLD = SparseColumn(num_embeddings=5, num_tokens=3)
 
 
-def test_an_extended_vocabulary_needs_no_table_of_rows() -> None:
+def test_extended_vocabulary_needs_no_row_table() -> None:
     new = SparseColumn(num_embeddings=7, num_tokens=5)
     found = joined(OLD, new, tokens(9, 4, 7), tokens(9, 4, 7, 1, 2))
     assert found.row_map.sources is None
@@ -27,7 +27,7 @@ def test_an_extended_vocabulary_needs_no_table_of_rows() -> None:
     assert found.counts() == {"kept": 3, "fresh": 2, "dropped": 0}
 
 
-def test_a_row_of_unknown_categories_in_the_middle_keeps_its_number() -> None:
+def test_unknown_row_keeps_number() -> None:
     old = SparseColumn(num_embeddings=4, num_tokens=3, first_id=0, unknown_id=3, missing_id=3)
     new = SparseColumn(num_embeddings=6, num_tokens=5, first_id=0, unknown_id=3, missing_id=3, gap=3)
     found = joined(old, new, tokens(9, 4, 7), tokens(9, 4, 7, 1, 2))
@@ -39,14 +39,14 @@ def test_a_row_of_unknown_categories_in_the_middle_keeps_its_number() -> None:
     assert found.counts() == {"kept": 2, "fresh": 1, "dropped": 3}
 
 
-def test_an_empty_field_that_became_a_category_starts_with_the_row_it_had() -> None:
+def test_new_empty_category_starts_from_missing_row() -> None:
     old = SparseColumn(num_embeddings=4, num_tokens=2, missing_id=0)
     new = SparseColumn(num_embeddings=5, num_tokens=2, missing_id=3, gap=3)
     found = joined(old, new, tokens(9, 4), tokens(4, 8))
     assert found.row_map.of(0, 5).tolist() == [0, 1, 3, 0, -1]
 
 
-def test_hashed_columns_are_carried_over_whole_or_refused() -> None:
+def test_hashed_columns_map_fully_or_raise() -> None:
     hashed = SparseColumn(num_embeddings=100, num_tokens=None)
     found = joined(hashed, hashed, tokens(), tokens())
     assert found.row_map.of(98, 100).tolist() == [98, 99]
@@ -56,7 +56,7 @@ def test_hashed_columns_are_carried_over_whole_or_refused() -> None:
         joined(hashed, OLD, tokens(), tokens(9, 4, 7))
 
 
-def test_categories_that_share_rows_need_an_extended_vocabulary() -> None:
+def test_shared_rows_require_extended_vocabulary() -> None:
     old = SparseColumn(num_embeddings=4, num_tokens=5)
     new = SparseColumn(num_embeddings=4, num_tokens=6)
     found = joined(old, new, tokens(1, 2, 3, 4, 5), tokens(1, 2, 3, 4, 5, 6))

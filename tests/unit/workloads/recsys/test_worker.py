@@ -18,7 +18,7 @@ from rayrec.workloads.recsys import worker
 from rayrec.workloads.recsys.worker import TimedSparseDist, Unwrapped
 
 
-def test_the_dense_part_of_a_single_worker_is_on_its_device(single_rank: None) -> None:
+def test_single_worker_dense_part_is_on_device(single_rank: None) -> None:
     sharded = DistributedModelParallel(
         torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)),
         env=ShardingEnv.from_local(1, 0),
@@ -30,7 +30,7 @@ def test_the_dense_part_of_a_single_worker_is_on_its_device(single_rank: None) -
     assert {tensor.device.type for tensor in sharded.state_dict().values()} == {"meta"}
 
 
-def test_one_worker_waits_for_its_device_nowhere_in_a_step(single_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_worker_step_has_no_device_sync(single_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU each of these methods makes the host wait. Those of torch's optimizers are of numbers in host memory."""
     waits: list[str] = []
 
@@ -66,7 +66,7 @@ def test_one_worker_waits_for_its_device_nowhere_in_a_step(single_rank: None, mo
     assert len(found[TimedSparseDist]) >= 3  # which is why one worker does not have it
 
 
-def test_an_evaluation_that_is_ended_stops_what_makes_its_batches(single_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_evaluation_stops_batch_thread(single_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     class Loader:
         closed = 0
 
@@ -91,7 +91,7 @@ def test_an_evaluation_that_is_ended_stops_what_makes_its_batches(single_rank: N
 
 
 @pytest.mark.slow
-def test_machines_with_unequal_numbers_of_workers_train_one_model(tmp_path: Path) -> None:
+def test_unequal_workers_per_machine_train_one_model(tmp_path: Path) -> None:
     run_ranks(click.alone, 1, str(tmp_path))
     run_ranks(click.on_unequal_nodes, 3, str(tmp_path))
     tables_of = {name: len(tables) for name, tables in click.CASES.items()}
