@@ -274,7 +274,7 @@ def test_invalid_predictions_are_rejected(result: Result, config: TrainConfig, l
     labelled, unlabelled = tmp_path / "labelled.txt", tmp_path / "unlabelled.txt"
     labelled.write_bytes(b"".join(lines[:100]))
     unlabelled.write_bytes(_unlabelled(lines[:100]))
-    with pytest.raises(InputError, match="holds no labels"):
+    with pytest.raises(InputError, match="has no labels to evaluate against"):
         evaluate(result.checkpoint, str(unlabelled), config=config, console=QUIET)
     with pytest.raises(InputError, match="contains no complete checkpoint"):
         evaluate(str(tmp_path / "none"), str(labelled), config=config, console=QUIET)

@@ -121,7 +121,7 @@ def test_the_labels_are_those_of_the_files_that_are_meant(log: Path, tmp_path: P
 def test_a_preprocessor_of_another_log_is_refused(log: Path, tmp_path: Path) -> None:
     preprocessed(log, tmp_path / "ready", **BLOCKS)
     rayrec.vocabulary(str(log), out=str(tmp_path / "other"), min_count=50, console=QUIET)
-    with pytest.raises(InputError, match=r"^[^\n]*was made with Preprocessor [^\n]*$"):
+    with pytest.raises(InputError, match=r"^[^\n]*: Preprocessor [^\n]* does not match [^\n]*$"):
         trained(tmp_path / "ready", tmp_path, name="run", workload={"preprocessor": str(tmp_path / "other")})
 
 

@@ -351,7 +351,7 @@ def test_unlabelled_arrays_are_scored_but_not_evaluated(runs: tuple[Path, Path],
         adopt(str(folder))
     options = {"files": ("day_2",), "preprocessor": str(runs[0]), "console": QUIET}
     assert not rayrec.adopt(str(folder), **options)["labelled"]
-    with pytest.raises(InputError, match="holds no labels"):
+    with pytest.raises(InputError, match="has no labels to evaluate against"):
         rayrec.evaluate(str(runs[0]), str(folder))
     assert predict(str(runs[0]), str(folder), out=str(tmp_path / "scores"))["rows"] == ROWS[2]
 

@@ -364,7 +364,7 @@ def test_training_starts_from_pretrained_weights(saved: tuple[TrainConfig, str, 
             assert torch.equal(other.state_dict()[name], tensor), (place, name)
     del plain["ln_f.bias"]
     save_file(plain, hub / "model.safetensors")
-    with pytest.raises(InputError, match=r"ln_f.bias has shape None, the model's \[16\]"):
+    with pytest.raises(InputError, match=r"ln_f.bias must have shape \[16\], as in the model, got None"):
         load_weights(SMALL.build(model.config.vocab_size), str(hub))
     (hub / "model.safetensors").rename(hub / "pytorch_model.bin")
     missing = r"model.safetensors not found. Other formats may contain code and are not read"

@@ -124,7 +124,7 @@ def test_joint_clipping_covers_all_gradients(max_gradient_norm: float, plan: str
                 "sparse_optimizer": SparseOptimizerConfig(kind="adam"),
                 "dense_optimizer": DenseOptimizerConfig(max_gradient_norm=1.0),
             },
-            "give one",
+            "Set only one",
         ),
     ],
 )

@@ -253,7 +253,7 @@ def test_initial_weights_load_from_file(without_ray: None, folder: Path, tmp_pat
         model.fc.bias.fill_(3.0)  # its own, not the shared array
     assert torch.equal(config.workload.build(prepared).fc.bias, coloured.fc.bias)
     torch.save(ResNetConfig(num_classes=1000).build().state_dict(), tmp_path / "weights.pt")
-    with pytest.raises(InputError, match=r"weights\.pt: fc\.weight has shape \(1000, 512\)"):
+    with pytest.raises(InputError, match=r"weights\.pt: fc\.weight must have shape \(10, 512\), got \(1000, 512\)"):
         prepare(config)
 
 
