@@ -1,4 +1,4 @@
-"""Configurations are checked when built, changed by name only, and come back from YAML as they were."""
+"""Tests of configurations: validation, updates by name, and YAML round trips."""
 
 import dataclasses
 import subprocess
@@ -121,7 +121,7 @@ def test_schema_is_validated() -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnSchedule(LearningRateSchedule):
-    """A schedule of the user's."""
+    """Custom schedule."""
 
     cycle: int = 10
 

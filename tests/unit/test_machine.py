@@ -1,4 +1,4 @@
-"""This machine, and numbers as texts."""
+"""Tests of host resources and number formatting."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ def physical_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kernel(root: Path, **files: str) -> Path:
-    """A root folder with these files; slashes are written as two underscores."""
+    """Create a root folder with these files. Two underscores stand for a slash."""
     (root / "proc/self").mkdir(parents=True)
     for name, text in files.items():
         path = root / name.replace("__", "/")

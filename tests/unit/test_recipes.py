@@ -1,4 +1,4 @@
-"""Recipes are found by name or in a file of the user's own, and configurations are laid over them."""
+"""Tests of finding recipes by name or file, and of loading configurations."""
 
 import importlib
 import sys
@@ -41,7 +41,7 @@ def test_recipe_has_name_and_yaml_round_trip() -> None:
 
 
 def test_recipe_is_attribute() -> None:
-    """Also one with the name of its file, such as `clicks`."""
+    """Includes recipes with the name of their file, such as `clicks`."""
     for name, recipe in recipes.ALL.items():
         assert getattr(recipes, name) is recipe
     with pytest.raises(AttributeError, match="has no recipe 'click'"):
@@ -50,7 +50,7 @@ def test_recipe_is_attribute() -> None:
 
 @pytest.mark.parametrize("name", ["criteo_finalnet_x4", "criteo_finalmlp", "criteo_dcnv3"])
 def test_published_recipes_match_settings(name: str) -> None:
-    """Adam 1e-3 everywhere, whole tables penalised, gradients clipped together, rates cut after one epoch, stop after two."""
+    """Adam 1e-3, a penalty on full tables, joint clipping, lower rates after one bad epoch, stop after two."""
     config = recipes.ALL[name]()
     workload = config.workload
     assert isinstance(workload, ClickWorkload)
@@ -91,7 +91,7 @@ def test_find_rejects_invalid_recipes(own: Path) -> None:
 
 @pytest.mark.parametrize("name", ["json", "zipapp"])
 def test_recipe_file_shadows_no_module(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of none that was imported before, and of none that is imported later."""
+    """Covers modules imported before and after."""
     monkeypatch.delitem(sys.modules, "zipapp", raising=False)
     for folder in (tmp_path / "one", tmp_path / "other"):
         folder.mkdir()

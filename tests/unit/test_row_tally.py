@@ -1,4 +1,4 @@
-"""A tally knows which rows it was given: losses and repetitions are counted, and exchanged rows are noticed."""
+"""Tests of trained row records: lost, repeated and exchanged rows are detected."""
 
 import json
 from collections.abc import Callable
@@ -61,14 +61,14 @@ def test_worker_totals_survive_checkpoint() -> None:
 
 
 def with_one_exchanged(given: list[RowNumbers]) -> list[RowNumbers]:
-    """A row in the place of another, both with the same residue."""
+    """Replace a row by another with the same residue."""
     numbers = given[0].numbers.copy()
     numbers[0] = (numbers[0] + RESIDUES) % (ROWS // RESIDUES * RESIDUES)
     return [RowNumbers(0, numbers), *given[1:]]
 
 
 def in_another_epoch(given: list[RowNumbers]) -> list[RowNumbers]:
-    """A batch twice in the second epoch, and missing in the first."""
+    """Repeat a batch in the second epoch and omit it in the first."""
     return [RowNumbers(1, given[0].numbers), *given[1:]]
 
 

@@ -1,4 +1,4 @@
-"""What a change of the number of workers does to batches and learning rates."""
+"""Tests of run configurations: effective batch sizes, learning rate factors and validation."""
 
 from pathlib import Path
 from typing import Any

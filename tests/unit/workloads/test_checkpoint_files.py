@@ -1,4 +1,4 @@
-"""What travels with the weights of a click model: whole, and hashed where the run has it from."""
+"""Tests of extra checkpoint files of click models."""
 
 from pathlib import Path
 from types import SimpleNamespace

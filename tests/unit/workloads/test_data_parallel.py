@@ -1,4 +1,4 @@
-"""Replicated models learn the same whatever spreads them over workers, and resume from each other's checkpoints."""
+"""Tests of data-parallel training: DDP and FSDP match one worker and resume from each other's checkpoints."""
 
 import dataclasses
 import logging
@@ -24,7 +24,7 @@ from rayrec.workloads.worker_setup import seed_generators, step_seed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoRates(DenseOptimizerConfig):
-    """A rule and groups of the user's."""
+    """Custom optimizer with a learning rate per parameter group."""
 
     bias_rate: float = 0.1
 
@@ -64,7 +64,7 @@ def test_custom_optimizer_and_schedule_are_used(tmp_path: Path, monkeypatch: pyt
 
 
 class _Uncountable(torch.nn.Module):
-    """Works, but not under a mode that sees its operations."""
+    """Model that fails under torch's dispatch modes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
@@ -96,13 +96,13 @@ def _close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """One worker's run: 12 steps of 16 rows, saved at steps 6 and 12, and its events."""
+    """Run one worker for 12 steps of 16 rows, saved at steps 6 and 12. Returns the folder and its events."""
     folder = tmp_path_factory.mktemp("alone")
     return folder, data_parallel.train(str(folder), 0, data_parallel.config(1))
 
 
 def test_one_worker_matches_plain_torch(alone: tuple[Path, list[dict[str, Any]]]) -> None:
-    """A loop of plain torch over the same rows, bit for bit."""
+    """Compare bit for bit with a plain torch loop over the same rows."""
     folder, events = alone
     configuration = data_parallel.config(1)
     torch.manual_seed(configuration.seed)
@@ -139,7 +139,7 @@ def test_training_writes_events_and_evaluates(alone: tuple[Path, list[dict[str, 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_workers_match_one(kind: str, alone: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
-    """FSDP here in three parts a step, of 8 rows: sums in another order, nothing else."""
+    """FSDP uses three accumulation parts of 8 rows, so only the order of sums differs."""
     run_ranks(getattr(data_parallel, kind), 2, str(tmp_path))
     assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
 
@@ -153,7 +153,7 @@ def test_fsdp_rejects_full_parameter_optimizers() -> None:
 
 
 def test_fsdp_with_onednn_matches_one_worker(tmp_path: Path) -> None:
-    """A GPT-2, whose layers FSDP splits and gathers under the classes that multiply by oneDNN."""
+    """FSDP shards and gathers the oneDNN layers of a GPT-2."""
     data_parallel.train(str(tmp_path / "alone"), 0, data_parallel.next_token_config(1))
     run_ranks(data_parallel.fsdp_by_onednn, 2, str(tmp_path / "fsdp"))
     assert _close(_tensors(tmp_path / "alone" / "6"), _tensors(tmp_path / "fsdp" / "6"))

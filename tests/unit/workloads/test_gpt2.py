@@ -1,4 +1,4 @@
-"""GPT-2's sizes: what is built is HuggingFace's model, with the parameters computed and the layers asked for."""
+"""Tests of GPT-2 models against HuggingFace, and of their oneDNN layers."""
 
 import copy
 import pickle
@@ -24,7 +24,7 @@ def test_num_parameters_matches_model() -> None:
 
 
 def test_function_matches_huggingface_settings() -> None:
-    """The fused activation is GPT-2's, and everything else of the configuration is transformers' default."""
+    """The fused activation equals GPT-2's. All other settings are transformers' defaults."""
     from transformers import GPT2Config as HuggingFaceConfig
     from transformers import GPT2LMHeadModel
 
@@ -40,11 +40,11 @@ def test_function_matches_huggingface_settings() -> None:
 
 
 WIDE = GPT2Config(n_layer=2, n_head=2, n_embd=64, n_positions=24, dropout=0.0)
-"""Of a width that oneDNN multiplies also on the way back."""
+"""Config wide enough for oneDNN, also in the backward pass."""
 
 
 def pair(vocabulary_size: int) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """Ours and HuggingFace's own with the same weights."""
+    """Build our model and HuggingFace's model with the same weights."""
     from transformers import GPT2Config as HuggingFaceConfig
     from transformers import GPT2LMHeadModel
 
@@ -95,7 +95,7 @@ def test_small_products_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_onednn_layers_support_copy_pickle_and_checkpointing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Copies, pickles, saved files, and a training that stores no activations."""
+    """Also covers pickles and saved files."""
     products_by_onednn(monkeypatch)
     tokens = torch.randint(0, 50, (2, 24))
     model, _ = pair(50)

@@ -1,4 +1,4 @@
-"""Language models: the loss of a row, text that continues prompts, weights that travel, and what is refused."""
+"""Tests of the language workload: row losses, generation, weights, and invalid input."""
 
 import json
 import math
@@ -56,7 +56,7 @@ def tokenizer_of(files: Files) -> TextTokenizer:
 def folder_of(
     path: Path, *, files: Files | None = None, block_size: int = BLOCK, sets: dict[str, int] | None = None, text: str = ""
 ) -> TokenFolder:
-    """What `rayrec preprocess` leaves, but for the rows."""
+    """Write a folder as `rayrec preprocess` does, without the rows."""
     path.mkdir(exist_ok=True)
     files = characters(set(TEXT)) if files is None else files
     tokenizer = tokenizer_of(files)
@@ -89,7 +89,7 @@ def prepare(config: TrainConfig, folder: Path) -> Prepared:
 
 
 def model_of(vocabulary_size: int = 30, *, seed: int = 0, scale: float = 5.0) -> GPT2LMHeadModel:
-    """Random, and sure enough of itself that its choices differ."""
+    """Build a random model with distinct predictions."""
     torch.manual_seed(seed)
     model = SMALL.build(vocabulary_size).eval().requires_grad_(False)
     for parameter in model.parameters():
@@ -133,7 +133,7 @@ def test_row_cost_counts_matrix_products() -> None:
 
 
 def prompts_of(*rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each at the right end, behind numbers that must not matter."""
+    """Right-align prompts, padded with a token that must not matter."""
     width = max(map(len, rows))
     padded = [[7] * (width - len(row)) + row for row in rows]
     return torch.tensor(padded), torch.tensor([len(row) for row in rows])
@@ -160,7 +160,7 @@ def test_greedy_text_matches_transformers() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_continuation_is_independent_of_padding(temperature: float) -> None:
-    """Past the window too, where it continues from the latter half."""
+    """Includes generation past the window, which continues from the latter half."""
     model = model_of()
     chances = torch.rand(3, 40, generator=torch.Generator().manual_seed(1))
     rows = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [2]]
@@ -174,7 +174,7 @@ def test_continuation_is_independent_of_padding(temperature: float) -> None:
 
 def test_generation_without_cache_matches() -> None:
     class Forgetful(torch.nn.Module):
-        """Is shown every token in every call."""
+        """Wrapper that passes all tokens in each call."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -250,7 +250,7 @@ def test_prompts_are_read_from_lines(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", params=["characters", "bytes_bpe"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, str, Any]:
-    """(configuration, checkpoint's folder, the model that was saved)."""
+    """Save a model. Returns the configuration, the checkpoint folder and the model."""
     folder = tmp_path_factory.mktemp("saved")
     files = characters(set(TEXT)) if request.param == "characters" else bytes_bpe([TEXT * 20], 280)
     config = small(folder / "tokens")
@@ -345,7 +345,7 @@ def test_export_loads_in_transformers(saved: tuple[TrainConfig, str, Any], tmp_p
 
 
 def test_training_starts_from_pretrained_weights(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
-    """Those of an export and of save_pretrained, and the hub's, whose names lack the prefix and which hold masks."""
+    """Covers exports, save_pretrained, and hub weights without the name prefix and with masks."""
     from safetensors.torch import load_file, save_file
 
     config, folder, model = saved

@@ -1,4 +1,4 @@
-"""ResNet has torchvision's names, shapes, arithmetic and start values, and takes torchvision's weights."""
+"""Tests of ResNet: torchvision's names, shapes, arithmetic, initial values and weights."""
 
 import math
 from typing import Any
@@ -63,7 +63,7 @@ def test_initial_values_have_torchvision_distribution() -> None:
 
 
 def spelt_out(state: dict[str, torch.Tensor], images: torch.Tensor, *, training: bool) -> torch.Tensor:
-    """The same network from its weights alone."""
+    """Compute the network from its weights alone."""
 
     def normalised(name: str, values: torch.Tensor) -> torch.Tensor:
         dimensions = (0, 2, 3)
@@ -113,7 +113,7 @@ def test_forward_matches_explicit_network(training: bool) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_batch_norm_accepts_one_row(rows: int) -> None:
-    """Torch refuses a single value a channel, which the last stage has on small images."""
+    """Torch rejects a single value per channel, as in the last stage on small images."""
     model = built().train()
     before = model.layer4[1].bn2.running_var.clone()
     model(torch.randn(rows, 1, 28, 28)).sum().backward()

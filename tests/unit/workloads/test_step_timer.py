@@ -1,4 +1,4 @@
-"""The clock of a step: what belongs to which phase, that nothing is lost, and that what others' threads do is not counted."""
+"""Tests of step timers: phases are exclusive, complete, and exclude other threads."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_error_leaves_phase() -> None:
 
 
 class FakeEvent:
-    """What DeviceTimer needs of a CUDA event, on a clock that is set by hand."""
+    """Fake CUDA event with a manual clock."""
 
     now_ms = 0.0
 
@@ -177,7 +177,7 @@ SLEEP_S = 1.5
 
 
 class Slow(torch.autograd.Function):
-    """Computes longer backward on rank 1."""
+    """Model with a slower backward pass on rank 1."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -190,7 +190,7 @@ class Slow(torch.autograd.Function):
 
 
 def backward_passes(folder: str, rank: int) -> None:
-    """A rank's: writes FOLDER/RANK.json, the split of the time of the second step."""
+    """Run a rank and write the phase times of its second step to FOLDER/RANK.json."""
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     clock = HostTimer()
     with time_collective_waits(clock):
@@ -205,7 +205,7 @@ def backward_passes(folder: str, rank: int) -> None:
 
 
 def test_backward_end_waits_for_slowest_worker(tmp_path: Path) -> None:
-    """Rank 1 computes longer: it is backward there, and collectives for rank 0, though DDP waits in C++."""
+    """A longer computation on rank 1 counts as backward there, and as collectives on rank 0, though DDP waits in C++."""
     run_ranks(backward_passes, 2, str(tmp_path))
     quick, slow = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert quick["collectives"] > SLEEP_S / 2

@@ -1,4 +1,4 @@
-"""Whole training steps by Adam for tables: under every plan as one torch.optim.Adam over all weights, and from a checkpoint."""
+"""Tests of Adam on tables: matches torch.optim.Adam over all weights under every plan, and resumes."""
 
 import logging
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ def saved(setup: WorkerSetup, folder: Path) -> dict[str, torch.Tensor]:
 def by_torch(
     kind: str, weight_decay: float, *, max_gradient_norm: float | None = None
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and weights of the same model with plain tables, and torch's optimizer over each of its weights."""
+    """Train the model with plain tables and torch's optimizer. Returns losses and weights."""
     workload = click.workload(TABLES)
     model = build_click_model(workload.model, ModelInputs.of(workload.schema), num_embeddings=TABLES, embedding_device="cpu")
     rule = torch.optim.Adam if kind == "adam" else torch.optim.AdamW

@@ -1,4 +1,4 @@
-"""Images on their way from the files through the network to predictions and exports, and what is refused on that way."""
+"""Tests of the vision workload, from files to predictions and exports, and of invalid input."""
 
 import gzip
 import math
@@ -27,7 +27,7 @@ SMALL = ResNetConfig(blocks=(1, 1, 1, 1))
 
 @pytest.fixture
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is put into the object store is handed out as it is."""
+    """Replace Ray's object store by plain references."""
     monkeypatch.setattr("ray.put", lambda value: value)
     monkeypatch.setattr("ray.get", lambda value: value)
 
@@ -85,14 +85,14 @@ def test_augmentation_follows_seed_and_keeps_range() -> None:
 
 
 def centres(images: torch.Tensor) -> torch.Tensor:
-    """(rows, 2): where the ink of each image lies in the mean, down and right, in pixels."""
+    """Return the center of mass (down, right) of each image in pixels, float32 [rows, 2]."""
     down, right = (torch.arange(size, dtype=torch.float32) for size in images.shape[1:])
     ink = images.sum(dim=(1, 2))
     return torch.stack([(images.sum(2) @ down) / ink, (images.sum(1) @ right) / ink], dim=1)
 
 
 def spots(rows: int, *places: tuple[int, int]) -> torch.Tensor:
-    """(rows, 24, 48) with a spot of 2 x 2 pixels at each place."""
+    """Return images with spots of 2 x 2 pixels, uint8 [rows, 24, 48]."""
     images = torch.zeros(rows, 24, 48, dtype=torch.uint8)
     for down, right in places:
         images[:, down : down + 2, right : right + 2] = 200
@@ -110,7 +110,7 @@ def test_shifts_are_pixels() -> None:
 
 @pytest.mark.parametrize("fields", [{"max_rotation_degrees": 20.0}, {"max_scale": 0.2}])
 def test_rotation_and_scaling_are_centered(fields: dict[str, float]) -> None:
-    """Also in images that are not square: the ratio of width and height stays out of the angle."""
+    """Uses non-square images: the aspect ratio must not affect the angle."""
     middle = torch.tensor([11.5, 23.5])
     across = centres(moved(spots(400, (11, 33)), **fields)) - middle
     up = centres(moved(spots(400, (3, 23)), **fields)) - middle

@@ -1,4 +1,4 @@
-"""What a worker says whose GPU has no memory left."""
+"""Tests of GPU out-of-memory errors."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Scoring any rows: all of them once and in order, by the weights that were saved, and exact means."""
+"""Tests of data-parallel scoring: row order, saved weights and exact means."""
 
 from pathlib import Path
 from typing import Any

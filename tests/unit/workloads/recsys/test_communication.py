@@ -1,4 +1,4 @@
-"""Bytes that workers send each other in a step, against numbers computed by hand."""
+"""Tests of communication volumes against numbers computed by hand."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from rayrec.workloads.recsys.planning import lookups_of
 from rayrec.workloads.recsys.workload import ClickWorkload
 
 ROWS = 10
-"""Of each worker."""
+"""Batch size per worker."""
 ONE_ID = Lookup()
 
 

@@ -1,4 +1,4 @@
-"""What a student is to score rows as: its teacher's probabilities and the labels, the same however a run is cut up."""
+"""Tests of distillation targets, also after resuming."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from rayrec.workloads.recsys.distillation import RECORD, Teacher, TeacherConfig,
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Saved, Saved]:
-    """A teacher's checkpoints."""
+    """Train teachers and return their checkpoints."""
     return save_two(tmp_path_factory.mktemp("teacher"))
 
 
@@ -41,7 +41,7 @@ def test_targets_mix_labels_and_probabilities(both: tuple[Saved, Saved]) -> None
 
 
 def test_targets_match_after_resume(both: tuple[Saved, Saved]) -> None:
-    """Bit for bit: each batch is scored as a whole, and not as the pieces come that it is made of."""
+    """Bit-identical because each batch is scored as a whole, not in the pieces it consists of."""
     targets = load_targets(Teacher((str(both[0].checkpoint),), 0.5), both[0].preprocessor)
     rows = both[0].rows(500, labelled=True)
 

@@ -1,4 +1,4 @@
-"""What an evaluation shows beside its metrics adds up, over batches and over reserved ids."""
+"""Tests of evaluation reports over batches and reserved ids."""
 
 import numpy as np
 import pytest

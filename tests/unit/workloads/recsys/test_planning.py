@@ -1,4 +1,4 @@
-"""Plans of click models for machines that are described, and the memory that workers need."""
+"""Tests of click model plans and worker memory."""
 
 import re
 from dataclasses import replace
@@ -153,7 +153,7 @@ def test_node_memory_is_shared_by_workers(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_plan_uses_preprocessor_columns(tmp_path: Path) -> None:
-    """Those that the model gets, which are not the log's with a preset that makes integers categories."""
+    """A preset can bucketize integers, so model columns differ from log columns."""
     values = np.random.default_rng(0).integers(0, 9, (200, 26))
     lines = ("\t".join(["1", *map(str, range(13)), *(f"{value:08x}" for value in row)]) for row in values)
     (tmp_path / "log.txt").write_text("\n".join(lines) + "\n")

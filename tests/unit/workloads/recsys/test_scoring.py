@@ -1,4 +1,4 @@
-"""Loading a checkpoint: the same scores as the model it came from, and a clear refusal of everything else."""
+"""Tests of loading click model checkpoints: matching scores and invalid checkpoints."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def config(both: tuple[Saved, Saved]) -> TrainConfig:
 
 @pytest.fixture
 def copied(run: Path, tmp_path: Path) -> Path:
-    """A checkpoint to spoil."""
+    """Copy the checkpoint, so that a test can damage it."""
     return Path(shutil.copytree(run / "checkpoints" / "step_00000002", tmp_path / "step_00000002"))
 
 
@@ -143,7 +143,7 @@ def test_scoring_rejects_other_model_or_version(copied: Path, config: TrainConfi
 
 
 class _Trap:
-    """Leaves a mark when it is unpickled."""
+    """Object that creates a file when unpickled."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
@@ -241,7 +241,7 @@ def test_empty_model_draws_no_random_numbers() -> None:
 
 
 class _Own(nn.Module):
-    """Has a constant that is not among its weights, which would be lost on the meta device."""
+    """Network with a constant outside its weights, which the meta device would lose."""
 
     def __init__(self, inputs: ModelInputs) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ def test_custom_network_keeps_constants() -> None:
 
 
 def test_model_without_label_measures_and_predicts(tmp_path: Path) -> None:
-    """Its items are ids 3 and 1, the second token and none; measured are numbers above 1."""
+    """Its items are ids 3 and 1: the second token and none. Numbers above 1 are measured."""
     schema = Schema(label=None, dense=("number",), sparse=("item",), tokens="any", delimiter=",")
     tokens = np.array([70, 80, 90], np.uint64)
     columns = (SparseColumn(num_embeddings=5, num_tokens=3),)

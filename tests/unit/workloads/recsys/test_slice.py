@@ -1,4 +1,4 @@
-"""What a forecast measures a click model by: tables as the cluster would hold them, cut where this machine cannot."""
+"""Tests of measuring a log slice for forecasts, with tables cut to fit this machine."""
 
 import queue
 from pathlib import Path
@@ -31,7 +31,7 @@ def config(tmp_path: Path) -> TrainConfig:
 
 
 class Trained:
-    """Training for some steps, which is left out here."""
+    """Stub that trains nothing."""
 
     def __init__(self) -> None:
         self.num_embeddings: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Which row of an old table each row of a new one starts with."""
+"""Tests of row mappings between old and new tables."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A click model on workers of unequal machines: one plan, every table trained and saved, the weights of a single worker."""
+"""Tests of click model workers on unequal machines, and of single workers."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ def test_single_worker_dense_part_is_on_device(single_rank: None) -> None:
 
 
 def test_single_worker_step_has_no_device_sync(single_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU each of these methods makes the host wait. Those of torch's optimizers are of numbers in host memory."""
+    """Each of these methods blocks the host on a GPU. torch's optimizers call them on host memory only."""
     waits: list[str] = []
 
     def counted(name: str) -> Any:
