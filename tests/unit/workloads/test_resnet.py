@@ -144,7 +144,7 @@ def test_three_channel_weights_load_for_gray() -> None:
             {"blocks": (3, 4, 6, 3)},
             r"a\.pt: must match a ResNet with blocks \(2, 2.*, got unknown layer1\.2\.conv1\.weight, .* more",
         ),
-        ({"blocks": (1, 1, 1, 1)}, r"a\.pt: holds no layer1\.1\.conv1\.weight, .* more, unlike"),
+        ({"blocks": (1, 1, 1, 1)}, r"a\.pt: must match a ResNet .*, got no layer1\.1\.conv1\.weight, .* more"),
     ],
 )
 def test_load_weights_rejects_other_networks(other: dict[str, Any], message: str) -> None:
