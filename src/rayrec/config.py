@@ -66,7 +66,7 @@ def _violation(error: pydantic.ValidationError, annotation: Any) -> str:
     if first["type"] == "too_short":
         return f"must have {first['ctx']['min_length']} or more values"
     if not first.get("ctx", {}).keys() & _BOUNDS.keys():
-        return f"does not fit ({first['msg']})"
+        return f"has the wrong type ({first['msg']})"
     each = "each " if any(isinstance(place, int) for place in first["loc"]) else ""
     return f"must {each}be {' and '.join(_bounds(annotation))}"
 
@@ -134,7 +134,7 @@ class Config:
             try:
                 _adapter(annotation).validate_python(value)
             except pydantic.ValidationError as error:
-                raise InputError(f"{type(self).__name__}.{field.name}: {value!r} {_violation(error, annotation)}") from None
+                raise InputError(f"{type(self).__name__}.{field.name}: {_violation(error, annotation)}, got {value!r}") from None
 
     @classmethod
     def _custom_class(cls) -> str | None:

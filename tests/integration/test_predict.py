@@ -203,7 +203,7 @@ def test_killed_predict_resumes(
         _predict_to(result.checkpoint, config, out)
     assert not out.exists()
     assert [path.name for path in Path(f"{out}.partial").glob("*.parquet")] == ["part-00000.parquet"]
-    with pytest.raises(InputError, match="with another batch_rows; give the same"):
+    with pytest.raises(InputError, match="with a different batch_rows; use the same"):
         _predict_to(result.checkpoint, config, out, batch_rows=999)
     assert _predict_to(result.checkpoint, config, out)["rows"] == 20_000
     assert begun[0] == 0

@@ -112,7 +112,7 @@ def test_the_labels_are_those_of_the_files_that_are_meant(log: Path, tmp_path: P
     (folder / "train.txt").write_bytes(b"".join(lines))
     (folder / "test.txt").write_bytes(b"".join(line.partition(b"\t")[2] for line in lines[:50]))
     assert preprocessed(folder, tmp_path / "ready", files=("train",))["rows"] == 300
-    with pytest.raises(InputError, match=r"^[^\n]*test\.txt: has no labels[^\n]*--preprocessor$"):
+    with pytest.raises(InputError, match=r"^[^\n]*test\.txt: must have labels [^\n]*--preprocessor$"):
         preprocessed(folder / "test.txt", tmp_path / "x")
 
 

@@ -108,7 +108,7 @@ def test_hash_depends_on_fields_only() -> None:
 
 
 def test_schema_is_validated() -> None:
-    with pytest.raises(InputError, match="repeat"):
+    with pytest.raises(InputError, match="column names must be unique"):
         Schema(tokens="hexadecimal", label="a", dense=("a",), sparse=())
     with pytest.raises(InputError, match="65 feature columns"):
         Schema(tokens="hexadecimal", label=None, dense=tuple(f"d{i}" for i in range(65)), sparse=())

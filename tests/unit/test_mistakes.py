@@ -105,7 +105,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "name ..": (train("--name .."), "got '..'"),
     "name a/b": (train("--name a/b"), "got 'a/b'"),
     "name too long": (train("--name " + "x" * 300), "1 to 128 letters"),
-    "port": (command("serve model --port 99999"), "port: 99999 must be at least 1 and at most 65535"),
+    "port": (command("serve model --port 99999"), "port: must be at least 1 and at most 65535, got 99999"),
     "quantize": (command("export run --out x --quantize int3"), "int3"),
     # configuration files
     "config absent": (command("train --config=FOLDER/none.yaml"), "none.yaml: no such file"),

@@ -73,5 +73,5 @@ def _built_in(name: object, *, where: str = "") -> Recipe:
     if isinstance(name, str) and name in ALL:
         return ALL[name]
     close_matches = difflib.get_close_matches(str(name), ALL, n=1)
-    hint = f"did you mean '{close_matches[0]}'? Or use" if close_matches else "use"
-    raise InputError(f"{where}no recipe {name!r}; {hint} one of {', '.join(ALL)}, or FILE.py:FUNCTION.")
+    hint = f"did you mean '{close_matches[0]}'? " if close_matches else ""
+    raise InputError(f"{where}no recipe {name!r}; {hint}Use one of {', '.join(ALL)}, or FILE.py:FUNCTION.")

@@ -200,7 +200,7 @@ def _decompressed(path: str, progress: Callable[[int], None] | None) -> Iterator
             if progress:
                 progress(len(data))
     except zlib.error as error:
-        raise InputError(f"{path}: damaged gzip file ({error}); fetch it again") from None
+        raise InputError(f"{path}: damaged gzip file ({error}). Download it again") from None
     except EOFError:
         raise InputError(f"{path}: the gzip file is truncated. Download it again") from None
 

@@ -41,7 +41,7 @@ def _read(folder: str, rows: tuple[int, int], columns: tuple[int, int], range_by
     target = torch.zeros(rows[1], columns[1])
     reader = reader_module._Reader(folder, 100)
     reader.range_bytes = range_bytes
-    reader_module._run(reader_module._copies_of(reader, reader_module._Rows("a", torch.float32, chunk), (rows, columns), target))
+    reader_module._run(reader_module._copies(reader, reader_module._Rows("a", torch.float32, chunk), (rows, columns), target))
     return target
 
 

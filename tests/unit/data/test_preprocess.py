@@ -147,7 +147,7 @@ def test_resume_rejects_other_inputs(log: Path, tmp_path: Path) -> None:
             run(log, out, **changes)
     day = log / "day_1"
     day.write_bytes(day.read_bytes() + day.read_bytes())
-    with pytest.raises(InputError, match="with another sets, log;"):
+    with pytest.raises(InputError, match="with a different sets, log;"):
         run(log, out)
     shutil.rmtree(f"{out}.partial")
     run(log, out)

@@ -12,7 +12,7 @@ from builders.click_models import SMALL, Saved, hashed_preprocessor, save_clicks
 import rayrec
 from rayrec import checkpoint as checkpoints
 from rayrec import recipes
-from rayrec.checkpoint.writer import Place, join
+from rayrec.checkpoint.writer import TargetSlice, join
 from rayrec.cli import run
 from rayrec.config import InputError
 from rayrec.inference.model import open_served
@@ -134,8 +134,8 @@ def test_chunk_offsets_are_preserved(tmp_path: Path, monkeypatch: pytest.MonkeyP
     source = [checkpoints.Checkpoint(str(tmp_path / name)) for name in "ab"]
     (tmp_path / "out").mkdir()
     folders = [
-        {"t": Place("table", (20, 8)), "bias": Place("b", (3,)), "number": Place("n", ())},
-        {"u": Place("table", (20, 8), 6)},
+        {"t": TargetSlice("table", (20, 8)), "bias": TargetSlice("b", (3,)), "number": TargetSlice("n", ())},
+        {"u": TargetSlice("table", (20, 8), 6)},
     ]
     join(str(tmp_path / "out"), list(zip(source, folders, strict=True)), state={"x": 1}, extra_files=lambda folder: None)
     joined = checkpoints.Checkpoint(str(tmp_path / "out"))
@@ -173,7 +173,7 @@ def test_ensemble_settings_are_checked(capsys: pytest.CaptureFixture[str]) -> No
         ({"models": [{"class": "dlrm"}, {"class": "os.system"}]}, r"models\[1\].class: model os.system not found"),
         ({"models": [{"class": "dlrm"}, {"class": "deepfm", "mpl": [8]}]}, r"models\[1\].mpl: .* did you mean 'mlp'"),
         ({"models": [{"class": "dlrm"}, FINAL.to_dict()]}, r"models\[1\].embedding_penalty: must be 0, got 0.1"),
-        ({"embedding_dim": 8}, "embedding_dim: 8 must be"),
+        ({"embedding_dim": 8}, "embedding_dim: must be at least 0 and at most 0, got 8"),
     ]
     for options, message in rejected:
         with pytest.raises(InputError, match=message):

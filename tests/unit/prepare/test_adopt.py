@@ -186,7 +186,7 @@ def test_adopt_takes_large_ids_modulo_like_torchrec(npy: Path, tmp_path: Path) -
     negative[5, 3] = -17
     np.save(folder / "day_1_sparse.npy", negative)
     sizes = [100 + number for number in range(26)]
-    with pytest.raises(InputError, match=r"column 3 has id -17; .*--num-embeddings-per-feature"):
+    with pytest.raises(InputError, match=r"column 3 has ID -17. .*--num-embeddings-per-feature"):
         adopt(str(folder))
     made = adopt(str(folder), num_embeddings_per_feature=sizes)
     assert made["num_embeddings"] == sizes
@@ -305,7 +305,7 @@ def test_multi_hot_arrays_match_lists(arrays: Path, tmp_path: Path) -> None:
         plain = [each[:, 0] if each.shape[1] == 1 else each for each in ids]
         write_raw(raw / f"day_{number}.parquet", dense, plain, labels)
     both = {"sparse_path": str(bags), "ids": "sparse_multi_hot", "rows_per_segment": SEGMENT, "console": QUIET}
-    with pytest.raises(InputError, match=r"^sparse_path: arrays of two folders need --out DIR"):
+    with pytest.raises(InputError, match=r"^sparse_path: must be used with --out DIR"):
         rayrec.adopt(str(arrays), **both)
     made = rayrec.adopt(str(arrays), out=str(tmp_path / "out"), **both)
     assert (made["format"], made["rows"], made["num_embeddings"][0] >= 50) == ("npz", sum(ROWS), True)

@@ -96,7 +96,7 @@ def test_adopt_writes_next_to_shards_at_url(tmp_path: Path, tokenizer: Path, com
     config = recipes.gpt2_tiny(url).replace(name="advised", storage_path=str(tmp_path))
     with pytest.raises(InputError, match=f"`rayrec adopt {url} --tokenizer DIR`"):
         rayrec.train(config, console=QUIET)
-    with pytest.raises(InputError, match="leave out --out"):
+    with pytest.raises(InputError, match="Remove --out"):
         rayrec.adopt(url, tokenizer=str(tokenizer), out=str(tmp_path / "out"), console=QUIET)
     made = rayrec.adopt(url, tokenizer=str(tokenizer), console=QUIET)
     assert made["out"] == url

@@ -168,7 +168,7 @@ def test_lease_is_written_after_full_disk_has_space(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(storage, "write_json", at_first([full] * 2, storage.write_json))
     assert save_retry.retry_write(acquire, path="run", max_outage_s=30.0).valid()
     monkeypatch.setattr(storage, "write_json", raising(full))
-    with pytest.raises(InputError, match="no space left; free some"):
+    with pytest.raises(InputError, match=r"no space left\. Free some"):
         save_retry.retry_write(acquire, path="run", max_outage_s=0.1)
 
 

@@ -282,7 +282,7 @@ def _limited_weights(stored_bytes: int | None, where: str) -> Iterator[None]:
             raise
         why = "it is larger" if isinstance(error, _Oversized) else " ".join(str(error).split())[:200]
         raise InputError(
-            f"{where}: the network does not fit the {stored_bytes:,} bytes of stored weights ({why}). Its settings are damaged."
+            f"{where}: the network does not match the {stored_bytes:,} bytes of stored weights ({why}). Its settings are damaged."
         ) from None
     finally:
         hook.remove()

@@ -255,15 +255,15 @@ def test_unpack_rejects_damaged_gzip(tmp_path: Path) -> None:
     flipped = bytearray(packed)
     flipped[-6] ^= 1  # of the CRC
     for damaged, why in [
-        (packed[:-20], "ends in the middle"),
-        (packed[:5], "ends in the middle"),
-        (packed + packed[:50], "ends in the middle"),
+        (packed[:-20], "truncated"),
+        (packed[:5], "truncated"),
+        (packed + packed[:50], "truncated"),
         (bytes(flipped), "damaged"),
         (b"\x1f\x8b" + b"\xff" * 100, "damaged"),
         (packed + b"garbage behind it", "damaged"),
     ]:
         file = write(tmp_path, damaged, "day_0.gz")
-        with pytest.raises(InputError, match=rf"day_0\.gz: .*{why}.*fetch it again"):
+        with pytest.raises(InputError, match=rf"day_0\.gz: .*{why}.*Download it again"):
             unpack(file, str(tmp_path / "plain"))
         assert os.listdir(tmp_path / "plain") == []
 
