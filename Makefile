@@ -27,7 +27,7 @@ TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 BENCHMARKS ?= ingest vocabulary preprocess train checkpoint recover predict serve observe mnist gpt2
 export DATA # the shell, not make, puts it into commands, so that it may hold spaces
 
-.PHONY: help setup demo test test-extended test-exhaustive test-gpu gpu drills fuzz chaos check lint format types layers spelling words docs site pictures wheel bench clean
+.PHONY: help setup demo test test-extended test-exhaustive test-gpu gpu drills fuzz chaos check lint format types layers spelling prose docs site pictures wheel bench clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -101,7 +101,7 @@ fuzz: $(FUZZER) ## random inputs for the C kernels under AddressSanitizer and UB
 chaos: setup ## SEEDS=10 runs, something killed every few seconds for CHAOS_S=120 seconds; all must end with the same weights
 	@$(RUN)/python tests/chaos.py --seeds $(SEEDS) --seconds $(CHAOS_S)
 
-check: lint format types layers spelling words ## lint, types, layers, spelling, words (make -k check: all of them, failed or not)
+check: lint format types layers spelling prose ## lint, types, layers, spelling, prose (make -k check: all of them, failed or not)
 
 lint: setup
 	@echo "check: ruff check"; $(RUN)/ruff check --quiet .
@@ -118,8 +118,8 @@ layers: setup
 spelling: setup
 	@echo "check: codespell"; $(RUN)/codespell
 
-words: setup ## words that this project does not use (tools/words.tsv)
-	@echo "check: words"; $(RUN)/python tools/words.py
+prose: setup ## words, docstrings and names (tools/prose.py)
+	@echo "check: prose"; $(RUN)/python tools/prose.py
 
 docs: setup ## runs every example of the documentation, but for two notebooks that say what pages say
 	@if [ -e tests/test_docs.py ]; then $(RUN)/python -m pytest tests/test_docs.py -m "not exhaustive" -n 2 --dist worksteal; else echo "docs: no tests/test_docs.py"; fi

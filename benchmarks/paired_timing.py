@@ -101,7 +101,7 @@ def compare(
     most_quartets: int | None = None,
     seed: int = 0,
 ) -> Comparison:
-    """Runs quartets until half the interval of the ratio is `enough`, or the time or the quartets are used up. Each call of one
+    """Run quartets until half the interval of the ratio is `enough`, or the time or the quartets are used up. Each call of one
     of the three has to do as much work as any other."""
     found, draw, end_s = Comparison(), random.Random(seed), time.monotonic() + most_s
     while most_quartets is None or found.quartets < most_quartets:

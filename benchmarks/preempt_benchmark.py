@@ -128,7 +128,7 @@ class Arm:
         return stretches(self._stamps.read_text()) if self._stamps.exists() else []
 
     def measure(self, notices: Sequence[int], *, seed: int) -> dict[str, Any]:
-        """Runs to the end, with a preemption at each of these steps -> `losses`, `attempts`, `wall_s` and the run's `summary`."""
+        """Run to the end, with a preemption at each of these steps -> `losses`, `attempts`, `wall_s` and the run's `summary`."""
         chosen, preemptions = random.Random(seed), []
         begin_s = time.time()
         self.run.start()
@@ -194,7 +194,7 @@ def main(*, quick: bool) -> None:
 
 
 def report(name: str, found: dict[str, dict[str, Any]], *, workload: str) -> None:
-    """Emits the row of an arm; the two that others are compared with were measured before."""
+    """Emit the row of an arm; the two that others are compared with were measured before."""
     result, expected, baseline = found[name], found[UNDISTURBED], found.get(PERIODIC)
     summary, lost, attempts = result["summary"], result["losses"], result["attempts"]
     begun = sum(attempt.end - attempt.begin for attempt in attempts)

@@ -78,7 +78,7 @@ def failed() -> list[str]:
 def emit(
     name: str, *, peer: str | None, workload: str, unit: str = "rows_per_s", value: Any, ratio: Any, repeats: int, **more: Any
 ) -> None:
-    """Prints one row on standard output. `ratio`: ours / the peer's, measured in the same run. A row with a figure that failed
+    """Print one row on standard output. `ratio`: ours / the peer's, measured in the same run. A row with a figure that failed
     has the cause as `error`, and null in place of the figure."""
     figures = {unit: value, "ratio": ratio, **more}
     errors = [figure.error for figure in figures.values() if isinstance(figure, Failed)]

@@ -51,7 +51,7 @@ def parts_of(index: LogIndex) -> list[SegmentRange]:
 
 
 def warm() -> None:
-    """Starts Ray's workers: a pause ends them, and to start them costs seconds."""
+    """Start Ray's workers, which end in a pause and take seconds to start."""
     for _ in range(2):
         index_and_count(WARM_FILES, task_bytes=1)
 
@@ -198,7 +198,7 @@ class PeakMemory:
 
 
 def bounded_counting(distinct: int, memory_bytes: int) -> None:
-    """Counts more distinct tokens than memory is given for, and again without a bound."""
+    """Count more distinct tokens than the memory limit allows, and again without a limit."""
     index = index_log(
         storage.list_files(wide_log(distinct)), WIDE, segment_bytes=SEGMENT_BYTES, context=TaskContext(ENGINE, None)
     )

@@ -1,11 +1,13 @@
-"""Figures of README.md and docs/ from the rows of benchmarks/results. `python tools/results.py` (part of make pictures) writes
-them again: the tables of docs/benchmarks.md below `<!-- tools/results.py: NAME -->`, and each figure in prose, which is written
+"""Figures of README.md and docs/ from the rows of benchmarks/results.
+
+`python tools/results.py` (part of make pictures) rewrites the tables of docs/benchmarks.md below
+`<!-- tools/results.py: NAME -->`, and each figure in prose, written as
 
     <!--= BENCHMARK; WORKLOAD; PEER; FIELD; DIGITS-->1.89<!--/-->
 
-WORKLOAD and PEER are parts of those of the row, `*` any text, `^` and `$` its ends; of several dates the newest counts. FIELD is
-a field of the row, `A/B` a ratio of two; `least FIELD` and `most FIELD` choose among several rows. DIGITS are significant ones,
-with `*FACTOR` of another unit. Rows that differ in the field are an error.
+WORKLOAD and PEER are parts of the row's texts, with `*` for any text, `^` and `$` for its ends. The newest date counts. FIELD is
+a field of the row, `A/B` a ratio of two. `least FIELD` and `most FIELD` choose among several rows. DIGITS is the number of
+significant digits, with `*FACTOR` for another unit. Rows that differ in the field are an error.
 """
 
 import functools
@@ -183,7 +185,7 @@ def table() -> str:
 
 
 def serving() -> str:
-    """Requests a second and latencies over HTTP by size of request and connections, as Markdown."""
+    """Return requests per second and latencies over HTTP by size of request and connections, as Markdown."""
     peers = ("behind Ray Serve's HAProxy", "ingress direct", "same forward", "small MLP")
     lines = [
         "| rows a request, connections | `--ingress serve` | behind Ray Serve's HAProxy | `--ingress direct` | bare handler, the "

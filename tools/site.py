@@ -34,7 +34,7 @@ def groups(index: str) -> dict[str, list[tuple[str, str]]]:
 
 
 def on_config(config: Any) -> Any:
-    """Lists all pages: those of docs/index.md by group, and the generated ones."""
+    """List all pages: those of docs/index.md by group, and the generated ones."""
     nav: list[dict[str, Any]] = [{"Home": "index.md"}]
     for group, pages in groups((ROOT / "docs" / "index.md").read_text()).items():
         nav.append({group: [{title: path} for title, path in pages]})
@@ -46,7 +46,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the generated pages, and those of the root."""
+    """Add the generated pages, and those of the root."""
     for name in reference.PAGES:
         page = File.generated(config, f"reference/{name}.md", content=reference.page(name))
         page.edit_uri = None
@@ -71,7 +71,7 @@ def from_the_root(text: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Makes links to files outside of docs/ links to the repository, if `repo_url` names it; else only their text stays."""
+    """Turn links to files outside of docs/ into links to the repository, if `repo_url` names it; else only their text stays."""
     depth = page.file.src_uri.count("/") + 1
 
     def outside(link: re.Match[str]) -> str:

@@ -53,7 +53,7 @@ def sdist_faults(names: Iterable[str], root: Path) -> list[str]:
 
 
 def main() -> None:
-    """Makes dist/ new; prints a line a file."""
+    """Rebuild dist/ and print a line per file."""
     dist, plat = ROOT / "dist", f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{platform.machine()}"
     shutil.rmtree(dist, ignore_errors=True)  # an older wheel would be installed with the new one
     dist.mkdir()
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def copy_sources(target: Path) -> None:
-    """Copies what a build needs, for setuptools writes beside the sources."""
+    """Copy the files of a build, because setuptools writes next to the sources."""
     shutil.copytree(ROOT, target, ignore=_left_out)
 
 
