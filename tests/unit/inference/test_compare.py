@@ -217,7 +217,7 @@ def test_baselines_train_on_model_rows(log: Path, tmp_path: Path, capsys: pytest
     rejected: list[tuple[list[str], str]] = [
         (["--baselines", "logistic", "--ensemble"], "gates and --ensemble need at least two checkpoints"),
         (["--baselines", "logistic", "logistic"], "baselines: values must be unique"),
-        (["--baselines", "logistic", "--baseline-rows", "0"], "baseline_rows: 0 must be at least 1"),
+        (["--baselines", "logistic", "--baseline-rows", "0"], "baseline_rows: must be at least 1, got 0"),
     ]
     for options, message in rejected:
         assert run(["compare", str(saved.run), str(log), *options]) == 2

@@ -354,7 +354,7 @@ def one_thread(*_: Any, **__: Any) -> Iterator[ThreadEngine]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"by": "rows", "validation": 0.0}, "validation: 0.0 must be above 0"),
+        ({"by": "rows", "validation": 0.0}, "validation: must be above 0 .*, got 0.0"),
         ({"by": "rows", "group": "user"}, "split by rows: must not be used with group"),
         ({"by": "last-out", "validation": 0.2}, "split by last-out: must not be used with validation"),
         ({"by": "time", "test_from": "2026-01-01"}, "test_from must be used with validation_from"),

@@ -128,7 +128,7 @@ def test_initial_values_follow_torch_seed() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n_layer": 0}, "n_layer: 0 must be at least 1"),
+        ({"n_layer": 0}, "n_layer: must be at least 1, got 0"),
         ({"n_embd": 10, "n_head": 3}, "must be a multiple of n_head 3"),
         ({"dropout": 1.0}, "below 1"),
     ],

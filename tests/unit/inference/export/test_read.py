@@ -92,7 +92,7 @@ def test_changed_manifest_is_rejected(copied: Path) -> None:
         ("model>model", [], ""),
         ("model>model", 5, ""),
         ("model>model>no_field", 1, "not the manifest of an export"),
-        ("model>model>top_mlp", [10**9, 1], "network does not fit the"),
+        ("model>model>top_mlp", [10**9, 1], "network does not match the"),
         ("model>model>top_mlp", [2**63, 1], ""),
         ("model>model>top_mlp", [2**62, 2**62, 1], ""),
         ("model>model>members", 2**31, ""),
