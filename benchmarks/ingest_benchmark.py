@@ -21,7 +21,7 @@ from peers.notebook_ingest import vocabularies_of
 from rows import emit, interleaved, part, say, timed
 
 from rayrec.cluster import connection
-from rayrec.data.encoded import from_arrow
+from rayrec.data.encoded_rows import from_arrow
 from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
 from rayrec.data.encoding.presets import ALL, RAYREC, Preset, make_preprocessor

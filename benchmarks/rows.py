@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from rayrec.config import line_of
 from rayrec.environment.installation import versions
-from rayrec.observe.event_lines import redact_secrets
+from rayrec.observe.event_json import redact_secrets
 
 Found = TypeVar("Found")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rows import say
 
-from rayrec.observe.event_lines import redact_secrets
+from rayrec.observe.event_json import redact_secrets
 
 HERE = Path(__file__).parent
 

@@ -42,7 +42,7 @@ from rayrec.cli.recipe_flags import recipe_flags
 from rayrec.commands import COMMANDS
 from rayrec.data.logs.splits import Split
 from rayrec.observe import console
-from rayrec.observe.event_lines import INCOMPLETE_LINE
+from rayrec.observe.event_json import INCOMPLETE_LINE
 from rayrec.observe.events import KINDS
 from rayrec.recipes import load_config
 from rayrec.tuning.space import TuneConfig

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from rayrec import recipes
     from rayrec.cluster.restart_policy import SuperviseConfig
     from rayrec.commands.data import adopt, fetch, generate, preprocess, split, validate, vocabulary
+    from rayrec.commands.inference import compare, ensemble, evaluate, export, predict, predict_to
     from rayrec.commands.runs import doctor, profile, report
-    from rayrec.commands.scoring import compare, ensemble, evaluate, export, predict, predict_to
     from rayrec.commands.serving import serving
-    from rayrec.commands.training import plan, supervise, train, tune
+    from rayrec.commands.train import plan, supervise, train, tune
     from rayrec.config import InputError
     from rayrec.data.frames import transform
     from rayrec.data.numbered_rows import ArrayRows
@@ -89,9 +89,9 @@ _HOMES = {
     "transform": "rayrec.data.frames",
     **dict.fromkeys(("adopt", "fetch", "generate", "preprocess", "split", "validate", "vocabulary"), "rayrec.commands.data"),
     **dict.fromkeys(("doctor", "profile", "report"), "rayrec.commands.runs"),
-    **dict.fromkeys(("compare", "ensemble", "evaluate", "export", "predict", "predict_to"), "rayrec.commands.scoring"),
+    **dict.fromkeys(("compare", "ensemble", "evaluate", "export", "predict", "predict_to"), "rayrec.commands.inference"),
     "serving": "rayrec.commands.serving",
-    **dict.fromkeys(("plan", "supervise", "train", "tune"), "rayrec.commands.training"),
+    **dict.fromkeys(("plan", "supervise", "train", "tune"), "rayrec.commands.train"),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 from pyarrow import NativeFile
 from pyarrow import fs as arrow_fs
 
-from rayrec.storage import stores
+from rayrec.storage import filesystems
 
 
 class SlowStore(arrow_fs.FileSystemHandler):
@@ -30,14 +30,14 @@ class SlowStore(arrow_fs.FileSystemHandler):
 
     def installed(self, monkeypatch: pytest.MonkeyPatch) -> SlowStore:
         """Makes URLs slow:///PATH lead here."""
-        resolve = stores._resolve
+        resolve = filesystems._resolve
 
         def resolved(path: str, *, patient: bool) -> tuple[arrow_fs.FileSystem, str]:
             if path.startswith("slow://"):
                 return self._filesystem, path.removeprefix("slow://")
             return resolve(path, patient=patient)
 
-        monkeypatch.setattr(stores, "_resolve", resolved)
+        monkeypatch.setattr(filesystems, "_resolve", resolved)
         return self
 
     def reset(self) -> None:

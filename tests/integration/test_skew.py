@@ -11,7 +11,7 @@ from builders.requests import post
 
 from rayrec import checkpoint as checkpoints
 from rayrec import recipes
-from rayrec.data.encoded import from_arrow, to_arrow
+from rayrec.data.encoded_rows import from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.logs.index import LogIndex

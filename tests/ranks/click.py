@@ -14,7 +14,7 @@ from rayrec import checkpoint
 from rayrec.batch import DENSE, Batch
 from rayrec.checkpoint import Checkpoint
 from rayrec.checkpoint.state import all_tensors, restore_all
-from rayrec.data.encoded import Ids, JaggedIds
+from rayrec.data.encoded_rows import Ids, JaggedIds
 from rayrec.data.engine import InProcess
 from rayrec.ingest.batches import sparse_features
 from rayrec.models.ranking.din import DINConfig

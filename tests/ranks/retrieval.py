@@ -12,7 +12,7 @@ from torch import distributed
 from rayrec import checkpoint
 from rayrec.batch import Batch
 from rayrec.checkpoint.state import all_tensors
-from rayrec.data.encoded import EncodedRows, JaggedIds
+from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.engine import InProcess
 from rayrec.ingest.batches import BatchSlicer
 from rayrec.models.retrieval.sasrec import SASRecConfig

@@ -18,7 +18,7 @@ from rayrec.cli.parser import command_flags, parse
 from rayrec.cli.recipe_flags import recipe_flags
 from rayrec.commands import COMMANDS
 from rayrec.commands.declaration import Shown
-from rayrec.commands.training import configuration
+from rayrec.commands.train import configuration
 from rayrec.config import InputError
 from rayrec.models.ranking.finalnet import FinalNetConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
@@ -120,7 +120,7 @@ def test_results_exclude_library_output(verb: str, monkeypatch: pytest.MonkeyPat
         print("a warning of Ray")
         return {"auroc": 0.5}
 
-    monkeypatch.setattr("rayrec.commands.scoring._config_of", lambda *_: recipes.criteo_demo())
+    monkeypatch.setattr("rayrec.commands.inference._config_of", lambda *_: recipes.criteo_demo())
     monkeypatch.setattr("rayrec.inference.evaluate.evaluate", score)
     monkeypatch.setattr("rayrec.inference.predict.predict_to", score)
     assert cli.run([verb, "run", "log", *(["--out", "scores"] if verb == "predict" else [])]) == 0
@@ -226,7 +226,7 @@ def test_results_are_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_summary_rows_end_with_report_and_next_steps() -> None:
-    from rayrec.commands.training import summary_rows
+    from rayrec.commands.train import summary_rows
 
     summary = {"metrics": {"auroc": 0.7}, "rows_per_s": 1.0, "blocked_fraction": 0.0, "rows": 1, "steps": 1, "wall_s": 1.0}
     summary["checkpoint"] = "runs/a/checkpoints/step_00000001"

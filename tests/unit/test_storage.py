@@ -17,7 +17,7 @@ from pyarrow import fs
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.storage import files, outages, stores
+from rayrec.storage import files, filesystems, retry
 from rayrec.storage.azure import AzureLocation
 from rayrec.storage.gcs import GcsLocation
 from rayrec.storage.s3 import S3Location
@@ -301,9 +301,9 @@ _SAS = "Failed to start blob copy. (http://a/b?se=2030&sig=hush%3D&sp=rl -> http
     ],
 )  # fmt: skip
 def test_errors_are_classified_by_text(url: str, error: Exception, expected: str, cause: str | None) -> None:
-    assert outages.classify_error(error) == expected
-    assert cause is None or outages.cause_of(error) == cause
-    raised = outages.explained(url, error, waited_s=60, hint="somewhere")
+    assert retry.classify_error(error) == expected
+    assert cause is None or retry.cause_of(error) == cause
+    raised = retry.explained(url, error, waited_s=60, hint="somewhere")
     assert isinstance(raised, OSError if expected in {"passing", "other"} else InputError)
     assert "\n" not in str(raised)
     assert "hush" not in str(raised)
@@ -320,22 +320,22 @@ def test_retries_end_at_limit() -> None:
         return 7
 
     with storage.retry_timeout(5):
-        assert outages.retry("s3://logs/a", call, hint=str) == 7
+        assert retry.retry("s3://logs/a", call, hint=str) == 7
     calls.clear()
     with storage.retry_timeout(0), pytest.raises(OSError, match=r"^s3://logs/a: the store was unavailable for 0 s \(could not"):
-        outages.retry("s3://logs/a", call, hint=str)
+        retry.retry("s3://logs/a", call, hint=str)
     assert len(calls) == 1
 
 
 def test_outage_limit_reads_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert outages.outage_s() == storage.OUTAGE_S
+    assert retry.outage_s() == storage.OUTAGE_S
     monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "2.5")
-    assert outages.outage_s() == 2.5
+    assert retry.outage_s() == 2.5
     with storage.retry_timeout(1):
-        assert outages.outage_s() == 1
+        assert retry.outage_s() == 1
     monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "long")
     with pytest.raises(InputError, match="RAYREC_STORAGE_OUTAGE_S"):
-        outages.outage_s()
+        retry.outage_s()
 
 
 @pytest.mark.parametrize(
@@ -485,9 +485,9 @@ class StoreThatIsOut:
 @pytest.mark.parametrize(("size_mib", "answers", "streams"), [(1, 0, 1), (1, 1, 2), (20, 0, 0), (20, 1, 1)])
 def test_outage_leaks_only_one_stream(monkeypatch: pytest.MonkeyPatch, size_mib: int, answers: int, streams: int) -> None:
     store = StoreThatIsOut(answers=answers)
-    monkeypatch.setattr(stores, "_resolve", lambda path, *, patient: (store, path))
-    monkeypatch.setattr(outages, "_FIRST_WAIT_S", 0.001)
-    monkeypatch.setattr(outages, "_LONGEST_WAIT_S", 0.001)
+    monkeypatch.setattr(filesystems, "_resolve", lambda path, *, patient: (store, path))
+    monkeypatch.setattr(retry, "_FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(retry, "_LONGEST_WAIT_S", 0.001)
     write = storage.write_bytes
     if size_mib == 1 and answers:  # it is out from the second write on
         write("fake://b/x", b"first")

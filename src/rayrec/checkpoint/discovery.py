@@ -11,7 +11,7 @@ from pyarrow import fs as arrow_fs
 from rayrec import storage
 from rayrec.checkpoint.format import MANIFEST, DamagedError, UnreadableError, is_data_file, read_manifest
 from rayrec.config import InputError
-from rayrec.storage.stores import with_retries
+from rayrec.storage.filesystems import with_retries
 
 _PICKLE_NAMES: Final = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".metadata")
 _PICKLE_START: Final = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")

@@ -14,7 +14,7 @@ import torch
 from rayrec.checkpoint.communicator import Communicator
 from rayrec.checkpoint.safetensors import DTYPES
 from rayrec.config import InputError
-from rayrec.quantities import size_text
+from rayrec.humanize import size_text
 
 _logger = logging.getLogger(__name__)
 

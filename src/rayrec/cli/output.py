@@ -5,7 +5,7 @@ from typing import IO, Any
 
 from rayrec.commands.declaration import Shown
 from rayrec.config import InputError
-from rayrec.quantities import json_values
+from rayrec.humanize import json_values
 
 
 def show(shown: Shown, *, as_json: bool, quiet: bool, out: IO[str]) -> int:

@@ -76,7 +76,7 @@ def configured(command: Command, words: list[str]) -> tuple[Any, list[str]]:
     """Take a recipe, `--config FILE` or both, `--schema FILE` and `--model NAME` out of the words. Return the configuration,
     which determines the recipe's flags, and the other words."""
     from rayrec import recipes, storage
-    from rayrec.commands.training import named_configuration
+    from rayrec.commands.train import named_configuration
 
     text = words[0] if words and not words[0].startswith("-") else None
     (file,), rest = take(words[text is not None :], "--config")

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from rayrec import machine
+from rayrec import host_resources
 from rayrec.config import InputError
 from rayrec.data.engine import TaskPlacement
 
@@ -67,7 +67,7 @@ class TorchrunEnv:
     @property
     def usable_cpus(self) -> int:
         """CPUs for all processes of this machine."""
-        return machine.usable_cpus(granted=self.num_cpus)
+        return host_resources.usable_cpus(granted=self.num_cpus)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, Final
 from rayrec import storage
 from rayrec.compat import ray_compat
 from rayrec.config import InputError
-from rayrec.storage.stores import SENT_SETTINGS
+from rayrec.storage.filesystems import SENT_SETTINGS
 from rayrec.storage.urls import in_object_store, split_options
 
 SEND: Final = "RAYREC_SEND_CREDENTIALS"

@@ -17,7 +17,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.engine import in_order
 from rayrec.data.synthetic_law import BLOCK_ROWS, DIALECTS, NUM_DENSE, NUM_SPARSE, VERSION, GroundTruth
-from rayrec.machine import usable_cpus
+from rayrec.host_resources import usable_cpus
 from rayrec.native import call
 
 

@@ -25,7 +25,7 @@ from rayrec.config import InputError
 from rayrec.datasets import criteo, mnist
 from rayrec.datasets.download import CHUNK_BYTES, Digests, Download, Failed, Partial, RetryConfig, Stopped, Version, writing_to
 from rayrec.datasets.published_files import RemoteFile
-from rayrec.quantities import size_text
+from rayrec.humanize import size_text
 
 LENGTH_TOLERANCE = 0.25
 """Maximum relative difference from an approximate size. Allows other compression, but not truncation."""

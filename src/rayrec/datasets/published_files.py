@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rayrec import storage
 from rayrec.config import Config, InputError
-from rayrec.quantities import size_text
+from rayrec.humanize import size_text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from rayrec import machine
-from rayrec.observe.event_lines import command_line
+from rayrec import host_resources
+from rayrec.observe.event_json import command_line
 
 PROBED = ("torch", "fbgemm_gpu", "torchrec", "ray")
 """Modules whose import is checked. Each of the first three needs the ones before it."""
@@ -144,13 +144,13 @@ def _ending(status: int, stderr: str) -> str:
 
 def this_machine() -> Machine:
     """Return the machine as this process sees it."""
-    memory = machine.memory()
+    memory = host_resources.memory()
     shm = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
     return Machine(
         python=platform.python_version(),
         interpreter=sys.executable,
         platform=f"{platform.system()} {platform.machine()}",
-        cpu_cores=machine.usable_cpus(),
+        cpu_cores=host_resources.usable_cpus(),
         memory_bytes=memory.total,
         free_memory_bytes=memory.available,
         shm_bytes=shm,

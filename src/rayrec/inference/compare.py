@@ -13,6 +13,7 @@ import torch
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.humanize import json_values
 from rayrec.inference.config import ComparisonConfig, ComparisonGates
 from rayrec.inference.evaluate import ScoredRows, scored_rows
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
@@ -22,7 +23,6 @@ from rayrec.metrics.significance import METRICS, Difference, compare_models
 from rayrec.models.base import ModelInputs
 from rayrec.models.cost import network_multiply_adds
 from rayrec.observe.console import Console
-from rayrec.quantities import json_values
 from rayrec.workloads.recsys.baselines import Baselines, Kind, open_baselines
 from rayrec.workloads.recsys.scorer import load_preprocessor
 from rayrec.workloads.recsys.workload import ClickWorkload

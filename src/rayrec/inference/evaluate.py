@@ -12,13 +12,13 @@ import pyarrow as pa
 
 from rayrec.config import InputError
 from rayrec.data.arrow import numpy_of
+from rayrec.humanize import json_values
 from rayrec.inference.config import EvaluationConfig
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
 from rayrec.metrics.binary import binary_metrics
 from rayrec.metrics.ranking import ranking_metrics
 from rayrec.metrics.significance import compare, intervals
 from rayrec.observe.console import Console
-from rayrec.quantities import json_values
 from rayrec.workloads.recsys.scoring import DAY, FREQUENCY
 from rayrec.workloads.scoring import GROUP, KEY
 

@@ -15,7 +15,7 @@ from rayrec.checkpoint import Checkpoint, open_checkpoint
 from rayrec.checkpoint.discovery import reject_pickles
 from rayrec.checkpoint.reader import check_extra_files
 from rayrec.config import InputError
-from rayrec.data.encoded import EncodedRows
+from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.inference.export.read import is_export, open_export
 from rayrec.models.scoring_tables import Quantization

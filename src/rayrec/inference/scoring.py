@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import pyarrow as pa
 
-from rayrec import machine
+from rayrec import host_resources
 from rayrec.checkpoint import Checkpoint, open_checkpoint, verify
 from rayrec.checkpoint.discovery import reject_pickles
 from rayrec.cluster import connection
@@ -21,8 +21,8 @@ from rayrec.cluster.connection import is_in_process
 from rayrec.cluster.layout import Node
 from rayrec.config import InputError
 from rayrec.data.engine import StreamEngine, TaskPlacement, ThreadEngine, in_order
+from rayrec.humanize import size_text
 from rayrec.observe.console import Console
-from rayrec.quantities import size_text
 from rayrec.workloads.base import ScoringContext
 from rayrec.workloads.scoring import Device, Scoring
 
@@ -273,11 +273,11 @@ class ScoringRequest:
         return ScoringJob(scoring, checkpoint, pool, self.options.device, on_ray)
 
     def _local_engine(self) -> StreamEngine:
-        return ThreadEngine(machine.usable_cpus(granted=self.config.cluster.num_cpus))
+        return ThreadEngine(host_resources.usable_cpus(granted=self.config.cluster.num_cpus))
 
     def _this_machine(self) -> Node:
-        cpus = machine.usable_cpus(granted=self.config.cluster.num_cpus)
-        resources = {"CPU": float(cpus), "memory": float(machine.memory().available)}
+        cpus = host_resources.usable_cpus(granted=self.config.cluster.num_cpus)
+        resources = {"CPU": float(cpus), "memory": float(host_resources.memory().available)}
         if self.options.device == "cuda":
             import torch
 

@@ -11,7 +11,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.batch import DENSE, Batch
-from rayrec.data.encoded import EncodedRows, Ids, JaggedIds
+from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds
 from rayrec.data.logs.index import Block
 from rayrec.data.numbered_rows import RowSource
 from rayrec.data.stage_times import BlockTimes, StageTimes, measured, stage
@@ -19,8 +19,8 @@ from rayrec.ingest.block_order import BlockPlan, BlockRange
 from rayrec.ingest.order import BatchSharding, EpochPlan, Plans
 from rayrec.ingest.row_order import RowPlan
 from rayrec.ingest.stream import MappedSource, Prefetcher, RowStream, TaskSource
-from rayrec.row_tally import RowNumbers
 from rayrec.schema import Schema
+from rayrec.trained_rows import RowNumbers
 
 Plan_contra = TypeVar("Plan_contra", bound=EpochPlan, contravariant=True)
 _Slice = tuple[EncodedRows, Sequence[np.ndarray | None], slice]

@@ -21,7 +21,7 @@ import numpy as np
 from rayrec.config import InputError
 from rayrec.data.logs.index import Block, SegmentRange, row_numbers, source_of, sources_in_order
 from rayrec.ingest.order import BatchSharding
-from rayrec.row_tally import RowNumbers, TrainedRows, merge_ranges
+from rayrec.trained_rows import RowNumbers, TrainedRows, merge_ranges
 
 _logger = logging.getLogger(__name__)
 

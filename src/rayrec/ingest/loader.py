@@ -7,7 +7,7 @@ from rayrec.batch import Batch
 from rayrec.data.stage_times import StageTimes
 from rayrec.ingest.batches import BatchReader
 from rayrec.ingest.order import BatchSharding, EpochOrder, Plan, PositionT
-from rayrec.row_tally import TrainedRows
+from rayrec.trained_rows import TrainedRows
 
 
 @final

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from rayrec.row_tally import TrainedRows
+from rayrec.trained_rows import TrainedRows
 
 PositionT = TypeVar("PositionT")
 PositionT_co = TypeVar("PositionT_co", covariant=True)

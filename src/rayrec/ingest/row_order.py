@@ -13,7 +13,7 @@ import torch
 
 from rayrec.config import InputError
 from rayrec.ingest.order import BatchSharding
-from rayrec.row_tally import RowNumbers, TrainedRows
+from rayrec.trained_rows import RowNumbers, TrainedRows
 
 
 class RowPosition(NamedTuple):

@@ -11,7 +11,7 @@ from typing import ClassVar, Final, Generic, TypeAlias, TypeVar, final
 
 import pyarrow as pa
 
-from rayrec.data.encoded import EncodedRows, from_arrow, to_arrow
+from rayrec.data.encoded_rows import EncodedRows, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import STOP_REQUESTED, Shared, StreamEngine
 from rayrec.data.logs.index import Block, row_numbers

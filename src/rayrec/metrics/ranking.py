@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import numpy as np
 import numpy.typing as npt
 
-from rayrec import machine
+from rayrec import host_resources
 from rayrec.collectives import Collectives, num_workers
 from rayrec.config import InputError
 from rayrec.metrics.binary import checked, converted, reject_nan
@@ -139,7 +139,7 @@ class _Sums:
         starts = np.empty((1 << bits) + 1, np.int64)
         ranked = np.empty((count, 2), np.uint64)
         call("rayrec_rank_partition", groups, logits, labels, count, ctypes.c_int32(bits), starts, ranked)
-        num_threads = max(min(machine.usable_cpus(), _MAX_THREADS, len(starts) - 1), 1)
+        num_threads = max(min(host_resources.usable_cpus(), _MAX_THREADS, len(starts) - 1), 1)
         turns = [range(first, len(starts) - 1, num_threads) for first in range(num_threads)]
         with ThreadPoolExecutor(num_threads, thread_name_prefix="ranking") as pool:
             for values in pool.map(lambda turn: self._summed(ranked, starts, turn), turns):

@@ -12,7 +12,7 @@ from torchrec.distributed.types import ShardedTensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from rayrec import machine
+from rayrec import host_resources
 from rayrec.config import InputError
 from rayrec.models.base import TableInit
 from rayrec.models.scoring_tables import table_name, table_of_weight
@@ -74,7 +74,7 @@ class TableValues:
             return
         blocks = range(row_offset // _BLOCK_ROWS, (row_offset + rows - 1) // _BLOCK_ROWS + 1)
         if threads is None:
-            threads = 1 if part.device.type in ("cpu", "meta") else min(_MAX_THREADS, machine.usable_cpus(granted=None))
+            threads = 1 if part.device.type in ("cpu", "meta") else min(_MAX_THREADS, host_resources.usable_cpus(granted=None))
         if min(threads, len(blocks)) <= 1:
             for block in blocks:
                 fill_block(block)

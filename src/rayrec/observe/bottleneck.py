@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from rayrec.humanize import number_text, size_text
 from rayrec.observe.data_side import PipelineStats
 from rayrec.observe.run_summary import RunSummary, Saves
 from rayrec.observe.timing import PHASES, WORDS, TimeBreakdown
-from rayrec.quantities import number_text, size_text
 
 Bottleneck = Literal["data", "collectives", "host_to_device", "checkpoint", "evaluation", "model"]
 _WORTH_TELLING: Final = 0.10

@@ -14,9 +14,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
 from rayrec.config import InputError
+from rayrec.humanize import number_text
 from rayrec.observe.panel import console_line, line, panel
 from rayrec.observe.run_summary import RunSummary
-from rayrec.quantities import number_text
 
 PLAIN_INTERVAL_S = 10.0
 """Seconds between progress lines if standard error is not a terminal."""

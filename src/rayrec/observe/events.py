@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, Self, final
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.observe.event_lines import INCOMPLETE_LINE, encode_event, events_in
-from rayrec.observe.event_parts import CLOSE_S, EventUploader, RemoteEvents, parts_folder
+from rayrec.observe.event_json import INCOMPLETE_LINE, encode_event, events_in
+from rayrec.observe.event_upload import CLOSE_S, EventUploader, RemoteEvents, parts_folder
 from rayrec.observe.run_summary import VALIDATION, RunSummary
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from rich.text import Text
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.humanize import duration_text, number_text, size_text
 from rayrec.observe.bottleneck import diagnose
 from rayrec.observe.events import follow, read_events
 from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.timing import PHASES, WORDS
-from rayrec.quantities import duration_text, number_text, size_text
 
 Event = Mapping[str, Any]
 _SHOWN_METRICS: Final = ("auroc", "logloss", "accuracy", "perplexity")

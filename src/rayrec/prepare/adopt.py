@@ -20,7 +20,9 @@ from rayrec.data.engine import Engine
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex, SegmentEntry, numbered
 from rayrec.data.logs.splits import NAMES, Kind, Split, SplitParts, check_parts
-from rayrec.data.materialized.adopted import (
+from rayrec.data.materialized.dataset import VERSION, hash_of, write_manifest
+from rayrec.data.materialized.formats import finish_files
+from rayrec.data.materialized.torchrec_arrays import (
     MAX_FAULTY_ROWS,
     PRESET,
     Day,
@@ -31,8 +33,6 @@ from rayrec.data.materialized.adopted import (
     row_ranges,
     scan,
 )
-from rayrec.data.materialized.dataset import VERSION, hash_of, write_manifest
-from rayrec.data.materialized.formats import finish_files
 from rayrec.data.text import mds, text_blocks
 from rayrec.data.text.mds import INDEX, Index, TokenColumn
 from rayrec.data.text.text_blocks import PART_BYTES, sets_of_shards

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
-from rayrec import machine, storage
+from rayrec import host_resources, storage
 from rayrec.bounds import Count
 from rayrec.config import Config, InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
@@ -100,7 +100,7 @@ def engine(config: PreparationConfig, console: Console, *, paths: Sequence[str] 
     from rayrec.cluster import connection
 
     if config.engine == "threads" or (config.engine == "auto" and connection.is_in_process(config.address)):
-        yield ThreadEngine(machine.usable_cpus())
+        yield ThreadEngine(host_resources.usable_cpus())
         return
     if config.engine in ("auto", "ray"):
         from rayrec.cluster.node_storage import require_reachable

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from rayrec.humanize import estimate_text, size_text
 from rayrec.optim.config import FLOAT_BYTES
-from rayrec.quantities import estimate_text, size_text
 from rayrec.sharding.placement import TablePlacement
 
 Exchange = Literal["ids", "embeddings", "gradients", "all_reduce"]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from rayrec.humanize import size_text
 from rayrec.optim.config import FLOAT_BYTES
-from rayrec.quantities import size_text
 
 if TYPE_CHECKING:
     from torch import nn

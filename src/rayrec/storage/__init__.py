@@ -20,6 +20,7 @@ from rayrec.storage.files import (
     write_stream,
     writing,
 )
+from rayrec.storage.filesystems import resolve
 from rayrec.storage.folders import (
     PARTITION,
     File,
@@ -32,8 +33,7 @@ from rayrec.storage.folders import (
     remove_folder,
     writing_folder,
 )
-from rayrec.storage.outages import OUTAGE_S, outage_s, retry_timeout
-from rayrec.storage.ranges import call_in_parallel, in_parallel
+from rayrec.storage.range_reader import call_in_parallel, in_parallel
+from rayrec.storage.retry import OUTAGE_S, outage_s, retry_timeout
 from rayrec.storage.scratch import Scratch
-from rayrec.storage.stores import resolve
 from rayrec.storage.urls import absolute, folder_of, is_url, join, name_of

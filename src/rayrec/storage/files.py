@@ -18,11 +18,11 @@ from pyarrow import NativeFile
 from pyarrow import fs as arrow_fs
 
 from rayrec.config import InputError
-from rayrec.quantities import json_values
-from rayrec.storage.outages import explained, no_bucket
-from rayrec.storage.ranges import read_url
+from rayrec.humanize import json_values
+from rayrec.storage.filesystems import endpoint_hint, location_of, resolve, with_retries
+from rayrec.storage.range_reader import read_url
+from rayrec.storage.retry import explained, no_bucket
 from rayrec.storage.scratch import Scratch
-from rayrec.storage.stores import endpoint_hint, location_of, resolve, with_retries
 from rayrec.storage.urls import bucket_of, in_object_store, local_path, scheme_of, split_options
 
 _BUFFER_BYTES: Final = 8 << 20

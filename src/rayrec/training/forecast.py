@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, final
 
-from rayrec import machine, storage
+from rayrec import host_resources, storage
 from rayrec.cluster.connection import temporary_environment
 from rayrec.cluster.layout import Layout, Node
 from rayrec.config import InputError
-from rayrec.quantities import duration_text, estimate_text, size_text
-from rayrec.row_tally import TrainedRows
+from rayrec.humanize import duration_text, estimate_text, size_text
 from rayrec.sharding.communication import LinkBandwidth
+from rayrec.trained_rows import TrainedRows
 from rayrec.training.preflight import layout_of
 from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig, TrainingRows, WorkerContext
 
@@ -202,7 +202,7 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
     else:
         # Two workers show the cost of an exchange
         per_node = max(-(-allocation.num_workers // shape.nodes), min(2, allocation.num_workers))
-        local_workers = min(per_node, machine.usable_cpus())
+        local_workers = min(per_node, host_resources.usable_cpus())
     measured_speed = config.workload.probe_speed(
         config,
         target=shape.target(allocation.num_workers),

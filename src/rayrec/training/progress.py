@@ -12,7 +12,7 @@ import torch
 
 from rayrec.collectives import gathered, over_workers, sum_over_workers
 from rayrec.optim.config import PlateauConfig
-from rayrec.row_tally import RowNumbers, TrainedRows
+from rayrec.trained_rows import RowNumbers, TrainedRows
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
 
 FirstStep = Callable[[float, float], None]

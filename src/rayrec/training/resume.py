@@ -13,8 +13,8 @@ from rayrec.checkpoint import SUMMARY, latest
 from rayrec.cluster.restart_policy import FINISHED
 from rayrec.config import CLASS, Config, InputError, same_class
 from rayrec.data.logs.index import partition_names
+from rayrec.humanize import date_text
 from rayrec.observe.tracking.config import TrackersConfig
-from rayrec.quantities import date_text
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.run_config import ClusterConfig, ObserveConfig, ProfileConfig
 

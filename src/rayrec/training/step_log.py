@@ -9,13 +9,13 @@ from typing import Any, Final, final
 
 import torch
 
-from rayrec import machine
+from rayrec import host_resources
 from rayrec.collectives import num_workers, over_workers
 from rayrec.compat.torch_compat import linear_pointwise
 from rayrec.config import InputError
 from rayrec.data.stage_times import STAGES, StageTimes
 from rayrec.optim.config import learning_rates
-from rayrec.row_tally import RowNumbers
+from rayrec.trained_rows import RowNumbers
 from rayrec.training.progress import Cut, Training
 from rayrec.workloads.step_timer import StepTimer
 
@@ -242,7 +242,7 @@ class StepAccounting:
         loss_mean = torch.stack(self._losses).mean().item()
         now_s = time.perf_counter()
         times_s = self._clock.read()
-        memory = [machine.resident_bytes(), *_device_bytes()]
+        memory = [host_resources.resident_bytes(), *_device_bytes()]
         values = [loss_mean, batches.blocked_s, now_s - self._start_s, self._num_rows, *times_s.values(), *memory]
         data = self._data.take() if self._data else []
         means, maxima = over_workers(*values, *data, *self._stop_signal.poll())

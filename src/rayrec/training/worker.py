@@ -33,7 +33,7 @@ from rayrec.layers.cpu_watch import CpuWatch
 from rayrec.native import keep_freed_memory
 from rayrec.observe.events import EventWriter
 from rayrec.observe.timing import Stopwatch
-from rayrec.row_tally import TrainedRows
+from rayrec.trained_rows import TrainedRows
 from rayrec.training import loop
 from rayrec.training.launchers.base import AttemptContext
 from rayrec.training.progress import Progress, StopSignal, Training, with_lowered_rates

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rayrec.humanize import value_text
 from rayrec.observe.report.charts import NUM_SERIES, Line, line_chart
 from rayrec.observe.report.page import Section, charts, document, join_parts, paragraph, table
-from rayrec.quantities import value_text
 
 
 def table_text(result: Mapping[str, Any]) -> str:

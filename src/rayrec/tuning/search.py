@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rayrec import machine, storage
+from rayrec import host_resources, storage
 from rayrec.cluster import connection
 from rayrec.config import InputError
 from rayrec.data.engine import ThreadEngine
@@ -151,7 +151,7 @@ def _prepare(config: TrainConfig, folder: str, console: Console) -> tuple[Prepar
     workload = config.workload
     assert isinstance(workload, ClickWorkload)
     assert config.train_data.path is not None
-    cpus = machine.usable_cpus(granted=config.cluster.num_cpus)
+    cpus = host_resources.usable_cpus(granted=config.cluster.num_cpus)
     data, path = storage.join(folder, _DATA), storage.join(folder, _PREPARED)
     storage.make_folder(path)
     with console.preparing():

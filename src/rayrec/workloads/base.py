@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from rayrec.checkpoint import Checkpoint
     from rayrec.checkpoint.row_map import RowMap
-    from rayrec.row_tally import TrainedRows
     from rayrec.schema import Schema
+    from rayrec.trained_rows import TrainedRows
     from rayrec.workloads.scoring import Scoring
     from rayrec.workloads.step_timer import StepTimer
 
@@ -209,7 +209,7 @@ class ScoringContext:
 
 class TrainLoader(Protocol):
     """Training batches of one worker, from a position to the end of the last epoch. Batches have an attribute `row_numbers`
-    (`rayrec.row_tally.RowNumbers`). Without it, lost rows cannot be detected."""
+    (`rayrec.trained_rows.RowNumbers`). Without it, lost rows cannot be detected."""
 
     @property
     def steps(self) -> int:

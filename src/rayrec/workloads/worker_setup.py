@@ -10,8 +10,8 @@ from typing import Any, Final
 import torch
 
 from rayrec.config import InputError
+from rayrec.humanize import size_text
 from rayrec.optim.config import LearningRateSchedule, learning_rates, set_learning_rates
-from rayrec.quantities import size_text
 from rayrec.workloads.base import WorkerContext
 from rayrec.workloads.run_config import ScalingConfig
 

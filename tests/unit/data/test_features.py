@@ -13,7 +13,7 @@ from builders.logs import made_from
 
 from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.data.encoded import EncodedRows, JaggedIds, from_arrow, to_arrow
+from rayrec.data.encoded_rows import EncodedRows, JaggedIds, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, make_preprocessor
 from rayrec.data.frames import transform

@@ -16,9 +16,9 @@ from builders.engines import LoopEngine
 from builders.logs import learn, open_index
 from builders.torchrec_scripts import torchrec_criteo
 
-from rayrec import machine
+from rayrec import host_resources
 from rayrec.config import InputError
-from rayrec.data.encoded import EncodedRows, JaggedIds
+from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import ALL, RAYREC
@@ -340,7 +340,7 @@ def test_load_rejects_rows_beyond_memory(
     days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = write(days, preprocessor, tmp_path / "out", "binary")
-    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(2000, 1000))
+    monkeypatch.setattr(host_resources, "memory", lambda: host_resources.Memory(2000, 1000))
     (block,) = order_of(made.index, 0, 5).blocks(0)
     with pytest.raises(InputError, match=r"do not fit into .* free memory\. Leave in_memory off"):
         next(RowStream(MappedSource(preprocessor, in_memory=True), [(block, full_epoch([block])[0])]))

@@ -11,7 +11,7 @@ from builders.raw_blocks import block_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrec.data.encoded import EncodedRows, JaggedIds, from_arrow, to_arrow
+from rayrec.data.encoded_rows import EncodedRows, JaggedIds, from_arrow, to_arrow
 from rayrec.data.encoding.counts import CountingJob
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn

@@ -13,7 +13,7 @@ from builders.logs import open_index
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayrec.data.encoded import EncodedRows
+from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.index import LogIndex, SegmentRange, numbered

@@ -9,7 +9,7 @@ from rayrec.config import InputError
 from rayrec.datasets import criteo
 from rayrec.datasets.fetch import PUBLISHED, files_of
 from rayrec.datasets.published_files import RemoteFile, names_text, require_files
-from rayrec.quantities import size_text
+from rayrec.humanize import size_text
 
 
 def test_row_counts_match_benchmarks() -> None:

@@ -13,7 +13,7 @@ import rayrec
 from rayrec import recipes
 from rayrec.cli import run
 from rayrec.config import InputError
-from rayrec.data.encoded import EncodedRows, JaggedIds
+from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.logs.text_parser import parse
 from rayrec.inference.compare import compare as compare_checkpoints
 from rayrec.inference.config import ComparisonGates

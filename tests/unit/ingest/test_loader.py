@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.data.encoded import EncodedRows, JaggedIds, from_arrow, to_arrow
+from rayrec.data.encoded_rows import EncodedRows, JaggedIds, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import InProcess, ThreadEngine
 from rayrec.data.logs.index import LogIndex, SegmentRange
@@ -30,8 +30,8 @@ from rayrec.ingest.block_order import BlockOrder, BlockPlan, Position
 from rayrec.ingest.loader import Loader
 from rayrec.ingest.order import BatchSharding
 from rayrec.ingest.stream import BlockRanges, EncodedBlock, TaskSource
-from rayrec.row_tally import TrainedRows
 from rayrec.schema import Schema
+from rayrec.trained_rows import TrainedRows
 
 ROWS = 700
 

@@ -19,7 +19,7 @@ import torch
 from builders.faults import raising
 
 from rayrec.config import Config, InputError
-from rayrec.observe.event_lines import command_line, encode_event, events_in
+from rayrec.observe.event_json import command_line, encode_event, events_in
 from rayrec.observe.events import EventWriter, follow, read_events, readable_events
 
 

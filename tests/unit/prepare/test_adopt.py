@@ -20,7 +20,7 @@ from builders.torchrec_scripts import PARTS, torchrec_criteo, write_contiguous_a
 import rayrec
 from rayrec import cli, predict, recipes
 from rayrec.config import InputError
-from rayrec.data.encoded import EncodedRows
+from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.extension import rules_of
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.materialized.dataset import open_preprocessed

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rayrec import machine
+from rayrec import host_resources
 from rayrec.cluster import connection, node_storage
 from rayrec.config import InputError
 from rayrec.data.engine import Engine, TaskPlacement, ThreadEngine
@@ -67,7 +67,7 @@ def test_engine_matches_config_and_environment(
         assert ray.addresses == [settings.get("address")]
         assert ray.paths == [("a", "b", cache.folder())]
     else:
-        assert found == ThreadEngine(machine.usable_cpus())
+        assert found == ThreadEngine(host_resources.usable_cpus())
         assert not ray.addresses
         assert not ray.paths
 

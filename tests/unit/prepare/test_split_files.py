@@ -288,7 +288,7 @@ def test_split_opens_store_files_in_parallel(tmp_path: Path, monkeypatch: pytest
         with opened(path) as file:
             yield file
 
-    monkeypatch.setattr("rayrec.storage.ranges.is_url", lambda _: True)
+    monkeypatch.setattr("rayrec.storage.range_reader.is_url", lambda _: True)
     monkeypatch.setattr(split_tasks, "open_parquet", together)
     assert json_of(cut_files(files, task_bytes=1)) == [[[0, 1], [1, 2]]] * 8
 

@@ -16,7 +16,7 @@ from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.observe.timing import PHASES
 from rayrec.optim.config import PlateauConfig
-from rayrec.row_tally import RowNumbers, TrainedRows
+from rayrec.trained_rows import RowNumbers, TrainedRows
 from rayrec.training import loop, step_log
 from rayrec.training.loop import SegmentEnd, next_segment_end
 from rayrec.training.progress import Progress, Training, judge, lower_on_plateau, with_lowered_rates
@@ -570,7 +570,7 @@ def test_rows_count_when_trained(ahead: int, fault: dict[str, int], rows: int, e
     assert run.progress.trained.lost_and_repeated(tally(10 * batches)) == expected
 
 
-def test_row_tally_spans_attempts_on_worker_0() -> None:
+def test_trained_rows_span_attempts_on_worker_0() -> None:
     run = Run(ahead=3, stop_at=11)
     run.loader = NumberedLoader(0, 20)
     assert not run.run()

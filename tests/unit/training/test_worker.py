@@ -18,7 +18,7 @@ from rayrec import recipes
 from rayrec.checkpoint import Checkpoint, Retention, folder_of, weights_sha256
 from rayrec.checkpoint.state import model_tensors
 from rayrec.config import InputError
-from rayrec.row_tally import RowNumbers, TrainedRows
+from rayrec.trained_rows import RowNumbers, TrainedRows
 from rayrec.training import step_log, worker
 from rayrec.training.launchers.base import AttemptContext
 from rayrec.training.progress import Progress

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rayrec import machine
+from rayrec import host_resources
 from rayrec.data.arrow import arrow_bytes
 from rayrec.data.encoding.category_counter import NO_ROW, Items, Spill, TokenCounter, count_columns, frequent_items, narrow
 from rayrec.data.encoding.derivation import Derivation, file_key
@@ -33,7 +33,7 @@ _MEMORY_FRACTION = 0.25
 
 def default_memory_bytes() -> int:
     """Return the default memory for count tables: a quarter of the memory available within the control group's limits."""
-    return max(64 << 20, int(machine.memory().available * _MEMORY_FRACTION))
+    return max(64 << 20, int(host_resources.memory().available * _MEMORY_FRACTION))
 
 
 TASK_BYTES = 128 << 20

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from rayrec.config import Config, InputError
-from rayrec.data.encoded import EncodedRows, Ids, JaggedIds
+from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds
 from rayrec.data.encoding.derivation import Derivation
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.text_parser import MAX_LINE_BYTES, CLayout, CRawRows

@@ -10,7 +10,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from rayrec.config import InputError
-from rayrec.data.encoded import EncodedRows, Ids, JaggedIds
+from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds
 from rayrec.data.encoding.encoder import Encoder
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import SparseColumn

@@ -15,7 +15,7 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.encoded import EncodedRows
+from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.derivation import Derivation
 from rayrec.data.encoding.encoder import DENSE_KINDS, Encoder, MultiHot, build_slots, id_type, num_slots
 from rayrec.data.encoding.rules import MIN_INTEGER, DenseColumn, SparseColumn

@@ -21,14 +21,14 @@ from pyarrow import fs as arrow_fs
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.encoded import EncodedRows, JaggedIds
+from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import TaskContext, grouped
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import MAPPED, LogIndex, Segment, row_numbers
-from rayrec.data.materialized.adopted import PRESET
 from rayrec.data.materialized.formats import combine, file_checksum, from_named_columns
 from rayrec.data.materialized.row_maps import MappedRange, MappedRows, damaged
+from rayrec.data.materialized.torchrec_arrays import PRESET
 
 VERSION = 1
 MANIFEST = "dataset.json"

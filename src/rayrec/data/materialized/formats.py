@@ -16,7 +16,7 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import arrow_numbers, numpy_of
-from rayrec.data.encoded import EncodedRows, JaggedIds, ids_from_arrow, ids_to_arrow, weights_to_arrow
+from rayrec.data.encoded_rows import EncodedRows, JaggedIds, ids_from_arrow, ids_to_arrow, weights_to_arrow
 from rayrec.data.encoding.encoder import c_dense_column
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.raw_block import RawBlock

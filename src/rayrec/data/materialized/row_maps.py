@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from rayrec import machine, storage
+from rayrec import host_resources, storage
 from rayrec.config import InputError
-from rayrec.data.encoded import EncodedRows, Ids
+from rayrec.data.encoded_rows import EncodedRows, Ids
 from rayrec.data.encoding.encoder import CDenseColumn, c_dense_column
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.materialized.formats import Matrix
@@ -57,7 +57,7 @@ class MappedRows:
         names = {matrix[1] for number in files for matrix in self.manifest["matrices"][number]}
         loaded = {name for name, (_, mapped) in self._contents.items() if mapped is None}
         to_load = {name: size for name, size in self._sizes.items() if name in names - loaded}
-        needed, free = sum(to_load.values()), machine.memory().available
+        needed, free = sum(to_load.values()), host_resources.memory().available
         if needed > free:
             raise InputError(
                 f"{self.path}: {needed / 1e9:.1f} GB do not fit into the {free / 1e9:.1f} GB of free memory. Leave in_memory "

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from rayrec import machine, storage
+from rayrec import host_resources, storage
 from rayrec.config import InputError
 from rayrec.data.numbered_rows import ArrayRows, RowSource
 from rayrec.data.text.mds import COLUMN, INDEX, TokenColumn
@@ -220,7 +220,7 @@ def decode(content: bytes, name: str, start: int) -> str:
 def _unpacked(content: bytes, path: str) -> bytes:
     """Unpack gzip content. Raises InputError before the text fills the memory."""
     text = bytearray()
-    max_bytes = machine.memory().available // 4  # The text, its parts and their tokens are in memory together.
+    max_bytes = host_resources.memory().available // 4  # The text, its parts and their tokens are in memory together.
     for chunk in gunzip([content]):
         text += chunk
         if len(text) > max_bytes:

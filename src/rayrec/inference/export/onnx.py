@@ -18,7 +18,7 @@ from rayrec.config import InputError
 from rayrec.imports import require
 
 if TYPE_CHECKING:
-    from rayrec.data.encoded import EncodedRows
+    from rayrec.data.encoded_rows import EncodedRows
     from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.models.scoring_tables import RowFormat
     from rayrec.workloads.recsys.scorer import ClickScorer

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayrec.config import InputError
-from rayrec.data.encoded import EncodedRows, Ids, JaggedIds
+from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex, SegmentRange
 from rayrec.data.logs.parquet import read_rows
@@ -23,9 +23,9 @@ from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_log import read_text
 from rayrec.data.logs.text_parser import parse
 from rayrec.data.raw_block import RawBlock
+from rayrec.humanize import json_values
 from rayrec.inference.config import LARGEST_LOGIT_DIFFERENCE, ExportConfig
 from rayrec.metrics.binary import auroc
-from rayrec.quantities import json_values
 from rayrec.schema import Schema
 from rayrec.workloads.recsys.run_rows import BATCH_ROWS, encode_parts, open_run_log
 from rayrec.workloads.recsys.workload import ClickWorkload

@@ -20,7 +20,7 @@ from rayrec.checkpoint.discovery import reject_pickles
 from rayrec.checkpoint.format import seal, sha256_of
 from rayrec.checkpoint.safetensors import header, write_weights
 from rayrec.config import InputError
-from rayrec.data.encoded import EncodedRows
+from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding import rules
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER
 from rayrec.imports import require

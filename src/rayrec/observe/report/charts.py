@@ -13,8 +13,8 @@ from typing import Final
 
 from markupsafe import Markup
 
+from rayrec.humanize import clock_text, number_text
 from rayrec.observe.report.page import draw, folded, table
-from rayrec.quantities import clock_text, number_text
 
 NUM_SERIES = 8
 """Maximum number of lines in a chart. Each has a color, distinct for color-blind readers, and a dash pattern."""

@@ -9,12 +9,12 @@ import yaml
 from markupsafe import Markup
 
 from rayrec.config import InputError
+from rayrec.humanize import durations_text, number_text, value_text
 from rayrec.observe.report.charts import NUM_SERIES, Line, line_chart
 from rayrec.observe.report.page import BEST, Section, charts, document, draw, join_parts, paragraph, table
 from rayrec.observe.report.run import Run, read, save
 from rayrec.observe.report.training import plotted_metrics, points
 from rayrec.observe.run_summary import VALIDATION, Cost, Price
-from rayrec.quantities import durations_text, number_text, value_text
 
 _BETTER: dict[str, Callable[[Iterable[float]], float]] = {
     **dict.fromkeys(("auroc", "accuracy"), max),

@@ -5,10 +5,10 @@ from typing import Any
 
 from markupsafe import Markup
 
+from rayrec.humanize import number_text, size_text, value_text
 from rayrec.observe.report.charts import Bar, Line, data_url, line_chart, stacked_bars
 from rayrec.observe.report.page import Section, charts, draw, join_parts, paragraph, table
 from rayrec.observe.run_summary import Event, metrics_of
-from rayrec.quantities import number_text, size_text, value_text
 
 
 def metrics(evaluation: Event | None, summary: Mapping[str, Any] | None) -> Section | None:

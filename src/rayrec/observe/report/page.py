@@ -9,7 +9,7 @@ from typing import Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from rayrec.quantities import clock_text, number_text
+from rayrec.humanize import clock_text, number_text
 
 BEST = "\0"
 """First character of the cell with the best value in a table row."""

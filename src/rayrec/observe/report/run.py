@@ -9,13 +9,13 @@ from markupsafe import Markup
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.humanize import date_text, duration_text, number_text
 from rayrec.observe.bottleneck import diagnose
 from rayrec.observe.events import read_events
 from rayrec.observe.panel import console_line
 from rayrec.observe.report import model, training
 from rayrec.observe.report.page import Section, document, draw, facts, folded, join_parts, tiles
 from rayrec.observe.run_summary import Event, Price, RunSummary
-from rayrec.quantities import date_text, duration_text, number_text
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from markupsafe import Markup
 
+from rayrec.humanize import TIME_UNITS, clock_text, duration_text, number_text, size_text
 from rayrec.observe.attempts import Attempt
 from rayrec.observe.data_side import PipelineStats
 from rayrec.observe.panel import console_line
@@ -14,7 +15,6 @@ from rayrec.observe.report.charts import Bar, Line, Mark, Moment, Span, line_cha
 from rayrec.observe.report.page import Section, charts, facts, table
 from rayrec.observe.run_summary import VALIDATION, Cost, Event, RunSummary
 from rayrec.observe.timing import STAGES, WORDS, in_order
-from rayrec.quantities import TIME_UNITS, clock_text, duration_text, number_text, size_text
 
 UNDRAWN = {"rows", "label_rate"}
 """Validation metrics that describe the data, not the model."""

@@ -11,7 +11,7 @@ from annotated_types import MinLen
 
 from rayrec.config import Config, InputError
 from rayrec.imports import require
-from rayrec.observe.event_lines import redact_credentials
+from rayrec.observe.event_json import redact_credentials
 from rayrec.observe.tracking.tracker import Tracker
 
 Makers = dict[str, Callable[[], Tracker]]

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final, Protocol, final, runtime_checkable
 
 from rayrec import storage
-from rayrec.observe.event_lines import redact_credentials
+from rayrec.observe.event_json import redact_credentials
 from rayrec.observe.events import follow
 from rayrec.observe.run_summary import Event, RunSummary
 

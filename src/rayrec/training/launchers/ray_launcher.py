@@ -15,7 +15,7 @@ import ray
 import ray.train
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from rayrec import machine, storage
+from rayrec import host_resources, storage
 from rayrec.checkpoint import latest
 from rayrec.cluster import connection, prestart
 from rayrec.cluster.layout import Layout
@@ -335,7 +335,7 @@ class RayLauncher:
 
     def engine(self, layout: Layout, *, max_outage_s: float) -> StreamEngine:
         if connection.is_local_ray():
-            return _DriverEngine(machine.usable_cpus(granted=self._config.cluster.num_cpus), max_outage_s=max_outage_s)
+            return _DriverEngine(host_resources.usable_cpus(granted=self._config.cluster.num_cpus), max_outage_s=max_outage_s)
         placement = layout.driver.replace(max_outage_s=max_outage_s)
         return _SingleNodeEngine(placement, max_outage_s=max_outage_s) if layout.num_nodes == 1 else RayEngine(placement)
 

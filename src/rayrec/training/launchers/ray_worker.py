@@ -13,7 +13,7 @@ import ray.train
 import ray.train.torch
 import torch
 
-from rayrec import machine, storage
+from rayrec import host_resources, storage
 from rayrec.cluster.prestart import preloads_modules, prestart
 from rayrec.collectives import use_device
 from rayrec.observe.timing import process_age_s
@@ -45,7 +45,7 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
     resources: dict[str, float] = node.get("Resources", {})
     used_bytes = shutil.disk_usage("/dev/shm").used if os.path.isdir("/dev/shm") else 0
     store = int(resources.get("object_store_memory", 0))
-    cpus = machine.usable_cpus(granted=float(resources.get("CPU", 0)))
+    cpus = host_resources.usable_cpus(granted=float(resources.get("CPU", 0)))
     device = ray.train.torch.get_device() if attempt.config.scaling.use_gpu else torch.device("cpu")
     use_device(device)
     worker = WorkerContext(

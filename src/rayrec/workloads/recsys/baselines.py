@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 import numpy as np
 
 from rayrec.config import InputError
-from rayrec.data.encoded import EncodedRows, Ids, JaggedIds
+from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds
 from rayrec.data.logs.index import LogIndex, SegmentRange
 from rayrec.imports import require
 from rayrec.metrics.binary import binary_metrics

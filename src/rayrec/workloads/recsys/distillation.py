@@ -13,7 +13,7 @@ import numpy as np
 from rayrec import storage
 from rayrec.checkpoint import Checkpoint, open_checkpoint
 from rayrec.config import Config, InputError
-from rayrec.data.encoded import EncodedRows
+from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.metrics.binary import sigmoid
 

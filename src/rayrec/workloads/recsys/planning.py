@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from rayrec import machine, storage
+from rayrec import host_resources, storage
 from rayrec.config import InputError
-from rayrec.data.encoded import EncodedRows, JaggedIds
+from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.encoding.counts import count_parts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import make_preprocessor
@@ -111,7 +111,7 @@ def local_memory(config: TrainConfig, *, workers: int) -> int:
 
 def available_host_bytes() -> int:
     """Return the available memory of this machine or its container for tables."""
-    return machine.memory().available
+    return host_resources.memory().available
 
 
 def build_model(workload: ClickSettings, num_embeddings: list[int], *, inputs: Schema, **settings: Any) -> ClickModel:
@@ -300,7 +300,7 @@ def probe_speed(
     log_slice = _read_slice(workload, config)
     times = _time_stages(log_slice, config)
     tables, notes = _target_tables(workload, config, log_slice, target)
-    threads = max(1, machine.usable_cpus() // local_workers)
+    threads = max(1, host_resources.usable_cpus() // local_workers)
     if target.gpu_rows_per_s is not None:
         rows_per_s, cpu_s_per_row = local_workers * target.gpu_rows_per_s, 0.0
     else:

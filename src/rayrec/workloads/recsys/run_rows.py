@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from rayrec import machine
+from rayrec import host_resources
 from rayrec.config import InputError
-from rayrec.data.encoded import EncodedRows
+from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.engine import TaskContext, ThreadEngine
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import Block, LogIndex, SegmentRange
@@ -29,7 +29,7 @@ def open_run_log(data: DataConfig, preprocessor: Preprocessor, *, cache: str, ma
     return LogSource.at(data.path, data.files).index(
         preprocessor.schema,
         segment_bytes=data.segment_bytes,
-        context=TaskContext(ThreadEngine(machine.usable_cpus()), cache),
+        context=TaskContext(ThreadEngine(host_resources.usable_cpus()), cache),
         max_bad_fraction=max_bad_fraction,
     )
 

@@ -20,7 +20,7 @@ from rayrec.batch import DENSE, Batch
 from rayrec.checkpoint import Checkpoint, full_tensors
 from rayrec.checkpoint.writer import TargetSlice
 from rayrec.config import InputError
-from rayrec.data.encoded import EncodedRows, Ids, JaggedIds
+from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
 from rayrec.layers.mlp import Precision

@@ -21,7 +21,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.streamable import Pipelineable
 
-from rayrec import machine, storage
+from rayrec import host_resources, storage
 from rayrec.batch import Batch
 from rayrec.checkpoint.communicator import Communicator
 from rayrec.compat.torch_compat import move_wrapped_module
@@ -82,7 +82,7 @@ def gather_rank_resources(context: WorkerContext, ranks: Communicator) -> list[R
     """Return the `RankResources` of each rank. Collective."""
     nodes = ranks.all_gather(context.node)
     workers, store = nodes.count(context.node), context.object_store_bytes
-    memory = machine.memory()
+    memory = host_resources.memory()
     resources = RankResources(
         context.node,
         str(context.device),

@@ -45,7 +45,7 @@ from rayrec.data.logs.index import LogIndex, SegmentRange
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import parse
 from rayrec.datasets.criteo import SCHEMA as CRITEO
-from rayrec.machine import Memory
+from rayrec.host_resources import Memory
 from rayrec.schema import Schema
 
 SCHEMA = Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=("s", "t"))
@@ -454,6 +454,6 @@ def test_counting_memory_is_bounded_for_all_presets(changes: dict[str, Any], tmp
 
 
 def test_default_memory_limit_is_quarter_of_available() -> None:
-    with mock.patch("rayrec.machine.memory", return_value=Memory(total=64 << 30, available=8 << 30)):
+    with mock.patch("rayrec.host_resources.memory", return_value=Memory(total=64 << 30, available=8 << 30)):
         counts = CountingJob(SCHEMA).total(None, None)
     assert counts.spill.memory_bytes == 2 << 30

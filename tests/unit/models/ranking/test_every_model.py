@@ -13,7 +13,7 @@ from torch import nn
 from rayrec import models
 from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.data.encoded import EncodedRows, JaggedIds
+from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.ingest.batches import sparse_features
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features

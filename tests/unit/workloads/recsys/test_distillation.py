@@ -13,7 +13,7 @@ from builders.runs import QUIET
 import rayrec
 from rayrec import recipes
 from rayrec.config import InputError
-from rayrec.data.encoded import EncodedRows
+from rayrec.data.encoded_rows import EncodedRows
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.batches import BatchSlicer
 from rayrec.training.trainer import Result, train

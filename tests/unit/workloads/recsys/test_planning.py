@@ -143,7 +143,7 @@ def test_plan_waits_for_memory_of_other_processes() -> None:
 def test_node_memory_is_shared_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
-    from rayrec.machine import Memory
+    from rayrec.host_resources import Memory
 
     monkeypatch.setattr(worker.machine, "memory", lambda: Memory(total=10 * GB, available=6 * GB))
     ranks: Any = SimpleNamespace(all_gather=lambda value: ["a", "b", "a"] if isinstance(value, str) else [value])

@@ -10,7 +10,7 @@ import torch
 
 from rayrec import recipes
 from rayrec.config import InputError
-from rayrec.data.encoded import EncodedRows, JaggedIds
+from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.sharding.placement import PROCESS_BYTES
 from rayrec.training import forecast as forecasts
 from rayrec.training.forecast import ClusterShape, forecast

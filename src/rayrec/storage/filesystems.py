@@ -12,7 +12,7 @@ from pyarrow import fs as arrow_fs
 from rayrec.config import InputError
 from rayrec.storage.azure import AzureLocation
 from rayrec.storage.gcs import GcsLocation
-from rayrec.storage.outages import classify_error, outage_s, retry
+from rayrec.storage.retry import classify_error, outage_s, retry
 from rayrec.storage.s3 import S3Location
 from rayrec.storage.urls import in_object_store, local_path, scheme_of
 

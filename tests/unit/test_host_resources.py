@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from rayrec.machine import Memory, memory, usable_cpus
-from rayrec.quantities import clock_text, duration_text, durations_text, number_text, size_text, value_text
+from rayrec.host_resources import Memory, memory, usable_cpus
+from rayrec.humanize import clock_text, duration_text, durations_text, number_text, size_text, value_text
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from rayrec.row_tally import RESIDUES, RowNumbers, TrainedRows, merge_ranges
+from rayrec.trained_rows import RESIDUES, RowNumbers, TrainedRows, merge_ranges
 
 ROWS = 100_000
 

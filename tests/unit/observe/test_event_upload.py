@@ -14,7 +14,7 @@ from builders.faults import until
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.observe import event_parts
+from rayrec.observe import event_upload
 from rayrec.observe.events import EventWriter, follow, merge_events, read_events
 
 
@@ -55,7 +55,7 @@ def _steps(url: str) -> list[int]:
 
 
 def test_steps_are_batched_and_other_events_sent_at_once(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_parts, "_INTERVAL_S", 600.0)
+    monkeypatch.setattr(event_upload, "_INTERVAL_S", 600.0)
     with EventWriter(url) as writer:
         writer.write("start", step=0)
         until(lambda: store.num_uploads == 1)
@@ -66,7 +66,7 @@ def test_steps_are_batched_and_other_events_sent_at_once(url: str, store: Store,
         writer.write("evaluate", step=50)
         until(lambda: store.num_uploads == 2)
         assert _steps(url) == list(range(51))
-        monkeypatch.setattr(event_parts, "_INTERVAL_S", 0.1)  # Applies after the next upload.
+        monkeypatch.setattr(event_upload, "_INTERVAL_S", 0.1)  # Applies after the next upload.
         writer.write("evaluate", step=51)
         until(lambda: store.num_uploads == 3)
         writer.write("step", step=52)
@@ -93,7 +93,7 @@ def test_flush_uploads_and_returns_success(url: str, store: Store) -> None:
 
 
 def test_long_run_writes_several_parts(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_parts, "PART_BYTES", 500)
+    monkeypatch.setattr(event_upload, "PART_BYTES", 500)
     with EventWriter(url) as writer:
         for step in range(40):
             writer.write("step", step=step)
@@ -129,7 +129,7 @@ def test_close_counts_losses_of_long_outage(
         store.is_out = True
         writer.write("step", step=2)
         writer.write("finish", step=3)
-        monkeypatch.setattr(event_parts, "CLOSE_S", 0.3)
+        monkeypatch.setattr(event_upload, "CLOSE_S", 0.3)
         start = time.monotonic()
         writer.close()
         assert time.monotonic() - start < 5.0
@@ -140,7 +140,7 @@ def test_close_counts_losses_of_long_outage(
 
 
 def test_uploader_limits_waiting_bytes(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_parts, "_WAITING_BYTES", 1000)
+    monkeypatch.setattr(event_upload, "_WAITING_BYTES", 1000)
     store.is_out = True
     writer = EventWriter(url)
     for step in range(100):

@@ -12,7 +12,7 @@ from typing import Any, Final, final
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.observe.event_lines import lines_and_events
+from rayrec.observe.event_json import lines_and_events
 
 PART_BYTES: Final = 256 << 10
 """Size above which the next event starts a new part."""

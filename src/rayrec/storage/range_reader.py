@@ -11,7 +11,7 @@ import numpy as np
 from pyarrow import NativeFile
 from pyarrow import fs as arrow_fs
 
-from rayrec.storage.stores import with_retries
+from rayrec.storage.filesystems import with_retries
 from rayrec.storage.urls import is_url
 
 _Result = TypeVar("_Result")
