@@ -264,7 +264,8 @@ class MLP(nn.Module):
 
     def _stack(self, inputs: torch.Tensor, first: int, end: int, *, relu: bool) -> torch.Tensor:
         """Apply the layers from `first` to before `end`. `relu`: whether the last of them has one."""
-        parameters: list[Any] = [tensor for layer in self.layers[first:end] for tensor in (layer.weight, layer.bias)]
+        layers = list(self.layers)[first:end]  # A slice of the ModuleList would be a new module in each step.
+        parameters: list[Any] = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
         float_last = end == len(self.layers) and not self.final_activation
         relus = (True,) * (end - first - 1) + (relu,)
         return linear_stack(inputs, parameters, relus=relus, dtype=self._dtype, float_last=float_last)

@@ -33,8 +33,8 @@ def _converted(argument: Any) -> Any:
         return ctypes.c_int64(argument)
     if isinstance(argument, float):
         return ctypes.c_double(argument)
-    if hasattr(argument, "ctypes"):
-        assert argument.flags.c_contiguous
+    if (flags := getattr(argument, "flags", None)) is not None:  # An array; each look at its `ctypes` takes a microsecond
+        assert flags.c_contiguous
         return ctypes.c_void_p(argument.ctypes.data)
     return argument
 

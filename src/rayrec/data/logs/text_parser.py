@@ -94,6 +94,8 @@ class TextParser:
         rows = call("rayrec_parse", text, length, ctypes.byref(layout), ctypes.byref(out), *parsed)
         assert rows >= 0, "capacity is derived from the shortest possible row"
         self.rows += rows
+        if not counts.any():
+            return Faults()
         names = (*([schema.label or ""] * labelled), *schema.dense, *schema.sparse, "")
         located = [(start, FAULT_KINDS[kind], names[column]) for start, kind, column in details[: num_details.value].tolist()]
         wrong = [
