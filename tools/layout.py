@@ -3,9 +3,9 @@
 
 usage: layout.py [--check]
 
-Replaces the text between two marks of a page. docs/architecture.md has `layout` (folders with the first sentence of their
-docstrings and their files, and the other files with theirs) and `layers` (from .importlinter). CONTRIBUTING.md has `folders` (the
-top folders). `--check` writes nothing and exits with status 1 if a text differs. Standard library only.
+Replaces the text between two marks of a page. CONTRIBUTING.md has `layout` (folders with the first sentence of their docstrings
+and their files, and the other files with theirs), docs/architecture.md has `layers` (from .importlinter). `--check` writes
+nothing and exits with status 1 if a text differs. Standard library only.
 """
 
 import ast
@@ -35,23 +35,22 @@ def entry(name: str, text: str, depth: int) -> Iterator[str]:
     yield from textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
 
 
-def folder(path: Path, depth: int, *, files: bool) -> Iterator[str]:
+def folder(path: Path, depth: int) -> Iterator[str]:
     """Yield the lines of a folder, its files and the folders in it."""
     yield from entry(f"{path.name}/", sentence(path / "__init__.py"), depth)
-    if files:
-        names = sorted(file.stem for file in path.glob("*.py") if file.stem != "__init__")
-        yield from textwrap.wrap(", ".join(names), WIDTH, initial_indent=" " * (INDENT + 2), subsequent_indent=" " * (INDENT + 2))
-        for inner in sorted(file.parent for file in path.glob("*/__init__.py")):
-            yield from folder(inner, depth + 1, files=True)
+    names = sorted(file.stem for file in path.glob("*.py") if file.stem != "__init__")
+    yield from textwrap.wrap(", ".join(names), WIDTH, initial_indent=" " * (INDENT + 2), subsequent_indent=" " * (INDENT + 2))
+    for inner in sorted(file.parent for file in path.glob("*/__init__.py")):
+        yield from folder(inner, depth + 1)
 
 
-def layout(*, files: bool) -> str:
-    """Return the tree of the package: all of it, or its top folders alone."""
+def layout() -> str:
+    """Return the tree of the package."""
     lines = ["src/rayrec/"]
-    for path in sorted(PACKAGE.glob("*.py")) if files else ():
+    for path in sorted(PACKAGE.glob("*.py")):
         lines += entry(path.name, sentence(path), 1)
     for path in sorted(file.parent for file in PACKAGE.glob("*/__init__.py")):
-        lines += folder(path, 1, files=files)
+        lines += folder(path, 1)
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -75,10 +74,7 @@ def written(path: Path, texts: dict[str, str]) -> str:
 
 def main(arguments: list[str]) -> int:
     """Write or check both pages."""
-    pages = {
-        ROOT / "docs" / "architecture.md": {"layout": layout(files=True), "layers": layers()},
-        ROOT / "CONTRIBUTING.md": {"folders": layout(files=False)},
-    }
+    pages = {ROOT / "docs" / "architecture.md": {"layers": layers()}, ROOT / "CONTRIBUTING.md": {"layout": layout()}}
     stale = []
     for path, texts in pages.items():
         text = written(path, texts)
