@@ -27,6 +27,7 @@ async def request(
     parts: Iterable[bytes | float] = (b"",),
     headers: Mapping[str, str | bytes] | None = None,
     query: str = "",
+    root_path: str = "",
     disconnect: bool = False,
 ) -> Reply | None:
     """Send a request. `parts` are bytes of the body or pauses in seconds. `disconnect` drops the client before the body ends.
@@ -54,7 +55,7 @@ async def request(
         "path": path,
         "raw_path": path.encode(),
         "query_string": query.encode(),
-        "root_path": "",
+        "root_path": root_path,
         "headers": [
             (name.lower().encode(), value if isinstance(value, bytes) else value.encode())
             for name, value in {"host": "localhost", **(headers or {})}.items()

@@ -57,24 +57,20 @@ def test_text_json_and_labelled_text_score_equally(app: ScoringApp) -> None:
     assert result["model"] == MODEL.version
     assert result["preprocessor"] == MODEL.preprocessor.hash()
     np.testing.assert_array_equal(np.array(result["logits"], np.float32), logits_of(MODEL, TEXT))
-    scores = 1 / (1 + np.exp(-np.array(result["logits"], np.float64)))
-    np.testing.assert_allclose(result["scores"], scores, rtol=1e-6)
+    np.testing.assert_allclose(result["scores"], 1 / (1 + np.exp(-np.array(result["logits"], np.float64))), rtol=1e-6)
     labelled = b"".join(b"%d\t%s\n" % (number % 2, line) for number, line in enumerate(TEXT.splitlines()))
-    assert post(app, labelled).json() == result
-    assert post(app, labelled.replace(b"\n", b"\r\n")).json() == result
-    assert post(app, b"".join(b"no label\t%s\n" % line for line in TEXT.splitlines())).json() == result
-    assert post(app, {"rows": ROWS}).json() == result
     with_nulls = [{**dict.fromkeys(SCHEMA.dense + SCHEMA.sparse), "label": "whatever", **row} for row in ROWS]
-    assert post(app, {"rows": with_nulls}).json() == result
+    odd_labels = b"".join(b"no label\t%s\n" % line for line in TEXT.splitlines())
+    for content in (labelled, labelled.replace(b"\n", b"\r\n"), odd_labels, {"rows": ROWS}, {"rows": with_nulls}):
+        assert post(app, content).json() == result
     one_by_one = [post(app, {"rows": [row]}).json() for row in ROWS[:5]]
     np.testing.assert_allclose([one["logits"][0] for one in one_by_one], result["logits"][:5], atol=1e-6)
     assert [one["unknown"][0] for one in one_by_one] == result["unknown"][:5]
 
 
 def test_unknown_categories_are_counted_and_named(app: ScoringApp) -> None:
-    expected = [
-        [name for column, name in enumerate(SCHEMA.sparse) if row.get(name) == f"{token(column, NUM_TOKENS):08x}"] for row in ROWS
-    ]
+    unknown = {name: f"{token(column, NUM_TOKENS):08x}" for column, name in enumerate(SCHEMA.sparse)}
+    expected = [[name for name in SCHEMA.sparse if row.get(name) == unknown[name]] for row in ROWS]
     assert sum(map(len, expected)) > 50
     before = _samples(app)
     result = post(app, TEXT, query="columns=true").json()
@@ -94,12 +90,9 @@ def test_missing_category_is_not_unknown() -> None:
 
 
 def test_unknown_categories_of_hashed_columns_and_bags() -> None:
-    hashed = tuple(
-        SparseColumn(50, None) if number else SparseColumn(NUM_TOKENS + 2, NUM_TOKENS) for number in range(len(SCHEMA.sparse))
-    )
+    hashed = (SparseColumn(NUM_TOKENS + 2, NUM_TOKENS), *[SparseColumn(50, None)] * (len(SCHEMA.sparse) - 1))
     vocabulary = np.array([token(0, number) for number in range(NUM_TOKENS)], np.uint32)
-    model = make_model(make_preprocessor(sparse=hashed, tokens=vocabulary))
-    result = post(make_app(model), TEXT, query="columns=true").json()
+    result = post(make_app(make_model(make_preprocessor(sparse=hashed, tokens=vocabulary))), TEXT, query="columns=true").json()
     assert {name for names in result["unknown_columns"] for name in names} == {"cat_0"}
     bags = make_model(make_preprocessor(multi_hot=MultiHot(sizes=(3,) * len(SCHEMA.sparse))))
     result = post(make_app(bags), TEXT).json()
@@ -122,8 +115,7 @@ def test_integer_buckets_are_categories() -> None:
 
 
 def test_custom_schema_scores_json_and_csv() -> None:
-    model = make_model(make_preprocessor(ANY))
-    app = make_app(model)
+    app = APPS["own"]
     rows = [
         {"age": 3, "price": 1.5, "user": token(0, 1), "item": str(token(1, 0)), "tags": [token(2, 0), token(2, 1), None]},
         {"age": None, "price": -2e5, "user": "someone", "tags": ["a", str(token(2, 2)), "b"]},
@@ -140,11 +132,10 @@ def test_custom_schema_scores_json_and_csv() -> None:
     quoted = "\n".join(lines).encode()
     turned = "\n".join(["tags,click,user,item,age,price", f"{token(2, 0)}|{token(2, 1)},0,{token(0, 1)},{token(1, 0)},3,1.5"])
     for text in (bare, bare + b"\r\n", labelled, header):
-        answer = post(app, text, media_type="text/csv").json()
-        assert answer["logits"] == result["logits"]
-        assert answer["unknown"] == result["unknown"]
-    assert post(app, quoted, media_type="text/csv").json()["unknown"] == [3, 0, 1]
-    assert post(app, turned.encode(), media_type="text/csv").json()["unknown"] == [0]
+        answer = csv_reply(app, text).json()
+        assert (answer["logits"], answer["unknown"]) == (result["logits"], result["unknown"])
+    assert csv_reply(app, quoted).json()["unknown"] == [3, 0, 1]
+    assert csv_reply(app, turned.encode()).json()["unknown"] == [0]
     assert post(app, bare.replace(b",", b"\t")).json()["logits"] == result["logits"]
 
 
@@ -154,6 +145,11 @@ ONE = Schema(label="click", dense=(), sparse=("shop",), tokens="any", delimiter=
 ONE_HEXADECIMAL = Schema(label="click", dense=(), sparse=("shop",), tokens="hexadecimal")
 SCHEMAS = {"criteo": SCHEMA, "own": ANY, "texts": TEXTS, "one": ONE, "one hexadecimal": ONE_HEXADECIMAL}
 APPS = {name: make_app(make_model(make_preprocessor(schema))) for name, schema in SCHEMAS.items()}
+
+
+def csv_reply(app: ScoringApp | str, text: bytes, parameters: str = "") -> Reply:
+    """Score CSV, by the application of a schema if `app` names it."""
+    return post(APPS[app] if isinstance(app, str) else app, text, media_type=f"text/csv{parameters}")
 
 
 @pytest.mark.parametrize(
@@ -170,39 +166,32 @@ APPS = {name: make_app(make_model(make_preprocessor(schema))) for name, schema i
     ],
 )
 def test_wrong_header_is_rejected(text: bytes, field: str) -> None:
-    error = error_of(post(APPS["texts"], text, media_type="text/csv"), 400)
+    error = error_of(csv_reply("texts", text), 400)
     assert error["field"] == field
     assert field in error["message"]
     assert "header=absent" in error["message"]
-    report = error_of(post(APPS["texts"], text, media_type="text/csv; header=present"), 400)
-    assert report["field"] == field
+    assert error_of(csv_reply("texts", text, "; header=present"), 400)["field"] == field
     if text.count(b",") == 4:
-        assert post(APPS["texts"], text, media_type="text/csv; header=absent").json()["unknown"] == [3, 3]
+        assert csv_reply("texts", text, "; header=absent").json()["unknown"] == [3, 3]
 
 
 def test_csv_header_is_optional() -> None:
-    app, rows = APPS["texts"], b"a,b,c\nuser,b,c\n"
-    header = b"tags,user,item\n"
-    expected = post(app, {"rows": [{"user": "a", "item": "b", "tags": ["c"]}, {"user": "user", "item": "b", "tags": ["c"]}]})
-    turned = b"c,a,b\r\nc,user,b\r\n"
+    app, rows, header, turned = APPS["texts"], b"a,b,c\nuser,b,c\n", b"tags,user,item\n", b"c,a,b\r\nc,user,b\r\n"
+    as_json = {"rows": [{"user": "a", "item": "b", "tags": ["c"]}, {"user": "user", "item": "b", "tags": ["c"]}]}
+    expected, mark = post(app, as_json), b"\xef\xbb\xbf"
     for text, media_type in (
         (rows, "text/csv"),
         (rows, 'text/csv; header="absent"'),
         (header + turned, "text/csv; header=present"),
-        (b"\xef\xbb\xbf" + header + turned, "text/csv"),
-        (b"\xef\xbb\xbf" + rows.replace(b",", b"\t"), "text/tab-separated-values"),
-        (
-            b'\xef\xbb\xbf{"rows":[{"user":"a","item":"b","tags":["c"]},{"user":"user","item":"b","tags":["c"]}]}',
-            "application/json",
-        ),
+        (mark + header + turned, "text/csv"),
+        (mark + rows.replace(b",", b"\t"), "text/tab-separated-values"),
+        (mark + json.dumps(as_json).encode(), "application/json"),
     ):
         assert post(app, text, media_type=media_type).json() == expected.json(), (text, media_type)
-    assert error_of(post(app, rows, media_type="text/csv; header=present"), 400)["field"] == "a"
-    error_of(post(app, rows, media_type="text/csv; header=maybe"), 415)
+    assert error_of(csv_reply(app, rows, "; header=present"), 400)["field"] == "a"
     error_of(post(app, header.replace(b",", b"\t") + rows, media_type="text/tab-separated-values"), 400)
-    error_of(post(app, header, media_type="text/csv"), 400)
-    assert error_of(post(app, b"\xff\xfe" + rows, media_type="text/csv"), 400)["row"] == 0
-    assert post(make_app(make_model(make_preprocessor(TEXTS)), max_rows=2), header + turned, media_type="text/csv").status == 200
+    assert error_of(csv_reply(app, b"\xff\xfe" + rows), 400)["row"] == 0
+    assert csv_reply(make_app(make_model(make_preprocessor(TEXTS)), max_rows=2), header + turned).status == 200
 
 
 @pytest.mark.parametrize("text", [b"a\n\nb\n", b"a\n\n", b"\na\n", b"\n", b"a\r\n\r\nb"])
@@ -212,71 +201,43 @@ def test_empty_line_is_rejected(text: bytes) -> None:
         error = error_of(post(APPS[name], text.replace(b"a", line).replace(b"b", line)), 400)
         assert error["row"] == (0 if text.startswith(b"\n") else 1)
         assert "empty line" in error["message"]
-    three = b"a,b,c\n\na,b,c\n"
-    assert error_of(post(APPS["texts"], three, media_type="text/csv"), 400)["row"] == 1
     quoted = b'"a\n\nb",b,c\n\na,b,c\n'
-    assert error_of(post(APPS["texts"], quoted, media_type="text/csv"), 400)["row"] == 1
-    assert post(APPS["texts"], quoted.replace(b"\n\na", b"\na"), media_type="text/csv").json()["unknown"] == [3, 3]
+    for three in (b"a,b,c\n\na,b,c\n", quoted):
+        assert error_of(csv_reply("texts", three), 400)["row"] == 1
+    assert csv_reply("texts", quoted.replace(b"\n\na", b"\na")).json()["unknown"] == [3, 3]
 
 
 def test_line_ends_in_quotes_do_not_end_rows() -> None:
     """For any field length, also in a header."""
-    long = b'"' + b"x" * 140_000 + b'\n"'
-    good = b'u,"a ""\n\nb""",' + long + b"\n"
-    assert post(APPS["texts"], good * 3, media_type="text/csv").json()["unknown"] == [3] * 3
+    good = b'u,"a ""\n\nb""","' + b"x" * 140_000 + b'\n"\n'
+    assert csv_reply("texts", good * 3).json()["unknown"] == [3] * 3
     for text in (good + b"\n" + good, good + b"u,i,t\n\n\n" + good):
-        error = error_of(post(APPS["texts"], text, media_type="text/csv"), 400)
-        assert error["message"] == f"row {1 + text.count(b'u,i,t')}: empty line"
-    assert post(make_app(make_model(make_preprocessor(TEXTS)), max_rows=2), good * 2, media_type="text/csv").status == 200
-    schema = TEXTS.replace(sparse=("a\nb", 'c"', "tags"))
-    app = make_app(make_model(make_preprocessor(schema)))
-    for media_type in ("text/csv", "text/csv; header=present"):
-        rows = b'tags,"c""","a\nb"\nt,u,x\nt,u,y\n'
-        assert post(app, rows, media_type=media_type).json()["unknown"] == [3, 3]
-
-
-def test_label_parameter_fixes_columns(app: ScoringApp) -> None:
-    """A labelled line without its last column has as many columns as an unlabelled one."""
-    tsv, csv = "text/tab-separated-values", "text/csv; header=absent"
-    bare = row_text(1)
-    labelled = b"1\t" + bare
-    short = labelled.rpartition(b"\t")[0] + b"\n"
-    custom, full = APPS["texts"], b"1,u,i,t\n"
-    for one, media_type, lines in ((app, tsv, (bare, labelled, short)), (custom, csv, (full[2:], full, b"1,u,i\n"))):
-        without, with_label, cut = lines
-        assert post(one, without, media_type=f"{media_type}; label=absent").status == 200
-        assert post(one, with_label, media_type=f'{media_type}; label="present"').status == 200
-        error_of(post(one, with_label, media_type=f"{media_type}; label=absent"), 400)
-        for text in (without, cut):
-            message = error_of(post(one, text, media_type=f"{media_type}; label=present"), 400)["message"]
-            assert f"{len(one._models.model.preprocessor.schema.columns)} are needed" in message
-        error_of(post(one, with_label, media_type=f"{media_type}; label=maybe"), 415)
-    assert post(custom, b"1,u,i\n", media_type=csv).status == 200  # why there is a parameter
+        assert error_of(csv_reply("texts", text), 400)["message"] == f"row {1 + text.count(b'u,i,t')}: empty line"
+    assert csv_reply(make_app(make_model(make_preprocessor(TEXTS)), max_rows=2), good * 2).status == 200
+    app = make_app(make_model(make_preprocessor(TEXTS.replace(sparse=("a\nb", 'c"', "tags")))))
+    for parameters in ("", "; header=present"):
+        assert csv_reply(app, b'tags,"c""","a\nb"\nt,u,x\nt,u,y\n', parameters).json()["unknown"] == [3, 3]
 
 
 def test_rounded_json_floats_are_rejected_as_categories() -> None:
     app = APPS["own"]
-    expected = post(app, {"rows": [{"item": 2**53 - 1}]}).json()
-    assert post(app, {"rows": [{"item": 2.0**53 - 1}]}).json() == expected
+    assert post(app, {"rows": [{"item": 2.0**53 - 1}]}).json() == post(app, {"rows": [{"item": 2**53 - 1}]}).json()
     assert post(app, {"rows": [{"item": 2**53 + 1}, {"item": -(2**63)}, {"item": 2**64 - 1}]}).status == 200
-    for value in ("9007199254740993.0", "9007199254740992.0", "1e16", "-1e16", "1e19", "18446744073709551616"):
-        content = f'{{"rows": [{{}}, {{"item": {value}}}]}}'.encode()
-        error = error_of(post(app, content, media_type="application/json"), 400)
+    for value in ("9007199254740992.0", "-1e16", "18446744073709551616"):
+        error = error_of(post(app, f'{{"rows": [{{}}, {{"item": {value}}}]}}'.encode(), media_type="application/json"), 400)
         assert (error["row"], error["field"]) == (1, "item")
         assert "2^53" in error["message"]
 
 
 def test_repeated_json_names_are_rejected() -> None:
     app = APPS["own"]
-    for content in (
-        '{"rows": [{}], "rows": [{}, {}]}',
-        '{"rows": [{"item": "a", "item": "a"}]}',
-        r'{"rows": [{"user": "a:\"b:", "item": "c", "\u0069tem": "d"}]}',
-        '{"rows": [{"age": {"a": 1, "a": 2}}]}',
+    for content, field in (
+        ('{"rows": [{}], "rows": [{}, {}]}', "rows"),
+        (r'{"rows": [{"user": "a:\"b:", "item": "c", "\u0069tem": "d"}]}', "item"),
+        ('{"rows": [{"age": {"a": 1, "a": 2}}]}', "a"),
     ):
         error = error_of(post(app, content.encode(), media_type="application/json"), 400)
-        assert "occurs twice" in error["message"]
-        assert error["field"] in ("rows", "item", "a")
+        assert ("occurs twice" in error["message"], error["field"]) == (True, field)
     for text in ('a:b","c":"', "\\", '\\"', "::"):
         assert post(app, {"rows": [{"item": text, "user": text}, {"item": text}]}).json()["unknown"] == [2, 1]
     nested = b'{"rows": [' + b'{"age":' * 900 + b"1" + b"}" * 900 + b"]}"
@@ -295,15 +256,10 @@ def bodies(draw: st.DrawFn) -> tuple[str, list[dict[str, Any]], list[int]]:
     """Return rows of a schema and a permutation."""
     name = draw(st.sampled_from(sorted(SCHEMAS)))
     schema = SCHEMAS[name]
-    dense = st.none() | st.integers(-1000, 1000)
-    row = st.fixed_dictionaries(
-        dict.fromkeys(schema.dense, dense)
-        | {
-            column: st.lists(_categories(schema).filter(bool), max_size=3) if column in schema.lists else _categories(schema)
-            for column in schema.sparse
-        }
-    )
-    rows = draw(st.lists(row, min_size=1, max_size=6))
+    columns: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(schema.dense, st.none() | st.integers(-1000, 1000))
+    columns |= dict.fromkeys(schema.sparse, _categories(schema))
+    columns |= dict.fromkeys(schema.lists, st.lists(_categories(schema).filter(bool), max_size=3))
+    rows = draw(st.lists(st.fixed_dictionaries(columns), min_size=1, max_size=6))
     return name, rows, draw(st.permutations(range(len(rows))))
 
 
@@ -320,8 +276,7 @@ def _as_text(rows: list[dict[str, Any]], schema: Schema, *, header: bool) -> byt
     if header:
         writer.writerow(columns)
     for row in rows:
-        values = [row[name] for name in columns]
-        fields = ["|".join(value) if isinstance(value, list) else value for value in values]
+        fields = ["|".join(value) if isinstance(value, list) else value for value in map(row.get, columns)]
         # Behind a label, since an empty line of a log is no row.
         writer.writerow(["0", *fields] if len(columns) == 1 and hexadecimal else fields)
     return out.getvalue().encode()
@@ -342,10 +297,8 @@ def test_every_row_is_scored_separately(body: tuple[str, list[dict[str, Any]], l
     if schema.tokens == "hexadecimal":
         replies.append(post(app, _as_text(permuted, schema, header=False)))
     else:
-        for header, parameter in ((True, "present"), (False, "absent")):
-            text = _as_text(permuted, schema, header=header)
-            replies.append(post(app, text, media_type=f"text/csv; header={parameter}"))
-        replies.append(post(app, _as_text(permuted, schema, header=True), media_type="text/csv"))
+        for header, parameters in ((True, "; header=present"), (False, "; header=absent"), (True, "")):
+            replies.append(csv_reply(app, _as_text(permuted, schema, header=header), parameters))
     for reply in replies:
         assert reply.status == 200, reply.body
         result = reply.json()
@@ -372,16 +325,6 @@ def test_every_row_is_scored_separately(body: tuple[str, list[dict[str, Any]], l
 def test_invalid_json_is_rejected(app: ScoringApp, content: bytes) -> None:
     """test_golden_replies.py has other errors and their messages."""
     error_of(post(app, content, media_type="application/json"), 400)
-
-
-def test_invalid_text_row_is_located(app: ScoringApp) -> None:
-    for content, row, field in (
-        (TEXT + b"1\t2\n" + TEXT, 50, None),
-        (b"\x00" * 100, 0, None),
-        (TEXT.decode().encode("utf-16"), 0, "int_0"),
-    ):
-        error = error_of(post(app, content), 400)
-        assert (error["row"], error["field"]) == (row, field), error
 
 
 def test_invalid_request_does_not_affect_its_batch(app: ScoringApp) -> None:
@@ -432,13 +375,9 @@ def test_nonfinite_scores_return_422(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_content_types_are_checked(app: ScoringApp) -> None:
-    for media_type in ("text/plain", "", "application/json; charset=latin-1", "multipart/form-data"):
-        error_of(post(app, TEXT, media_type=media_type), 415)
+    """test_golden_replies.py has other types."""
     error_of(post(app, TEXT, headers={"content-encoding": "gzip"}), 415)
-    error_of(post(app, TEXT, media_type="text/csv"), 415)
     assert post(app, TEXT, media_type="Text/Tab-Separated-Values; charset=UTF-8").status == 200
-    for query, field in (("columns=maybe", "columns"), ("column=true", "column")):
-        assert error_of(post(app, TEXT, query=query), 400)["field"] == field
 
 
 def test_request_sizes_are_limited() -> None:
@@ -447,10 +386,9 @@ def test_request_sizes_are_limited() -> None:
     error_of(post(app, b"".join(row_text(number) for number in range(4))), 413)
     error_of(post(app, {"rows": [{}] * 4}), 413)
     error_of(post(app, b"x" * 2001), 413)
-    headers = {"content-type": "application/json", "content-length": "9" * 30}
-    error_of(ask(app, "POST", "/v1/score", headers=headers), 413)  # refused before a byte of it is read
-    headers = {"content-type": "application/json", "content-length": "-1"}
-    error_of(ask(app, "POST", "/v1/score", headers=headers, parts=[b"x" * 500] * 5), 413)
+    for length, parts in (("9" * 30, [b""]), ("-1", [b"x" * 500] * 5)):  # the first is refused before a byte of it is read
+        headers = {"content-type": "application/json", "content-length": length}
+        error_of(ask(app, "POST", "/v1/score", headers=headers, parts=parts), 413)
 
 
 def test_memory_of_waiting_requests_is_limited() -> None:
@@ -458,11 +396,11 @@ def test_memory_of_waiting_requests_is_limited() -> None:
     headers = {"content-type": "text/tab-separated-values"}
 
     async def scenario() -> list[int]:
-        slow = {"headers": headers, "parts": [TEXT[:-1], 0.5, TEXT[-1:]]}
-        many = [asyncio.create_task(request(app, "POST", "/v1/score", **slow)) for _ in range(5)]
-        replies = [await task for task in many]
-        assert all(reply is not None and (reply.status == 200 or "retry-after" in reply.headers) for reply in replies)
-        return sorted(reply.status for reply in replies if reply is not None)
+        parts = [TEXT[:-1], 0.5, TEXT[-1:]]
+        many = [request(app, "POST", "/v1/score", headers=headers, parts=parts) for _ in range(5)]
+        replies = [reply for reply in await asyncio.gather(*many) if reply is not None]
+        assert all(reply.status == 200 or "retry-after" in reply.headers for reply in replies)
+        return sorted(reply.status for reply in replies)
 
     assert asyncio.run(scenario()) == [200, 200, 200, 503, 503]
     assert app.held_bytes == 0
@@ -509,25 +447,13 @@ def test_peak_memory_of_large_requests_is_limited(media_type: str) -> None:
     assert peak < limit + 8 * len(content)  # the requests themselves, and what is refused
     assert {reply.status for reply in replies} == {200, 503}
     assert app.held_bytes == 0
-    tight = make_app(make_model(make_preprocessor(ANY)), max_held_bytes=limit // 20)
-    error_of(post(tight, content, media_type=media_type), 413)
+    error_of(post(make_app(make_model(make_preprocessor(ANY)), max_held_bytes=limit // 20), content, media_type=media_type), 413)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        "{}",
-        "[]",
-        '{"":0}',
-        "300",
-        '"ab"',
-        "1.5",
-        '"é€"',
-        '{"a":"bc","d":300}',
-        "[" * 900 + "]" * 900,
-        '{"":' * 900 + "0" + "}" * 900,
-    ],
-)
+NESTED = ("[" * 900 + "]" * 900, '{"":' * 900 + "0" + "}" * 900)
+
+
+@pytest.mark.parametrize("row", ["{}", "[]", '{"":0}', "300", '"ab"', "1.5", '"é€"', '{"a":"bc","d":300}', *NESTED])
 def test_parsed_json_fits_memory_estimate(row: str) -> None:
     content = f'{{"rows": [{",".join([row] * (200_000 // len(row)))}]}}'.encode()
     tracemalloc.start()
@@ -542,18 +468,17 @@ def test_parsed_json_fits_memory_estimate(row: str) -> None:
 
 def test_large_body_is_parsed_in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrec.serve.app._INLINE_BYTES", 1)
-    opened_by: list[str] = []
+    opened_by: list[threading.Thread] = []
 
     def noted(*arguments: Any, **named: Any) -> RequestBody:
-        opened_by.append(threading.current_thread().name)
+        opened_by.append(threading.current_thread())
         return open_body(*arguments, **named)
 
     monkeypatch.setattr("rayrec.serve.app.open_body", noted)
     app = make_app(MODEL)
     assert post(app, TEXT).status == 200
     error_of(post(app, b"\n\n"), 400)
-    assert len(opened_by) == 2
-    assert threading.main_thread().name not in opened_by
+    assert (len(opened_by), threading.main_thread() in opened_by) == (2, False)
 
 
 def test_rows_are_counted_for_all_line_ends() -> None:
@@ -570,10 +495,8 @@ def test_chunked_aborted_and_late_bodies() -> None:
     headers = {"content-type": "text/tab-separated-values"}
     chunks = [TEXT[start : start + 100] for start in range(0, len(TEXT), 100)]
     assert ask(app, "POST", "/v1/score", headers=headers, parts=chunks).json() == post(app, TEXT).json()
-    aborted = asyncio.run(request(app, "POST", "/v1/score", headers=headers, parts=[b"1"], disconnect=True))
-    assert aborted is None
-    hasty = make_app(MODEL, time_limit_s=0.2)
-    error_of(ask(hasty, "POST", "/v1/score", headers=headers, parts=[b"1", 5.0, b"2"]), 408)
+    assert asyncio.run(request(app, "POST", "/v1/score", headers=headers, parts=[b"1"], disconnect=True)) is None
+    error_of(ask(make_app(MODEL, time_limit_s=0.2), "POST", "/v1/score", headers=headers, parts=[b"1", 5.0, b"2"]), 408)
 
 
 def test_bearer_token_is_required() -> None:
@@ -594,13 +517,12 @@ def test_bearer_token_is_required() -> None:
 
 def test_token_may_end_in_blank_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as the last byte of à in UTF-8."""
-    token = "voilà \u0085".strip(" ").encode()
+    token = "voilà \u0085".encode()
     (tmp_path / "token").write_bytes(token + b"\n")
     monkeypatch.setitem(os.environb, b"TOKEN", b"\xff" + token)
-    app = make_app(MODEL, token_digest=ServeConfig(token_file=str(tmp_path / "token")).token_digest())
-    assert post(app, TEXT, headers={"authorization": b"Bearer  " + token}).status == 200
-    app = make_app(MODEL, token_digest=ServeConfig(token_env="TOKEN").token_digest())
-    assert post(app, TEXT, headers={"authorization": b"Bearer \xff" + token}).status == 200
+    for config, sent in ((ServeConfig(token_file=str(tmp_path / "token")), b" "), (ServeConfig(token_env="TOKEN"), b"\xff")):
+        app = make_app(MODEL, token_digest=config.token_digest())
+        assert post(app, TEXT, headers={"authorization": b"Bearer " + sent + token}).status == 200
 
 
 def test_upgrade_offer_closes_connection(app: ScoringApp) -> None:
@@ -627,10 +549,8 @@ def test_paths_and_methods(app: ScoringApp) -> None:
     assert ready == {"status": "ready", "model": MODEL.version, "preprocessor": MODEL.preprocessor_hash}
     assert ask(app, "HEAD", "/readyz").status == 200  # the HTTP server drops the body
     error_of(ask(app, "GET", "/nowhere"), 404)
-    reply = ask(app, "GET", "/v1/score")
-    error_of(reply, 405)
-    assert reply.headers["allow"] == "POST"
-    assert ask(app, "DELETE", "/").headers["allow"] == "GET, HEAD"
+    error_of(ask(app, "GET", "/v1/score"), 405)
+    assert [ask(app, *one).headers["allow"] for one in (("GET", "/v1/score"), ("DELETE", "/"))] == ["POST", "GET, HEAD"]
     page = ask(app, "GET", "/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in page.headers["content-security-policy"]
@@ -640,16 +560,7 @@ def test_paths_and_methods(app: ScoringApp) -> None:
 @pytest.mark.parametrize("root", ["/clicks", "/clicks/", "/"])
 def test_paths_below_prefix(app: ScoringApp, root: str) -> None:
     for path in ("", "/", "/healthz"):
-        scope = {"type": "http", "method": "GET", "root_path": root, "query_string": b""}
-        scope |= {"http_version": "1.1", "headers": [(b"host", b"localhost")]}
-        scope["path"] = root.rstrip("/") + path or "/"
-        sent: list[Any] = []
-
-        async def send(message: Any, sent: list[Any] = sent) -> None:
-            sent.append(message)
-
-        asyncio.run(app(scope, None, send))
-        assert sent[0]["status"] == 200
+        assert ask(app, "GET", root.rstrip("/") + path or "/", root_path=root).status == 200
 
 
 def test_openapi_has_columns_and_valid_example(app: ScoringApp) -> None:
@@ -687,14 +598,12 @@ def test_metrics_count_requests_and_rows() -> None:
     assert result["rayrec_serve_batch_rows_sum"] == 100
     assert result["rayrec_serve_request_seconds_count"] == 3
     assert result["rayrec_serve_waiting_rows"] == 0
-    hash_ = MODEL.preprocessor_hash
-    assert result[f'rayrec_serve_replicas{{model="{MODEL.version}",preprocessor="{hash_}"}}'] == 1
+    assert result[f'rayrec_serve_replicas{{model="{MODEL.version}",preprocessor="{MODEL.preprocessor_hash}"}}'] == 1
 
 
 def test_failure_affects_one_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app(MODEL)
     with monkeypatch.context() as patch:
         patch.setattr("rayrec.serve.responses.OOVCounter.count", lambda *_: 1 / 0)
-        error = error_of(post(app, TEXT), 500)
-        assert "division" not in json.dumps(error)
+        assert "division" not in json.dumps(error_of(post(app, TEXT), 500))
     assert post(app, TEXT).status == 200

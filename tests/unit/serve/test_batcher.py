@@ -32,10 +32,11 @@ def _in_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrec.serve.batcher.INLINE_ROWS", 0)
 
 
-def _batcher(model: Model, **limits: int) -> Batcher:
-    return Batcher(
-        model, **{"max_batch_rows": 100, "max_batch_bytes": 1000, "max_waiting_rows": 1000, "max_waiting_requests": 100, **limits}
-    )
+LIMITS = {"max_batch_rows": 100, "max_batch_bytes": 1000, "max_waiting_rows": 1000, "max_waiting_requests": 100}
+
+
+def _batcher(score: Callable[[Sequence[RequestBody]], list[Any]], **limits: int) -> Batcher:
+    return Batcher(score, **{**LIMITS, **limits})
 
 
 def _in_loop(test: Callable[[Model], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -56,10 +57,8 @@ async def _submit(batcher: Batcher, *rows: int) -> list[asyncio.Task[Any]]:
 @_in_loop
 async def test_waiting_requests_form_one_batch(model: Model) -> None:
     batcher = _batcher(model)
-    tasks = await _submit(batcher, 1)
-    tasks += await _submit(batcher, 2, 30, 60, 20, 300, 5)
-    assert batcher.waiting_requests == 6
-    assert batcher.waiting_rows == 417
+    tasks = [*await _submit(batcher, 1), *await _submit(batcher, 2, 30, 60, 20, 300, 5)]
+    assert (batcher.waiting_requests, batcher.waiting_rows) == (6, 417)
     model.may.release(9)
     assert await asyncio.gather(*tasks) == [1, 2, 30, 60, 20, 300, 5]
     assert batcher.waiting_rows == 0
@@ -69,8 +68,7 @@ async def test_waiting_requests_form_one_batch(model: Model) -> None:
 @_in_loop
 async def test_batch_bytes_are_limited(model: Model) -> None:
     batcher = _batcher(model, max_batch_bytes=50)
-    tasks = await _submit(batcher, 1)
-    tasks += await _submit(batcher, 20, 30, 1, 51, 2, 3)
+    tasks = [*await _submit(batcher, 1), *await _submit(batcher, 20, 30, 1, 51, 2, 3)]
     model.may.release(9)
     assert await asyncio.gather(*tasks) == [1, 20, 30, 1, 51, 2, 3]
     assert model.batches == [[1], [20, 30], [1], [51], [2, 3]]
@@ -85,12 +83,11 @@ async def test_small_batches_run_in_event_loop(model: Model) -> None:
         threads.append(threading.current_thread().name.partition("_")[0])
         return model(bodies)
 
-    batcher = Batcher(score, max_batch_rows=100, max_batch_bytes=1 << 20, max_waiting_rows=1000, max_waiting_requests=100)
+    batcher = _batcher(score, max_batch_bytes=1 << 20)
     model.may.release(9)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rayrec.serve.batcher.INLINE_ROWS", INLINE_ROWS)
-        tasks = await _submit(batcher, 1, 13, 2, 3, 99, 4)
-        result = await asyncio.gather(*tasks, return_exceptions=True)
+        result = await asyncio.gather(*await _submit(batcher, 1, 13, 2, 3, 99, 4), return_exceptions=True)
         assert [result[0], *result[2:]] == [1, 2, 3, 99, 4]
         assert isinstance(result[1], RequestError)
         assert await batcher.submit(RequestBody("json", 5, INLINE_BYTES + 1)) == 5
@@ -102,8 +99,7 @@ async def test_small_batches_run_in_event_loop(model: Model) -> None:
 @_in_loop
 async def test_rejected_and_cancelled_bodies(model: Model) -> None:
     batcher = _batcher(model)
-    tasks = await _submit(batcher, 1)
-    tasks += await _submit(batcher, 13, 7, 8)
+    tasks = [*await _submit(batcher, 1), *await _submit(batcher, 13, 7, 8)]
     tasks[2].cancel()
     await asyncio.sleep(0.02)
     model.may.release(9)
@@ -119,8 +115,7 @@ async def test_full_queue_rejects_requests(model: Model) -> None:
     tasks = [*await _submit(batcher, 1), *await _submit(batcher, 40)]
     with pytest.raises(RequestError) as error:
         await batcher.submit(RequestBody("tsv", 11, 11))
-    assert error.value.status == 503
-    assert error.value.headers == {"retry-after": "1"}
+    assert (error.value.status, error.value.headers) == (503, {"retry-after": "1"})
     tasks += await _submit(batcher, 5, 5)
     with pytest.raises(RequestError):
         await batcher.submit(RequestBody("tsv", 0, 0))
@@ -137,33 +132,24 @@ async def test_failure_reaches_its_batch_only(model: Model) -> None:
             raise ZeroDivisionError
         return model(bodies)
 
-    batcher = Batcher(fail, max_batch_rows=2, max_batch_bytes=99, max_waiting_rows=99, max_waiting_requests=9)
-    tasks = await _submit(batcher, 1, 2, 1)
     model.may.release(9)
-    result = await asyncio.gather(*tasks, return_exceptions=True)
+    result = await asyncio.gather(*await _submit(_batcher(fail, max_batch_rows=2), 1, 2, 1), return_exceptions=True)
     assert [result[0], result[2]] == [1, 1]
     assert isinstance(result[1], ZeroDivisionError)
 
 
 def test_limits_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
     """Full queue and exceeded time limit, then normal answers again."""
-    go_on = threading.Event()
-    app = make_app(make_model(), time_limit_s=1.0, max_waiting_requests=2)
+    go_on, app = threading.Event(), make_app(make_model(), time_limit_s=1.0, max_waiting_requests=2)
     answer = app._batcher._score
-
-    def held_up(bodies: Sequence[RequestBody]) -> Any:
-        go_on.wait(60)
-        return answer(bodies)
-
-    monkeypatch.setattr(app._batcher, "_score", held_up)
+    monkeypatch.setattr(app._batcher, "_score", lambda bodies: go_on.wait(60) and answer(bodies))
 
     async def scenario() -> list[int]:
         replies = await asyncio.gather(*(post_async(app, row_text(1)) for _ in range(5)))
-        rejected = next(reply for reply in replies if reply.status == 503)
-        assert rejected.headers["retry-after"] == "1"
+        assert next(reply for reply in replies if reply.status == 503).headers["retry-after"] == "1"
         app._config = app._config.replace(time_limit_s=60.0)
         go_on.set()
-        later = await post_async(app, row_text(1))
-        return [*sorted(reply.status for reply in replies), later.status]
+        replies.sort(key=lambda reply: reply.status)
+        return [reply.status for reply in (*replies, await post_async(app, row_text(1)))]
 
     assert asyncio.run(scenario()) == [503, 503, 503, 504, 504, 200]

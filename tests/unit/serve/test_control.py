@@ -48,10 +48,9 @@ class Cluster:
         monkeypatch.setattr(ray_compat, "call_replicas", self._call_replicas)
         monkeypatch.setattr(ray, "get", lambda value, timeout: value)
         monkeypatch.setattr("ray.serve.get_app_handle", lambda _: None)
-        status = SimpleNamespace(applications={"rayrec"})
-        monkeypatch.setattr("ray.serve.status", lambda: status if self.running else SimpleNamespace(applications={}))
-        monkeypatch.setattr(control, "source_of", lambda path: path)
-        monkeypatch.setattr(deployment, "source_of", lambda path: path)
+        monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications={"rayrec"} if self.running else set()))
+        for module in (control, deployment):
+            monkeypatch.setattr(module, "source_of", lambda path: path)
 
     def __getattr__(self, name: str) -> SimpleNamespace:
         def call(*arguments: Any) -> Any:
@@ -77,9 +76,6 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return Cluster(monkeypatch)
-
-
-# -- any order of events
 
 
 class World:
@@ -113,35 +109,32 @@ class World:
         self.cluster.calls[name] = lambda method, desired: (name, self.call(name, models, method, desired))
 
     def call(self, name: str, models: ReplicaModels, method: str, desired: DesiredState) -> str:
-        if method == "switch":
-            models.set_desired(desired)
-            cause = models.switch()
-            self.report(name, models)
-            return cause
-        return getattr(models, method)(desired) or ""
+        if method != "switch":
+            return getattr(models, method)(desired) or ""
+        models.set_desired(desired)
+        cause = models.switch()
+        self.report(name, models)
+        return cause
 
     def report(self, name: str, models: ReplicaModels) -> None:
         if name in self.dead:
             return
         desired, _ = self.cluster.register.report(name, models.desired, models.status(), Snapshot(()), None)  # type: ignore[arg-type]
         models.set_desired(desired)
-        status = models.status()
-        if status.model is not None:  # only what was accepted answers
-            assert status.model.path in ("a", "b", "c")
+        model = models.status().model
+        assert model is None or model.path in ("a", "b", "c")  # only what was accepted answers
 
     def report_all(self) -> None:
         for name, models in list(self.replicas.items()):
             self.report(name, models)
             if models.incomplete:
-                models.switch()
-                self.report(name, models)
+                self.call(name, models, "switch", models.desired)
 
     def disturb(self) -> None:
         if self.budget == 0 or self.depth > 1 or self.random.random() < 0.8:
             return
         self.budget, self.depth = self.budget - 1, self.depth + 1
-        event = self.random.choice((self.change, self.start, self.kill, self.restart, self.report_all))
-        event()
+        self.random.choice((self.change, self.start, self.kill, self.restart, self.report_all))()
         self.depth -= 1
 
     def kill(self) -> None:
@@ -161,18 +154,13 @@ class World:
 
     def change(self) -> None:
         path = self.random.choice(("b", "b", "c", "damaged", "other columns"))
-        changed = self.random.choice((lambda desired: swap_model(desired, path), revert_model))
         with contextlib.suppress(InputError):
-            Control("rayrec").change(changed, timeout_s=0.1)
+            Control("rayrec").change(self.random.choice((lambda desired: swap_model(desired, path), revert_model)), timeout_s=0.1)
 
 
 @pytest.mark.parametrize("first_seed", [0, 100])
 def test_any_event_order_converges_to_one_model(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, first_seed: int) -> None:
-    class Scorer(SimpleNamespace):
-        def __init__(self, model: ServedModel, counters: Counters) -> None:
-            super().__init__(model=model, warm=lambda: None)
-
-    monkeypatch.setattr(replica_models, "BatchScorer", Scorer)
+    monkeypatch.setattr(replica_models, "BatchScorer", lambda model, _: SimpleNamespace(model=model, warm=lambda: None))
     monkeypatch.setattr(replica_models, "RETRY_S", -1.0)
     ends = set()
     for seed in range(first_seed, first_seed + 100):
@@ -183,15 +171,11 @@ def test_any_event_order_converges_to_one_model(cluster: Cluster, monkeypatch: p
         cluster.before_call = lambda: None
         for _ in range(60):
             world.report_all()
-        desired = cluster.register.desired()
-        assert desired is not None
+        desired: Any = cluster.register.desired()
         assert {models.status().model for models in world.replicas.values()} == {desired.model}
         assert cluster.register.waiting(desired) == ([], "")
         ends.add(desired.model.path)
     assert ends == {"a", "b", "c"}
-
-
-# -- replicas, with their threads
 
 
 class Replicas:
@@ -227,17 +211,9 @@ class Replicas:
     def swap(self, path: str) -> dict[str, Any]:
         return Control("rayrec").change(lambda desired: swap_model(desired, path))
 
-    def swapping(self, path: str) -> threading.Thread:
-        """Start a swap, and return once a replica loads the model."""
-        thread = threading.Thread(target=self.swap, args=(path,))
-        thread.start()
-        until(lambda: path in self.loading)
-        return thread
-
-    def starting(self, name: str, *, path: str) -> threading.Thread:
-        """Return once the replica loads the model."""
-        self.slow[path], before = threading.Event(), len(self.loading)
-        thread = threading.Thread(target=self.start, args=(name,))
+    def begin(self, change: Callable[..., object], *arguments: str) -> threading.Thread:
+        """Begin a change, and return once a replica loads a model for it."""
+        before, thread = len(self.loading), threading.Thread(target=change, args=arguments)
         thread.start()
         until(lambda: len(self.loading) > before)
         return thread
@@ -277,8 +253,8 @@ def test_swap_rollback_and_shadow(replicas: Replicas) -> None:
 
 def test_replica_started_during_swap_has_new_model(replicas: Replicas) -> None:
     replicas.start("first")
-    thread = replicas.starting("second", path="a")
-    swap = replicas.swapping("b")
+    replicas.slow["a"] = threading.Event()
+    thread, swap = replicas.begin(replicas.start, "second"), replicas.begin(replicas.swap, "b")
     replicas.slow["a"].set()
     thread.join(60)
     swap.join(60)
@@ -287,7 +263,8 @@ def test_replica_started_during_swap_has_new_model(replicas: Replicas) -> None:
 
 def test_replica_started_during_rejected_swap_keeps_model(replicas: Replicas) -> None:
     replicas.start("first")
-    thread = replicas.starting("second", path="a")
+    replicas.slow["a"] = threading.Event()
+    thread = replicas.begin(replicas.start, "second")
     for path in ("other columns", "gone"):
         with pytest.raises(InputError, match=r"schemas differ|damaged"):
             replicas.swap(path)
@@ -300,13 +277,12 @@ def test_unreached_replica_catches_up(replicas: Replicas) -> None:
     late = replicas.start("first")
     replicas.start("second")
     del replicas.cluster.calls["first"]  # until another process sees it
-    swap = replicas.swapping("b")
+    swap = replicas.begin(replicas.swap, "b")
     assert late._models.model is MODELS["a"]
     replicas.reach("first", late)
     swap.join(60)
     assert replicas.cluster.versions() == [MODELS["b"].version] * 2
-    desired = replicas.cluster.register.desired()
-    assert desired is not None
+    desired: Any = replicas.cluster.register.desired()
     replicas.cluster.register.accept(swap_model(desired, "c"), desired.serial)  # and the process that asked for it died
     asyncio.run(late.check_health())
     until(lambda: late._models.model is MODELS["c"])
@@ -333,8 +309,7 @@ def test_configuration_applies_once_and_keeps_swaps(replicas: Replicas) -> None:
         def is_wanted() -> bool:
             for replica in both:
                 asyncio.run(replica.check_health())
-            desired = replicas.cluster.register.desired()
-            return desired is not None and desired.configured == ConfiguredModels(model, shadow)
+            return getattr(replicas.cluster.register.desired(), "configured", None) == ConfiguredModels(model, shadow)
 
         until(is_wanted)
 
@@ -381,9 +356,8 @@ def test_counters_outlive_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = [("rayrec_serve_batch_rows_bucket", (("le", bound),)) for bound in ("4.0", "16.0", "+Inf")]
 
     def report(name: str, counted: Counters) -> None:
-        register.report(
-            name, DesiredState(0, ModelSource(0, "a")), Status(), pickle.loads(pickle.dumps(counted.snapshot())), None
-        )
+        sent = pickle.loads(pickle.dumps(counted.snapshot()))
+        register.report(name, DesiredState(0, ModelSource(0, "a")), Status(), sent, None)
 
     report("one", counters)
     now_s[0] = 1.0

@@ -63,8 +63,7 @@ def _damaged(line: str, delimiter: str) -> Iterator[str]:
 
 def _criteo_requests() -> Iterator[Request]:
     line = "\t".join(["3", "-1", "", "40"] + ["7"] * 9 + ["0000000a", "", "FFFFFFFF"] + ["05db9164"] * 23)
-    good = '{"int_0": 3, "int_2": -1, "cat_0": "05db9164", "cat_3": "0000000a", "cat_25": null}'
-    yield from _envelopes(good)
+    yield from _envelopes('{"int_0": 3, "int_2": -1, "cat_0": "05db9164", "cat_3": "0000000a", "cat_25": null}')
     for value in (*NUMBERS, *TEXTS, *OTHERS):
         yield JSON, _json("{}", f'{{"int_3": {value}}}'), ""
         yield JSON, _json(f'{{"cat_7": {value}}}'), ""
@@ -136,34 +135,24 @@ def _plain(reply: Reply) -> list[Any]:
     if reply.status != 200:
         return [reply.status, body]
     scores, mark, rest = body.partition(',"unknown":')
-    floats = [float(number) for number in re.findall(r"(?<=[\[,])-?\d[-+.\de]*", scores)]
-    return [reply.status, re.sub(r"(?<=[\[,])-?\d[-+.\de]*", "~", scores) + mark + rest, floats]
+    number = re.compile(r"(?<=[\[,])-?\d[-+.\de]*")
+    return [reply.status, number.sub("~", scores) + mark + rest, [float(found) for found in number.findall(scores)]]
 
 
 @pytest.mark.parametrize("name", ["criteo", "own"])
 def test_replies_are_golden(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     if name == "criteo":
-        preprocessor = counted(CRITEO, write_criteo_log(tmp_path, rows=400), tmp_path / "preprocessor")
-        requests = list(_criteo_requests())
+        schema, log, requests = CRITEO, write_criteo_log(tmp_path, rows=400), list(_criteo_requests())
     else:
-        preprocessor = counted(OWN, write_own_log(tmp_path / "own", rows=400), tmp_path / "preprocessor")
-        requests = list(_own_requests())
-    app = scoring_app(preprocessor)
+        schema, log, requests = OWN, write_own_log(tmp_path / "own", rows=400), list(_own_requests())
+    app = scoring_app(counted(schema, log, tmp_path / "preprocessor"))
 
-    def post(request: Request) -> Any:
-        media_type, body, query = request
-        return post_async(app, body, media_type=media_type, query=query)
+    async def submit(*, together: bool) -> list[Reply]:
+        posts = [post_async(app, body, media_type=media_type, query=query) for media_type, body, query in requests]
+        return await asyncio.gather(*posts) if together else [await post for post in posts]
 
-    async def one_by_one() -> list[Reply]:
-        return [await post(request) for request in requests]
-
-    async def together() -> list[Reply]:
-        return await asyncio.gather(*map(post, requests))
-
-    keys = [
-        f"{folder} {media_type}{query and '?' + query} {body[:90]!r}" for folder, (media_type, body, query) in enumerate(requests)
-    ]
-    for submit in (one_by_one, together):
-        replies = asyncio.run(submit())
+    keys = [f"{n} {media_type}{query and '?' + query} {body[:90]!r}" for n, (media_type, body, query) in enumerate(requests)]
+    for together in (False, True):
+        replies = asyncio.run(submit(together=together))
         check_golden(f"replies_of_{name}", dict(zip(keys, map(_plain, replies), strict=True)), tolerance=1e-4)

@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 from builders.click_models import make_app, make_model, row_text
 from builders.faults import until
-from builders.requests import ask
+from builders.requests import Reply, ask
 from hosts.ports import free_ports
 from ray._common.utils import import_attr
 from ray.serve._private import constants
@@ -28,18 +28,27 @@ from rayrec.serve.listener import Limits, Listener, _BoundedProtocol, bound_prox
 from rayrec.serve.server import PROXY_CALLBACK, PROXY_CALLBACK_VARIABLE
 
 
-def _post(port: int, text: bytes) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    try:
-        connection.request("POST", "/v1/score", body=text, headers={"content-type": "text/tab-separated-values"})
-        return connection.getresponse().status
-    finally:
-        connection.close()
+def _post(port: int, text: bytes = row_text(1), *, times: int = 1, wait_s: float = 0.0) -> int:
+    """Score on one connection, with pauses. Returns the status that all answers have."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+        statuses = set()
+        for number in range(times):
+            time.sleep(wait_s if number else 0.0)
+            connection.request("POST", "/v1/score", body=text, headers={"content-type": "text/tab-separated-values"})
+            answer = connection.getresponse()
+            statuses.add(answer.status)
+            answer.read()
+    (status,) = statuses
+    return status
+
+
+def _connected(port: int, timeout_s: float = 20) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=timeout_s)
 
 
 def _refuses(port: int) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=10).close()
+        _connected(port).close()
     except ConnectionRefusedError:
         return True
     return False
@@ -53,26 +62,24 @@ def _listener(port: int, app: Any = None, *, end_s: float = 5, **limits: float) 
 @pytest.fixture
 def listen() -> Iterator[Callable[..., int]]:
     """Return a function that starts a listener and returns its port. Listeners are closed after the test."""
-    listeners: list[Listener] = []
+    with contextlib.ExitStack() as stack:
 
-    def start(app: Any = None, **limits: float) -> int:
-        port = free_ports(1)
-        listeners.append(_listener(port, app, ending_s=0.05, **limits))
-        return port
+        def start(app: Any = None, **limits: float) -> int:
+            port = free_ports(1)
+            stack.callback(_listener(port, app, ending_s=0.05, **limits).close)
+            return port
 
-    yield start
-    for listener in listeners:
-        listener.close()
+        yield start
 
 
 def test_listeners_use_one_port_and_drain_on_close() -> None:
     port = free_ports(1)
     apps = [make_app(make_model()) for _ in range(2)]
     one, other = (_listener(port, app, end_s=60) for app in apps)
-    assert {_post(port, row_text(1)) for _ in range(20)} == {200}
+    assert {_post(port) for _ in range(20)} == {200}
     one.close()
     assert not one.alive
-    assert _post(port, row_text(1)) == 200
+    assert _post(port) == 200
 
     go_on, used = threading.Event(), threading.Event()
     score = apps[1]._batcher._score
@@ -83,53 +90,52 @@ def test_listeners_use_one_port_and_drain_on_close() -> None:
         return score(bodies)
 
     apps[1]._batcher._score = slowly
-    statuses: list[int] = []
-    asking = threading.Thread(target=lambda: statuses.append(_post(port, b"".join(map(row_text, range(100))))))
-    asking.start()
-    assert used.wait(60)
-    ending = threading.Thread(target=other.close)
-    ending.start()
-    until(lambda: _refuses(port))
-    go_on.set()
-    asking.join()
-    ending.join()
-    assert statuses == [200]
+    with ThreadPoolExecutor(2) as pool:
+        status = pool.submit(_post, port, b"".join(map(row_text, range(100))))
+        assert used.wait(60)
+        pool.submit(other.close)
+        until(lambda: _refuses(port))
+        go_on.set()
+    assert status.result() == 200
+
+
+LINE = row_text(1)
+HEAD = b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-type: text/tab-separated-values\r\n"
+REQUEST = HEAD + b"content-length: %d\r\n\r\n" % len(LINE) + LINE
+LAST = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+REFUSED = b"PUT /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n"
+"""Answered before its body is read."""
 
 
 @pytest.mark.parametrize(
     "sent",
     [
-        b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: nonsense\r\n\r\n",
-        b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\nabc",
-        b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        *(HEAD + b"content-length: %s\r\n\r\n%s" % rest for rest in ((b"nonsense", b""), (b"-5", b"abc"), (b"50", b"cut short"))),
+        HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"GET " + b"/" * 100_000 + b" HTTP/1.1\r\n\r\n",
-        b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\ncut short",
     ],
     ids=range(6),
 )
 def test_invalid_http_is_rejected(sent: bytes, listen: Callable[..., int]) -> None:
     """The next request is answered."""
     port = listen()
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with _connected(port) as connection:
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
         answer = connection.recv(65536)
     assert not answer.startswith(b"HTTP/1.1 5")
-    assert _post(port, row_text(1)) == 200
+    assert _post(port) == 200
 
 
 def _sent_until_closed(port: int, pieces: Iterable[bytes]) -> int:
     """Return the bytes sent before the server closed the connection."""
     sent = 0
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-        try:
-            for chunk in pieces:
-                connection.sendall(chunk)
-                sent += len(chunk)
-            while connection.recv(65536):  # until it is closed
-                pass
-        except (BrokenPipeError, ConnectionResetError):
+    with _connected(port, 60) as connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        for chunk in pieces:
+            connection.sendall(chunk)
+            sent += len(chunk)
+        while connection.recv(65536):  # until it is closed
             pass
     return sent
 
@@ -137,45 +143,24 @@ def _sent_until_closed(port: int, pieces: Iterable[bytes]) -> int:
 def test_endless_requests_are_cut(listen: Callable[..., int]) -> None:
     """Bytes before the application sees a request, or after its body, have separate limits."""
     port = listen(head_s=0.5)
-    line = b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-type: text/tab-separated-values\r\n"
-    endless = itertools.chain([line], itertools.repeat(b"a: " + b"b" * 1000 + b"\r\n", 100_000))
+    endless = itertools.chain([HEAD], itertools.repeat(b"a: " + b"b" * 1000 + b"\r\n", 100_000))
     assert _sent_until_closed(port, endless) < 20_000_000
-    body = itertools.chain([line + b"transfer-encoding: chunked\r\n\r\n0\r\n"], itertools.repeat(b"a: b\r\n" * 1000, 10_000))
+    body = itertools.chain([HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n"], itertools.repeat(b"a: b\r\n" * 1000, 10_000))
     assert _sent_until_closed(port, body) < 20_000_000
     _sent_until_closed(port, [])  # says nothing
     _sent_until_closed(port, [b"POST /v1/score HTTP"])  # and not enough
-    with contextlib.closing(
-        http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    ) as connection:  # time between requests is another matter
-        for wait_s in (0.0, 1.0):
-            time.sleep(wait_s)
-            connection.request("POST", "/v1/score", row_text(1), {"content-type": "text/tab-separated-values"})
-            answer = connection.getresponse()
-            assert answer.status == 200
-            answer.read()
+    assert _post(port, times=2, wait_s=1.0) == 200  # time between requests is another matter
 
 
-LINE = row_text(1)
-HEAD = b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-type: text/tab-separated-values\r\n"
-REQUEST = HEAD + b"content-length: %d\r\n\r\n" % len(LINE) + LINE
-REFUSED = b"PUT /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n"
-"""Answered before its body is read."""
-
-
-def _closed_after(connection: socket.socket, trickle: bytes, *, every_s: float = 0.05, give_up_s: float = 5.0) -> float:
-    """Return the seconds until the server closes a connection that sends `trickle` repeatedly."""
-    start = time.monotonic()
-    connection.settimeout(every_s)
-    while (spent_s := time.monotonic() - start) < give_up_s:
-        try:
-            connection.sendall(trickle)
-            if not connection.recv(65536):
-                return spent_s
-        except TimeoutError:
-            continue
-        except (BrokenPipeError, ConnectionResetError):
-            return spent_s
-    pytest.fail("the connection is still open")
+def _is_closed(connection: socket.socket, trickle: bytes) -> bool:
+    """Send some bytes, and return whether the server has closed the connection."""
+    try:
+        connection.sendall(trickle)
+        return not connection.recv(65536)
+    except TimeoutError:
+        return False
+    except (BrokenPipeError, ConnectionResetError):
+        return True
 
 
 def test_idle_connection_is_closed(listen: Callable[..., int]) -> None:
@@ -184,9 +169,10 @@ def test_idle_connection_is_closed(listen: Callable[..., int]) -> None:
 
     def run(case: tuple[bytes, bytes]) -> None:
         before, trickle = case
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        with _connected(port) as connection:
             connection.sendall(before)
-            _closed_after(connection, trickle)
+            connection.settimeout(0.05)
+            until(lambda: _is_closed(connection, trickle), timeout_s=5)
 
     cases = list(itertools.product([b"", REQUEST, REQUEST * 3, REFUSED], [b"", b"\r\n", b"\n", b"P"]))
     with ThreadPoolExecutor(len(cases)) as clients:
@@ -194,32 +180,25 @@ def test_idle_connection_is_closed(listen: Callable[..., int]) -> None:
 
 
 def test_line_ends_between_requests_are_ignored(listen: Callable[..., int]) -> None:
-    port = listen()
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
-        for _ in range(3):
-            connection.sendall(b"\r\n" + REQUEST)
-            answer = http.client.HTTPResponse(connection)
-            answer.begin()
-            assert answer.status == 200
-            assert answer.read()
-            connection.sendall(b"\r\n")
+    answers = _answers(listen(), *[b"\r\n" + REQUEST + b"\r\n"] * 3, LAST)
+    assert answers == [(200, None)] * 3 + [(200, "close")]
 
 
 def test_pipelined_requests_are_limited(listen: Callable[..., int]) -> None:
     port = listen()
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with _connected(port) as connection:
         connection.sendall(REQUEST * 50)
         answers = b""
         while answers.count(b"HTTP/1.1 200 ") < 50:
             answers += connection.recv(65536)
     assert _sent_until_closed(port, [REQUEST * 1000]) == 1000 * len(REQUEST)
-    assert _post(port, LINE) == 200
+    assert _post(port) == 200
 
 
 def test_client_that_never_reads_is_disconnected() -> None:
     port = free_ports(1)
     listener = _listener(port, answer_s=0.3, keep_alive_s=0.3, ending_s=0.05)
-    with socket.socket() as connection:
+    with contextlib.closing(listener), socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", port))
         connection.settimeout(0.5)
@@ -229,7 +208,6 @@ def test_client_that_never_reads_is_disconnected() -> None:
                 connection.sendall(page * 50)
                 time.sleep(0.01)
         until(lambda: not listener._server.server_state.connections, timeout_s=20)
-    listener.close()
 
 
 def test_closing_resets_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,12 +215,12 @@ def test_closing_resets_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrec.serve.listener._SETTLE_S", 0.4)
     port = free_ports(1)
     ending = _listener(port, ending_s=5)
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with _connected(port) as connection:
         closing = threading.Thread(target=ending.close)
         closing.start()
         time.sleep(0.1)
         with pytest.raises(TimeoutError):  # not accepted, to be reset later
-            socket.create_connection(("127.0.0.1", port), timeout=0.1)
+            _connected(port, 0.1)
         other = _listener(port, end_s=1)
         time.sleep(0.6)
         connection.sendall(REQUEST)  # the listener has seen that it shall end
@@ -250,7 +228,7 @@ def test_closing_resets_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
         assert answer.startswith(b"HTTP/1.1 200 ")
         assert b"connection: close" in answer
         closing.join()
-        assert _post(port, LINE) == 200
+        assert _post(port) == 200
     other.close()
 
 
@@ -262,12 +240,9 @@ def test_used_port_is_rejected() -> None:
             _listener(used.getsockname()[1])
 
 
-LAST = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-
-
 def _answers(port: int, *pieces: bytes, half_close: bool = False) -> list[tuple[int, str | None]]:
     """Return status and Connection of each answer on one connection, until the server closes it."""
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+    with _connected(port) as connection:
         for number, chunk in enumerate(pieces):
             time.sleep(0.05 if number else 0)
             connection.sendall(chunk)
@@ -305,19 +280,13 @@ def test_upgrade_offer_with_body_is_answered(listen: Callable[..., int], offer: 
     smuggling = HEAD + offer + b"content-length: %d\r\n\r\n" % len(REQUEST)
     for pieces in ([smuggling, REQUEST], [smuggling + REQUEST]):
         assert _answers(port, *pieces, LAST) == [(400, None), last]
-    without_body = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n" + offer + b"\r\n"
-    assert _answers(port, without_body + LAST) == [(200, None), last]
-
-
-def test_tunnel_request_is_rejected(listen: Callable[..., int]) -> None:
-    port = listen()
-    assert _answers(port, b"CONNECT localhost:1 HTTP/1.1\r\nhost: localhost\r\n\r\n" + REQUEST) == [(400, "close")]
+    assert _answers(port, b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n" + offer + b"\r\n" + LAST) == [(200, None), last]
 
 
 def test_malformed_request_is_answered_in_order(listen: Callable[..., int]) -> None:
     port = listen()
-    broken = HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n"
-    for malformed in (b"\x16\x03\x01garbage", broken):
+    tunnel = b"CONNECT localhost:1 HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    for malformed in (b"\x16\x03\x01garbage", HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n", tunnel):
         assert _answers(port, malformed) == [(400, "close")]
         assert _answers(port, REQUEST + malformed) == [(200, None), (400, "close")]
         assert _answers(port, REQUEST * 2 + malformed + REQUEST) == [(200, None)] * 2 + [(400, "close")]
@@ -358,8 +327,7 @@ def test_half_closed_connection_receives_answers(listen: Callable[..., int], mon
 
 
 def test_connection_half_closed_after_answer_ends(listen: Callable[..., int]) -> None:
-    port = listen()
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+    with _connected(listen()) as connection:
         connection.sendall(REQUEST)
         answer = connection.recv(65536)
         assert answer.startswith(b"HTTP/1.1 200 ")
@@ -390,16 +358,16 @@ def test_proxies_use_bounded_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hasattr(constants, PROXY_CALLBACK_VARIABLE), "Ray knows it"
 
 
-@pytest.mark.parametrize("status", [200, 404])
-def test_proxy_without_application_answers_503(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+def test_proxy_without_application_answers_503(monkeypatch: pytest.MonkeyPatch) -> None:
     """A 404 of rayrec stays."""
     monkeypatch.setattr(uvicorn.config, "HTTP_PROTOCOLS", dict(uvicorn.config.HTTP_PROTOCOLS))
     (middleware,) = sole_proxy()
-    proxy = middleware.cls(PlainTextResponse("Path '/' not found.", status), *middleware.args, **middleware.kwargs)
-    reply = ask(proxy, "POST", "/v1/score", parts=[b"1"])
-    assert reply.status == {200: 200, 404: 503}[status]
-    if status == 404:
-        assert (reply.headers["retry-after"], reply.headers["connection"]) == ("1", "close")
-        assert reply.json()["error"]["message"]
-    served = middleware.cls(make_app(make_model()), *middleware.args, **middleware.kwargs)
-    assert ask(served, "GET", "/nowhere").status == 404
+
+    def answer(app: Any, method: str = "POST", path: str = "/v1/score") -> Reply:
+        return ask(middleware.cls(app, *middleware.args, **middleware.kwargs), method, path, parts=[b"1"])
+
+    assert answer(PlainTextResponse("Path '/' not found.", 200)).status == 200
+    reply = answer(PlainTextResponse("Path '/' not found.", 404))
+    assert (reply.status, reply.headers["retry-after"], reply.headers["connection"]) == (503, "1", "close")
+    assert reply.json()["error"]["message"]
+    assert answer(make_app(make_model()), "GET", "/nowhere").status == 404

@@ -9,7 +9,7 @@ import pytest
 import schemathesis
 from builders.click_models import ANY, make_app, make_model, make_preprocessor
 from builders.requests import sample_values
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rayrec.schema import Schema
@@ -24,28 +24,22 @@ REFUSALS = schemathesis.Config.from_dict(
 """Too many rows are 413, which is none of the fuzzer's own."""
 
 
-def _text(schema: Schema) -> None:
-    """Register strategies for valid and invalid lines of text."""
-    field = st.sampled_from(["", "3", "-7", "7e0ccccf"])
-    line = st.tuples(*(field for _ in schema.columns)).map("\t".join)
-    for media_type in ("text/tab-separated-values", "text/csv"):
-        schemathesis.openapi.media_type(media_type, line)
+RELAXED = settings(
+    max_examples=100, database=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
+TEXTS = ("text/tab-separated-values", "text/csv")
 
 
-def _serialize() -> None:
-    """Register serializers that pass text unchanged."""
-
-    @schemathesis.serializer("text/tab-separated-values", "text/csv")
-    def as_text(context: Any, value: Any) -> bytes | Any:
-        return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
-
-
-_serialize()
+@schemathesis.serializer(*TEXTS)
+def _as_text(context: Any, value: Any) -> bytes | Any:
+    return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
 
 
 @pytest.mark.parametrize(("schema", "with_token"), [(FEW, False), (ANY, True)], ids=["hexadecimal", "any"])
 def test_fuzzer_passes(schema: Schema, with_token: bool) -> None:
-    _text(schema)
+    line = st.tuples(*[st.sampled_from(["", "3", "-7", "7e0ccccf"])] * len(schema.columns)).map("\t".join)
+    for media_type in TEXTS:
+        schemathesis.openapi.media_type(media_type, line)
     digest = hashlib.sha256(TOKEN.encode()).digest() if with_token else None
     app = make_app(make_model(make_preprocessor(schema)), token_digest=digest, max_rows=5, allowed_hosts=("testserver",))
     headers = {"authorization": f"Bearer {TOKEN}"} if with_token else {}
@@ -55,8 +49,7 @@ def test_fuzzer_passes(schema: Schema, with_token: bool) -> None:
     def check(case: schemathesis.Case) -> None:
         response = case.call(headers=headers)
         # Lines of text have a grammar that a JSON schema does not tell; there only the answer is looked at.
-        is_text = case.media_type in ("text/tab-separated-values", "text/csv")
-        left_out = [schemathesis.checks.CHECKS.get_one(name) for name in ("positive_data_acceptance",)] if is_text else []
+        left_out = [schemathesis.checks.CHECKS.get_one("positive_data_acceptance")] if case.media_type in TEXTS else []
         case.validate_response(response, headers=headers, excluded_checks=left_out)
         seen.add((case.path, response.status_code))
 
@@ -64,36 +57,13 @@ def test_fuzzer_passes(schema: Schema, with_token: bool) -> None:
         operation = result.ok()
         for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
             if mode.is_positive or operation.body:  # nothing of the others can be wrong
-                _run(operation.as_strategy(generation_mode=mode), check)
+                RELAXED(given(operation.as_strategy(generation_mode=mode))(check))()
     assert {status for path, status in seen if path == "/v1/score"} >= {200, 400}
 
 
-def _run(strategy: Any, check: Any) -> None:
-    from hypothesis import given
-
-    run = given(strategy)(check)
-    relaxed = settings(
-        max_examples=100,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    relaxed(run)()
-
-
-# Values that a histogram takes at once -------------------------------------------------------------------------------
-
-
-NAME = "rayrec_serve_shadow_score_difference"
-
-
 def test_nan_difference_is_counted_but_not_summed() -> None:
-    counters = Counters()
+    counters, name = Counters(), "rayrec_serve_shadow_score_difference"
     counters.shadow_score_difference.observe(np.array([[0.25, math.nan], [1e-6, 0.0]]))
     values = sample_values(counters.snapshot())
-    assert values[f"{NAME}_bucket", (("le", "1e-06"),)] == 2
-    assert values[f"{NAME}_bucket", (("le", "0.1"),)] == 2
-    assert values[f"{NAME}_bucket", (("le", "+Inf"),)] == values[f"{NAME}_count", ()] == 4
-    assert values[f"{NAME}_sum", ()] == 0.250001
+    assert [values[f"{name}_bucket", (("le", bound),)] for bound in ("1e-06", "0.1", "+Inf")] == [2, 2, 4]
+    assert (values[f"{name}_count", ()], values[f"{name}_sum", ()]) == (4, 0.250001)

@@ -3,10 +3,12 @@
 import asyncio
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 from builders.click_models import ANY, logits_of, make_model, make_preprocessor, row_text
+from builders.faults import until
 from builders.requests import ask, post, post_async, sample_values
 
 from rayrec.config import InputError
@@ -18,6 +20,7 @@ from rayrec.serve.counters import Counters
 from rayrec.serve.replica_models import DesiredState, ModelSource, ReplicaModels
 
 MODELS = {name: make_model(seed=number) for number, name in enumerate("abc")}
+OTHER = make_model(make_preprocessor(ANY))
 TEXT = b"".join(row_text(number) for number in range(20))
 A, B = ModelSource(0, "a"), ModelSource(1, "b")
 
@@ -41,11 +44,7 @@ def _host(*, load: object = load) -> tuple[ReplicaModels, Counters]:
 
 
 def test_swap_under_load_loses_no_request() -> None:
-    def slowly(path: str) -> ServedModel:
-        time.sleep(0.2)
-        return load(path)
-
-    models, counters = _host(load=slowly)
+    models, counters = _host(load=lambda path: time.sleep(0.2) or load(path))
     app = ScoringApp(models, counters, config=ServeConfig())
     expected = {model.version: logits_of(model, TEXT) for model in MODELS.values()}
     done = threading.Event()
@@ -55,23 +54,22 @@ def test_swap_under_load_loses_no_request() -> None:
             _switch(models, DesiredState(serial, ModelSource(serial, name)))
         done.set()
 
-    async def load_it() -> list[dict[str, object]]:
-        async def client() -> list[dict[str, object]]:
-            result = []
+    answers: list[dict[str, Any]] = []
+
+    async def load_it() -> None:
+        async def client() -> None:
             while not done.is_set():
                 reply = await post_async(app, TEXT)
                 assert reply.status == 200
-                result.append(reply.json())
-            return result
+                answers.append(reply.json())
 
         threading.Thread(target=swap).start()
-        return [answer for answers in await asyncio.gather(*(client() for _ in range(8))) for answer in answers]
+        await asyncio.gather(*(client() for _ in range(8)))
 
-    answers = asyncio.run(load_it())
+    asyncio.run(load_it())
     assert {answer["model"] for answer in answers} == set(expected)
     for answer in answers:
-        logits = np.array(answer["logits"], np.float32)
-        np.testing.assert_allclose(logits, expected[str(answer["model"])], atol=1e-5)
+        np.testing.assert_allclose(np.array(answer["logits"], np.float32), expected[answer["model"]], atol=1e-5)
     app.close()
 
 
@@ -79,10 +77,9 @@ def test_rejected_model_changes_no_state() -> None:
     models, _ = _host()
     assert models.load(DesiredState(1, ModelSource(1, "gone"))) == "gone: damaged"
     assert (models.status().failed, models.status().cause) == (ModelSource(1, "gone"), "gone: damaged")
-    other = make_model(make_preprocessor(ANY))
-    models, _ = _host(load={"a": MODELS["a"], "other": other}.__getitem__)
-    assert "schemas differ in" in models.load(DesiredState(1, ModelSource(1, "other")))
-    assert "schemas differ in" in models.load(DesiredState(1, A, shadow=ModelSource(1, "other")))
+    models, _ = _host(load={"a": MODELS["a"], "other": OTHER}.__getitem__)
+    for desired in (DesiredState(1, ModelSource(1, "other")), DesiredState(1, A, shadow=ModelSource(1, "other"))):
+        assert "schemas differ in" in models.load(desired)
     assert models.model is MODELS["a"]
     models, _ = _host()
     assert not models.load(DesiredState(1, B))
@@ -92,13 +89,11 @@ def test_rejected_model_changes_no_state() -> None:
 
 
 def test_late_replica_checks_accepted_columns() -> None:
-    other = make_model(make_preprocessor(ANY))
-    models = ReplicaModels({"other": other, "a": MODELS["a"]}.__getitem__, Counters())
+    models = ReplicaModels({"other": OTHER, "a": MODELS["a"]}.__getitem__, Counters())
     schema = MODELS["a"].preprocessor.schema
     assert "schemas differ in" in _switch(models, DesiredState(2, ModelSource(1, "other"), schema=schema))
     assert not models.ready
-    shadowed = DesiredState(3, A, schema=schema, shadow=ModelSource(3, "other"))
-    assert "schemas differ in" in _switch(models, shadowed)
+    assert "schemas differ in" in _switch(models, DesiredState(3, A, schema=schema, shadow=ModelSource(3, "other")))
     assert models.model is MODELS["a"]
 
 
@@ -127,15 +122,9 @@ def test_late_older_change_is_ignored() -> None:
 
 def test_rollback_needs_no_loading() -> None:
     opened: list[str] = []
-
-    def noted(path: str) -> ServedModel:
-        opened.append(path)
-        return load(path)
-
-    models, _ = _host(load=noted)
-    _switch(models, DesiredState(1, B, previous=A))
-    _switch(models, DesiredState(2, A, previous=B))
-    _switch(models, DesiredState(3, B, previous=A))
+    models, _ = _host(load=lambda path: opened.append(path) or load(path))
+    for serial, (model, previous) in enumerate(((B, A), (A, B), (B, A)), start=1):
+        _switch(models, DesiredState(serial, model, previous=previous))
     assert models.model is MODELS["b"]
     assert opened == ["a", "b"]
     _switch(models, DesiredState(4, ModelSource(4, "b")))  # wished for again: the folder may hold something else now
@@ -151,10 +140,7 @@ def test_shadow_counts_score_differences() -> None:
     for _ in range(3):
         post(app, TEXT)
     version = MODELS["b"].version
-    deadline_s = time.monotonic() + 60
-    while sample_values(counters.snapshot()).get(("rayrec_serve_shadow_rows_total", (("model", version),))) != 80.0:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    until(lambda: sample_values(counters.snapshot()).get(("rayrec_serve_shadow_rows_total", (("model", version),))) == 80.0)
     counted = sample_values(counters.snapshot())
     scores = [1 / (1 + np.exp(-logits_of(MODELS[name], TEXT).astype(np.float64))) for name in "ab"]
     differences = np.tile(np.abs(scores[0] - scores[1]), 4)

@@ -3,16 +3,19 @@
 import os
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
 import ray
+from builders.faults import raising
 from hosts.ports import free_ports
 
 from rayrec.checkpoint import folder_of
+from rayrec.checkpoint.format import MANIFEST, VERSION, seal
 from rayrec.commands.serving import serve
 from rayrec.config import InputError
 from rayrec.observe.console import Console
@@ -21,6 +24,7 @@ from rayrec.serve.config import ServeConfig, ServerConfig
 from rayrec.serve.listener import bind, lock_port
 from rayrec.serve.replica_models import DesiredState, ModelSource
 from rayrec.serve.server import ServeInstance, choose, first_answering, settle, urls
+from rayrec.storage import write_json
 
 
 def _instance(*applications: str, with_proxies: bool = True) -> ServeInstance:
@@ -56,25 +60,14 @@ def test_conflicting_ingress_is_rejected() -> None:
 def test_urls_of_proxies_and_replicas() -> None:
     assert urls(ServeConfig(ingress="serve", host="::1"), _instance()) == ["http://[::1]:8000"]
     assert urls(ServeConfig(ingress="serve", host="0.0.0.0"), _instance()) == ["http://10.0.0.1:8000"]
-    of_replicas = urls(ServeConfig(ingress="direct", host="::", port=7000), _instance())
-    assert of_replicas == ["http://10.0.0.2:7000", "http://10.0.0.3:7000"]
+    direct = ServeConfig(ingress="direct", host="::", port=7000)
+    assert urls(direct, _instance()) == ["http://10.0.0.2:7000", "http://10.0.0.3:7000"]
 
 
-class _Ready(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        body = b'{"status": "ready", "model": "v1"}' if self.path == "/readyz" else b"{}"
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-def test_first_answering_url_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_answering_url_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    with HTTPServer(("127.0.0.1", 0), _Ready) as server:
+    (tmp_path / "readyz").write_text('{"status": "ready", "model": "v1"}')
+    with HTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         assert first_answering(["http://127.0.0.1:1", url], versions=["v1"]) == url
@@ -92,12 +85,11 @@ def test_ray_serve_application_is_built() -> None:
     deployment = build({"model": "s3://m/a", "autoscaling": autoscaling, "max_rows": 9})._bound_deployment
     assert deployment.user_config == {"model": "s3://m/a", "shadow": None}
     assert deployment._deployment_config.autoscaling_config.max_replicas == 3
-    assert deployment.init_args[0] == ServeConfig(ingress="serve", max_rows=9, host="0.0.0.0")
+    default = ServeConfig(ingress="serve", host="0.0.0.0")
+    assert deployment.init_args[0] == default.replace(max_rows=9)
     from_text = build({"model": "7", "replicas": "2", "cpus_per_replica": "0.5", "token_env": "PATH"})._bound_deployment
     assert from_text.num_replicas == 2
-    assert from_text.init_args[0] == ServeConfig(
-        ingress="serve", replicas=2, cpus_per_replica=0.5, token_env="PATH", host="0.0.0.0"
-    )
+    assert from_text.init_args[0] == default.replace(replicas=2, cpus_per_replica=0.5, token_env="PATH")
     assert len(from_text.init_args[1]) == 32
 
 
@@ -186,65 +178,41 @@ def test_allowed_hosts_must_be_names() -> None:
     ServeConfig(allowed_hosts=("fd00::1", "a", "*", "*.b-c.d"))
 
 
-# -- starting
-
-
 def test_ray_inherits_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    inherited: dict[str, str] = {}
-
     def connect(*_: object, **__: object) -> None:
-        inherited.update(os.environ)
-        raise InputError("no Ray")
+        raise InputError(f"inherited: {set(os.environ.values())}")
 
     monkeypatch.setattr(server, "source_of", lambda path: path)
     monkeypatch.setattr(server, "quieten", lambda: None)
     monkeypatch.setattr("rayrec.cluster.connection.connect", connect)
     monkeypatch.setenv("SERVE_TOKEN", "open sesame")
-    with pytest.raises(InputError, match="no Ray"):
-        server.serve_forever(
-            "run", config=ServerConfig(token_env="SERVE_TOKEN"), address=None, console=Console(quiet=True), started=print
-        )
-    assert inherited
-    assert "open sesame" not in inherited.values()
+    config = ServerConfig(token_env="SERVE_TOKEN")
+    with pytest.raises(InputError, match="inherited: ") as raised:
+        server.serve_forever("run", config=config, address=None, console=Console(quiet=True), started=print)
+    assert "open sesame" not in str(raised.value)
 
 
-# -- reaching a server
-
-
-@pytest.fixture
-def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that no Ray is running or configured."""
-    monkeypatch.setattr("ray.is_initialized", lambda: False)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # else it is set by who finds a token
-
-
-@pytest.mark.usefixtures("_no_ray")
-@pytest.mark.parametrize("address", ["auto", "ray://127.0.0.1:10001"])
-def test_ray_addresses_are_passed_unchanged(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        *((address, f"asked for {address}") for address in ("auto", "ray://127.0.0.1:10001")),  # passed unchanged
+        *((address, r"cluster\.address: needed") for address in (None, "local")),  # of a new Ray, which has none
+        *((f"{host}:70000", "no Ray cluster answers there") for host in ("127.0.0.1", "localhost", "[::1]")),
+        *((f"{host}:PORT", "no Ray cluster answers there") for host in ("127.0.0.1", "localhost", "[::1]")),
+    ],
+)
+def test_address_must_be_of_running_cluster(monkeypatch: pytest.MonkeyPatch, address: str | None, message: str) -> None:
     def connect(given: str, **_: object) -> None:
         raise InputError(f"asked for {given}")
 
-    monkeypatch.setattr(control, "quieten", lambda: None)
-    monkeypatch.setattr("rayrec.cluster.connection.connect", connect)
-    with pytest.raises(InputError, match=f"asked for {address}"):
-        control.roll_back(address=address)
-
-
-@pytest.mark.usefixtures("_no_ray")
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
-def test_missing_server_raises(host: str) -> None:
-    with pytest.raises(InputError, match=r"no Ray cluster answers there"):
-        control.roll_back(address=f"{host}:{free_ports(1)}")
-    with pytest.raises(InputError, match="no Ray cluster answers there"):
-        control.roll_back(address=f"{host}:70000")
-
-
-@pytest.mark.usefixtures("_no_ray")
-def test_missing_address_raises() -> None:
-    for address in (None, "local"):  # of a new Ray, which has none
-        with pytest.raises(InputError, match=r"cluster\.address: needed"):
-            control.roll_back(address=address)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # else it is set by who finds a token
+    if message.startswith("asked for"):
+        monkeypatch.setattr(control, "quieten", lambda: None)
+        monkeypatch.setattr("rayrec.cluster.connection.connect", connect)
+    with pytest.raises(InputError, match=message):
+        control.roll_back(address=address and address.replace("PORT", str(free_ports(1))))
 
 
 @pytest.mark.parametrize(
@@ -266,18 +234,13 @@ def test_options_for_running_server_are_rejected(model: str | None, given: dict[
         serve(model, **given)
 
 
-# -- following a run
+SOUND: dict[str, Any] = {"version": VERSION, "files": {}, "tensors": {}, "state": {}, "block_bytes": 1, "score": 0.9}
 
 
-def _save(run: Path, step: int, score: float | None) -> str:
-    from rayrec.checkpoint.discovery import Checkpoint
-    from rayrec.checkpoint.format import MANIFEST, VERSION, seal
-    from rayrec.storage import write_json
-
-    folder = folder_of(str(run), step)
-    manifest = {"version": VERSION, "files": {}, "tensors": {}, "state": {}, "block_bytes": 1, "score": score}
-    write_json(f"{folder}/{MANIFEST}", seal(manifest))
-    assert Checkpoint(folder).manifest()["score"] == score
+def _save(run: Path, step: int, score: float | None, *, without: str = "", **changes: Any) -> str:
+    """Write the manifest of a checkpoint, changed and without a field."""
+    folder, manifest = folder_of(str(run), step), {**SOUND, "score": score, **changes}
+    write_json(f"{folder}/{MANIFEST}", seal({name: value for name, value in manifest.items() if name != without}))
     return folder
 
 
@@ -298,24 +261,19 @@ def test_followed_checkpoint_is_newest_or_best(tmp_path: Path) -> None:
 def test_following_skips_damaged_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rayrec.checkpoint.format import VERSION, seal
-    from rayrec.storage import write_json
-
     good = _save(tmp_path, 10, 0.5)
-    sound = {"version": VERSION, "files": {}, "tensors": {}, "state": {}, "block_bytes": 1, "score": 0.9}
-    without_score = {name: value for name, value in sound.items() if name != "score"}
-    without_files = {name: value for name, value in sound.items() if name != "files"}
-    damaged = [without_score, without_files, {**sound, "files": None}, {**sound, "score": "0.9"}, {**sound, "version": 9}]
-    for step, manifest in enumerate(damaged, start=20):
-        write_json(f"{folder_of(str(tmp_path), step)}/manifest.json", seal(manifest))
-    (Path(folder_of(str(tmp_path), 30)) / "manifest.json").mkdir(parents=True)
+    for step, name in enumerate(("score", "files"), start=20):
+        _save(tmp_path, step, 0.9, without=name)
+    for step, (name, value) in enumerate((("files", None), ("score", "0.9"), ("version", 9)), start=22):
+        _save(tmp_path, step, **{"score": 0.9, name: value})
+    (Path(folder_of(str(tmp_path), 30)) / MANIFEST).mkdir(parents=True)
     watched = Watched("the first", monkeypatch)
     watch = watched.watch()
     for which in ("newest", "best"):
         assert choose(str(tmp_path), which) == good  # type: ignore[arg-type]
         watched.follow(watch, str(tmp_path), which)
     assert watched.changes == [good]
-    assert capsys.readouterr().err.count("Skipping a checkpoint: ") == len(damaged) + 1
+    assert capsys.readouterr().err.count("Skipping a checkpoint: ") == 6
 
 
 class Watched:
@@ -324,17 +282,14 @@ class Watched:
     def __init__(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(server, "_RETRY_S", 0.0)
         self.desired, self.changes = DesiredState(1, ModelSource(1, path)), list[str]()
-        self.failures: dict[str, str] = {}
-        self.trouble: list[Exception] = []
-        self.go_on = threading.Event()
+        self.failures, self.trouble, self.go_on = dict[str, str](), list[Exception](), threading.Event()
         self.go_on.set()
 
     def call_register(self, method: str, *, timeout_s: float) -> dict[str, Any]:
         assert method == "describe"
         if self.trouble:
             raise self.trouble.pop(0)
-        version = os.path.basename(self.desired.model.path)
-        replica = {"model": version, "shadow": None}
+        replica = {"model": os.path.basename(self.desired.model.path), "shadow": None}
         return {"model": self.desired.model.path, "replicas": {"one": replica}, "failures": dict(self.failures)}
 
     def change(self, changed: Callable[[DesiredState], DesiredState]) -> None:
@@ -402,12 +357,12 @@ def test_following_survives_outages(
 ) -> None:
     watch = watched.watch()
     for error in (OSError("the store was out for 5 s"), InputError("access denied"), None):
-        monkeypatch.setattr(server, "choose", _raises(error) if error else choose)
+        monkeypatch.setattr(server, "choose", raising(error) if error else choose)
         for _ in range(3):
             watched.follow(watch, str(tmp_path))
     newest = _save(tmp_path, 20, None)
     for _ in range(5):
-        watched.trouble = [_unavailable()] * 2
+        watched.trouble = [ray.exceptions.ActorUnavailableError("it starts again", b"\0" * 16) for _ in range(2)]
         watched.follow(watch, str(tmp_path))
         watch.follow(str(tmp_path), "newest")  # sees the failure
     watched.trouble = []
@@ -418,14 +373,3 @@ def test_following_survives_outages(
         assert printed.count(f"Keeping the model: {cause}") == 1
     watched.trouble = [InputError("describe: the server was stopped")]
     assert not watch.poll()
-
-
-def _unavailable() -> Exception:
-    return ray.exceptions.ActorUnavailableError("it starts again", b"\0" * 16)
-
-
-def _raises(error: Exception) -> Callable[..., Any]:
-    def raise_it(*_: object, **__: object) -> Any:
-        raise error
-
-    return raise_it
