@@ -1,13 +1,15 @@
 """Several checkpoints as one model, which scores their mean and works like any checkpoint."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from builders.click_models import SMALL, Saved, hashed_preprocessor, save_clicks
+from builders.click_models import ANY, SMALL, Saved, hashed_preprocessor, save_clicks
+from builders.faults import flip
 
 import rayrec
 from rayrec import checkpoint as checkpoints
@@ -15,6 +17,7 @@ from rayrec import recipes
 from rayrec.checkpoint.writer import TargetSlice, join
 from rayrec.cli import run
 from rayrec.config import InputError
+from rayrec.data.encoded_rows import EncodedRows
 from rayrec.inference.model import open_served
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.ranking import widedeep
@@ -23,7 +26,7 @@ from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.ranking.ensemble import EnsembleConfig
 from rayrec.models.ranking.finalnet import FinalNetConfig
-from rayrec.schema import Feature, Schema
+from rayrec.schema import Feature
 from rayrec.workloads.recsys.distillation import Teacher, load_targets
 
 FINAL = FinalNetConfig(embedding_dim=4, first_tower=(8,), second_tower=(6,), embedding_penalty=0.1)
@@ -46,11 +49,16 @@ def together(models: list[Saved], tmp_path_factory: pytest.TempPathFactory) -> s
     return out
 
 
+def _check_mean(together: str | Path, models: Sequence[str | Path], rows: EncodedRows) -> list[np.ndarray]:
+    """Check that the ensemble scores the mean of models, whose logits are returned."""
+    alone = [open_served(str(model)).score(rows) for model in models]
+    np.testing.assert_allclose(open_served(str(together)).score(rows), np.mean(alone, axis=0), atol=1e-6)
+    return alone
+
+
 def test_ensemble_logit_is_mean(models: list[Saved], together: str) -> None:
-    rows = models[0].rows(200)
-    alone = [open_served(str(model.run)).score(rows) for model in models]
+    alone = _check_mean(together, [model.run for model in models], models[0].rows(200))
     served = open_served(together)
-    np.testing.assert_allclose(served.score(rows), np.mean(alone, axis=0), atol=1e-6)
     assert served.weight_bytes == sum(open_served(str(model.run)).weight_bytes for model in models)
     assert np.abs(alone[0] - alone[1]).max() > 0.1
     targets = load_targets(Teacher((together,), 1.0), models[0].preprocessor)
@@ -65,8 +73,7 @@ def test_ensemble_is_nested_and_exported(
     twice, out = str(tmp_path / "twice"), tmp_path / "export"
     assert run(["ensemble", together, str(models[1].run), "--out", twice]) == 0
     rows = models[0].rows(50)
-    alone = [open_served(path).score(rows) for path in (together, str(models[1].run))]
-    np.testing.assert_allclose(open_served(twice).score(rows), np.mean(alone, axis=0), atol=1e-6)
+    alone = _check_mean(twice, [together, models[1].run], rows)
     report = rayrec.export(together, out=str(out), quantize="int8", parity_path=str(click_log / "train.txt"))
     assert report["parity"]["failure"] is None
     assert json.loads((out / "manifest.json").read_text())["model"]["width"] == 8 + 4 + 12
@@ -75,49 +82,34 @@ def test_ensemble_is_nested_and_exported(
 
 def test_ensemble_keeps_list_inputs(tmp_path: Path) -> None:
     """The other model's summed table has the name that the ensemble assigns."""
-    schema = Schema(
-        label="click",
-        dense=("age",),
-        sparse=("item", "seen"),
-        lists=("seen",),
-        tokens="any",
-        delimiter=",",
-        features=(Feature(name="seen", vocabulary="item"),),
-    )
+    schema = ANY.replace(sparse=("item", "seen"), lists=("seen",), features=(Feature(name="seen", vocabulary="item"),))
     preprocessor = hashed_preprocessor([30, 30], schema)
     din = DINConfig(embedding_dim=4, attention=(8,), mlp=(8,))
-    kinds: tuple[ClickModelConfig, ...] = (FINAL, din)
     inputs = ModelInputs.of(preprocessor.inputs)
     assert EnsembleConfig(models=(FINAL.replace(embedding_penalty=0.0), din)).sequences(inputs) == ("seen",)
-    saved = [
-        save_clicks(tmp_path / str(seed), model=model, seed=seed, preprocessor=preprocessor) for seed, model in enumerate(kinds)
-    ]
+    kinds: tuple[ClickModelConfig, ...] = (FINAL, din)
+    saved = [save_clicks(tmp_path / str(n), model=model, seed=n, preprocessor=preprocessor) for n, model in enumerate(kinds)]
     rayrec.ensemble([str(model.run) for model in saved], out=str(tmp_path / "both"))
-    rows = saved[0].rows(40)
-    alone = [open_served(str(model.run)).score(rows) for model in saved]
-    np.testing.assert_allclose(open_served(str(tmp_path / "both")).score(rows), np.mean(alone, axis=0), atol=1e-6)
+    _check_mean(tmp_path / "both", [model.run for model in saved], saved[0].rows(40))
 
 
 def test_incompatible_models_are_rejected(models: list[Saved], tmp_path: Path) -> None:
     first, out = str(models[0].run), str(tmp_path / "out")
-    other = hashed_preprocessor(range(11, 11 + 3 * 26, 3))
-    elsewhere = save_clicks(tmp_path / "elsewhere", preprocessor=other)
+    elsewhere = save_clicks(tmp_path / "elsewhere", preprocessor=hashed_preprocessor(range(11, 11 + 3 * 26, 3)))
     rounded = save_clicks(tmp_path / "rounded", precision="bf16")
-    rejected: list[tuple[list[str], str]] = [
-        ([first], "at least two checkpoints"),
-        ([first, str(elsewhere.run)], "Preprocessor does not match"),
-        ([first, str(rounded.run)], "precision bf16 does not match fp32 of"),
-        ([first, str(tmp_path)], "contains no complete checkpoint"),
+    rejected: list[tuple[list[Path], str]] = [
+        ([], "at least two checkpoints"),
+        ([elsewhere.run], "Preprocessor does not match"),
+        ([rounded.run], "precision bf16 does not match fp32 of"),
+        ([tmp_path], "contains no complete checkpoint"),
     ]
-    for options, message in rejected:
+    for others, message in rejected:
         with pytest.raises(InputError, match=message):
-            rayrec.ensemble(options, out=out)
+            rayrec.ensemble([first, *map(str, others)], out=out)
     with pytest.raises(InputError, match="exists already"):
         rayrec.ensemble([first, first], out=str(tmp_path))
     (data,) = elsewhere.checkpoint.glob("data_*.safetensors")
-    full = bytearray(data.read_bytes())
-    full[len(full) // 2] ^= 1
-    data.write_bytes(full)
+    flip(data)
     with pytest.raises(InputError, match="damaged, the checksum of"):
         rayrec.ensemble([str(elsewhere.run)] * 2, out=out)
     assert not Path(out).exists()
@@ -141,9 +133,8 @@ def test_chunk_offsets_are_preserved(tmp_path: Path, monkeypatch: pytest.MonkeyP
     joined = checkpoints.Checkpoint(str(tmp_path / "out"))
     result = dict(checkpoints.full_tensors(joined))
     assert result.keys() == {"table", "b", "n"}
-    assert torch.equal(result["table"], torch.cat([table, table[:, :2] * 2], dim=1))
-    assert torch.equal(result["b"], bias)
-    assert torch.equal(result["n"], number)
+    for name, expected in (("table", torch.cat([table, table[:, :2] * 2], dim=1)), ("b", bias), ("n", number)):
+        assert torch.equal(result[name], expected)
     checkpoints.verify(joined)
     with pytest.raises(InputError, match="of its 160 elements"):
         join(str(tmp_path / "out"), [(source[0], folders[0])], state={}, extra_files=lambda folder: None)

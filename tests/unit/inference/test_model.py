@@ -1,6 +1,7 @@
 """Served model of every kind, which must score like the trained network and needs no training code."""
 
-from collections.abc import Callable
+import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,52 +34,41 @@ MAKES: dict[str, dict[str, Any]] = {
     "cross": {"model": SMALL.replace(interaction="cross")},
     "projection": {"model": SMALL.replace(interaction="projection")},
     "bf16": {"model": SMALL.replace(interaction="cross"), "precision": "bf16"},
-    "multi-hot": {"preprocessor": multi_hot_preprocessor},
-    "bags": {"preprocessor": lists_preprocessor},
-    "no dense columns": {"preprocessor": bucketed_preprocessor},
-    "64-bit ids": {"preprocessor": _wide_ids},
+    "multi-hot": {"preprocessor": multi_hot_preprocessor()},
+    "bags": {"preprocessor": lists_preprocessor()},
+    "no dense columns": {"preprocessor": bucketed_preprocessor()},
+    "64-bit ids": {"preprocessor": _wide_ids()},
 }
 
 
 @pytest.mark.parametrize("make", MAKES)
 def test_logits_match_network(make: str, tmp_path: Path) -> None:
-    arguments = dict(MAKES[make])
-    if "preprocessor" in arguments:
-        make_preprocessor: Callable[[], Preprocessor] = arguments["preprocessor"]
-        arguments["preprocessor"] = make_preprocessor()
-    saved = save_clicks(tmp_path, **arguments)
+    saved = save_clicks(tmp_path, **MAKES[make])
     served = open_served(str(tmp_path))
-    assert (served.kind, served.quantization) == ("checkpoint", "fp32")
-    assert served.source == str(saved.checkpoint)
+    assert (served.kind, served.quantization, served.source) == ("checkpoint", "fp32", str(saved.checkpoint))
     assert served.preprocessor_hash == saved.preprocessor.hash()
     assert served.weight_bytes == sum(parameter.nbytes for parameter in saved.model.parameters())
     for count in (200, 1, 0):
         rows = saved.rows(count)
         logits = served.score(rows)
-        assert logits.dtype == np.float32
-        assert logits.shape == (count,)
+        assert (logits.dtype, logits.shape) == (np.float32, (count,))
         np.testing.assert_allclose(logits, saved.logits(rows), rtol=0, atol=1e-6)
 
 
 def test_version_depends_on_weights(tmp_path: Path) -> None:
-    versions = []
-    for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
-        save_clicks(tmp_path / folder, seed=seed)
-        versions.append(open_served(str(tmp_path / folder)).version)
-    assert versions[0] == versions[1] != versions[2]
-    assert versions[0].startswith("step_00000007-")
-    assert versions[0].endswith("-fp32")
-    assert len(versions[0]) == len("step_00000007-1a2b3c4d5e6f-fp32")
+    runs = [save_clicks(tmp_path / folder, seed=seed).run for folder, seed in (("a", 1), ("b", 1), ("c", 2))]
+    one, same, other = (open_served(str(run)).version for run in runs)
+    assert one == same != other
+    assert re.fullmatch("step_00000007-[0-9a-f]{12}-fp32", one)
 
 
 def test_concurrent_threads_score_equally(tmp_path: Path) -> None:
     saved = save_clicks(tmp_path)
     served = open_served(str(tmp_path))
     batches = [saved.rows(64, seed=seed) for seed in range(20)]
-    alone = [served.score(batch) for batch in batches]
     with ThreadPoolExecutor(4) as pool:
-        for single, theirs in zip(alone, pool.map(served.score, batches), strict=True):
-            np.testing.assert_allclose(single, theirs, rtol=0, atol=1e-6)
+        together = list(pool.map(served.score, batches))
+    np.testing.assert_allclose(together, [served.score(batch) for batch in batches], rtol=0, atol=1e-6)
 
 
 def test_invalid_folders_are_rejected(tmp_path: Path) -> None:
@@ -88,9 +78,6 @@ def test_invalid_folders_are_rejected(tmp_path: Path) -> None:
     (saved.checkpoint / "config.yaml").write_text("recipe: mnist_resnet18\n")
     with pytest.raises(InputError, match=r"config.yaml: damaged"):
         open_served(str(tmp_path))
-    saved.preprocessor.save(str(tmp_path / "aside"))
-    for file in (saved.checkpoint / "preprocessor").iterdir():
-        file.unlink()
-    (saved.checkpoint / "preprocessor").rmdir()
+    shutil.rmtree(saved.checkpoint / "preprocessor")
     with pytest.raises(InputError, match=r"preprocessor/ not found.*Only click models can be served"):
         open_served(str(tmp_path))

@@ -1,5 +1,6 @@
 """Parquet files of predictions, with equal bytes for all table sizes and after kills."""
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,19 +25,13 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _table() -> pa.Table:
-    logits = np.random.default_rng(0).normal(size=ROWS).astype(np.float32)
-    labels = (logits > 0).astype(np.float32)
-    text = [f"text {number % 7}" for number in range(ROWS)]
-    return pa.table({"row": np.arange(ROWS), "logit": logits, "label": labels, "text": text})
+    logits, text = np.random.default_rng(0).normal(size=ROWS).astype(np.float32), [f"text {n % 7}" for n in range(ROWS)]
+    return pa.table({"row": np.arange(ROWS), "logit": logits, "label": (logits > 0).astype(np.float32), "text": text})
 
 
 def _pieces(size: int, start: int = 0) -> Iterator[pa.Table]:
     for begin in range(start, ROWS, size):
         yield _table().slice(begin, size)
-
-
-def _bytes_of_files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.glob("part-*.parquet"))}
 
 
 def _complete(folder: Path, size: int = ROWS, *, start: int = 0) -> dict[str, bytes]:
@@ -47,7 +42,7 @@ def _complete(folder: Path, size: int = ROWS, *, start: int = 0) -> dict[str, by
             parts.write(chunk)
         assert parts.rows == ROWS
         parts.finish()
-    return _bytes_of_files(folder)
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("part-*.parquet"))}
 
 
 @pytest.fixture
@@ -73,14 +68,11 @@ def test_interrupted_writer_resumes(tmp_path: Path, expected: dict[str, bytes], 
     folder = tmp_path / "work"
     folder.mkdir()
     killed = Parts(JobFolder(str(folder)))
-    for number, chunk in enumerate(_pieces(400)):
-        if number < killed_after:
-            killed.write(chunk)
-    journals = list(folder.glob("_job/journal-*"))
-    assert len(journals) == 1
-    size = journals[0].stat().st_size
-    os.truncate(journals[0], max(0, size - cut_bytes))
-
+    for chunk in itertools.islice(_pieces(400), killed_after):
+        killed.write(chunk)
+    (journal,) = folder.glob("_job/journal-*")
+    size = journal.stat().st_size
+    os.truncate(journal, max(0, size - cut_bytes))
     with Parts(JobFolder(str(folder))) as parts:
         written = min(killed_after * 400, ROWS)
         assert written - 400 <= parts.rows <= written
@@ -91,9 +83,8 @@ def test_interrupted_writer_resumes(tmp_path: Path, expected: dict[str, bytes], 
 
 def test_damaged_entry_ends_journal(tmp_path: Path, expected: dict[str, bytes]) -> None:
     with Parts(JobFolder(str(tmp_path))) as parts:
-        for chunk in _pieces(100):
-            if parts.rows < 500:
-                parts.write(chunk)
+        for chunk in itertools.islice(_pieces(100), 5):
+            parts.write(chunk)
     journal = tmp_path / "_job" / "journal-00000"
     flip(journal, journal.stat().st_size * 3 // 5)  # in the fourth table
     assert _complete(tmp_path, 100, start=300) == expected

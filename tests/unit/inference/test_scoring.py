@@ -1,5 +1,6 @@
 """Scoring plans, and scoring by threads of this process: order, model loads, thread counts."""
 
+import functools
 import gzip
 import threading
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from builders.faults import raising
 
 from rayrec.cluster.layout import Node
 from rayrec.config import InputError
@@ -71,16 +73,15 @@ def test_threads_match_cores(cpus: float, memory: int, blocks: int, expected: in
 
 
 def test_oversized_weights_are_rejected() -> None:
+    plan = functools.partial(plan_pool, blocks=9, spare_cpus=0, device="cpu")
     with pytest.raises(InputError, match=r"108 GB.*got at most 68\.7 GB from Ray"):
-        plan_pool([_node(8)], weight_bytes=100 * GIB, blocks=1, spare_cpus=0, device="cpu")
-    match = r"scoring needs 65\.5 GB of memory for the weights, got 65 GB of free memory"
-    with pytest.raises(InputError, match=match):
-        plan_pool([_node(8, int(60.5 * GIB))], weight_bytes=60 * GIB, blocks=9, spare_cpus=0, device="cpu", shared_weights=True)
+        plan([_node(8)], weight_bytes=100 * GIB)
+    with pytest.raises(InputError, match=r"scoring needs 65\.5 GB of memory for the weights, got 65 GB of free memory"):
+        plan([_node(8, int(60.5 * GIB))], weight_bytes=60 * GIB, shared_weights=True)
 
 
 def test_sigmoid_is_exact() -> None:
-    logits = np.array([-200, -1, 0, 1, 200], np.float32)
-    scores = sigmoid(logits)
+    scores = sigmoid(np.array([-200, -1, 0, 1, 200], np.float32))
     assert scores.dtype == np.float32
     np.testing.assert_allclose(scores, [0, 0.26894143, 0.5, 0.7310586, 1], atol=1e-7)
 
@@ -104,10 +105,9 @@ LABELLED, UNLABELLED = b"1\t3\t0000000a\n", b"3\t0000000a\n"
     ],
 )
 def test_has_labels_detects_label_column(tmp_path: Path, text: bytes, expected: bool) -> None:
-    (tmp_path / "log.tsv").write_bytes(text)
-    assert LogSource.at(str(tmp_path / "log.tsv")).is_labelled(SCHEMA) is expected
-    (tmp_path / "log.gz").write_bytes(gzip.compress(text))
-    assert LogSource.at(str(tmp_path / "log.gz")).is_labelled(SCHEMA) is expected
+    for path, data in ((tmp_path / "log.tsv", text), (tmp_path / "log.gz", gzip.compress(text))):
+        path.write_bytes(data)
+        assert LogSource.at(str(path)).is_labelled(SCHEMA) is expected
 
 
 def test_has_labels_skips_empty_file(tmp_path: Path) -> None:
@@ -156,10 +156,8 @@ class Model:
         return score
 
     def scoring(self, *, thread_safe: bool) -> Scoring:
-        def no_totals() -> None:
-            raise AssertionError("nothing is evaluated")
-
-        return Scoring((1,) * BLOCKS, self.load, no_totals, {}, thread_safe=thread_safe)  # type: ignore[arg-type]
+        no_totals = raising(AssertionError("nothing is evaluated"))
+        return Scoring((1,) * BLOCKS, self.load, no_totals, {}, thread_safe=thread_safe)
 
 
 @pytest.mark.parametrize(("thread_safe", "num_loads"), [(True, 1), (False, 3)])

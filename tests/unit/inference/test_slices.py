@@ -22,28 +22,19 @@ def _found(by: str, values: pa.ChunkedArray, most: int = 10) -> dict[str, list[i
 
 
 def test_slices_by_value() -> None:
-    assert list(_found("c", HEXADECIMAL).items()) == [
-        ("0000000a", [0, 2, 5]),
-        ("0000000b", [1, 6]),
-        ("0000000c", [4]),
-        ("(missing)", [3]),
-    ]
+    by_count = [("0000000a", [0, 2, 5]), ("0000000b", [1, 6]), ("0000000c", [4]), ("(missing)", [3])]
+    assert list(_found("c", HEXADECIMAL).items()) == by_count
     assert _found("c", HEXADECIMAL, most=1) == {"0000000a": [0, 2, 5], "(others)": [1, 4, 6], "(missing)": [3]}
     assert _found("c", TEXT, most=2) == {"x": [0, 2, 5], "y": [1, 6], "(others)": [4], "(missing)": [3]}
-    numbers = pa.chunked_array([pa.array([-3, 10**17, -3, None])])
-    assert _found("i", numbers) == {"-3": [0, 2], str(10**17): [1], "(missing)": [3]}
+    assert _found("i", pa.chunked_array([pa.array([-3, 10**17, -3, None])])) == {"-3": [0, 2], str(10**17): [1], "(missing)": [3]}
 
 
 def test_frequency_slices_keep_order() -> None:
     names = pa.array(["1", "2-9", "(not in the vocabulary)"], pa.large_string())
     blocks = [[2, None, 1], [0, 2]]
     values = pa.chunked_array([pa.DictionaryArray.from_arrays(pa.array(block, pa.int32()), names) for block in blocks])
-    assert list(_found("frequency:c", values).items()) == [
-        ("1", [3]),
-        ("2-9", [2]),
-        ("(not in the vocabulary)", [0, 4]),
-        ("(missing)", [1]),
-    ]
+    expected = [("1", [3]), ("2-9", [2]), ("(not in the vocabulary)", [0, 4]), ("(missing)", [1])]
+    assert list(_found("frequency:c", values).items()) == expected
 
 
 def test_day_slices_keep_order() -> None:
@@ -56,7 +47,6 @@ def test_day_slices_keep_order() -> None:
 
 
 def _table(rows: slice) -> pa.Table:
-    """Return scores of a log of 7 rows."""
     return pa.table(
         {
             "row": np.arange(7)[rows],
@@ -78,8 +68,8 @@ def test_scored_rows_are_independent_of_table_sizes() -> None:
     assert other.checksums != full.checksums
     np.testing.assert_array_equal(full.logits, chunks.logits)
     np.testing.assert_array_equal(full.labels, chunks.labels)
-    assert full.key("c").to_pylist() == chunks.key("c").to_pylist() == HEXADECIMAL.to_pylist()
-    assert full.key("t").to_pylist() == chunks.key("t").to_pylist() == TEXT.to_pylist()
+    for name, expected in (("c", HEXADECIMAL), ("t", TEXT)):
+        assert full.key(name).to_pylist() == chunks.key(name).to_pylist() == expected.to_pylist()
 
 
 @pytest.mark.parametrize(
@@ -120,7 +110,6 @@ def test_evaluation_text_is_readable() -> None:
         chunk.update(intervals=result["intervals"], compared=result["compared"])
     lines = evaluation_text(result).splitlines()
     assert "0.75000  0.74000 to 0.76000  0.74000    +0.01000  +0.00500 to +0.01500  0.00100" in lines[1]
-    assert any("intervals of 90%" in line for line in lines)
-    assert any("runs/b" in line for line in lines)
+    assert [word for word in ("intervals of 90%", "runs/b") if word not in "\n".join(lines)] == []
     assert lines[-1].split()[:7] == ["0000000a", "20,000", "0.10000", "0.75000", "0.74000", "to", "0.76000"]
     assert evaluation_text({"accuracy": 0.9, "rows": 3}).split() == ["accuracy", "0.90000", "rows", "3"]

@@ -78,9 +78,8 @@ def test_graph_scores_match_export(tmp_path: Path, quantize: Any, make: Any) -> 
     model = tmp_path / "out" / "triton" / "click_model"
     config = text_format.Parse((model / "config.pbtxt").read_text(), _model_config()())
     session = onnxruntime.InferenceSession(str(model / "1" / "model.onnx"), providers=["CPUExecutionProvider"])
-    assert {tensor.name: tensor.shape[1:] for tensor in session.get_inputs()} == {
-        tensor.name: list(tensor.dims) for tensor in config.input
-    }
+    dims = {tensor.name: list(tensor.dims) for tensor in config.input}
+    assert {tensor.name: tensor.shape[1:] for tensor in session.get_inputs()} == dims
     assert [(tensor.name, tensor.shape[1:]) for tensor in session.get_outputs()] == [("logit", [1])]
     served = open_served(str(tmp_path / "out"))  # its files are in the manifest, and sound
     for count in (50, 1):
@@ -89,7 +88,6 @@ def test_graph_scores_match_export(tmp_path: Path, quantize: Any, make: Any) -> 
 
 
 def test_unsupported_graph_is_rejected(tmp_path: Path) -> None:
-    saved = save_clicks(tmp_path / "run", preprocessor=lists_preprocessor())
     with pytest.raises(InputError, match="column keys has a variable number"):
-        export_of(saved, tmp_path / "out", triton=True)
+        export_of(save_clicks(tmp_path / "run", preprocessor=lists_preprocessor()), tmp_path / "out", triton=True)
     assert not (tmp_path / "out").exists()

@@ -14,6 +14,7 @@ from builders.click_models import Saved, lists_preprocessor, save_clicks
 from builders.exports import export_of, scored_by_strangers
 
 from rayrec.config import InputError
+from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
@@ -41,18 +42,23 @@ def _own_log(folder: Path) -> Saved:
 
 
 def test_encode_py_is_compared_on_raw_log(tmp_path: Path) -> None:
-    built = _own_log(tmp_path)
-    report = export_of(built, tmp_path / "out", max_auroc_loss=0.05)
+    report = export_of(_own_log(tmp_path), tmp_path / "out", max_auroc_loss=0.05)
     assert report["encoder_parity"] == {"rows": 300, "origin": report["parity"]["origin"], "failure": None}
-    score = scored_by_strangers(tmp_path / "out")
-    with open(tmp_path / "log.csv") as file:
+    program = runpy.run_path(str(tmp_path / "out" / "encode.py"))
+    _check_strangers(tmp_path, program["Encoder"](str(tmp_path / "out" / "preprocessor")))
+
+
+def _check_strangers(folder: Path, encoder: Any) -> EncodedRows:
+    """Check that encoder and README of an export score log.csv like the served export. Returns the encoded log."""
+    served, log = open_served(str(folder / "out")), folder / "log.csv"
+    with log.open() as file:
         rows = list(csv.DictReader(file))
-    custom = runpy.run_path(str(tmp_path / "out" / "encode.py"))["Encoder"](str(tmp_path / "out" / "preprocessor"))
-    served = open_served(str(tmp_path / "out"))
-    raw, _ = make_reader(built.preprocessor.schema).read([RequestBody("csv", 300, 0, text=(tmp_path / "log.csv").read_bytes())])
-    logits = served.score(served.preprocessor.encode(raw))
+    raw, _ = make_reader(served.preprocessor.schema).read([RequestBody("csv", len(rows), 0, text=log.read_bytes())])
+    encoded = served.preprocessor.encode(raw)
+    logits = served.score(encoded)
     assert np.std(logits) > 0
-    np.testing.assert_allclose(score(*custom.encode(rows)), logits, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(scored_by_strangers(folder / "out")(*encoder.encode(rows)), logits, rtol=0, atol=1e-5)
+    return encoded
 
 
 def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
@@ -69,29 +75,21 @@ def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
         f"{row % 3 // 2},i{row % 40},s{row % 7},{'|'.join(of_row)},{'|'.join('s' + item[-1] for item in of_row)}"
         for row, of_row in enumerate(items)
     ]
-    header, log = "click,item,shop,items,shops", tmp_path / "log.csv"
-    log.write_text("\n".join([header, *lines]) + "\n")
+    log = tmp_path / "log.csv"
+    log.write_text("\n".join(["click,item,shop,items,shops", *lines]) + "\n")
     model = DINConfig(embedding_dim=4, attention=(8,), mlp=(8,))
-    settings: dict[str, Any] = {"preprocessor": preprocessor, "train_data": {"path": str(log)}}
-    built = save_clicks(tmp_path / "run", model=model, scale=3.0, **settings)
-    report = export_of(built, tmp_path / "out", max_auroc_loss=0.05)
-    assert report["encoder_parity"]["failure"] is None
-    score = scored_by_strangers(tmp_path / "out")
-    encoder, served = Encoder(str(tmp_path / "out" / "preprocessor")), open_served(str(tmp_path / "out"))
-    reader = make_reader(schema)
-    raw, _ = reader.read([RequestBody("csv", 200, 0, text=log.read_bytes())])
-    logits = served.score(served.preprocessor.encode(raw))
-    assert np.std(logits) > 0
-    np.testing.assert_allclose(open_served(str(built.run)).score(served.preprocessor.encode(raw)), logits, atol=1e-5)
-    with open(log) as file:
-        rows = list(csv.DictReader(file))
-    np.testing.assert_allclose(score(*encoder.encode(rows)), logits, rtol=0, atol=1e-5)
+    built = save_clicks(tmp_path / "run", model=model, scale=3.0, preprocessor=preprocessor, train_data={"path": str(log)})
+    assert export_of(built, tmp_path / "out", max_auroc_loss=0.05)["encoder_parity"]["failure"] is None
+    encoder = Encoder(str(tmp_path / "out" / "preprocessor"))
+    encoded = _check_strangers(tmp_path, encoder)
+    trained, exported = (open_served(str(path)).score(encoded) for path in (built.run, tmp_path / "out"))
+    np.testing.assert_allclose(trained, exported, atol=1e-5)
     assert compare_encoder(encoder, preprocessor, ParityRows("rows", ()))["failure"] is None  # drawn lists
     ragged = {"item": "i1", "shop": "s1", "items": ["i1", "i2"], "shops": ["s1"]}
     with pytest.raises(ValueError, match="row 0: categories of shops are not aligned with items"):
         encoder.encode([ragged])
     good = {**ragged, "shops": ["s1", "s2"]}
-    raw, (first, second) = reader.read([RequestBody("json", 1, 0, rows=[row]) for row in (ragged, good)])
+    raw, (first, second) = make_reader(schema).read([RequestBody("json", 1, 0, rows=[row]) for row in (ragged, good)])
     assert isinstance(first, RequestError)
     assert "categories are not at the places of the list that it is aligned with" in str(first)
     assert not isinstance(second, RequestError)
@@ -118,9 +116,8 @@ def test_export_rejects_different_encoder(
     assert not list(tmp_path.glob("out*"))
     report = export_of(built, tmp_path / "out", ignore_parity=True)
     assert re.search(failure, report["encoder_parity"]["failure"])
-    assert json.loads((tmp_path / "out" / "report.json").read_text()) == {
-        key: value for key, value in report.items() if key not in ("out", "checkpoint")
-    }
+    stored = {key: value for key, value in report.items() if key not in ("out", "checkpoint")}
+    assert json.loads((tmp_path / "out" / "report.json").read_text()) == stored
 
 
 @pytest.mark.parametrize("kind", ["vocabulary", "hashed", "buckets", "file minimum", "uniform", "pareto"])
@@ -135,9 +132,9 @@ def test_encode_py_is_compared_on_random_values(kind: str, tmp_path: Path) -> No
     other = dataclasses.replace(lists, schema=lists.schema.replace(features=()))
     other.save(str(tmp_path))
     assert compare_encoder(Encoder(str(tmp_path)), other, none)["failure"] is None
-    changed = dataclasses.replace(
-        preprocessor, sparse=(*preprocessor.sparse[:-1], dataclasses.replace(preprocessor.sparse[-1], missing_id=0, unknown_id=1))
-    )
+    *sparse, last = preprocessor.sparse
+    sparse.append(dataclasses.replace(last, missing_id=0, unknown_id=1))
+    changed = dataclasses.replace(preprocessor, sparse=tuple(sparse))
     preprocessor.save(str(tmp_path))
     assert compare_encoder(Encoder(str(tmp_path)), changed, none)["failure"] == "its ids of column z differ"
 
@@ -175,10 +172,10 @@ def test_encoder_error_has_row_number(tmp_path: Path) -> None:
     """test_golden_outputs.py has the encoded values."""
     _varied_criteo("vocabulary").save(str(tmp_path))
     encoder = Encoder(str(tmp_path))
-    with pytest.raises(ValueError, match="row 1: x must be 8 hexadecimal digits"):
-        encoder.encode([{}, {"x": "12"}])
-    with pytest.raises(ValueError, match="row 0: a must be a number"):
-        encoder.encode([{"a": 1.5}])
+    rejected = (([{}, {"x": "12"}], "row 1: x must be 8 hexadecimal digits"), ([{"a": 1.5}], "row 0: a must be a number"))
+    for rows, message in rejected:
+        with pytest.raises(ValueError, match=message):
+            encoder.encode(rows)
     with pytest.raises(ValueError, match="row 0 must have 6 columns, got 2"):
         encoder.parse(["1\t2"])
 
@@ -202,9 +199,8 @@ def test_encoder_reads_all_category_types(tmp_path: Path) -> None:
     ]
     raw, outcomes = make_reader(schema).read([RequestBody("json", len(rows), 0, rows=rows)])
     assert outcomes == [slice(0, len(rows))]
-    columns = [
-        np.unique(column.categories if isinstance(column, RawList) else column)[::2] for column in map(raw.column, schema.sparse)
-    ]
+    found = map(raw.column, schema.sparse)
+    columns = [np.unique(column.categories if isinstance(column, RawList) else column)[::2] for column in found]
     counted = tuple(SparseColumn(len(tokens) + 2, len(tokens)) for tokens in columns)
     hashed = (SparseColumn(1000, None), *counted[1:])
     for custom, tokens in ((counted, columns), (hashed, columns[1:])):
