@@ -66,8 +66,7 @@ def test_the_command_of_the_job() -> None:
     config = _config_of_the_job()
     assert config.name == _manifest("RayJob")["metadata"]["name"] == "nightly-DATE"
     trainers = dict(_pods("RayJob"))["trainers"]
-    resources = yaml.safe_load(yaml.safe_load(trainers["rayStartParams"]["resources"]))
-    assert config.scaling.resources_per_worker == resources
+    assert config.scaling.resources_per_worker == yaml.safe_load(yaml.safe_load(trainers["rayStartParams"]["resources"]))
     assert config.scaling.num_workers == (1, trainers["maxReplicas"])
     cpus = trainers["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"]
     assert config.scaling.cpus_per_worker is not None
@@ -109,8 +108,7 @@ def test_a_trainer_that_goes_has_time_for_its_notice(kind: str) -> None:
 
 
 def test_the_configuration_of_serve() -> None:
-    config = yaml.safe_load(_manifest("RayService")["spec"]["serveConfigV2"])
-    checked = ServeDeploySchema.model_validate(config)
+    checked = ServeDeploySchema.model_validate(yaml.safe_load(_manifest("RayService")["spec"]["serveConfigV2"]))
     (application,) = checked.applications
     assert application.import_path == "rayrec.serve:build"
     assert build_application(application.args) is not None
@@ -139,18 +137,14 @@ def test_proxies_of_the_service_decline_upgrades() -> None:
         assert import_attr(variable["value"]) is listener.bound_proxy
 
 
-def _templates(kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each pod's specification, the one that submits the job included."""
-    yield from ((name, group["template"]["spec"]) for name, group in _pods(kind))
-    if kind == "RayJob":
-        yield "submitter", _manifest(kind)["spec"]["submitterPodTemplate"]["spec"]
-
-
 @pytest.mark.parametrize("kind", FILES)
 def test_pods_run_restricted(kind: str) -> None:
     """As the restricted Pod Security Standard asks."""
     restricted = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    for name, spec in _templates(kind):
+    specs = {name: group["template"]["spec"] for name, group in _pods(kind)}
+    if kind == "RayJob":
+        specs["submitter"] = _manifest(kind)["spec"]["submitterPodTemplate"]["spec"]
+    for name, spec in specs.items():
         assert spec["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}, name
         assert spec["serviceAccountName"] == "rayrec"
         assert [container["securityContext"] for container in spec["containers"]] == [restricted], name
@@ -159,19 +153,14 @@ def test_pods_run_restricted(kind: str) -> None:
         assert spec.get("automountServiceAccountToken", False) is autoscales
     if "autoscalerOptions" in _cluster(kind):
         assert _cluster(kind)["autoscalerOptions"]["securityContext"] == restricted
-    account = yaml.safe_load((FOLDER / "common" / "account.yaml").read_text())
-    assert account["automountServiceAccountToken"] is False
+    assert yaml.safe_load((FOLDER / "common" / "account.yaml").read_text())["automountServiceAccountToken"] is False
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_ray_asks_for_a_token(kind: str) -> None:
+def test_ray_asks_for_a_token_and_image_tags_are_pinned(kind: str) -> None:
     assert _cluster(kind)["authOptions"] == {"mode": "token"}
-
-
-def test_image_tags_are_pinned() -> None:
-    for kind in FILES.values():
-        (image,) = yaml.safe_load((FOLDER / kind).with_name("kustomization.yaml").read_text())["images"]
-        assert image["newTag"] == version("rayrec")
+    (image,) = yaml.safe_load((FOLDER / FILES[kind]).with_name("kustomization.yaml").read_text())["images"]
+    assert image["newTag"] == version("rayrec")
 
 
 def test_network_policies_open_known_ports() -> None:

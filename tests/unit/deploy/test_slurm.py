@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from builders.faults import until
 from hosts.ports import free_ports
 
 from rayrec.cli.parser import parse
@@ -20,17 +21,19 @@ from rayrec.commands import COMMANDS
 FOLDER = Path(__file__).parents[3] / "deploy" / "slurm"
 FILES = [FOLDER / "ray.sbatch", FOLDER / "srun.sbatch"]
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "rayrec", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
+JOB["SLURM_CPUS_PER_TASK"] = "1"
+COMMAND_TEXTS = {
+    "squeue": "echo RUNNING",
+    "scancel": 'echo "$*" >>scancel.called; kill -TERM "$(cat begun)"',
+    "scontrol": 'echo "$*" >>scontrol.called',
+}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_a_file_is_bash(file: Path) -> None:
+def test_a_file_is_bash_and_begins_with_its_command(file: Path) -> None:
     subprocess.run(["bash", "-n", file], check=True)
     if shellcheck := shutil.which("shellcheck"):
         subprocess.run([shellcheck, file], check=True)
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_the_command_in_its_first_lines(file: Path) -> None:
     comment = "".join(re.findall(r"^#   (.*\n)", file.read_text(), re.MULTILINE)).replace("\\\n", " ")
     words = shlex.split(comment)
     (config,) = parse(COMMANDS["train"], words[words.index(file.name) + 1 :]).arguments
@@ -46,25 +49,15 @@ def test_both_handle_notices_and_ends_alike() -> None:
 
 
 class Started:
-    """srun.sbatch with stand-ins for Slurm's commands, which write down how they are called."""
+    """A batch script with stand-ins for Slurm's commands, which write down how they are called."""
 
-    def __init__(self, folder: Path, *arguments: str, srun: str, state: str = "RUNNING", **environment: str) -> None:
-        commands = {
-            "srun": srun,
-            "squeue": f"echo {state}",
-            "scancel": 'echo "$*" >>scancel.called; kill -TERM "$(cat begun)"',
-            "scontrol": 'echo "$*" >>scontrol.called',
-        }
-        for name, text in commands.items():
+    def __init__(self, folder: Path, *arguments: str, commands: dict[str, str], file: Path = FILES[1], **variables: str) -> None:
+        for name, text in {**COMMAND_TEXTS, **commands}.items():
             (folder / name).write_text(f"#!/bin/bash\n{text}\n")
             (folder / name).chmod(0o755)
         self._folder = folder
-        path = f"{folder}{os.pathsep}{os.environ['PATH']}"
-        self.process = subprocess.Popen(
-            ["bash", FILES[1], "criteo_demo", *arguments],
-            cwd=folder,
-            env={**os.environ, **JOB, "SLURM_CPUS_PER_TASK": "1", "PATH": path, **environment},
-        )
+        environment = {**os.environ, **JOB, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", **variables}
+        self.process = subprocess.Popen(["bash", file, "criteo_demo", *arguments], cwd=folder, env=environment)
 
     def read(self, name: str) -> str:
         file = self._folder / name
@@ -72,20 +65,16 @@ class Started:
 
 
 @pytest.mark.parametrize(
-    ("status", "environment", "requeued"),
+    ("status", "restarts", "state", "requeued"),
     [
-        (0, {}, False),
-        (2, {}, False),
-        (130, {}, False),
-        (143, {}, True),
-        (1, {}, True),
-        (137, {"SLURM_RESTART_COUNT": "19"}, True),
-        (1, {"SLURM_RESTART_COUNT": "20"}, False),
-        (143, {"state": "COMPLETING"}, False),  # cancelled, or preempted: Slurm requeues it
+        *((status, "", "RUNNING", status in (143, 1)) for status in (0, 2, 130, 143, 1)),
+        *((137, "19", "RUNNING", True), (1, "20", "RUNNING", False)),
+        (143, "", "COMPLETING", False),  # cancelled, or preempted: Slurm requeues it
     ],
 )
-def test_what_is_requeued(status: int, environment: dict[str, str], requeued: bool, tmp_path: Path) -> None:
-    started = Started(tmp_path, srun=f"exit {status}", **environment)
+def test_what_is_requeued(status: int, restarts: str, state: str, requeued: bool, tmp_path: Path) -> None:
+    commands = {"srun": f"exit {status}", "squeue": f"echo {state}"}
+    started = Started(tmp_path, commands=commands, **({"SLURM_RESTART_COUNT": restarts} if restarts else {}))
     assert started.process.wait(timeout=60) == status
     assert started.read("scontrol.called") == ("requeue 7\n" if requeued else "")
 
@@ -93,11 +82,9 @@ def test_what_is_requeued(status: int, environment: dict[str, str], requeued: bo
 @pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_notice_saves_and_requeues(sent: signal.Signals, tmp_path: Path) -> None:
     """The second notice, while the run saves, changes nothing."""
-    started = Started(tmp_path, srun='trap "sleep 0.3; exit 143" TERM; echo $$ >begun; while :; do sleep 0.05; done')
-    deadline_s = time.monotonic() + 30
-    while not started.read("begun"):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    srun = 'trap "sleep 0.3; exit 143" TERM; echo $$ >begun; while :; do sleep 0.05; done'
+    started = Started(tmp_path, commands={"srun": srun})
+    until(lambda: started.read("begun"))
     started.process.send_signal(sent)
     time.sleep(0.1)
     started.process.send_signal(sent)
@@ -110,7 +97,7 @@ def test_a_notice_saves_and_requeues(sent: signal.Signals, tmp_path: Path) -> No
     ("given", "expected"), [((), "--name rayrec-7"), (("--name", "x"), "--name x"), (("--name=x",), "--name=x")]
 )
 def test_a_run_always_has_a_name_that_stays(given: tuple[str, ...], expected: str, tmp_path: Path) -> None:
-    started = Started(tmp_path, *given, srun='echo "$*" >srun.called')
+    started = Started(tmp_path, *given, commands={"srun": 'echo "$*" >srun.called'})
     assert started.process.wait(timeout=60) == 0
     assert started.read("srun.called").endswith(f"rayrec criteo_demo {expected}\n")
 
@@ -118,47 +105,37 @@ def test_a_run_always_has_a_name_that_stays(given: tuple[str, ...], expected: st
 _ON_RAY = {
     # One node: its task, and what becomes of it.
     "srun": 'while [[ $1 == --* ]]; do shift; done; echo $$ >task; SLURM_PROCID=0 exec "$@"',
-    "ray": "exec {python} -c 'import os, socket, time\n"
+    "ray": f"exec {sys.executable} -c 'import os, socket, time\n"
     'port = socket.create_server(("127.0.0.1", int(os.environ["RAY_PORT"])))\n'
     'open("ray.pid", "w").write(str(os.getpid()))\n'
     "time.sleep(300)'",
-    "python": """case "$*" in
+    "python": f"""case "$*" in
   *get_node_ip_address*) echo 127.0.0.1 ;;
   *ray.nodes*) ;;
   *"-m rayrec train"*)
     trap 'kill -0 "$(cat ray.pid)" && echo with Ray >saved; exit 143' TERM
     echo begun >begun
     while :; do sleep 0.05; done ;;
-  *) exec {python} "$@" ;;
+  *) exec {sys.executable} "$@" ;;
 esac""",
     "scancel": """echo "$*" >>scancel.called
 case "$1" in
   --batch) kill -USR1 "$(cat script)" ;;
   --signal=KILL) kill -KILL "$(cat ray.pid)" ;;
 esac""",
-    "squeue": "echo RUNNING",
-    "scontrol": 'echo "$*" >>scontrol.called',
 }
 
 
 def test_a_preemption_that_signals_ray_alone_saves_and_requeues(tmp_path: Path) -> None:
     """The run saves while Ray is still there."""
-    for name, text in _ON_RAY.items():
-        (tmp_path / name).write_text("#!/bin/bash\n" + text.replace("{python}", sys.executable) + "\n")
-        (tmp_path / name).chmod(0o755)
     job = str(free_ports(1) - 20_000)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    variables = {**os.environ, **JOB, "SLURM_JOB_ID": job, "SLURM_CPUS_PER_TASK": "1", "PATH": path}
-    with subprocess.Popen(["bash", FILES[0], "criteo_demo"], cwd=tmp_path, env=variables) as script:
+    started = Started(tmp_path, commands=_ON_RAY, file=FILES[0], SLURM_JOB_ID=job)
+    with started.process as script:
         (tmp_path / "script").write_text(str(script.pid))
-        deadline_s = time.monotonic() + 60
-        while not (tmp_path / "begun").exists():
-            assert time.monotonic() < deadline_s
-            assert script.poll() is None
-            time.sleep(0.02)
+        until(lambda: started.read("begun") or script.poll() is not None)
         for name in ("task", "ray.pid"):  # all processes of the tasks
-            os.kill(int((tmp_path / name).read_text()), signal.SIGTERM)
+            os.kill(int(started.read(name)), signal.SIGTERM)
         assert script.wait(timeout=60) == 143
     assert (tmp_path / "saved").exists()
-    assert (tmp_path / "scancel.called").read_text().split("\n")[:2] == [f"--batch --signal=USR1 {job}", f"--signal=KILL {job}.0"]
-    assert (tmp_path / "scontrol.called").read_text() == f"requeue {job}\n"
+    assert started.read("scancel.called").split("\n")[:2] == [f"--batch --signal=USR1 {job}", f"--signal=KILL {job}.0"]
+    assert started.read("scontrol.called") == f"requeue {job}\n"
