@@ -2,10 +2,7 @@
 
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -13,13 +10,13 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import Config
+from rayrec.storage.range_reader import in_order
 
 STOP_REQUESTED: Final = threading.Event()
 """Set in a worker process when its run is asked to stop: it then stops waiting for data tasks that may never run."""
 _Value = TypeVar("_Value")
 _Shared_co = TypeVar("_Shared_co", covariant=True)
 _Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 
 class Engine(Protocol):
@@ -67,10 +64,6 @@ class StreamEngine(Engine, Protocol):
         ...
 
 
-def _ignore(*_: object) -> None:
-    """Discard a note or progress report."""
-
-
 @dataclass(frozen=True)
 class TaskContext:
     """Engine, cache folder, and receivers of notes and progress."""
@@ -78,9 +71,9 @@ class TaskContext:
     engine: Engine
     cache_folder: str | None
     """Folder for indices and unpacked files. None: indices are not cached."""
-    note: Callable[[str], None] = _ignore
+    note: Callable[[str], None] = lambda text: None
     """Show one line to the user."""
-    progress: Callable[[str, int, int | None], None] = _ignore
+    progress: Callable[[str, int, int | None], None] = lambda name, done, total: None
     """Report (name, amount done, total or None)."""
 
 
@@ -129,14 +122,8 @@ class ThreadEngine:
     def _tables(
         self, name: str, function: Callable[[Any], pa.Table], items: Iterable[Any], *, prefetch: int
     ) -> Generator[pa.Table, None, None]:
-        patience = contextlib.nullcontext() if self.max_outage_s is None else storage.retry_timeout(self.max_outage_s)
-        with patience:
-            context = copy_context()  # includes the patience
-
-        def task(item: Any) -> pa.Table:
-            return context.copy().run(function, item)
-
-        return in_order(task, items, name=name, num_threads=self.num_threads, prefetch=prefetch)
+        with contextlib.nullcontext() if self.max_outage_s is None else storage.retry_timeout(self.max_outage_s):
+            return in_order(function, items, name=name, num_threads=self.num_threads, prefetch=prefetch)
 
 
 def grouped(items: Iterable[_Item], size_of: Callable[[_Item], int], *, max_bytes: int, max_items: int) -> list[list[_Item]]:
@@ -151,24 +138,3 @@ def grouped(items: Iterable[_Item], size_of: Callable[[_Item], int], *, max_byte
         groups[-1].append(item)
         remaining -= size
     return groups
-
-
-def in_order(
-    function: Callable[[_Item], _Result], items: Iterable[_Item], *, name: str, num_threads: int, prefetch: int
-) -> Generator[_Result, None, None]:
-    """Yield the function's values for the items in order, computed by threads; an exception is raised at its position.
-
-    At most `num_threads` + `prefetch` values exist or are in progress, in addition to the reader's current one.
-    """
-    waiting = iter(items)
-    futures: deque[Future[_Result]] = deque()
-    with ThreadPoolExecutor(num_threads, thread_name_prefix=name) as pool:
-        try:
-            for item in waiting:
-                futures.append(pool.submit(function, item))
-                if len(futures) >= num_threads + prefetch:
-                    yield futures.popleft().result()
-            while futures:
-                yield futures.popleft().result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)

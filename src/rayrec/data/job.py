@@ -6,7 +6,6 @@ renamed: the job writes below OUT directly if its last file marks it as complete
 """
 
 import errno
-import fcntl
 import logging
 import os
 import time
@@ -140,7 +139,8 @@ def resumable_job(out: str, job_inputs: dict[str, Any], *, last_file: str | None
         if not is_url:
             with folder.disk_errors():
                 os.makedirs(folder.aid(), exist_ok=True)
-            locked.enter_context(_locked(folder))
+            busy = f"{folder.path}: another process is writing there; wait for it or choose another place"
+            locked.enter_context(storage.locked(folder.aid(_LOCK), busy))
         resumed = _begin(folder, job_inputs)
         try:
             yield ResumableJob(folder, resumed)
@@ -162,16 +162,6 @@ def _remove(path: str) -> None:
         else:
             return
     _logger.warning("Cannot remove %s (%s), remove it", path, failure)
-
-
-@contextmanager
-def _locked(folder: JobFolder) -> Iterator[None]:
-    with open(folder.aid(_LOCK), "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Released by the system however the process ends
-        except BlockingIOError:
-            raise InputError(f"{folder.path}: another process is writing there; wait for it or choose another place") from None
-        yield
 
 
 def _begin(folder: JobFolder, job_inputs: dict[str, Any]) -> bool:

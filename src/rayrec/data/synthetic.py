@@ -15,10 +15,10 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.engine import in_order
 from rayrec.data.synthetic_law import BLOCK_ROWS, DIALECTS, NUM_DENSE, NUM_SPARSE, VERSION, GroundTruth
 from rayrec.host_resources import usable_cpus
 from rayrec.native import call
+from rayrec.storage.range_reader import in_order
 
 
 def day_starts(rows: int, days: int) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import fcntl
 import functools
 import gzip
 import hashlib
@@ -15,7 +14,7 @@ import shutil
 import tarfile
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -250,9 +249,12 @@ def fetch(
     if base_url is not None and not base_url.startswith(("http://", "https://")):
         raise InputError(f"--base-url: must be an http:// or https:// URL, got {base_url}")
     folder = storage.absolute(folder)
-    with writing_to(folder):
-        os.makedirs(folder, exist_ok=True)
-    with _alone_in(folder):
+    lock_path, busy = os.path.join(folder, ".fetch.lock"), "another fetch is writing there. Wait for it or choose another --out."
+    with contextlib.ExitStack() as locked:
+        with writing_to(folder):
+            os.makedirs(folder, exist_ok=True)
+            # Two processes must not append to one partial file.
+            locked.enter_context(storage.locked(lock_path, f"{folder}: {busy}"))
         records = _Records(folder)
         results = {}
         for file in files:
@@ -401,16 +403,3 @@ class _Records:
             if self._by_name.get(record["name"]) != record:
                 self._by_name[record["name"]] = record
                 storage.write_json(self._path, {"files": list(self._by_name.values())})
-
-
-@contextlib.contextmanager
-def _alone_in(folder: str) -> Iterator[None]:
-    """Lock the folder, because two processes must not append to one partial file. Raises InputError if another fetch runs."""
-    with writing_to(folder):
-        lock = open(os.path.join(folder, ".fetch.lock"), "wb")  # noqa: SIM115
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"{folder}: another fetch is writing there. Wait for it or choose another --out.") from None
-        yield

@@ -20,9 +20,10 @@ from rayrec.cluster import connection
 from rayrec.cluster.connection import is_in_process
 from rayrec.cluster.layout import Node
 from rayrec.config import InputError
-from rayrec.data.engine import StreamEngine, TaskPlacement, ThreadEngine, in_order
+from rayrec.data.engine import StreamEngine, TaskPlacement, ThreadEngine
 from rayrec.humanize import size_text
 from rayrec.observe.console import Console
+from rayrec.storage.range_reader import in_order
 from rayrec.workloads.base import ScoringContext
 from rayrec.workloads.scoring import Device, Scoring
 

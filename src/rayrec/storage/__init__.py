@@ -7,6 +7,7 @@ from rayrec.storage.files import (
     copy_file,
     exists,
     json_text,
+    locked,
     read_bytes,
     read_into,
     read_json,

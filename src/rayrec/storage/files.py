@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import fcntl
 import itertools
 import json
 import os
@@ -287,6 +288,18 @@ def remove_file(path: str) -> None:
     """Remove a file if it exists."""
     with suppress(FileNotFoundError):
         with_retries(path, lambda filesystem, inner: filesystem.delete_file(inner))
+
+
+@contextmanager
+def locked(path: str, busy: str) -> Iterator[None]:
+    """Lock a local file, which is created. The system releases the lock however the process ends. Raises InputError with the text
+    `busy` if another process has it."""
+    with open(path, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(busy) from None
+        yield
 
 
 @contextmanager

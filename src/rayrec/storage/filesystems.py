@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.request import getproxies
 
 from pyarrow import fs as arrow_fs
@@ -23,25 +23,7 @@ _OTHER_SCHEMES: Final = {"hdfs", "viewfs"}
 """Schemes opened by pyarrow's defaults."""
 
 
-class StoreLocation(Protocol):
-    """Location of an object store's URL and its endpoint."""
-
-    @property
-    def inner(self) -> str: ...
-
-    def store(self) -> tuple[str, ...]:
-        """Return a key that is equal for locations between which the store can copy."""
-
-    def connection(self) -> tuple[object, ...]:
-        """Return everything that a connection to the store depends on."""
-
-    def address(self) -> tuple[str, int] | None: ...
-
-    def endpoint_hint(self) -> str: ...
-
-    def open(self, limit_s: float) -> arrow_fs.FileSystem: ...
-
-
+StoreLocation = S3Location | GcsLocation | AzureLocation
 _LOCATIONS: Final[dict[str, Callable[[str], StoreLocation]]] = {
     "s3": S3Location.of,
     "gs": GcsLocation.of,

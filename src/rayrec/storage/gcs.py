@@ -73,11 +73,9 @@ class GcsLocation:
         return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
 
     def endpoint_hint(self) -> str:
-        return (
-            f"its endpoint is {self.endpoint} (STORAGE_EMULATOR_HOST)"
-            if self.endpoint
-            else "it is looked for at Google (no STORAGE_EMULATOR_HOST)"
-        )
+        if self.endpoint:
+            return f"its endpoint is {self.endpoint} (STORAGE_EMULATOR_HOST)"
+        return "it is looked for at Google (no STORAGE_EMULATOR_HOST)"
 
     def open(self, limit_s: float) -> arrow_fs.FileSystem:
         """Create a filesystem that retries for about `limit_s` seconds, at least one."""

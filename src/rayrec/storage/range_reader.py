@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Final, TypeVar
@@ -35,19 +35,34 @@ def in_parallel(function: Callable[[_Item], _Result], items: Sequence[_Item], *,
     """
     if not is_url(of) or len(items) < 2:
         yield from map(function, items)
-        return
-    pool = ThreadPoolExecutor(min(NUM_REQUESTS, len(items)), thread_name_prefix="store")
-    waiting: deque[Future[_Result]] = deque()
-    rest = iter(items)
-    try:
-        for item in rest:
-            waiting.append(pool.submit(copy_context().run, function, item))
-            if len(waiting) >= NUM_REQUESTS:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    else:
+        yield from in_order(function, items, name="store", num_threads=min(NUM_REQUESTS, len(items)), prefetch=0)
+
+
+def in_order(
+    function: Callable[[_Item], _Result], items: Iterable[_Item], *, name: str, num_threads: int, prefetch: int
+) -> Generator[_Result, None, None]:
+    """Yield the function's values for the items in order, computed by threads in copies of the caller's context; an exception is
+    raised at its position.
+
+    At most `num_threads` + `prefetch` values exist or are in progress, in addition to the reader's current one.
+    """
+    context = copy_context()
+
+    def results() -> Generator[_Result, None, None]:
+        futures: deque[Future[_Result]] = deque()
+        with ThreadPoolExecutor(num_threads, thread_name_prefix=name) as pool:
+            try:
+                for item in items:
+                    futures.append(pool.submit(context.copy().run, function, item))
+                    if len(futures) >= num_threads + prefetch:
+                        yield futures.popleft().result()
+                while futures:
+                    yield futures.popleft().result()
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    return results()
 
 
 def call_in_parallel(calls: Sequence[Callable[[], _Result]], *, of: str) -> Iterator[_Result]:

@@ -62,24 +62,21 @@ class S3Location:
             raise InputError(f"{path}: bucket not found. Use a URL such as s3://bucket/key")
         options = options_of(path, _NAMES + _FLAGS)
         profile = _profile()
-        endpoint = (
-            options.get("endpoint_override")
-            or os.environ.get("AWS_ENDPOINT_URL_S3")
-            or os.environ.get("AWS_ENDPOINT_URL")
-            or profile.get("endpoint_url")
-        )
+        set_endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        endpoint = options.get("endpoint_override") or set_endpoint or profile.get("endpoint_url")
         if endpoint and "://" not in endpoint:
             endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
-        region = (
-            options.get("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or profile.get("region")
-        )
+        set_region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        region = options.get("region") or set_region or profile.get("region")
         flags = tuple(name for name in _FLAGS if options.get(name) == "true")
         return cls(body.rstrip("/"), endpoint, region, flags)
 
     def store(self) -> tuple[str, ...]:
+        """Return a key that is equal for locations between which the store can copy."""
         return ("s3", self.endpoint or "")
 
     def connection(self) -> tuple[object, ...]:
+        """Return everything that a connection to the store depends on."""
         bucket = self.inner.partition("/")[0]
         return self.endpoint, self.region or bucket, self.flags, *(os.environ.get(name) for name in _SETTINGS)
 
@@ -88,11 +85,9 @@ class S3Location:
         return None
 
     def endpoint_hint(self) -> str:
-        return (
-            f"its endpoint is {self.endpoint} (AWS_ENDPOINT_URL)"
-            if self.endpoint
-            else "it is looked for at AWS (no AWS_ENDPOINT_URL)"
-        )
+        if self.endpoint:
+            return f"its endpoint is {self.endpoint} (AWS_ENDPOINT_URL)"
+        return "it is looked for at AWS (no AWS_ENDPOINT_URL)"
 
     def open(self, limit_s: float) -> arrow_fs.FileSystem:
         """Create a filesystem that retries for about `limit_s` seconds."""

@@ -11,7 +11,8 @@ from builders.faults import until
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.engine import Engine, StreamEngine, ThreadEngine, in_order
+from rayrec.data.engine import Engine, StreamEngine, ThreadEngine
+from rayrec.storage.range_reader import in_order
 
 
 def table(value: float) -> pa.Table:
