@@ -21,7 +21,7 @@ from rayrec.inference.config import ExportConfig
 from rayrec.inference.export.write import export
 from rayrec.inference.model import open_served
 from rayrec.ingest.batches import sparse_features
-from rayrec.ingest.block_order import blocks_of_epoch
+from rayrec.ingest.block_order import BlockOrder
 from rayrec.ingest.stream import encode_block
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.workloads.base import TrainConfig
@@ -97,9 +97,9 @@ def checkpoint(
 @pytest.fixture(scope="module")
 def trained(model: torch.nn.Module, preprocessor: Preprocessor, index: LogIndex) -> np.ndarray:
     """The logits as training has them: rows shuffled, encoded in data tasks, sent through Arrow, in TorchRec's batches."""
-    parts = list(index.parts(0, index.rows))
+    order = BlockOrder(tuple(index.parts(0, index.rows)), shuffle="window", seed=5, segments_per_block=3)
     logits = np.full(ROWS, np.nan, np.float32)
-    for block in blocks_of_epoch(parts, shuffle="window", seed=5, epoch=1, segments_per_block=3):
+    for block in order.blocks(1):
         first_rows = np.concatenate(
             [part.segment.first_row + np.arange(part.segment.rows, dtype=np.int64) for part in block.parts]
         )
@@ -114,10 +114,9 @@ def trained(model: torch.nn.Module, preprocessor: Preprocessor, index: LogIndex)
 
 
 def test_predict(trained: np.ndarray, checkpoint: str, config: TrainConfig, preprocessor: Preprocessor, index: LogIndex) -> None:
-    parts = list(index.parts(0, index.rows))
+    order = BlockOrder(tuple(index.parts(0, index.rows)), shuffle="none", seed=0, segments_per_block=2)
     blocks = [
-        ScoredBlock(block, tuple(part.segment.first_row for part in block.parts), has_all_lines=True)
-        for block in blocks_of_epoch(parts, shuffle="none", seed=0, epoch=0, segments_per_block=2)
+        ScoredBlock(block, tuple(part.segment.first_row for part in block.parts), has_all_lines=True) for block in order.blocks(0)
     ]
     process = _ScoringTask(
         workload=config.workload,  # type: ignore[arg-type]

@@ -39,48 +39,30 @@ class BlockRange:
         return self.stop - self.start
 
 
-def blocks_of_epoch(
-    parts: Sequence[SegmentRange], *, shuffle: str, seed: int, epoch: int, segments_per_block: int
-) -> list[Block]:
-    """Compute the blocks of one epoch.
-
-    shuffle: `none` keeps the log order. `files` permutes files and keeps the order within each. `window` permutes segments, and
-    the rows of each block of `segments_per_block` segments. `full` does the same for a log that is already fully shuffled.
-    """
-    parts = list(parts)
-    if shuffle == "none":
-        ordered = parts
-    elif shuffle == "files":
-        files = sources_in_order(part.segment.path for part in parts)
-        rank = {files[i]: number for number, i in enumerate(_generator(seed, epoch).permutation(len(files)))}
-        ordered = sorted(parts, key=lambda part: rank[source_of(part.segment.path)])
-    elif shuffle in ("window", "full"):
-        ordered = [parts[i] for i in _generator(seed, epoch).permutation(len(parts))]
-    else:
-        raise AssertionError(shuffle)
-    return [
-        Block(tuple(ordered[i : i + segments_per_block]), (seed, epoch, i) if shuffle in ("window", "full") else None)
-        for i in range(0, len(ordered), segments_per_block)
-    ]
-
-
-def _generator(seed: int, epoch: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch))))
-
-
 @dataclass(frozen=True)
 class BlockOrder:
     """Epoch order over row ranges of a click log."""
 
     parts: tuple[SegmentRange, ...]
     shuffle: str
+    """Shuffle mode. `none` keeps the log order. `files` permutes files and keeps the order within each. `window` permutes
+    segments, and the rows of each block. `full` does the same for a log that is already fully shuffled."""
     seed: int
     segments_per_block: int
 
     def blocks(self, epoch: int) -> list[Block]:
-        return blocks_of_epoch(
-            self.parts, shuffle=self.shuffle, seed=self.seed, epoch=epoch, segments_per_block=self.segments_per_block
-        )
+        """Compute the blocks of one epoch."""
+        parts, size, is_mixed = self.parts, self.segments_per_block, self.shuffle in ("window", "full")
+        if self.shuffle != "none":
+            generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((self.seed, epoch))))
+            if is_mixed:
+                parts = tuple(parts[i] for i in generator.permutation(len(parts)))
+            else:
+                assert self.shuffle == "files"
+                files = sources_in_order(part.segment.path for part in parts)
+                rank = {files[i]: number for number, i in enumerate(generator.permutation(len(files)))}
+                parts = tuple(sorted(parts, key=lambda part: rank[source_of(part.segment.path)]))
+        return [Block(parts[i : i + size], (self.seed, epoch, i) if is_mixed else None) for i in range(0, len(parts), size)]
 
     @cached_property
     def rows(self) -> int:

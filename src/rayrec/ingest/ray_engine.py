@@ -73,16 +73,6 @@ def _run_with_retry(max_outage_s: float, function: Callable[[Any], pa.Table], it
         return function(item)
 
 
-def _disable_usage_statistics() -> None:
-    """Disable the usage statistics of Ray Data.
-
-    With `ray start`, Ray Data 2.60 runs an actor for them, and in each process a thread that logs failed connections to
-    Prometheus every 10 s. Python before 3.11.8 parses code to print a stack, which lets concurrent parsing (such as torch
-    imports) fail with "AST constructor recursion depth mismatch".
-    """
-    os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
-
-
 @dataclass(frozen=True)
 class ConcurrencyLimits:
     """Concurrency limits of one Dataset."""
@@ -144,7 +134,10 @@ def tasks_dataset(
     """
     if placement.max_outage_s is not None:
         function = functools.partial(_run_with_retry, placement.max_outage_s, function)
-    _disable_usage_statistics()
+    # With `ray start`, usage statistics of Ray Data 2.60 are an actor, and in each process a thread that logs failed connections
+    # to Prometheus every 10 s. Python before 3.11.8 parses code to print a stack, which lets concurrent parsing (such as torch
+    # imports) fail with "AST constructor recursion depth mismatch".
+    os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
     context = ray.data.DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.print_on_execution_start = False

@@ -24,7 +24,7 @@ from rayrec.data.materialized.dataset import read as read_preprocessed
 from rayrec.data.materialized.formats import WRITABLE_FORMATS
 from rayrec.data.materialized.write_tasks import Permutation, gather_runs, write_run
 from rayrec.data.materialized.writer import preprocess
-from rayrec.ingest.block_order import blocks_of_epoch
+from rayrec.ingest.block_order import BlockOrder
 
 PREPROCESSOR = hashed_preprocessor([2**28] * 26, dense=(DenseColumn(),) * 13)
 
@@ -140,8 +140,8 @@ def orders_of_days(shuffle: str, *, days: int, segments: int, rows: int, segment
     if shuffle == "full":
         day_of_row = np.arange(total) // (segments * rows)
         return day_of_row[np.argsort(Permutation(total, seed=1)(np.arange(total)))]
-    parts = [SegmentRange(segment, 0, rows) for segment in index]
-    blocks = blocks_of_epoch(parts, shuffle=shuffle, seed=1, epoch=0, segments_per_block=segments_per_block)
+    parts = tuple(SegmentRange(segment, 0, rows) for segment in index)
+    blocks = BlockOrder(parts, shuffle, seed=1, segments_per_block=segments_per_block).blocks(0)
     day_of_part = [np.repeat([int(part.segment.path.removeprefix("day_")) for part in block.parts], rows) for block in blocks]
     return np.concatenate([of_block[block.order()] for of_block, block in zip(day_of_part, blocks, strict=True)])
 

@@ -21,7 +21,7 @@ from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import Block, LogIndex
 from rayrec.data.logs.reading import first_lines, good_lines, slice_of, values_of
 from rayrec.data.logs.splits import Slice, slices_of
-from rayrec.ingest.block_order import blocks_of_epoch
+from rayrec.ingest.block_order import BlockOrder
 from rayrec.ingest.stream import open_block
 from rayrec.metrics.means import MeasureTotals
 from rayrec.metrics.ranking import DEFAULT_KS
@@ -138,11 +138,10 @@ def _blocks(context: ScoringContext, schema: Schema) -> tuple[LogIndex, list[Sco
             max_bad_fraction=context.config.max_bad_fraction,
         )
         lines = first_lines(index, segments_per_task=data.segments_per_block, engine=engine)
-    parts = list(index.parts(0, index.rows))
+    order = BlockOrder(tuple(index.parts(0, index.rows)), shuffle="none", seed=0, segments_per_block=data.segments_per_block)
     rows_follow = not index.faults.total or index.is_preprocessed
     return index, [
-        ScoredBlock(block, tuple(lines[part.segment] for part in block.parts), rows_follow)
-        for block in blocks_of_epoch(parts, shuffle="none", seed=0, epoch=0, segments_per_block=data.segments_per_block)
+        ScoredBlock(block, tuple(lines[part.segment] for part in block.parts), rows_follow) for block in order.blocks(0)
     ]
 
 
