@@ -51,16 +51,13 @@ class RetryPolicy:
                 first_s = now_s if first_s is None else first_s
                 delay_s = delay(attempt, seed=self.seed)
                 if now_s + delay_s > first_s + self.max_outage_s or self.ended.wait(delay_s):
-                    raise self._give_up_error(error) from error
+                    if error.errno in _FULL or "No space left on device" in str(error):
+                        raise InputError(f"{self.path}: no space left. Free some or choose another --storage-path") from error
+                    raise InputError(
+                        f"{self.path}: cannot be written for {self.max_outage_s:.0f} s ({one_line(error)}). Check that the "
+                        "storage is reachable, then run the same command again"
+                    ) from error
             attempt += 1
-
-    def _give_up_error(self, error: OSError) -> InputError:
-        if error.errno in _FULL or "No space left on device" in str(error):
-            return InputError(f"{self.path}: no space left. Free some or choose another --storage-path")
-        return InputError(
-            f"{self.path}: cannot be written for {self.max_outage_s:.0f} s ({one_line(error)}). Check that the storage is "
-            "reachable, then run the same command again"
-        )
 
 
 def retry_write(function: Callable[[], T], *, path: str, max_outage_s: float) -> T:

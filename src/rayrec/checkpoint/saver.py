@@ -135,7 +135,13 @@ class Saver:
             assert ready is not None
             local, plain = ready
             if changed:
-                self._make_copy(local)
+                self._signature = None
+                if self._copy is not None:
+                    self._copy.free()
+                    self._copy = None
+                plan = make_plan(local, self._caller)
+                self._copy = self._caller.run_on_all_ranks(lambda: HostCopy(plan, local.data))
+                self._signature = local.signature()
             assert self._copy is not None
             self._copy.fill(local.data)
             self._num_saves += 1
@@ -162,15 +168,6 @@ class Saver:
     def _ready(self, tensors: dict[str, Any], state: dict[str, Any]) -> tuple[LocalTensors, dict[str, Any]]:
         # Serializing the state here copies it before the caller changes it, and detects invalid values early.
         return LocalTensors(tensors), json.loads(json.dumps(state)) if self._caller.first else {}
-
-    def _make_copy(self, local: LocalTensors) -> None:
-        self._signature = None
-        if self._copy is not None:
-            self._copy.free()
-            self._copy = None
-        plan = make_plan(local, self._caller)
-        self._copy = self._caller.run_on_all_ranks(lambda: HostCopy(plan, local.data))
-        self._signature = local.signature()
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None

@@ -147,7 +147,7 @@ class Targets:
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, *, stored: Collection[str]) -> None:
         self.tensors: dict[str, Any] = model_tensors(model)
-        self._joins: list[_Join] = []
+        self._joins: list[tuple[_Part, dict[Columns, dict[Rows, torch.Tensor]]]] = []
         stored_parts = _stored_parts(stored)
         read: dict[str, dict[Rows, torch.Tensor]] = {}
         for name, value, part in _named_states(optimizer):
@@ -163,11 +163,11 @@ class Targets:
                 if source not in read:
                     read[source] = part.blank()
                     self.tensors[source] = part.as_table(read[source])
-            self._joins.append(_Join(part, {columns: read[part.name_of(columns)] for columns in sources}))
+            self._joins.append((part, {columns: read[part.name_of(columns)] for columns in sources}))
 
     def loaded(self) -> None:
-        for join in self._joins:
-            join.apply()
+        for part, sources in self._joins:
+            part.average(sources)
 
 
 @dataclass(frozen=True)
@@ -215,21 +215,14 @@ class _Part:
         covered = sum(_overlap(columns, self.columns) for columns in overlapping)
         return overlapping if covered == self.columns[1] - self.columns[0] else []
 
-
-@dataclass(frozen=True)
-class _Join:
-    """Conversion of stored column parts into the state of another column part."""
-
-    target: _Part
-    sources: dict[Columns, dict[Rows, torch.Tensor]]
-
-    def apply(self) -> None:
+    def average(self, sources: dict[Columns, dict[Rows, torch.Tensor]]) -> None:
+        """Convert stored column parts into the state of this one."""
         # In float64 the products and sums of equal numbers are exact, so their mean is the same number.
-        for rows, state in self.target.states.items():
+        for rows, state in self.states.items():
             total = torch.zeros_like(state, dtype=torch.float64)
-            for columns, values in self.sources.items():
-                total += values[rows].double() * _overlap(columns, self.target.columns)
-            state.copy_(total / (self.target.columns[1] - self.target.columns[0]))
+            for columns, values in sources.items():
+                total += values[rows].double() * _overlap(columns, self.columns)
+            state.copy_(total / (self.columns[1] - self.columns[0]))
 
 
 def _named_states(optimizer: Any) -> Iterator[tuple[str, Any, _Part | None]]:

@@ -3,7 +3,7 @@
 import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -221,14 +221,10 @@ def _resampled(models: Sequence[_Model], resampling: Resampling) -> Array:
         weights = table[np.frombuffer(generator.bytes(2 * rows), np.uint16)]
         return np.stack([model.metrics(weights) for model in models])
 
-    return np.stack(_on_cores(resample, resampling.resamples, max_threads=_WORKING_BYTES // (_ROW_BYTES * max(1, rows))))
-
-
-def _on_cores(function: Callable[[int], Array], count: int, *, max_threads: int) -> list[Array]:
-    """Map the function in threads on all cores, but at most `most` at a time."""
-    cores = len(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(max(1, min(cores, max_threads))) as pool:  # NumPy releases the GIL in all slow parts
-        return list(pool.map(function, range(count)))
+    max_threads = _WORKING_BYTES // (_ROW_BYTES * max(1, rows))
+    # NumPy releases the GIL in all slow parts.
+    with ThreadPoolExecutor(max(1, min(len(os.sched_getaffinity(0)), max_threads))) as pool:
+        return np.stack(list(pool.map(resample, range(resampling.resamples))))
 
 
 def _percentiles(values: Array, confidence: float) -> tuple[float, float]:
