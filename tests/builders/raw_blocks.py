@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from rayrec.data.raw_block import RawBlock, RawList, category_type, number_type
+from rayrec.data.encoded_rows import JaggedIds
+from rayrec.data.raw_block import RawBlock, category_type, number_type
 from rayrec.schema import Schema
 
 
@@ -29,7 +30,7 @@ def block_of(schema: Schema, columns: Mapping[str, Sequence[Any]], **others: Any
         if hexadecimal
         else missing.T,
         tuple(
-            RawList(
+            JaggedIds(
                 np.array([category for row in columns[name] for category in row], np.uint64),
                 np.array([len(row) for row in columns[name]], np.int32),
             )

@@ -13,24 +13,56 @@ from rayrec.data.arrow import arrow_numbers, arrow_rows, numpy_of, numpy_rows
 
 @dataclass(frozen=True)
 class JaggedIds:
-    """Any number of ids per row."""
+    """Any number of ids per row, or of categories in a RawBlock."""
 
     values: np.ndarray
-    """Concatenated ids of the rows, int32 or int64."""
+    """Concatenated ids of the rows, int32 or int64, or categories, uint64."""
     lengths: np.ndarray
     """Number of ids of each row, int32 [rows]."""
     weights: np.ndarray | None = None
     """Weight of each id, float32. None: 1 each."""
 
-    def take(self, start: int, stop: int, offsets: np.ndarray) -> JaggedIds:
-        """Return rows [start, stop). `offsets` is the result of `self.offsets()`."""
-        ids = slice(offsets[start], offsets[stop])
-        weights = None if self.weights is None else self.weights[ids]
-        return JaggedIds(self.values[ids], self.lengths[start:stop], weights)
-
     def offsets(self) -> np.ndarray:
         """Return the first id of each row and the total, int64 [rows + 1]."""
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+
+    def cut(self, start: int, stop: int, offsets: np.ndarray) -> JaggedIds:
+        """Return rows [start, stop) without a copy. `offsets` is the result of `self.offsets()`."""
+        return self._part(slice(offsets[start], offsets[stop]), self.lengths[start:stop])
+
+    def take(self, rows: np.ndarray) -> JaggedIds:
+        """Return the given rows (int64), in that order."""
+        lengths = self.lengths[rows]
+        return self._part(expand_ranges(self.offsets()[rows], lengths), lengths)
+
+    def last(self, length: int) -> JaggedIds:
+        """Return the last `length` ids of each row."""
+        if not len(self.lengths) or self.lengths.max() <= length:
+            return self
+        lengths = np.minimum(self.lengths, np.int32(length))
+        return self._part(expand_ranges(self.offsets()[1:] - lengths, lengths), lengths)
+
+    def _part(self, ids: np.ndarray | slice, lengths: np.ndarray) -> JaggedIds:
+        return JaggedIds(self.values[ids], lengths, None if self.weights is None else self.weights[ids])
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[JaggedIds]) -> JaggedIds:
+        """Concatenate the rows of one or more parts, which all have weights or none."""
+        values, lengths = (np.concatenate([getattr(part, name) for part in parts]) for name in ("values", "lengths"))
+        return cls(values, lengths, concatenate_optional([part.weights for part in parts]))
+
+
+def expand_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the ranges starts[i], ..., starts[i] + lengths[i] - 1 concatenated, int64."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0, dtype=np.int64)
+
+
+def concatenate_optional(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Concatenate arrays, of which all or none are present."""
+    present = [array for array in arrays if array is not None]
+    assert len(present) in (0, len(arrays))
+    return np.concatenate(present) if present else None
 
 
 Ids = np.ndarray | JaggedIds

@@ -6,9 +6,9 @@ import functools
 import os
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import pyarrow as pa
 
@@ -109,12 +109,8 @@ def index_log(files: Sequence[storage.File], schema: Schema, *, segment_bytes: i
     return cache.keep(LogIndex(numbered(entries), faults), context.note)
 
 
-class TextIndexer(Protocol):
-    """Function that indexes text files, with the signature of `index_log`."""
-
-    def __call__(
-        self, files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext
-    ) -> LogIndex: ...
+TextIndexer = Callable[..., LogIndex]
+"""Function that indexes text files, with the signature of `index_log`."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from rayrec.data.encoded_rows import JaggedIds, concatenate_optional
 from rayrec.hashing import mix64
 from rayrec.schema import Schema
 
@@ -26,41 +27,6 @@ def category_type(schema: Schema) -> np.dtype:
 
 
 @dataclass(frozen=True)
-class RawList:
-    """Column of lists of categories."""
-
-    categories: np.ndarray
-    """Concatenated categories of the rows, uint64."""
-    lengths: np.ndarray
-    """Number of categories of each row, int32 [rows]."""
-    weights: np.ndarray | None = None
-    """Weight of each category, float32. None if the column has no weights."""
-
-    def take(self, rows: np.ndarray) -> RawList:
-        """Return the given rows (int64), in that order."""
-        starts = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
-        lengths = self.lengths[rows]
-        return self._gather(expand_ranges(starts[rows], lengths), lengths)
-
-    def last(self, length: int) -> RawList:
-        """Return the last `length` categories of each row."""
-        if not len(self.lengths) or self.lengths.max() <= length:
-            return self
-        ends, lengths = np.cumsum(self.lengths, dtype=np.int64), np.minimum(self.lengths, np.int32(length))
-        return self._gather(expand_ranges(ends - lengths, lengths), lengths)
-
-    def _gather(self, indices: np.ndarray, lengths: np.ndarray) -> RawList:
-        weights = None if self.weights is None else self.weights[indices]
-        return RawList(self.categories[indices], lengths, weights)
-
-
-def expand_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the ranges starts[i], ..., starts[i] + lengths[i] - 1 concatenated, int64."""
-    ends = np.cumsum(lengths, dtype=np.int64)
-    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0, dtype=np.int64)
-
-
-@dataclass(frozen=True)
 class RawBlock:
     """Rows with the values of a log.
 
@@ -76,8 +42,8 @@ class RawBlock:
     """Values of schema.singles, 0 if missing, `category_type` [rows, columns]."""
     missing: np.ndarray
     """Mask of missing values in schema.dense, then schema.singles: bits of uint64 [rows], or bool [rows, columns]."""
-    lists: tuple[RawList, ...] = ()
-    """List columns, in the order of schema.sparse."""
+    lists: tuple[JaggedIds, ...] = ()
+    """Categories of the list columns, in the order of schema.sparse. Weights None if the column has none."""
     labels: dict[str, np.ndarray] = field(default_factory=dict)
     """Labels by name, float32 [rows], NaN where missing. Empty for an unlabelled log."""
     weights: np.ndarray | None = None
@@ -97,7 +63,7 @@ class RawBlock:
             np.zeros((0, len(schema.dense)), number_type(schema)),
             np.zeros((0, len(schema.singles)), category_type(schema)),
             np.zeros(0, np.uint64) if hexadecimal else np.zeros((0, columns), bool),
-            (RawList(np.zeros(0, np.uint64), np.zeros(0, np.int32)),) * len(schema.lists),
+            (JaggedIds(np.zeros(0, np.uint64), np.zeros(0, np.int32)),) * len(schema.lists),
         )
 
     @property
@@ -107,11 +73,11 @@ class RawBlock:
     @property
     def nbytes(self) -> int:
         """Total size of all arrays."""
-        of_lists = [array for each in self.lists for array in (each.categories, each.lengths, each.weights)]
+        of_lists = [array for each in self.lists for array in (each.values, each.lengths, each.weights)]
         arrays = (self.numbers, self.categories, self.missing, *of_lists, *self.labels.values(), self.weights, self.times)
         return sum(array.nbytes for array in arrays if array is not None)
 
-    def column(self, name: str) -> np.ndarray | RawList:
+    def column(self, name: str) -> np.ndarray | JaggedIds:
         """Return the values of a column of schema.dense or schema.sparse, 0 if missing: [rows], or lists."""
         index, first = self.schema.positions.get(name), len(self.schema.dense)
         if index is None:
@@ -123,7 +89,7 @@ class RawBlock:
         index = self.schema.positions.get(name)
         if index is None:
             column = self.column(name)
-            assert isinstance(column, RawList)
+            assert isinstance(column, JaggedIds)
             return column.lengths == 0
         if self.missing.ndim == 2:
             return self.missing[:, index]
@@ -142,16 +108,16 @@ class RawBlock:
         return self._selected(rows, tuple(each.take(rows) for each in self.lists), ())
 
     def cut(self, start: int, stop: int) -> RawBlock:
-        """Return rows [start, stop); only lists are copied."""
+        """Return rows [start, stop) without copying values."""
         if (start, stop) == (0, self.rows):
             return self
         rows = slice(start, stop)
         files = ((path, max(low - start, 0), min(high, stop) - start) for path, low, high in self.files)
-        lists = tuple(each.take(np.arange(start, stop)) for each in self.lists)
+        lists = tuple(each.cut(start, stop, each.offsets()) for each in self.lists)
         return self._selected(rows, lists, tuple(run for run in files if run[1] < run[2]))
 
     def _selected(
-        self, rows: np.ndarray | slice, lists: tuple[RawList, ...], files: tuple[tuple[str, int, int], ...]
+        self, rows: np.ndarray | slice, lists: tuple[JaggedIds, ...], files: tuple[tuple[str, int, int], ...]
     ) -> RawBlock:
         """Return the rows, with matrices in the same memory layout."""
 
@@ -181,10 +147,10 @@ class RawBlock:
             np.concatenate([block.numbers for block in blocks]),
             np.concatenate([block.categories for block in blocks]),
             np.concatenate([block.missing for block in blocks]),
-            tuple(map(_concatenate_lists, zip(*(block.lists for block in blocks), strict=True))),
+            tuple(map(JaggedIds.concatenated, zip(*(block.lists for block in blocks), strict=True))),
             {name: np.concatenate([block.labels[name] for block in blocks]) for name in blocks[0].labels},
-            _concatenate([block.weights for block in blocks]),
-            _concatenate([block.times for block in blocks]),
+            concatenate_optional([block.weights for block in blocks]),
+            concatenate_optional([block.times for block in blocks]),
             tuple(
                 (path, start + low, start + high)
                 for start, block in zip(starts, blocks, strict=False)
@@ -205,17 +171,3 @@ class RawBlock:
         if rows is not None:
             categories, missing = categories[rows], missing[rows]
         return np.where(missing, np.uint64(0), mix64(categories.astype(np.uint64) + _OFFSET)).view(np.int64)
-
-
-def _concatenate_lists(columns: Sequence[RawList]) -> RawList:
-    return RawList(
-        np.concatenate([column.categories for column in columns]),
-        np.concatenate([column.lengths for column in columns]),
-        _concatenate([column.weights for column in columns]),
-    )
-
-
-def _concatenate(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    present = [array for array in arrays if array is not None]
-    assert len(present) in (0, len(arrays))
-    return np.concatenate(present) if present else None

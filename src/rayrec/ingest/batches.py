@@ -308,18 +308,13 @@ class SharedBufferColumns(list[np.ndarray]):
 def _concatenate(parts: Sequence[tuple[Ids, np.ndarray | None, slice]]) -> Ids:
     """Concatenate slices of one column, given as (ids, offsets of JaggedIds, rows)."""
     bags = [
-        ids.take(rows.start, rows.stop, offsets)
+        ids.cut(rows.start, rows.stop, offsets)
         for ids, offsets, rows in parts
         if isinstance(ids, JaggedIds) and offsets is not None
     ]
-    if not bags:
-        return np.concatenate([ids[rows] for ids, _, rows in parts if isinstance(ids, np.ndarray)])
-    weights = [bag.weights for bag in bags if bag.weights is not None]
-    return JaggedIds(
-        np.concatenate([bag.values for bag in bags]),
-        np.concatenate([bag.lengths for bag in bags]),
-        np.concatenate(weights) if weights else None,
-    )
+    if bags:
+        return JaggedIds.concatenated(bags)
+    return np.concatenate([ids[rows] for ids, _, rows in parts if isinstance(ids, np.ndarray)])
 
 
 def sparse_features(

@@ -44,6 +44,9 @@ _C_TYPES = {
     "int64*": ctypes.POINTER(ctypes.c_int64),
     "int64": ctypes.c_int64,
     "int32": ctypes.c_int32,
+    "uint64": ctypes.c_uint64,
+    "uint32": ctypes.c_uint32,
+    "double": ctypes.c_double,
     "float": ctypes.c_float,
 }
 

@@ -9,9 +9,10 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec.data.arrow import arrow_bytes
+from rayrec.data.encoded_rows import JaggedIds
 from rayrec.data.encoding.counts import add_logarithms
 from rayrec.data.encoding.encoder import build_slots, find_ids, num_slots
-from rayrec.data.raw_block import RawBlock, RawList
+from rayrec.data.raw_block import RawBlock
 from rayrec.schema import Schema
 
 TOP = 100
@@ -142,14 +143,14 @@ class ColumnStats:
         self.dense_bins[number, d, DECILES] += by_code[-1]
 
     def _count_sparse(
-        self, s: int, column: np.ndarray | RawList, missing: np.ndarray, outcome: np.ndarray, job: StatsJob, number: int
+        self, s: int, column: np.ndarray | JaggedIds, missing: np.ndarray, outcome: np.ndarray, job: StatsJob, number: int
     ) -> None:
-        tokens = (column.categories if isinstance(column, RawList) else column).astype(np.uint64)
+        tokens = (column.values if isinstance(column, JaggedIds) else column).astype(np.uint64)
         self.missing[number, len(job.schema.dense) + s] += np.count_nonzero(missing)
         codes = find_ids(tokens, _slots(job.top[s]), -1).astype(np.int64)
         rest = TOP + (tokens * _MIX[0] >> np.uint64(64 - _BUCKET_BITS)).astype(np.int64)
         codes = np.where(codes < 0, rest, codes)
-        if not isinstance(column, RawList):
+        if not isinstance(column, JaggedIds):
             codes[missing] = _SPARSE_CODES - 1
         else:  # one entry for each value, and one for each row without values
             codes = np.concatenate([codes, np.full(np.count_nonzero(missing), _SPARSE_CODES - 1)])
@@ -199,13 +200,13 @@ def row_hashes(block: RawBlock) -> np.ndarray:
         add(values.view(np.uint64), block.is_missing(name))
     for name in block.schema.sparse:
         column, missing = block.column(name), block.is_missing(name)
-        if not isinstance(column, RawList):
+        if not isinstance(column, JaggedIds):
             add(column.astype(np.uint64), missing)
             continue
         ends = np.cumsum(column.lengths, dtype=np.int64)
         starts = ends - column.lengths
-        index = np.arange(len(column.categories), dtype=np.int64) - np.repeat(starts, column.lengths)
-        values = np.concatenate([[np.uint64(0)], np.cumsum(_mixed(column.categories ^ _mixed(index.view(np.uint64) + _MIX[1])))])
+        index = np.arange(len(column.values), dtype=np.int64) - np.repeat(starts, column.lengths)
+        values = np.concatenate([[np.uint64(0)], np.cumsum(_mixed(column.values ^ _mixed(index.view(np.uint64) + _MIX[1])))])
         add(values[ends] - values[starts], missing)
     label = block.labels.get(block.schema.label or "")
     if label is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import IO, Final, Literal
 
 import numpy as np
@@ -20,11 +20,13 @@ import pyarrow.parquet as pq
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import json_reply
+from rayrec.data.encoding.counts import filled
 from rayrec.data.job import JobFolder
 from rayrec.data.logs.csv_reader import FAULT, CsvRange, check_columns, csv_columns, read_csv, row_start
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import Segment, changed
 from rayrec.data.logs.parquet import is_parquet, missing_partitions, open_parquet, partitions_of, with_partitions
+from rayrec.data.logs.reading import line_starts
 from rayrec.data.logs.table_parser import good_rows_of, parse_table
 from rayrec.data.logs.text_log import read_text
 from rayrec.data.logs.text_parser import TextParser, max_rows_in
@@ -127,8 +129,7 @@ def _lines(segment: Segment, schema: Schema) -> tuple[RawBlock, _Lines]:
     """Return the valid rows of a segment, and their lines."""
     text, size = read_text(segment), segment.stop - segment.start
     parser = TextParser(schema, max_rows_in(schema, size))
-    starts = np.concatenate([[0], np.flatnonzero(text[:size] == ord("\n")) + 1])
-    starts = starts[starts < size]
+    starts = line_starts(text, size)
     stops = np.append(starts[1:], size)
     faults = parser.parse(text, size, max_faults=len(starts))
     good = ~np.isin(starts, np.array([fault.byte for fault in faults.first], np.int64))
@@ -346,18 +347,11 @@ def time_of(text: str, name: str) -> int:
 
 def text_tasks(segments: Sequence[Segment], task_bytes: int) -> list[SplitTask]:
     """Group adjacent text segments into tasks of about `task_bytes`."""
-    tasks: list[SplitTask] = []
-    waiting: list[Segment] = []
-    size = 0
-    for segment in [*segments, None]:
-        if waiting and (segment is None or size >= task_bytes):
-            first, rows = waiting[0].first_row, sum(each.rows for each in waiting)
-            tasks.append(SplitTask(len(tasks), tuple(waiting), first_row=first, rows=rows))
-            waiting, size = [], 0
-        if segment is not None:
-            waiting.append(segment)
-            size += segment.stop - segment.start
-    return tasks
+    groups = filled(segments, [segment.stop - segment.start for segment in segments], task_bytes)
+    return [
+        SplitTask(number, tuple(group), first_row=group[0].first_row, rows=sum(segment.rows for segment in group))
+        for number, group in enumerate(groups)
+    ]
 
 
 def cut_files(files: Sequence[storage.File], *, task_bytes: int) -> pa.Table:
@@ -372,13 +366,7 @@ def cut_files(files: Sequence[storage.File], *, task_bytes: int) -> pa.Table:
             return [(0, 0)] if is_full else list(pairwise(edges))
         with open_parquet(file.path) as parquet:
             sizes = [parquet.metadata.row_group(i).total_byte_size for i in range(parquet.metadata.num_row_groups)]
-        edges, total = [0], 0
-        for number, size in enumerate(sizes, start=1):
-            total += size
-            if total >= task_bytes or number == len(sizes):
-                edges.append(number)
-                total = 0
-        return list(pairwise(edges))
+        return list(pairwise(accumulate(map(len, filled(sizes, sizes, task_bytes)), initial=0)))
 
     return json_reply(list(storage.in_parallel(cut, files, of=files[0].path)))
 

@@ -14,7 +14,7 @@ from rayrec.data.encoding.counts import Counts, count_log, filled
 from rayrec.data.encoding.derivation import Derivation
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, Preset, merged
-from rayrec.data.engine import Engine
+from rayrec.data.engine import Engine, grouped
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex, Segment, SegmentRange
 from rayrec.data.logs.reading import read_raw
@@ -142,24 +142,14 @@ Batch = tuple[int, tuple[SegmentRange, ...]]
 """Number of a slice, and adjacent parts of it."""
 
 
-def _batches(items: Sequence[tuple[int, SegmentRange]], limit: int) -> list[Batch]:
-    batches: list[tuple[int, list[SegmentRange]]] = []
-    rows = 0
-    for number, part in items:
-        size = part.stop - part.start
-        if not batches or batches[-1][0] != number or rows + size > limit:
-            batches.append((number, []))
-            rows = 0
-        batches[-1][1].append(part)
-        rows += size
-    return [(number, tuple(parts)) for number, parts in batches]
+def _rows_of(part: SegmentRange) -> int:
+    return part.stop - part.start
 
 
 def _read(parts: Sequence[SegmentRange], schema: Schema) -> RawBlock:
     block = read_raw([part.segment for part in parts], schema)
-    return block.cut(
-        parts[0].start, block.rows - (parts[-1].segment.rows - parts[-1].stop)
-    )  # only the first and last segment may be cut
+    # Only the first and last segment may be cut.
+    return block.cut(parts[0].start, block.rows - (parts[-1].segment.rows - parts[-1].stop))
 
 
 def _stats_task(batches: Sequence[Batch], *, job: StatsJob) -> pa.Table:
@@ -209,10 +199,11 @@ def _edges(index: LogIndex, first: Slice, schema: Schema, engine: Engine) -> np.
 def _count_stats(
     index: LogIndex, job: StatsJob, slices: Sequence[Slice], engine: Engine, progress: Callable[[int], None]
 ) -> tuple[ColumnStats, np.ndarray]:
-    items = [(n, part) for n, slice_ in enumerate(slices) for part in index.parts(slice_.start, slice_.stop)]
     limit = max(1, min(_TASK_ROWS, index.rows // 8))
-    batches = _batches(items, min(limit, _READ_ROWS))
-    tasks = filled(batches, [sum(part.stop - part.start for part in parts) for _, parts in batches], limit)
+    sized = functools.partial(grouped, size_of=_rows_of, max_bytes=min(limit, _READ_ROWS), max_items=len(index.segments))
+    of_slices = [list(index.parts(slice_.start, slice_.stop)) for slice_ in slices]
+    batches: list[Batch] = [(n, tuple(parts)) for n, of_slice in enumerate(of_slices) for parts in sized(of_slice)]
+    tasks = filled(batches, [sum(map(_rows_of, parts)) for _, parts in batches], limit)
     total = ColumnStats.empty(job)
     hashes = [np.zeros(0, np.uint64)]
     for table in engine.run("examine", functools.partial(_stats_task, job=job), tasks):

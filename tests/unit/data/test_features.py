@@ -142,7 +142,7 @@ def test_aligned_lists_require_matching_positions() -> None:
 
 def test_max_length_keeps_last_items_and_weights() -> None:
     history, tags = parsed().lists
-    assert (history.categories.tolist(), history.lengths.tolist()) == ([20, 20, 30, 40], [1, 0, 3, 0])
+    assert (history.values.tolist(), history.lengths.tolist()) == ([20, 20, 30, 40], [1, 0, 3, 0])
     assert (tags.lengths.tolist(), tags.weights.tolist()) == ([2, 1, 0, 2], [0.5, 2.0, 1.0, 3.0, 4.0])
 
 

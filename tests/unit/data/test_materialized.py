@@ -435,11 +435,11 @@ def test_ids_of_bags_and_negative_ids_are_checked() -> None:
     dense = np.zeros((3, 0), np.float32)
     bags = JaggedIds(np.array([1, 2, 9, 0], np.int32), np.array([2, 0, 2], np.int32))
     one = EncodedRows(dense, [np.array([0, 1, -1], np.int64), np.array([[0, 1], [2, 3], [4, 4]]), bags])
-    assert dataset.find_invalid_id(one, [2, 5, 10]) == dataset.InvalidId(2, 0, -1)
+    assert dataset.find_invalid_id(one, [2, 5, 10]) == (2, 0, -1)
     one.ids[0][2] = 1  # type: ignore[index]
     assert dataset.find_invalid_id(one, [2, 5, 10]) is None
-    assert dataset.find_invalid_id(one, [2, 4, 10]) == dataset.InvalidId(2, 1, 4)
-    assert dataset.find_invalid_id(one, [2, 5, 9]) == dataset.InvalidId(2, 2, 9)
+    assert dataset.find_invalid_id(one, [2, 4, 10]) == (2, 1, 4)
+    assert dataset.find_invalid_id(one, [2, 5, 9]) == (2, 2, 9)
 
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)

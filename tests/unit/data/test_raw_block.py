@@ -144,7 +144,7 @@ def same(one: RawBlock, other: RawBlock) -> None:
     pairs: list[tuple[Any, Any]] = [(getattr(one, name), getattr(other, name)) for name in ("numbers", "categories")]
     pairs += [(one.missing, other.missing), (one.labels["y"], other.labels["y"]), (one.weights, other.weights)]
     for a, b in zip(one.lists, other.lists, strict=True):
-        pairs += [(a.categories, b.categories), (a.lengths, b.lengths)]
+        pairs += [(a.values, b.values), (a.lengths, b.lengths)]
     for left, right in pairs:
         assert left.dtype == right.dtype
         assert left.tolist() == right.tolist()

@@ -14,7 +14,7 @@ import numpy as np
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.raw_block import RawBlock
-from rayrec.native import call
+from rayrec.native import c_fields, call
 
 Items = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 """(Tokens, counts int64, first rows int64 or None), unordered."""
@@ -28,14 +28,7 @@ _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xFF51AFD7ED558CCD)
 
 
 class _CCounter(ctypes.Structure):
-    _fields_ = [
-        ("slots", ctypes.c_void_p),
-        ("size", ctypes.c_int64),
-        ("used", ctypes.c_int64),
-        ("factor", ctypes.c_uint64),
-        ("shift", ctypes.c_int32),
-        ("words", ctypes.c_int32),
-    ]
+    _fields_ = c_fields("void* slots; int64 size used; uint64 factor; int32 shift words")
 
 
 _HUGE_PAGE = 2 << 20

@@ -15,12 +15,13 @@ import pyarrow as pa
 
 from rayrec import host_resources
 from rayrec.data.arrow import arrow_bytes
+from rayrec.data.encoded_rows import JaggedIds
 from rayrec.data.encoding.category_counter import NO_ROW, Items, Spill, TokenCounter, count_columns, frequent_items, narrow
 from rayrec.data.encoding.derivation import Derivation, file_key
 from rayrec.data.engine import Engine
-from rayrec.data.logs.index import Segment, SegmentRange
+from rayrec.data.logs.index import SegmentRange
 from rayrec.data.logs.reading import read_raw
-from rayrec.data.raw_block import RawBlock, RawList, category_type
+from rayrec.data.raw_block import RawBlock, category_type
 from rayrec.native import call, keep_freed_memory
 from rayrec.schema import Schema
 
@@ -144,33 +145,27 @@ class Counts:
         self.rows += block.rows
         if block.schema.tokens == "hexadecimal":
             count_columns(self.tokens, block, first_row, self.missing)
-            self._add_integers(block)
+            if len(self.dense_moments):
+                units = (float(DENSE_UNITS), ctypes.c_int32(DENSE_LOW_BITS), _small_logs())
+                read = (block.numbers, block.missing, block.rows, ctypes.c_int32(len(self.dense_moments)))
+                call("rayrec_dense_moments", *read, *units, self.dense_moments)
             return
-        numbers = np.arange(first_row, first_row + block.rows, dtype=np.int64)
-        for column, (name, owner) in enumerate(zip(block.schema.sparse, block.schema.vocabulary_owners, strict=True)):
-            self._add_column(column, self.tokens[owner], block.column(name), block.is_missing(name), numbers)
-        for moments, values, name in zip(self.dense_moments, block.numbers.T, block.schema.dense, strict=True):
-            _add_moments(moments, values[~block.is_missing(name)])
-
-    def _add_column(
-        self, column: int, counter: TokenCounter, values: np.ndarray | RawList, missing: np.ndarray, numbers: np.ndarray
-    ) -> None:
-        absent = numbers[missing]
-        if isinstance(values, RawList):
-            rows = np.repeat(numbers, values.lengths) if counter.first_rows else None
-            counter.count_values(values.categories, rows)
-        elif len(absent):
-            counter.count_values(values[~missing], numbers[~missing] if counter.first_rows else None)
-        else:
-            counter.count_values(values, numbers)
-        if len(absent):
-            self.missing[column] = self.missing[column, 0] + len(absent), min(self.missing[column, 1], absent[0])
-
-    def _add_integers(self, block: RawBlock) -> None:
-        if len(self.dense_moments):
-            units = (float(DENSE_UNITS), ctypes.c_int32(DENSE_LOW_BITS), _small_logs())
-            read = (block.numbers, block.missing, block.rows, ctypes.c_int32(len(self.dense_moments)))
-            call("rayrec_dense_moments", *read, *units, self.dense_moments)
+        rows = np.arange(first_row, first_row + block.rows, dtype=np.int64)
+        for name, owner, absences in zip(block.schema.sparse, block.schema.vocabulary_owners, self.missing, strict=True):
+            counter, values, missing = self.tokens[owner], block.column(name), block.is_missing(name)
+            absent = rows[missing]
+            if isinstance(values, JaggedIds):
+                counter.count_values(values.values, np.repeat(rows, values.lengths) if counter.first_rows else None)
+            elif len(absent):
+                counter.count_values(values[~missing], rows[~missing] if counter.first_rows else None)
+            else:
+                counter.count_values(values, rows)
+            if len(absent):
+                absences[:] = absences[0] + len(absent), min(absences[1], absent[0])
+        for moments, column, name in zip(self.dense_moments, block.numbers.T, block.schema.dense, strict=True):
+            present = column[~block.is_missing(name)]
+            logarithms = np.copysign(np.log1p(np.abs(present)), present).astype(np.float32)  # Rounded as for integer columns
+            add_logarithms(moments, logarithms.astype(np.float64))
 
     def add_source(self, block: RawBlock, path: str) -> None:
         """Add the labels of rows read from a file, and the file's smallest integer."""
@@ -244,12 +239,6 @@ class Counts:
             if grown > counter.num_bytes and self.table_bytes + grown > self.spill.table_bytes:
                 self.spill.write(self.tokens)
             yield slice(low, high)
-
-
-def _add_moments(moments: np.ndarray, numbers: np.ndarray) -> None:
-    """Add any numbers to a row of Counts.dense_moments; logarithms are rounded to float32 as for integer columns."""
-    logarithms = np.copysign(np.log1p(np.abs(numbers)), numbers).astype(np.float32)
-    add_logarithms(moments, logarithms.astype(np.float64))
 
 
 def add_logarithms(moments: np.ndarray, logarithms: np.ndarray) -> None:
@@ -343,7 +332,9 @@ def count_log(
     missing, or if the disk is full.
     """
     total = counting.total(memory_bytes, spill_folder) if into is None else into
-    tasks = tasks_of(parts, [_size_bytes(part.segment) for part in parts], task_bytes)
+    segments = [part.segment for part in parts]
+    sizes = [(each.stop - each.start) * (1 if each.format == "text" else _ROW_BYTES) for each in segments]
+    tasks = tasks_of(parts, sizes, task_bytes)
     try:
         for table in engine.run("count", functools.partial(count_parts, counting=counting), tasks):
             total.add(table)
@@ -353,11 +344,6 @@ def count_log(
         total.close()
         raise
     return total
-
-
-def _size_bytes(segment: Segment) -> int:
-    size = segment.stop - segment.start
-    return size if segment.format == "text" else size * _ROW_BYTES
 
 
 _ROW_BYTES = 256

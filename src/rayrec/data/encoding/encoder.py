@@ -9,12 +9,12 @@ from typing import Literal
 import numpy as np
 
 from rayrec.config import Config, InputError
-from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds
+from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds, expand_ranges
 from rayrec.data.encoding.derivation import Derivation
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.text_parser import MAX_LINE_BYTES, CLayout, CRawRows
-from rayrec.data.raw_block import RawBlock, RawList, expand_ranges
-from rayrec.native import call
+from rayrec.data.raw_block import RawBlock
+from rayrec.native import c_fields, call
 
 MLPERF_SIZES = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 """Ids per row in each of Criteo's 26 columns in MLPerf's DLRM-DCNv2 benchmark; 214 in total."""
@@ -61,29 +61,13 @@ DENSE_KINDS = ("signed_log", "log", "identity")  # In the order of rayrec_dense_
 
 
 class CSparseColumn(ctypes.Structure):
-    _fields_ = [
-        ("slots", ctypes.c_void_p),
-        ("num_slots", ctypes.c_int64),
-        ("modulo", ctypes.c_uint64),
-        ("base", ctypes.c_int64),
-        ("missing_id", ctypes.c_int64),
-        ("unknown_id", ctypes.c_int64),
-        ("hash", ctypes.c_int64),
-        ("token_modulo", ctypes.c_uint32),
-        ("padding", ctypes.c_int32),
-    ]
+    _fields_ = c_fields(
+        "void* slots; int64 num_slots; uint64 modulo; int64 base missing_id unknown_id hash; uint32 token_modulo; int32 padding"
+    )
 
 
 class CDenseColumn(ctypes.Structure):
-    _fields_ = [
-        ("kind", ctypes.c_int64),
-        ("lowest", ctypes.c_int64),
-        ("shift", ctypes.c_double),
-        ("mean", ctypes.c_double),
-        ("scale", ctypes.c_double),
-        ("missing_value", ctypes.c_float),
-        ("padding", ctypes.c_float),
-    ]
+    _fields_ = c_fields("int64 kind lowest; double shift mean scale; float missing_value padding")
 
 
 def c_dense_column(column: DenseColumn) -> CDenseColumn:
@@ -220,8 +204,8 @@ class Encoder:
         ids: list[Ids] = []
         for index, (rule, name) in enumerate(zip(self._categories, schema.sparse, strict=True)):
             values = block.column(name)
-            if isinstance(values, RawList):
-                ids.append(_bags(self.ids(values.categories, index), values, rule.missing_id))
+            if isinstance(values, JaggedIds):
+                ids.append(_bags(self.ids(values.values, index), values, rule.missing_id))
             else:
                 ids.append(rule.encode(values, block.is_missing(name), self._vocabulary_lookup(index), self._id_type))
         return dense, ids
@@ -236,7 +220,7 @@ class Encoder:
         return ids_of
 
 
-def _bags(ids: np.ndarray, lists: RawList, missing_id: int) -> JaggedIds:
+def _bags(ids: np.ndarray, lists: JaggedIds, missing_id: int) -> JaggedIds:
     """Return the ids of lists as bags with at least one id each."""
     lengths = np.maximum(lists.lengths, 1)
     if len(ids) == lengths.sum():  # No list is empty

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final, final
 
 import pyarrow as pa
@@ -23,78 +22,23 @@ from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
 
 
-@dataclass(frozen=True)
-class _CountedChunk:
-    """Chunk to index, and the bytes [start, stop) of its file whose segments are also counted."""
-
-    chunk: Chunk
-    start: int
-    stop: int
-
-
-def _index_and_count(chunks: Sequence[_CountedChunk], *, counting: CountingJob, segment_bytes: int) -> pa.Table:
-    """Index and count in a data task. Rows are numbered from the task's first."""
+def _index_and_count(chunks: Sequence[tuple[Chunk, tuple[int, int]]], *, counting: CountingJob, segment_bytes: int) -> pa.Table:
+    """Index chunks in a data task, and count their segments within the given bytes [start, stop) of the file. Rows are numbered
+    from the task's first."""
     keep_freed_memory()
     packer, entries, total, rows = CountAccumulator(counting), [], Faults(), 0
     counted = []
-    for each in chunks:
-        for entry, faults, raw in parsed_segments(each.chunk, counting.schema, segment_bytes):
+    for chunk, (start, stop) in chunks:
+        for entry, faults, raw in parsed_segments(chunk, counting.schema, segment_bytes):
             entries.append(entry)
             total.add(faults)
-            if each.start <= entry.start and entry.stop <= each.stop:
+            if start <= entry.start and entry.stop <= stop:
                 packer.add(raw, entry.path, rows)
                 counted += [rows, rows + raw.rows]
             rows += raw.rows
     table = packer.table()
     result = {"entries": entries, "faults": total.to_dict(), "counted": [min(counted), max(counted)] if counted else None}
     return table.append_column("index", arrow_texts([json.dumps(result), *[""] * (len(table) - 1)]))
-
-
-@dataclass(frozen=True)
-class _PartialCounts:
-    """Counts of rows [start, stop) of a log."""
-
-    counts: Counts
-    start: int
-    stop: int
-
-
-def _one_pass(
-    files: Sequence[storage.File],
-    counting: CountingJob,
-    ranges: Sequence[tuple[int, int]],
-    *,
-    segment_bytes: int,
-    context: TaskContext,
-    memory_bytes: int | None,
-    task_bytes: int,
-) -> tuple[LogIndex, _PartialCounts]:
-    """Return the index of text files, and counts of the adjacent segments within each file's bytes `ranges`."""
-    range_of = dict(zip([file.path for file in files], ranges, strict=True))
-    chunks = [_CountedChunk(chunk, *range_of[chunk.path]) for chunk in cut(files, max(CHUNK_BYTES, segment_bytes))]
-    tasks = tasks_of(chunks, [each.chunk.stop - each.chunk.start for each in chunks], task_bytes)
-    function = functools.partial(_index_and_count, counting=counting, segment_bytes=segment_bytes)
-    total = counting.total(memory_bytes, None)
-    entries: list[SegmentEntry] = []
-    faults, rows, done, size = Faults(), 0, 0, sum(file.size_bytes for file in files)
-    counted: list[int] = []
-    try:
-        for table in context.engine.run("index and count", function, tasks):
-            total.add(table, first_row=rows)
-            result = json.loads(table.column("index")[0].as_py())
-            new = [SegmentEntry(*entry) for entry in result["entries"]]
-            entries.extend(new)
-            faults.add(Faults.from_dict(result["faults"]))
-            counted += [rows + row for row in result["counted"] or ()]
-            rows += sum(entry.rows for entry in new)
-            done += sum(entry.stop - entry.start for entry in new)
-            context.progress("index (bytes)", done, size)
-    except BaseException:
-        total.close()
-        raise
-    start, stop = (min(counted), max(counted)) if counted else (0, 0)
-    assert total.rows == stop - start
-    return LogIndex(numbered(entries), faults), _PartialCounts(total, start, stop)
 
 
 _MARGIN: Final = 0.03
@@ -120,7 +64,8 @@ class CountingIndexer:
         """Create an indexer. `rows_of` returns the rows [start, stop) of an index to count."""
         self._counting, self._chosen = counting, rows_of
         self._memory_bytes, self._task_bytes = memory_bytes, task_bytes
-        self._partial: _PartialCounts | None = None
+        self._partial: tuple[Counts, int, int] | None = None
+        """Counts of rows [start, stop) of the log, from the pass that indexed it."""
 
     def index(self, files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext) -> LogIndex:
         """Index like `index_log`; counts nothing if the index is cached."""
@@ -129,16 +74,32 @@ class CountingIndexer:
         cache = CachedIndex.at(context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes)
         if cached := cache.read():
             return cached
-        index, self._partial = _one_pass(
-            files,
-            self._counting,
-            self._guess(files),
-            segment_bytes=segment_bytes,
-            context=context,
-            memory_bytes=self._memory_bytes,
-            task_bytes=self._task_bytes,
-        )
-        return cache.keep(index, context.note)
+        range_of = dict(zip([file.path for file in files], self._guess(files), strict=True))
+        chunks = [(chunk, range_of[chunk.path]) for chunk in cut(files, max(CHUNK_BYTES, segment_bytes))]
+        tasks = tasks_of(chunks, [chunk.stop - chunk.start for chunk, _ in chunks], self._task_bytes)
+        function = functools.partial(_index_and_count, counting=self._counting, segment_bytes=segment_bytes)
+        total = self._counting.total(self._memory_bytes, None)
+        entries: list[SegmentEntry] = []
+        faults, rows, done, size = Faults(), 0, 0, sum(file.size_bytes for file in files)
+        counted: list[int] = []
+        try:
+            for table in context.engine.run("index and count", function, tasks):
+                total.add(table, first_row=rows)
+                result = json.loads(table.column("index")[0].as_py())
+                new = [SegmentEntry(*entry) for entry in result["entries"]]
+                entries.extend(new)
+                faults.add(Faults.from_dict(result["faults"]))
+                counted += [rows + row for row in result["counted"] or ()]
+                rows += sum(entry.rows for entry in new)
+                done += sum(entry.stop - entry.start for entry in new)
+                context.progress("index (bytes)", done, size)
+        except BaseException:
+            total.close()
+            raise
+        start, stop = (min(counted), max(counted)) if counted else (0, 0)
+        assert total.rows == stop - start
+        self._partial = total, start, stop
+        return cache.keep(LogIndex(numbered(entries), faults), context.note)
 
     def _guess(self, files: Sequence[storage.File]) -> list[tuple[int, int]]:
         """Return the bytes [start, stop) of each file with chosen rows only, assuming equally long rows, minus a margin."""
@@ -156,11 +117,13 @@ class CountingIndexer:
     def counts(self, index: LogIndex, *, engine: Engine, progress: Callable[[int], None] | None = None) -> Counts:
         """Return counts of the chosen rows, to be closed by the caller. See `count_log` for the arguments."""
         start, stop = self._chosen(index)
-        partial, self._partial = self._partial, None
-        if partial is not None and not start <= partial.start <= partial.stop <= stop:  # The guess was wrong
-            partial.counts.close()
-            partial = None
-        missing = [(start, stop)] if partial is None else [(start, partial.start), (partial.stop, stop)]
+        counts, missing = None, [(start, stop)]
+        if self._partial is not None:
+            counts, low, high = self._partial
+            self._partial, missing = None, [(start, low), (high, stop)]
+            if not start <= low <= high <= stop:  # The guess was wrong
+                counts.close()
+                counts, missing = None, [(start, stop)]
         parts = [part for low, high in missing for part in index.parts(low, high)]
         return count_log(
             self._counting,
@@ -169,13 +132,13 @@ class CountingIndexer:
             memory_bytes=self._memory_bytes,
             task_bytes=self._task_bytes,
             progress=progress,
-            into=None if partial is None else partial.counts,
+            into=counts,
         )
 
     def close(self) -> None:
         """Free unused counts."""
         if self._partial is not None:
-            self._partial.counts.close()
+            self._partial[0].close()
             self._partial = None
 
     def __enter__(self) -> CountingIndexer:

@@ -138,6 +138,7 @@ def make_preprocessor(preset: Preset, schema: Schema, counts: Counts) -> Preproc
         vocabularies.append(vocabulary.tokens)
         if vocabulary.amounts is not None and column.has_unique_ids:
             ends[name] = frequency_ends(vocabulary.amounts)
+    minimums = dict(sorted(counts.file_minimum.items()))
     return Preprocessor(
         preset=preset.name,
         schema=schema,
@@ -145,14 +146,10 @@ def make_preprocessor(preset: Preset, schema: Schema, counts: Counts) -> Preproc
         sparse=tuple(sparse),
         tokens=np.concatenate(vocabularies) if vocabularies else np.zeros(0, np.uint32),
         integer_buckets=preset.dense == "buckets",
-        file_minimum=_file_minimum(counts) if preset.dense_from_file_minimum else None,
+        file_minimum={"": min(minimums.values(), default=0), **minimums} if preset.dense_from_file_minimum else None,
         multi_hot=preset.multi_hot,
         constants={"rules": preset.to_dict(), "rows": counts.rows, ENDS: ends},
     )
-
-
-def _file_minimum(counts: Counts) -> dict[str, int]:
-    return {"": min(counts.file_minimum.values(), default=0), **dict(sorted(counts.file_minimum.items()))}
 
 
 def _dense_column(preset: Preset, moments: list[int]) -> DenseColumn:
@@ -305,14 +302,7 @@ TORCHREC_2024 = TORCHREC.replace(name="torchrec-2024", dense_shift=3.0, dense_fr
 """Preset of torchrec.datasets.criteo before: ln(x + 3), which is -inf at -3 (present in Kaggle) and NaN below."""
 
 RAY_TEMPLATE = Preset(
-    name="ray-template",
-    dense="log",
-    dense_shift=3.0,
-    dense_standardized=False,
-    unknown_id=1,
-    missing="token",
-    min_count=3,
-    counted="train",
+    name="ray-template", dense="log", dense_shift=3.0, dense_standardized=False, unknown_id=1, missing="token", min_count=3
 )
 """Preset of the Ray Train and Ray Data template: ln(x + 3). Categories counted 3 times or more get ids from 2 in the order of its
 value count files, here by falling count (those files are not published), others 1. The empty field is a category."""

@@ -8,7 +8,6 @@ import functools
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,17 +33,9 @@ _ROWS_AT_ONCE = 1 << 15
 """Rows split at once; their positions take 16 bytes per field."""
 
 
-@dataclass(frozen=True)
-class Header:
-    """First row of a CSV file."""
-
-    delimiter: str
-    columns: tuple[str, ...]
-
-
-def read_header(head: bytes, schema: Schema, *, path: str) -> Header:
-    """Parse the column names in the file's first bytes (without a byte order mark). If the schema's delimiter is a tab, the
-    default of logs without a header, a comma is accepted too. Raises InputError if no header can be read."""
+def read_header(head: bytes, schema: Schema, *, path: str) -> tuple[str, tuple[str, ...]]:
+    """Return the delimiter and the column names in the file's first bytes (without a byte order mark). If the schema's delimiter
+    is a tab, the default of logs without a header, a comma is accepted too. Raises InputError if no header can be read."""
     first_line = head.lstrip(b"\r\n").partition(b"\n")[0]
     delimiter = schema.delimiter
     if delimiter == "\t" and b"\t" not in first_line and schema.list_delimiter != ",":
@@ -54,7 +45,7 @@ def read_header(head: bytes, schema: Schema, *, path: str) -> Header:
         columns = next((row for row in csv.reader(text, delimiter=delimiter) if row), [])
     except csv.Error as error:
         raise InputError(f"{path}: first row must be a header ({error})") from None
-    return Header(delimiter, tuple(columns))
+    return delimiter, tuple(columns)
 
 
 def present_columns(names: Sequence[str], schema: Schema) -> tuple[str, ...]:
@@ -79,7 +70,7 @@ def csv_columns(path: str, schema: Schema) -> tuple[str, ...]:
     """Return the column names of a CSV file, none if it is empty."""
     with _opened(path) as stream:
         text = _head(stream, path, _HEADER_BYTES)
-        return read_header(text, schema, path=path).columns if text.strip(b"\r\n") else ()
+        return read_header(text, schema, path=path)[1] if text.strip(b"\r\n") else ()
 
 
 def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iterator[pa.Table]:
@@ -170,10 +161,12 @@ def _bytes_at(path: str, byte_range: tuple[int, int]) -> bytes:
 
 def read_csv_text(text: bytes, schema: Schema, *, delimiter: str, columns: Sequence[str], path: str) -> pa.Table:
     """Return the same table for rows in memory without a header, skipping empty lines. `columns` names their fields in order."""
-    splitter = _Splitter(path, Header(delimiter, tuple(columns)), schema)
+    splitter = _Splitter(path, delimiter, columns, schema)
     splitter.row = 0  # No header
     tables, _ = splitter.split(text, final=True)
-    return pa.concat_tables(tables) if tables else splitter.empty_table()
+    arrays = [pa.array([], pa.large_binary())] * len(splitter.names)
+    empty = pa.table([*arrays, pa.array([], pa.uint8())], names=[*splitter.names, FAULT])
+    return pa.concat_tables(tables) if tables else empty
 
 
 @contextmanager
@@ -189,37 +182,34 @@ def _opened(path: str) -> Iterator[Any]:
 def _head(stream: Any, path: str, read_bytes: int) -> bytes:
     """Return the file's start up to at least the end of its header, without a byte order mark."""
     text = b""
-    while not _holds_header(text) and (more := stream.read(read_bytes)):
+    while len(text) < _HEADER_BYTES and (more := stream.read(read_bytes)):
         text += more
+        line, ended, _ = text.lstrip(b"\r\n").partition(b"\n")
+        if ended and line.count(b'"') % 2 == 0:
+            break
     if text.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise InputError(f"{path}: is UTF-16; save it as UTF-8")
     return text.removeprefix(_BOM)
 
 
-def _holds_header(text: bytes) -> bool:
-    line, ended, _ = text.lstrip(b"\r\n").partition(b"\n")
-    return len(text) >= _HEADER_BYTES or bool(ended and line.count(b'"') % 2 == 0)
-
-
 class _Splitter:
     """Incremental splitter of a CSV file's text."""
 
-    def __init__(self, path: str, header: Header, schema: Schema) -> None:
+    def __init__(self, path: str, delimiter: str, columns: Sequence[str], schema: Schema) -> None:
         self.path = path
-        self.names = present_columns(header.columns, schema)
-        self.delimiter, self.columns = header.delimiter, len(header.columns)
+        self.names = present_columns(columns, schema)
+        self.delimiter, self.columns = delimiter, len(columns)
         index = {name: number for number, name in enumerate(self.names)}
-        self.places = np.array([index.get(name, -1) for name in header.columns], np.int32)
+        self.places = np.array([index.get(name, -1) for name in columns], np.int32)
         self.row = -1  # The header is split too
         self.trim = schema.tokens == "any" and schema.category_rules >= 2
 
     @classmethod
     def of_file(cls, path: str, head: bytes, schema: Schema) -> _Splitter:
         """Create a splitter for the file that begins with `head`. Raises InputError if its header lacks a column."""
-        header = read_header(head, schema, path=path)
-        hint = f" (split at {header.delimiter!r})"
-        check_columns(header.columns, schema.columns, path=path, hint=hint, optional=schema.optional)
-        return cls(path, header, schema)
+        delimiter, columns = read_header(head, schema, path=path)
+        check_columns(columns, schema.columns, path=path, hint=f" (split at {delimiter!r})", optional=schema.optional)
+        return cls(path, delimiter, columns, schema)
 
     def split(self, text: bytes, *, final: bool, max_rows: int | None = None) -> tuple[list[pa.Table], bytes]:
         """Return the complete rows, all or the first `max_rows`, and the remaining text."""
@@ -241,11 +231,6 @@ class _Splitter:
             raise InputError(
                 f"{self.path}: row {max(self.row, 0)} is longer than {MAX_ROW_BYTES >> 20} MiB, so it is not a CSV file"
             )
-
-    def empty_table(self) -> pa.Table:
-        """Return a table without rows."""
-        arrays = [pa.array([], pa.large_binary())] * len(self.names)
-        return pa.table([*arrays, pa.array([], pa.uint8())], names=[*self.names, FAULT])
 
     def _table(self, data: np.ndarray, final: bool, max_rows: int) -> tuple[pa.Table, int]:
         """Return rows at the start of the text, and their size in bytes."""

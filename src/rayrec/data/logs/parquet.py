@@ -238,7 +238,7 @@ class _Footer:
 
 @lru_cache(maxsize=_FOOTERS)
 def _footer(path: str, version: tuple[int, int] | None) -> _Footer:
-    del version  # ParquetPart of the cache key
+    del version  # Part of the cache key
     filesystem, inner = storage.resolve(path)
     try:
         with filesystem.open_input_file(inner) as file, pq.ParquetFile(file) as parquet:

@@ -43,11 +43,7 @@ def first_lines(index: LogIndex, *, segments_per_task: int, engine: Engine) -> d
 
 
 def _count_lines(segments: Sequence[Segment]) -> pa.Table:
-    return pa.table({"lines": [len(line_starts(read_text(segment), _length(segment))) for segment in segments]})
-
-
-def _length(segment: Segment) -> int:
-    return segment.stop - segment.start
+    return pa.table({"lines": [len(line_starts(read_text(each), each.stop - each.start)) for each in segments]})
 
 
 def line_starts(text: np.ndarray, length: int) -> np.ndarray:
@@ -62,7 +58,7 @@ def good_lines(segment: Segment, schema: Schema) -> np.ndarray:
     """Return the position of each valid row among the segment's lines (or table rows), from 0, int64 [segment.rows]."""
     if segment.format == "table":
         return good_rows(segment, schema)
-    text, length = read_text(segment), _length(segment)
+    text, length = read_text(segment), segment.stop - segment.start
     starts = line_starts(text, length)
     if len(starts) == segment.rows:
         return np.arange(segment.rows, dtype=np.int64)

@@ -193,14 +193,11 @@ class Split(SplitParts):
                     "them with --train-data.files"
                 )
             split[part] = (start, day.stop)
-        empty = [name for name in NAMES if (name == "train" or patterns[name]) and not _length(split.get(name))]
+        named = [name for name in NAMES if name == "train" or patterns[name]]
+        empty = [name for name in named if name not in split or split[name][0] == split[name][1]]
         if empty:
             raise InputError(f"split named_days: no rows for {' and '.join(empty)}; name other days")
         return {name: split[name] for name in NAMES if name in split}
-
-
-def _length(rows: tuple[int, int] | None) -> int:
-    return 0 if rows is None else rows[1] - rows[0]
 
 
 def _matches(day: str, pattern: str) -> bool:

@@ -110,21 +110,18 @@ Chunk = tuple[ParquetPart, list[tuple[int, int]]]
 
 def _chunks(part: ParquetPart, segment_bytes: int) -> Iterator[tuple[Chunk, int]]:
     """Yield the chunks of a part, each with its approximate size in bytes."""
-    ranges: list[tuple[int, int]] = []
-    sizes: list[int] = []
+    ranges: list[tuple[int, int, int]] = []
     start = stop = size = 0
     for rows, group_bytes in part.groups:
         if stop > start and size + group_bytes // 2 > segment_bytes:
-            ranges.append((start, stop))
-            sizes.append(size)
+            ranges.append((start, stop, size))
             start, size = stop, 0
         stop, size = stop + rows, size + group_bytes
     if stop > start:
-        ranges.append((start, stop))
-        sizes.append(size)
+        ranges.append((start, stop, size))
     for first in range(0, len(ranges), _TASK_SEGMENTS):
-        last = first + _TASK_SEGMENTS
-        yield (part, ranges[first:last]), sum(sizes[first:last])
+        chunk = ranges[first : first + _TASK_SEGMENTS]
+        yield (part, [(start, stop) for start, stop, _ in chunk]), sum(size for *_, size in chunk)
 
 
 def _check_task(chunks: Sequence[Chunk], *, schema: Schema) -> pa.Table:
@@ -149,7 +146,17 @@ def read_tables(segments: Sequence[Segment], schema: Schema) -> RawBlock:
 
     Raises InputError if a segment no longer has the rows it was indexed with.
     """
-    return RawBlock.concatenated(list(_read(segments, schema)))
+    tables = storage.call_in_parallel([functools.partial(_read_table, each, schema) for each in segments], of=segments[0].path)
+    blocks = []
+    for segment in segments:
+        with stage("read"):
+            table = next(tables)
+        with stage("parse"):
+            raw, _ = parse_table(table, schema, path=segment.path)
+        if raw.rows != segment.rows:
+            raise changed(segment.path, segment.start, segment.stop, "rows")
+        blocks.append(raw)
+    return RawBlock.concatenated(blocks)
 
 
 def good_rows(segment: Segment, schema: Schema) -> np.ndarray:
@@ -177,15 +184,3 @@ def _read_table(segment: Segment, schema: Schema) -> pa.Table:
     if segment.checksum is not None and sum_ != segment.checksum:
         raise changed(segment.path, segment.start, segment.stop, "rows")
     return table
-
-
-def _read(segments: Sequence[Segment], schema: Schema) -> Iterator[RawBlock]:
-    tables = storage.call_in_parallel([functools.partial(_read_table, each, schema) for each in segments], of=segments[0].path)
-    for segment in segments:
-        with stage("read"):
-            table = next(tables)
-        with stage("parse"):
-            raw, _ = parse_table(table, schema, path=segment.path)
-        if raw.rows != segment.rows:
-            raise changed(segment.path, segment.start, segment.stop, "rows")
-        yield raw

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
+from rayrec.data.encoded_rows import JaggedIds, expand_ranges
 from rayrec.data.logs.column_values import (
     EMPTY,
     LIMIT,
@@ -30,7 +31,7 @@ from rayrec.data.logs.column_values import (
 )
 from rayrec.data.logs.csv_reader import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, present_columns
 from rayrec.data.logs.faults import LABEL_FAULT, Fault, Faults, distinct_labels
-from rayrec.data.raw_block import RawBlock, RawList, category_type, expand_ranges, number_type
+from rayrec.data.raw_block import RawBlock, category_type, number_type
 from rayrec.schema import Label, Schema
 
 _KINDS = (
@@ -194,7 +195,7 @@ class _TableParser:
         self._reject(status != VALUE, TIME, name)
         return values
 
-    def _fill_categories(self, block: RawBlock) -> tuple[RawList, ...]:
+    def _fill_categories(self, block: RawBlock) -> tuple[JaggedIds, ...]:
         """Fill the block's categories and their missing mask; return the list columns."""
         schema, lists, positions = self.schema, [], dict[str, np.ndarray]()
         for name in schema.sparse:
@@ -251,12 +252,12 @@ class _TableParser:
             )
         raise self.type_error(name, "text or integers are needed; convert it, or leave it out of the schema")
 
-    def _lists(self, array: pa.Array, name: str) -> tuple[RawList, np.ndarray, int, np.ndarray]:
+    def _lists(self, array: pa.Array, name: str) -> tuple[JaggedIds, np.ndarray, int, np.ndarray]:
         """Return (column, rejected rows bool [rows], their fault kind, row and position of each category int64)."""
         feature, rows = self.schema.feature(name), len(array)
         if types.is_null(array.type):
             weights = None if feature.weights is None else np.zeros(0, np.float32)
-            column = RawList(np.zeros(0, np.uint64), np.zeros(rows, np.int32), weights)
+            column = JaggedIds(np.zeros(0, np.uint64), np.zeros(rows, np.int32), weights)
             return column, np.zeros(rows, bool), NOT_UTF8, np.zeros(0, np.int64)
         items, lengths = self._items(array, name)
         tokens = np.empty(len(items), np.uint64)
@@ -272,7 +273,7 @@ class _TableParser:
             bad |= np.bincount(row_of[status == REJECTED], minlength=rows) > 0
             tokens = np.ascontiguousarray(tokens[present])
             weights = None if weights is None else weights[present]
-        column = RawList(tokens, lengths.astype(np.int32), weights)
+        column = JaggedIds(tokens, lengths.astype(np.int32), weights)
         return column if feature.max_length is None else column.last(feature.max_length), bad, kind, positions
 
     def _items(self, array: pa.Array, name: str) -> tuple[pa.Array, np.ndarray]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from rayrec.data.logs.faults import LABEL_FAULT, LABEL_LETTERS, Fault, Faults, distinct_labels
 from rayrec.data.raw_block import RawBlock, category_type, number_type
-from rayrec.native import call
+from rayrec.native import c_fields, call
 from rayrec.schema import Schema
 
 FAULT_KINDS = (
@@ -24,11 +24,11 @@ PADDING_BYTES = 64  # RAYREC_TEXT_PADDING
 
 
 class CLayout(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int32) for name in ("has_label", "num_dense", "num_sparse", "max_line_bytes")]
+    _fields_ = c_fields("int32 has_label num_dense num_sparse max_line_bytes")
 
 
 class CRawRows(ctypes.Structure):
-    _fields_ = [*((name, ctypes.c_void_p) for name in ("integers", "tokens", "missing", "labels")), ("capacity", ctypes.c_int64)]
+    _fields_ = c_fields("void* integers tokens missing labels; int64 capacity")
 
 
 _FAULT_DTYPE = np.dtype([("byte", np.int64), ("kind", np.int32), ("column", np.int32)])

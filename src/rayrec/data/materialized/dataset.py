@@ -25,7 +25,7 @@ from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import TaskContext, grouped
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import MAPPED, LogIndex, Segment, row_numbers
+from rayrec.data.logs.index import MAPPED, LogIndex, Segment, numbered, row_numbers
 from rayrec.data.materialized.formats import combine, file_checksum, from_named_columns
 from rayrec.data.materialized.row_maps import MappedRange, MappedRows, damaged
 from rayrec.data.materialized.torchrec_arrays import PRESET
@@ -144,12 +144,9 @@ def _load(path: str) -> PreprocessedDataset:
         )
     if path in _OPENED and _OPENED[path].manifest == manifest:  # Its mapped files and in-memory rows remain valid.
         return _OPENED[path]
-    segments, first_row = [], 0
-    for number, start, stop, rows in manifest["segments"]:
-        name = storage.join(path, f"{number:05d}", manifest["raw_files"][number])
-        segments.append(Segment(name, start, stop, first_row, rows, manifest["format"]))
-        first_row += rows
-    index = LogIndex(tuple(segments), Faults.from_dict(manifest["faults"]))
+    raw_files = [storage.join(path, f"{number:05d}", name) for number, name in enumerate(manifest["raw_files"])]
+    segments = numbered(((raw_files[number], *rows) for number, *rows in manifest["segments"]), manifest["format"])
+    index = LogIndex(segments, Faults.from_dict(manifest["faults"]))
     preprocessor = storage.join(path, "preprocessor")
     _OPENED[path] = PreprocessedDataset(path, index, preprocessor, manifest, MappedRows(path, manifest))
     return _OPENED[path]
@@ -196,9 +193,11 @@ def read(segments: Sequence[Segment], order: np.ndarray, preprocessor: Preproces
         rows = dataset.maps.read(_runs(segments), order, preprocessor)
     invalid = find_invalid_id(rows, preprocessor.num_embeddings)
     if invalid is not None:
-        column, size = preprocessor.inputs.sparse[invalid.column], preprocessor.num_embeddings[invalid.column]
-        name, row = _locate_row(dataset, segments, int(order[invalid.row]), invalid.column)
-        raise damaged(dataset.path, name, f"row {row} column {column}: id {invalid.id} is outside its table of {size:,} rows")
+        number, column, id_ = invalid
+        name, row = _locate_row(dataset, segments, int(order[number]), column)
+        size = preprocessor.num_embeddings[column]
+        feature = preprocessor.inputs.sparse[column]
+        raise damaged(dataset.path, name, f"row {row} column {feature}: id {id_} is outside its table of {size:,} rows")
     return replace(rows, row_numbers=row_numbers(segments)[order])
 
 
@@ -323,20 +322,9 @@ def _checksums(group: Sequence[_ByteRange], *, path: str) -> pa.Table:
     return pa.table({"crc32": pa.array(checksums, pa.int64())})
 
 
-@dataclass(frozen=True)
-class InvalidId:
-    """Id outside its embedding table."""
-
-    row: int
-    """Index among the checked rows."""
-    column: int
-    """Number of the sparse column."""
-    id: int
-
-
-def find_invalid_id(rows: EncodedRows, num_embeddings: Sequence[int]) -> InvalidId | None:
-    """Find the first id outside [0, num_embeddings) of its column, column by column. None if all ids are valid. One pass over the
-    ids, about 1 ns per id."""
+def find_invalid_id(rows: EncodedRows, num_embeddings: Sequence[int]) -> tuple[int, int, int] | None:
+    """Return (row index, sparse column number, id) of the first id outside [0, num_embeddings) of its column, column by column.
+    None if all ids are valid. One pass over the ids, about 1 ns per id."""
     for column, (ids, size) in enumerate(zip(rows.ids, num_embeddings, strict=True)):
         values = ids.values if isinstance(ids, JaggedIds) else ids
         if not values.size:
@@ -349,5 +337,5 @@ def find_invalid_id(rows: EncodedRows, num_embeddings: Sequence[int]) -> Invalid
             row = int(np.searchsorted(ids.offsets(), index, side="right")) - 1
         else:
             row = index // (values.size // len(rows))
-        return InvalidId(row, column, int(values.reshape(-1)[index]))
+        return row, column, int(values.reshape(-1)[index])
     return None

@@ -16,11 +16,11 @@ from rayrec.data.encoded_rows import EncodedRows, Ids
 from rayrec.data.encoding.encoder import CDenseColumn, c_dense_column
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.materialized.formats import Matrix
-from rayrec.native import call
+from rayrec.native import c_fields, call
 
 
 class _CRuns(ctypes.Structure):
-    _fields_ = [("rows", ctypes.c_void_p), ("starts", ctypes.c_void_p), ("count", ctypes.c_int64)]
+    _fields_ = c_fields("void* rows starts; int64 count")
 
 
 @dataclass(frozen=True)

@@ -230,8 +230,11 @@ def scan(row_range: RowRange, *, days: Sequence[Day]) -> pa.Table:
     unlabelled, labels = 0, list[str]()
     for plan, path in zip(day.plans, day.paths, strict=True):
         for matrix in plan.matrices:
-            rows, data = _read_rows(matrix, path, row_range)
             start = matrix.offset + row_range.start * matrix.row_bytes
+            data = np.empty((row_range.stop - row_range.start) * matrix.row_bytes, np.uint8)
+            if storage.read_into(path, start, data) != len(data):
+                raise InputError(f"{path}: became shorter while it was read. Copy it again.")
+            rows = data.view(matrix.dtype).reshape(-1, matrix.columns)
             ranges.append([matrix.file, matrix.name, start, len(data), zlib.crc32(data.data)])
             if matrix.name == "dense":
                 finite = np.isfinite(rows)
@@ -258,14 +261,6 @@ def scan(row_range: RowRange, *, days: Sequence[Day]) -> pa.Table:
             "labels": labels,
         }
     )
-
-
-def _read_rows(matrix: Matrix, path: str, row_range: RowRange) -> tuple[np.ndarray, np.ndarray]:
-    """Read (rows, their bytes) of a row range."""
-    data = np.empty((row_range.stop - row_range.start) * matrix.row_bytes, np.uint8)
-    if storage.read_into(path, matrix.offset + row_range.start * matrix.row_bytes, data) != len(data):
-        raise InputError(f"{path}: became shorter while it was read. Copy it again.")
-    return data.view(matrix.dtype).reshape(-1, matrix.columns), data
 
 
 @dataclass

@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.encoded_rows import JaggedIds
 from rayrec.data.encoding.counts import CountingJob, count_log
 from rayrec.data.engine import TaskContext
 from rayrec.data.logs import csv_reader, parquet
@@ -38,7 +39,7 @@ from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.table_log import column_names, good_rows, index_tables, is_table, read_tables
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import parse
-from rayrec.data.raw_block import RawBlock, RawList
+from rayrec.data.raw_block import RawBlock
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.schema import Schema
 
@@ -135,10 +136,8 @@ def check_movies(raw: Any, rows: list[dict[str, Any]]) -> None:
         cells = [row[name] for row in rows]
         if name in raw.schema.lists:
             assert column.lengths.dtype == np.int32
-            assert column.categories.dtype == np.uint64
-            assert column.categories.tolist() == [
-                token(x if not isinstance(x, str) or x != "12" else 12) for c in cells for x in c
-            ]
+            assert column.values.dtype == np.uint64
+            assert column.values.tolist() == [token(x if not isinstance(x, str) or x != "12" else 12) for c in cells for x in c]
             assert column.lengths.tolist() == [len(cell) for cell in cells]
         else:
             assert column.dtype == np.uint64
@@ -232,7 +231,7 @@ def criteo_table(text: bytes, empty: Any = None) -> pa.Table:
 
 def tokens_of(raw: RawBlock, number: int) -> list[int]:
     column = raw.column(raw.schema.sparse[number])
-    return (column.categories if isinstance(column, RawList) else column).tolist()
+    return (column.values if isinstance(column, JaggedIds) else column).tolist()
 
 
 def missing_of(raw: RawBlock, number: int) -> list[bool]:

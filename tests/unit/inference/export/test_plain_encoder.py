@@ -14,11 +14,10 @@ from builders.click_models import Saved, lists_preprocessor, save_clicks
 from builders.exports import export_of, scored_by_strangers
 
 from rayrec.config import InputError
-from rayrec.data.encoded_rows import EncodedRows
+from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
-from rayrec.data.raw_block import RawList
 from rayrec.inference.export.parity import ParityRows, _encoder_failure, compare_encoder
 from rayrec.inference.export.plain_encoder import Encoder
 from rayrec.inference.export.write import encoder_program
@@ -200,7 +199,7 @@ def test_encoder_reads_all_category_types(tmp_path: Path) -> None:
     raw, outcomes = make_reader(schema).read([RequestBody("json", len(rows), 0, rows=rows)])
     assert outcomes == [slice(0, len(rows))]
     found = map(raw.column, schema.sparse)
-    columns = [np.unique(column.categories if isinstance(column, RawList) else column)[::2] for column in found]
+    columns = [np.unique(column.values if isinstance(column, JaggedIds) else column)[::2] for column in found]
     counted = tuple(SparseColumn(len(tokens) + 2, len(tokens)) for tokens in columns)
     hashed = (SparseColumn(1000, None), *counted[1:])
     for custom, tokens in ((counted, columns), (hashed, columns[1:])):
