@@ -8,7 +8,7 @@ import pytest
 
 from rayrec.config import InputError
 from rayrec.data.numbered_rows import find, read_idx, read_images, read_labels, read_pair, read_part
-from rayrec.datasets import mnist
+from rayrec.datasets.fetch import PUBLISHED
 
 
 def idx(array: np.ndarray, *, code: int = 0x08) -> bytes:
@@ -43,10 +43,10 @@ def test_read_part_returns_pairs(tmp_path: Path, packed: bool, separator: str) -
 
 
 def test_idx_names_match_fetched_files(tmp_path: Path) -> None:
-    for file in mnist.FILES:
+    for file in PUBLISHED["mnist"]:
         (tmp_path / file.name).touch()
     found = [find(str(tmp_path), part, what) for part in ("train", "t10k") for what in ("images", "labels")]
-    assert found == [str(tmp_path / file.name) for file in mnist.FILES]
+    assert found == [str(tmp_path / file.name) for file in PUBLISHED["mnist"]]
     plain = tmp_path / "t10k-labels-idx1-ubyte"  # unpacked beside its packed self: the same rows, faster to read
     plain.touch()
     assert find(str(tmp_path), "t10k", "labels") == str(plain)
