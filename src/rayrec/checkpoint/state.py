@@ -24,7 +24,6 @@ from rayrec.checkpoint.communicator import Communicator
 from rayrec.checkpoint.discovery import Checkpoint
 from rayrec.checkpoint.plan import drop_tied_tensors
 from rayrec.checkpoint.reader import TableReader, restore
-from rayrec.checkpoint.row_map import RowMap
 from rayrec.compat.torch_compat import (
     Shard,
     ShardedTensor,
@@ -40,6 +39,25 @@ Columns = tuple[int, int]
 """First column, and last column plus one."""
 Rows = tuple[int, int]
 """First row, and number of rows."""
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """Source rows for a table of `rows` rows in a stored table of `stored_rows` rows."""
+
+    rows: int
+    stored_rows: int
+    sources: np.ndarray | None = None
+    """Stored row of each row, -1 if it has no source, int32 or int64 [rows]. None maps each row to the same stored row, if it
+    exists."""
+
+    def of(self, first: int, stop: int) -> np.ndarray:
+        """Return the stored row of each of the rows [first, stop), -1 if it has no source, int64 [stop - first]."""
+        if self.sources is not None:
+            return self.sources[first:stop].astype(np.int64)
+        same = np.arange(first, stop, dtype=np.int64)
+        same[max(0, self.stored_rows - first) :] = -1
+        return same
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Any]:

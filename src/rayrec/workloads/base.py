@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torchrec.distributed.train_pipeline import TrainPipeline
 
     from rayrec.checkpoint import Checkpoint
-    from rayrec.checkpoint.row_map import RowMap
+    from rayrec.checkpoint.state import RowMap
     from rayrec.schema import Schema
     from rayrec.trained_rows import TrainedRows
     from rayrec.workloads.scoring import Scoring

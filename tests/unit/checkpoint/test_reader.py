@@ -19,8 +19,7 @@ from rayrec.checkpoint import reader as reader_module
 from rayrec.checkpoint import state as state_module
 from rayrec.checkpoint.format import UnreadableError
 from rayrec.checkpoint.reader import TableReader
-from rayrec.checkpoint.row_map import RowMap
-from rayrec.checkpoint.state import restore_rows
+from rayrec.checkpoint.state import RowMap, restore_rows
 from rayrec.config import InputError
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from rayrec.checkpoint import Checkpoint
-from rayrec.checkpoint.row_map import RowMap
+from rayrec.checkpoint.state import RowMap
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import SparseColumn
