@@ -8,8 +8,7 @@ from torch import nn
 from rayrec.bounds import Count, Share, Sizes
 from rayrec.config import InputError
 from rayrec.layers.attention import FieldAttention
-from rayrec.layers.field_embeddings import FieldsAndLinear, fields, number_vectors, width_with_weight
-from rayrec.layers.keyed_embeddings import KeyedEmbeddings
+from rayrec.layers.keyed_embeddings import FieldsAndLinear, KeyedEmbeddings, fields, number_vectors, width_with_weight
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import LogitTower, xavier_linear
 from rayrec.models.base import MLPConfig, ModelInputs

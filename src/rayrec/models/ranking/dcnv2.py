@@ -10,8 +10,7 @@ from torch import nn
 from rayrec.bounds import Count, Sizes, SomeSizes
 from rayrec.config import InputError
 from rayrec.layers.cross import CrossAndDeep, Crosses, CrossLayer, CrossMixture
-from rayrec.layers.field_embeddings import fields, number_vectors
-from rayrec.layers.keyed_embeddings import KeyedEmbeddings
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
 from rayrec.layers.mlp import Precision
 from rayrec.models.base import MLPConfig, ModelInputs
 

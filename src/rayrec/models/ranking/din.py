@@ -8,8 +8,7 @@ from torch import nn
 from rayrec.bounds import Share, Sizes
 from rayrec.config import InputError
 from rayrec.layers.attention import AttentionPooling
-from rayrec.layers.field_embeddings import number_vectors
-from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
+from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings, number_vectors
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import Tower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs

@@ -8,8 +8,7 @@ from torch import nn
 
 from rayrec.bounds import Share, Sizes, SomeSizes
 from rayrec.config import InputError
-from rayrec.layers.field_embeddings import fields, number_vectors
-from rayrec.layers.keyed_embeddings import KeyedEmbeddings
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
 from rayrec.layers.mlp import Precision, init_values
 from rayrec.layers.tower import Tower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs

@@ -8,8 +8,7 @@ from torch import nn
 
 from rayrec.bounds import Count, Sizes
 from rayrec.layers.cross import CrossAndDeep, Crosses, CrossLayer
-from rayrec.layers.field_embeddings import fields, number_vectors
-from rayrec.layers.keyed_embeddings import KeyedEmbeddings
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
 from rayrec.layers.mlp import Precision
 from rayrec.models.base import MLPConfig, ModelInputs
 

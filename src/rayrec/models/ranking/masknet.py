@@ -9,8 +9,7 @@ from torch.nn import functional
 
 from rayrec.bounds import Count, Share, Sizes
 from rayrec.config import InputError
-from rayrec.layers.field_embeddings import fields, number_vectors
-from rayrec.layers.keyed_embeddings import KeyedEmbeddings
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
 from rayrec.layers.mlp import Precision, UninitializedLinear, compute_dtype, linear_stack
 from rayrec.layers.tower import LogitTower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from rayrec.bounds import Count, Share, Sizes, SomeSizes
-from rayrec.layers.field_embeddings import fields, number_vectors
-from rayrec.layers.keyed_embeddings import KeyedEmbeddings
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import Experts, Gate, LogitTower, TowerSettings
 from rayrec.models.base import ClickModelConfig, ModelInputs

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rayrec.layers.field_embeddings import FieldsAndLinear, width_with_weight
-from rayrec.layers.keyed_embeddings import KeyedEmbeddings
+from rayrec.layers.keyed_embeddings import FieldsAndLinear, KeyedEmbeddings, width_with_weight
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import LogitTower
 from rayrec.models.base import MLPConfig, ModelInputs

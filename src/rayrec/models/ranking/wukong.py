@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from rayrec.bounds import Count, Share, Sizes
-from rayrec.layers.field_embeddings import fields, number_vectors
-from rayrec.layers.keyed_embeddings import KeyedEmbeddings
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
 from rayrec.layers.mlp import Precision, compute_dtype, init_values, linear_stack
 from rayrec.layers.tower import LogitTower, Tower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs

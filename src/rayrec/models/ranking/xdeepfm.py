@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from rayrec.bounds import Sizes, SomeSizes
-from rayrec.layers.field_embeddings import FieldsAndLinear, width_with_weight
-from rayrec.layers.keyed_embeddings import KeyedEmbeddings
+from rayrec.layers.keyed_embeddings import FieldsAndLinear, KeyedEmbeddings, width_with_weight
 from rayrec.layers.mlp import Precision, UninitializedLinear, compute_dtype
 from rayrec.layers.tower import LogitTower, xavier_linear
 from rayrec.models.base import MLPConfig, ModelInputs

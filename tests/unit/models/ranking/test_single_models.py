@@ -11,8 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from rayrec import recipes
 from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.layers.field_embeddings import width_with_weight
-from rayrec.layers.keyed_embeddings import KeyedEmbeddings
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings, width_with_weight
 from rayrec.models.cost import network_multiply_adds
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.ranking.linear import LinearConfig
