@@ -46,9 +46,6 @@ class BatchReader(Protocol[Plan_contra]):
         """Stop reading and release the rows."""
 
 
-# Numbered rows -------------------------------------------------------------------------------------------------------
-
-
 @final
 class ArrayBatches:
     """Batches of numbered rows, prefetched in a thread."""
@@ -113,9 +110,6 @@ def _split(windows: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.n
             parts.append(left[:size])
             left, size = left[size:], size - len(parts[-1])
         yield parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-# Click logs ----------------------------------------------------------------------------------------------------------
 
 
 @final

@@ -1,4 +1,4 @@
-"""Embeddings of a batch, keyed by feature name."""
+"""Embeddings of a batch, keyed by feature name, and their fields: one list of vectors with the numbers, as in FuxiCTR."""
 
 from __future__ import annotations
 

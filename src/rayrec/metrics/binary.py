@@ -26,9 +26,6 @@ Labels = npt.NDArray[np.uint8]
 Keys = npt.NDArray[np.uint32]
 
 
-# One process ---------------------------------------------------------------------------------------------------------
-
-
 def auroc(logits: Any, labels: Any) -> float:
     """Return the exact area under the ROC curve, Mann-Whitney U / (positives * negatives), with ties as one half.
 
@@ -168,9 +165,6 @@ def _metrics(of_ranks: Sequence[Sequence[float]], twice_u: int) -> dict[str, flo
         "rows": rows,
         "label_rate": rate,
     }
-
-
-# Many processes ------------------------------------------------------------------------------------------------------
 
 
 def distributed_binary_metrics(logits: Any, labels: Any, *, process_group: ProcessGroup | None = None) -> dict[str, float]:

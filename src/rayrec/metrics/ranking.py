@@ -114,9 +114,6 @@ def _rounds(rows: Rows, *, max_rows: int = _ROUND_ROWS) -> Iterator[Rows]:
         yield rows[0][selected], rows[1][selected], rows[2][selected]
 
 
-# Sums over groups ----------------------------------------------------------------------------------------------------
-
-
 class _CRanking(ctypes.Structure):
     _fields_ = c_fields("void* ks discounts room sums counts; int64 num_ks")
 
@@ -176,9 +173,6 @@ class _Sums:
             for name, total in zip(("ndcg", "recall", "hit_rate"), of_ks[3 * index : 3 * index + 3], strict=True):
                 results[f"{name}_at_{k}"] = total / ranked if ranked else math.nan
         return {**results, "mrr": reciprocals / ranked if ranked else math.nan, "ranked_groups": int(ranked)}
-
-
-# An evaluation -------------------------------------------------------------------------------------------------------
 
 
 @final

@@ -201,9 +201,6 @@ def _unsorted(rows: npt.NDArray[np.int64], values: Array) -> Array:
     return values[np.argsort(rows, kind="stable")]
 
 
-# Bootstrap -----------------------------------------------------------------------------------------------------------
-
-
 def _poisson_table() -> npt.NDArray[np.uint8]:
     """Return Poisson(1) numbers in proportion to their probability, uint8 [65536]. Their mean is 1 within 2e-5."""
     probabilities = [math.exp(-1) / math.factorial(count) for count in range(10)]
@@ -243,9 +240,6 @@ def _bootstrap_p_value(differences: Array) -> float:
         return math.nan
     rarer = min(np.count_nonzero(finite <= 0), np.count_nonzero(finite >= 0))
     return min(1.0, 2 * (rarer + 1) / (len(finite) + 1))
-
-
-# DeLong --------------------------------------------------------------------------------------------------------------
 
 
 def _delong(first: tuple[Array, Array], second: tuple[Array, Array], confidence: float) -> Difference:

@@ -45,9 +45,6 @@ def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
     return False
 
 
-# Index ---------------------------------------------------------------------------------------------------------------
-
-
 def index_tables(files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext) -> LogIndex:
     """Read the full log once to number its rows and count its faults.
 
@@ -136,9 +133,6 @@ def _check_task(chunks: Sequence[Chunk], *, schema: Schema) -> pa.Table:
         sums.append(sum_)
         faults.add(new_faults)
     return json_reply({"rows": rows, "checksums": sums, "faults": faults.to_dict()})
-
-
-# Reading -------------------------------------------------------------------------------------------------------------
 
 
 def read_tables(segments: Sequence[Segment], schema: Schema) -> RawBlock:

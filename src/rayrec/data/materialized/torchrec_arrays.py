@@ -198,9 +198,6 @@ def _matrix(file: BinaryIO, source: str, name: str, path: str, kinds: str, sizes
     return shape[0], Matrix(name, storage.name_of(path), file.tell(), dtype.newbyteorder("<").str, columns)
 
 
-# Checks --------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RowRange:
     """Row range [start, stop) of day number `day`."""
@@ -317,9 +314,6 @@ class ScanResult:
             self.faults.add(Faults(kinds, sorted(faults, key=lambda fault: fault.row or 0)))
             self.faulty_rows.append(np.unique(np.array([row for rows in of_day.values() for row in rows], np.int64)))
         return self
-
-
-# The Preprocessor ----------------------------------------------------------------------------------------------------
 
 
 def preprocessor_of(num_dense: int, hotness: Sequence[int], num_embeddings: Sequence[int]) -> Preprocessor:

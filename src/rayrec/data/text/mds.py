@@ -51,9 +51,6 @@ _TRIES: Final = 4
 """Maximum attempts to open a shard. A full cache may evict it between download and opening."""
 
 
-# Index ---------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Packed:
     """Compressed file of a shard."""
@@ -224,9 +221,6 @@ def _checksum(file: Mapping[str, Any]) -> tuple[str, str] | None:
     return next(((name, file["hashes"][name]) for name in _HASHES if name in file["hashes"]), None)
 
 
-# Writing -------------------------------------------------------------------------------------------------------------
-
-
 def load_streaming() -> ModuleType:
     """Import streaming with empty modules instead of its vision, text and multimodal datasets.
 
@@ -258,9 +252,6 @@ def write_index(folder: str, shards: Sequence[Mapping[str, Any]]) -> None:
     """Write index.json from the entries returned by `write_shard`, in order."""
     index = json.dumps({"shards": list(shards), "version": 2}, sort_keys=True)
     storage.write_bytes(storage.join(folder, INDEX), index.encode())
-
-
-# Reading -------------------------------------------------------------------------------------------------------------
 
 
 @final
