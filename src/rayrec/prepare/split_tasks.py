@@ -5,11 +5,12 @@ Each task leaves a marker, so that an interrupted job resumes, and files that de
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
-from typing import IO, Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -223,13 +224,15 @@ def write(task: SplitTask, *, job: SplitJob) -> pa.Table:
     chooser, rows = _Chooser(task, job), np.zeros(len(PARTS), np.int64)
     missing = 0
     with job.folder.disk_errors(), ExitStack() as opened:
-        writer = _TextFiles(task, job, opened) if task.segments else _ParquetFiles(task, job, opened)
+        writer = _PartFiles(task, job, opened)
         for raw, data in _blocks(task, job.schema):
             parts = chooser(raw)
             if task.segments and job.by == "group":
                 missing += int(np.count_nonzero(raw.group_keys() == 0))
             rows += np.bincount(parts, minlength=len(PARTS))
-            writer.add(data, parts)
+            for index, name in enumerate(PARTS):
+                if len(selected := np.flatnonzero(parts == index)):
+                    writer.add(name, data, selected)
         writer.finish()
     if rows.sum() != task.rows:
         raise InputError(f"{task.file or task.segments[0].path}: changed during the split. Split it again")
@@ -269,70 +272,50 @@ def _as_text(table: pa.Table, path: str) -> pa.Table:
         raise InputError(f"{path}: must be UTF-8. Convert the file, for example with iconv") from None
 
 
-class _TextFiles:
-    """Output files of a text range."""
+class _PartFiles:
+    """Output files of a range, one for each part with rows: text, or Parquet in row groups of about GROUP_BYTES."""
 
     def __init__(self, task: SplitTask, job: SplitJob, opened: ExitStack) -> None:
-        self._task, self._job, self._opened = task, job, opened
-        self.files: dict[str, IO[bytes]] = {}
+        self._number, self._folder, self._opened = task.number, job.folder.path, opened
+        self.files: dict[str, Any] = {}
+        self._waiting: dict[str, list[pa.Table]] = {}
 
-    def add(self, data: pa.Table | _Lines, parts: npt.NDArray[np.uint8]) -> None:
-        assert isinstance(data, _Lines)
-        text, starts, stops = data.text, data.starts, data.stops
-        for index, name in enumerate(PARTS):
-            selected = np.flatnonzero(parts == index)
-            if not len(selected):
-                continue
-            file = self._file(f"{name}-{self._task.number:05d}.txt")
-            # Adjacent lines of one part are written together.
-            breaks = np.flatnonzero(starts[selected[1:]] != stops[selected[:-1]]) + 1
-            first, last = np.append(0, breaks), np.append(breaks, len(selected)) - 1
-            view = text.data
-            for start, stop in zip(starts[selected[first]].tolist(), stops[selected[last]].tolist(), strict=True):
-                file.write(view[start:stop])
-            if text[stops[selected[-1]] - 1] != ord("\n"):
-                file.write(b"\n")
+    def add(self, part: str, data: pa.Table | _Lines, rows: npt.NDArray[np.int64]) -> None:
+        """Write the given rows of the data."""
+        if isinstance(data, _Lines):
+            self._write_lines(part, data.text, data.starts[rows], data.stops[rows])
+            return
+        waiting = self._waiting.setdefault(part, [])
+        waiting.append(data.take(rows))
+        if sum(table.nbytes for table in waiting) >= GROUP_BYTES:
+            self._write_waiting(part)
 
-    def _file(self, name: str) -> IO[bytes]:
+    def _write_lines(self, part: str, text: npt.NDArray[np.uint8], starts: Numbers, stops: Numbers) -> None:
+        file = self._file(f"{part}-{self._number:05d}.txt", partial(open, mode="wb"))
+        # Adjacent lines of one part are written together.
+        breaks = np.flatnonzero(starts[1:] != stops[:-1]) + 1
+        first, last = np.append(0, breaks), np.append(breaks, len(starts)) - 1
+        view = text.data
+        for start, stop in zip(starts[first].tolist(), stops[last].tolist(), strict=True):
+            file.write(view[start:stop])
+        if text[stops[-1] - 1] != ord("\n"):
+            file.write(b"\n")
+
+    def _write_waiting(self, part: str) -> None:
+        table = pa.concat_tables(self._waiting.pop(part)).combine_chunks()
+        file = self._file(f"{part}-{self._number:05d}.parquet", partial(pq.ParquetWriter, schema=table.schema))
+        file.write_table(table, row_group_size=max(len(table) // max(table.nbytes // GROUP_BYTES, 1), 1))
+
+    def _file(self, name: str, create: Callable[[str], Any]) -> Any:
         if name not in self.files:
-            path = self._opened.enter_context(storage.writing(storage.join(self._job.folder.path, name)))
-            self.files[name] = self._opened.enter_context(open(path, "wb"))  # noqa: SIM115  closed with the others
+            path = self._opened.enter_context(storage.writing(storage.join(self._folder, name)))
+            self.files[name] = self._opened.enter_context(create(path))
         return self.files[name]
 
     def finish(self) -> None:
-        """Do nothing: closing the files completes them."""
-
-
-class _ParquetFiles:
-    """Output files of a table range, in row groups of about GROUP_BYTES."""
-
-    def __init__(self, task: SplitTask, job: SplitJob, opened: ExitStack) -> None:
-        self._task, self._job, self._opened = task, job, opened
-        self.files: dict[str, pq.ParquetWriter] = {}
-        self._waiting: dict[str, list[pa.Table]] = {}
-
-    def add(self, data: pa.Table | _Lines, parts: npt.NDArray[np.uint8]) -> None:
-        assert isinstance(data, pa.Table)
-        for index, name in enumerate(PARTS):
-            selected = np.flatnonzero(parts == index)
-            if len(selected):
-                waiting = self._waiting.setdefault(f"{name}-{self._task.number:05d}.parquet", [])
-                waiting.append(data.take(selected))
-                if sum(table.nbytes for table in waiting) >= GROUP_BYTES:
-                    self._write(f"{name}-{self._task.number:05d}.parquet")
-
-    def _write(self, name: str) -> None:
-        table = pa.concat_tables(self._waiting.pop(name)).combine_chunks()
-        if name not in self.files:
-            path = self._opened.enter_context(storage.writing(storage.join(self._job.folder.path, name)))
-            self.files[name] = self._opened.enter_context(pq.ParquetWriter(path, table.schema))
-        rows = max(len(table) // max(table.nbytes // GROUP_BYTES, 1), 1)
-        self.files[name].write_table(table, row_group_size=rows)
-
-    def finish(self) -> None:
         """Write the pending rows."""
-        for name in list(self._waiting):
-            self._write(name)
+        for part in list(self._waiting):
+            self._write_waiting(part)
 
 
 def time_of(text: str, name: str) -> int:

@@ -8,10 +8,10 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, TypeVar, final
+from typing import Annotated, Any, final
 
 import numpy as np
 import pyarrow as pa
@@ -43,9 +43,6 @@ BPE_SAMPLE_BYTES = 256 << 20
 """Maximum training text for learning a BPE, spread over all of it. Its distinct words are kept in memory."""
 DEFAULT_VOCABULARY_SIZE = 1024
 """Default BPE size: few IDs, for small texts and models."""
-
-
-_Item = TypeVar("_Item", TextPart, "ShardTask")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +157,8 @@ class _Work:
 
     def tokenize(self) -> dict[int, int]:
         """Tokenize all parts and return their token counts."""
-        task = functools.partial(tokenize, job=self.job)
-        results = self._run("tokenize", "parts of the text", task, self.parts)
+        report = functools.partial(self.console.progress, "tokenize (parts of the text)")
+        results = self.running.run("tokenize", functools.partial(tokenize, job=self.job), self.parts, self.engine, report)
         return {part.number: of_part["tokens"] for part, of_part in zip(self.parts, results, strict=True)}
 
     def write_shards(self, tokens_of: dict[int, int]) -> dict[str, dict[str, Any]]:
@@ -188,7 +185,8 @@ class _Work:
                 "bytes": 0,
                 "shards": [],
             }
-        for result in self._run("write", "shards", functools.partial(write_shard, job=self.job), shards):
+        report = functools.partial(self.console.progress, "write (shards)")
+        for result in self.running.run("write", functools.partial(write_shard, job=self.job), shards, self.engine, report):
             sets[result["set"]]["bytes"] += result["info"]["raw_data"]["bytes"]
             sets[result["set"]]["shards"].append(result["info"])
         return sets
@@ -216,12 +214,6 @@ class _Work:
                 mds.write_index(storage.join(folder.path, name), infos)
             storage.write_json(storage.join(folder.path, text_blocks.MANIFEST), manifest)
         return manifest
-
-    def _run(
-        self, kind: str, items_name: str, task: Callable[[_Item], pa.Table], items: Sequence[_Item]
-    ) -> Iterator[dict[str, Any]]:
-        report = functools.partial(self.console.progress, f"{kind} ({items_name})")
-        return self.running.run(kind, task, items, self.engine, report)
 
 
 def hash_of(value: Any) -> str:

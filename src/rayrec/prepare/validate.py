@@ -267,12 +267,14 @@ def examine(
     slices_by, slices = slices_of(index)
     categories = examine_categories(index, slices, config=config, preprocessor=preprocessor, engine=engine, progress=progress)
     first = next((slice_ for slice_ in slices if slice_.stop > slice_.start), Slice("", 0, 0))
+    # One in 2^shift row hashes, stored twice while they are collected, fits the memory.
+    shift = max(0, (-(-index.rows // ((config.memory_bytes or _HASH_BYTES) // 16)) - 1).bit_length()) if index.rows else 0
     job = StatsJob(
         config.schema,
         num_slices=len(slices),
         edges=_edges(index, first, config.schema, engine),
         top=categories.top,
-        hash_shift=_hash_shift(index.rows, config.memory_bytes),
+        hash_shift=shift,
     )
     stats, hashes = _count_stats(index, job, slices, engine, lambda rows: progress("examine (rows)", rows, index.rows))
     schema = config.schema
@@ -302,9 +304,3 @@ def examine(
         "gates": gates.to_dict(),
     }
     return Report(content, tuple(warnings_of(content)), tuple(failures_of(content, gates)))
-
-
-def _hash_shift(rows: int, memory_bytes: int | None) -> int:
-    """Return the shift for which one in 2^shift row hashes, stored twice while they are collected, fits the memory."""
-    max_hashes = (memory_bytes or _HASH_BYTES) // 16
-    return max(0, (-(-rows // max_hashes) - 1).bit_length()) if rows else 0
