@@ -40,23 +40,14 @@ def block_spans(block: int, *, starts: list[int]) -> list[tuple[int, int]]:
 def exact_auroc(scores: np.ndarray, labels: np.ndarray) -> float | None:
     """Compute the probability that a click scores above a non-click, with half credit for ties. None if either class is absent.
 
-    Sorts once by 64-bit keys (float32 score in sortable form, label in the last bit); the rest is integer arithmetic.
+    Sorts float32 scores; the rest is integer arithmetic.
     """
-    bits = (scores.astype(np.float32) + np.float32(0)).view(np.uint32)  # + 0 makes -0 equal to 0
-    ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype(np.uint64)
-    keys = np.sort((ordered << np.uint64(1)) | labels.astype(np.uint64))
-    clicked = (keys & np.uint64(1)).astype(np.int64)
-    clicks = int(clicked.sum())
-    skips = len(keys) - clicks
-    if not clicks or not skips:
+    clicked = labels.astype(bool)
+    clicks, skips = (np.sort(scores[chosen].astype(np.float32, copy=False)) for chosen in (clicked, ~clicked))
+    if not len(clicks) or not len(skips):
         return None
-    keys >>= np.uint64(1)
-    starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
-    clicks_at = np.add.reduceat(clicked, starts)
-    skips_at = np.diff(np.append(starts, len(keys))) - clicks_at
-    below = np.cumsum(skips_at) - skips_at
-    twice = int(np.sum(clicks_at * (2 * below + skips_at)))
-    return twice / (2 * clicks * skips)
+    twice = int(np.searchsorted(skips, clicks).sum()) + int(np.searchsorted(skips, clicks, side="right").sum())
+    return twice / (2 * len(clicks) * len(skips))
 
 
 def _logloss(logits: np.ndarray, targets: np.ndarray | None) -> float:
@@ -134,8 +125,9 @@ class _NewFiles:
             os.makedirs(parent)
             self._made.append(parent)
         self._names.append(name)
-        with open(self._temporary(name), "xb", buffering=0) as file:
-            yield file  # type: ignore[misc]
+        with open(self._temporary(name), "xb") as file:
+            yield file
+            file.flush()
             os.fsync(file.fileno())
 
     def publish(self) -> None:
@@ -206,11 +198,6 @@ def _check_number(name: str, value: object, minimum: int) -> None:
         raise InputError(f"{name}: must be an integer of at least {minimum}, got {value!r}")
 
 
-def _write_full(file: BinaryIO, text: memoryview) -> None:
-    while text:  # An unbuffered write may stop short
-        text = text[file.write(text) :]
-
-
 def _block_text(plan: GroundTruth, block: int, spans: list[tuple[int, int]], logits: np.ndarray, labels: np.ndarray) -> Any:
     """Return the text of a block as (day, bytes) pairs, and fill the block's range of `logits` and `labels`."""
     buffer = np.empty(sum(count for _, count in spans) * max_row_bytes(NUM_DENSE, NUM_SPARSE), dtype=np.uint8)
@@ -265,12 +252,12 @@ def generate(
                         stack.close()
                         current, file = index, stack.enter_context(files.open(names[index]))
                     assert file is not None
-                    _write_full(file, text)
+                    file.write(text)
                 if progress is not None:
                     progress(min((block + 1) * BLOCK_ROWS, rows), rows)
         truth = _truth(plan, logits, labels, starts)
         with files.open("truth.json") as file:
-            _write_full(file, memoryview((json.dumps(truth, indent=2, allow_nan=False) + "\n").encode()))
+            file.write((json.dumps(truth, indent=2, allow_nan=False) + "\n").encode())
         files.publish()
     except BaseException:
         files.discard()
