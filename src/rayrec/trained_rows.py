@@ -78,7 +78,7 @@ class TrainedRows:
         self.checksums = _added(self.checksums, (-first, -second))
 
     def _add_checksums(self, epoch: int, sums: int, squares: int) -> None:
-        weight = _weight(epoch)
+        weight = int(mix64(np.array([(epoch + 1) * GOLDEN % _WORD], np.uint64))[0]) | 1  # Odd, by SplitMix64
         self.checksums = _added(self.checksums, (weight * sums, weight * squares))
 
     @classmethod
@@ -132,11 +132,6 @@ def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((start, stop))
     return merged
-
-
-def _weight(epoch: int) -> int:
-    """Return an odd 64-bit number for the epoch, by SplitMix64."""
-    return int(mix64(np.array([(epoch + 1) * GOLDEN % _WORD], np.uint64))[0]) | 1
 
 
 def _added(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

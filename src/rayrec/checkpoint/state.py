@@ -13,7 +13,7 @@ large as the weights.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +102,13 @@ def start_from(checkpoint: Checkpoint, row_maps: Mapping[str, RowMap], model: to
     stored = Communicator.all().run_on_rank0(lambda: list(checkpoint.manifest()["tensors"]))
     make_state(optimizer)
     targets = Targets(model, optimizer, stored=set(stored))
-    _reject_surplus(checkpoint, stored, targets)
+    live = set[str]().union(*Communicator.all().all_gather(list(targets.tensors)))
+    if surplus := min(set(stored) - live, default=None):
+        owner = "optimizer" if surplus.startswith("optimizer.") else "model"
+        raise InputError(
+            f"{checkpoint.path}: contains {surplus}, which the {owner} of this run does not have. It was saved with another "
+            f"{owner}: use the settings of its config.yaml"
+        )
     by_rows = {
         name: (tensor, row_map)
         for name, tensor in targets.tensors.items()
@@ -123,17 +129,6 @@ def _weight_of(name: str, weights: Collection[str]) -> str:
     while rest and rest not in weights:
         rest = rest.rpartition(".")[0]
     return rest
-
-
-def _reject_surplus(checkpoint: Checkpoint, stored: Sequence[str], targets: Targets) -> None:
-    live = set[str]().union(*Communicator.all().all_gather(list(targets.tensors)))
-    surplus = sorted(set(stored) - live)
-    if surplus:
-        owner = "optimizer" if surplus[0].startswith("optimizer.") else "model"
-        raise InputError(
-            f"{checkpoint.path}: contains {surplus[0]}, which the {owner} of this run does not have. It was saved with another "
-            f"{owner}: use the settings of its config.yaml"
-        )
 
 
 def make_state(optimizer: Any) -> None:

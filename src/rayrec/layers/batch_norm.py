@@ -47,14 +47,11 @@ class GlobalBatchNorm(nn.Module):
         centered = inputs - mean
         (squares,) = all_reduce_sum(centered.square().sum(0))
         variance = squares / count
-        self._keep(mean.detach(), variance.detach() * (count / (count - 1).clamp(min=1)), count)
+        with torch.no_grad():
+            rate = self._momentum * (count >= _FEWEST_ROWS)
+            self.running_mean.lerp_(mean, rate)
+            self.running_var.lerp_(variance * (count / (count - 1).clamp(min=1)), rate)
         normal = centered * torch.rsqrt(variance + self._eps)
         if self.weight is None or self.bias is None:
             return normal
         return normal * self.weight + self.bias
-
-    @torch.no_grad()
-    def _keep(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
-        rate = self._momentum * (count >= _FEWEST_ROWS)
-        self.running_mean.lerp_(mean, rate)
-        self.running_var.lerp_(variance, rate)

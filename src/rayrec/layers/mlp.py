@@ -74,12 +74,6 @@ def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return output.relu_() if relu else output
 
 
-def _input_gradient(gradient: torch.Tensor, weight: torch.Tensor, *, fused: bool) -> torch.Tensor:
-    if fused and weight.shape[0] >= _NARROW_OUTPUT:
-        return linear_pointwise(gradient, weight.t(), None, "none")
-    return gradient @ weight
-
-
 def _weight_gradient(gradient: torch.Tensor, inputs: torch.Tensor, *, fused: bool, input_major: bool) -> torch.Tensor:
     """Return the weight gradient [out, in], laid out by inputs if `input_major`, as the weight is, and if this is faster."""
     if gradient.shape[1] < _NARROW_OUTPUT:
@@ -100,14 +94,6 @@ def _turns(gradient: torch.Tensor, inputs: torch.Tensor, *, fused: bool) -> bool
     """Return whether the product for the weight's gradient would copy `gradient` to transpose it."""
     wide = gradient.shape[1] >= _NARROW_OUTPUT and inputs.shape[1] >= _NARROW_INPUT
     return fused and wide and gradient.dtype == torch.float32 and gradient.is_contiguous()
-
-
-def _relu_gradient(gradient: torch.Tensor, output: torch.Tensor, *, in_place: bool) -> torch.Tensor:
-    if not in_place:
-        return torch.ops.aten.threshold_backward(gradient, output, 0)
-    # Fresh memory costs as much as the arithmetic.
-    torch.ops.aten.threshold_backward.grad_input(gradient, output, 0, grad_input=gradient)
-    return gradient
 
 
 class _LinearStack(torch.autograd.Function):
@@ -165,12 +151,18 @@ class _LinearStack(torch.autograd.Function):
                 bias_gradient = sums if wants_bias else None
             else:
                 if ctx.relus[layer]:
-                    gradient = _relu_gradient(gradient, activations[layer + 1], in_place=not last)
+                    masked, output = torch.ops.aten.threshold_backward, activations[layer + 1]
+                    if last:
+                        gradient = masked(gradient, output, 0)
+                    else:  # In place, because fresh memory costs as much as the arithmetic
+                        masked.grad_input(gradient, output, 0, grad_input=gradient)
                 weight_gradient = _weight_gradient(gradient, inputs, fused=ctx.fused, input_major=input_major).float()
                 bias_gradient = gradient.sum(0).float() if wants_bias else None
             parameter_gradients[2 * layer : 2 * layer + 2] = [weight_gradient, bias_gradient]
             if layer or ctx.needs_input_grad[0]:
-                gradient = _input_gradient(gradient.to(ctx.dtype), weights[layer], fused=ctx.low_fused)
+                gradient, weight = gradient.to(ctx.dtype), weights[layer]
+                fused = ctx.low_fused and weight.shape[0] >= _NARROW_OUTPUT
+                gradient = linear_pointwise(gradient, weight.t(), None, "none") if fused else gradient @ weight
         if ctx.needs_input_grad[0]:
             input_gradient = gradient.to(ctx.input_dtype)
         return (input_gradient, None, None, None, *parameter_gradients)

@@ -60,7 +60,7 @@ def binary_metrics(logits: Any, labels: Any) -> dict[str, float]:
     return _metrics([_sums(checked_logits, checked_labels)], _twice_u(*_sorted_keys(checked_logits, checked_labels)))
 
 
-def _array(values: Any) -> npt.NDArray[Any]:
+def flat_array(values: Any) -> npt.NDArray[Any]:
     """Convert an array or tensor to a flat NumPy array without importing torch. Copies from a device (a device sync)."""
     if hasattr(values, "detach"):
         values = values.detach()
@@ -70,7 +70,7 @@ def _array(values: Any) -> npt.NDArray[Any]:
 
 def converted(logits: Any, labels: Any) -> tuple[Floats, Labels]:
     """Convert as `checked`, but allow NaN."""
-    flat_logits, flat_labels = _array(logits), _array(labels)
+    flat_logits, flat_labels = flat_array(logits), flat_array(labels)
     if len(flat_logits) != len(flat_labels):
         raise InputError(f"labels: must have one per logit, {len(flat_logits)}, got {len(flat_labels)}")
     wrong = np.flatnonzero((flat_labels != 0) & (flat_labels != 1))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import numpy as np
 
 from rayrec.collectives import Collectives, gathered
-from rayrec.metrics.binary import reject_nan
+from rayrec.metrics.binary import flat_array, reject_nan
 from rayrec.metrics.ranking import DEFAULT_KS, RankingAccumulator
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ class LabelsAccumulator:
             assert groups is not None, "data without groups is refused before"
             self._ranking.update(groups, logits[main], labels[main])
         for name, accumulator in self._others.items():
-            values = _array(labels[name])
+            values = flat_array(labels[name])
             has_label = ~np.isnan(values)
-            accumulator.update(_array(logits[name])[has_label], values[has_label])
+            accumulator.update(flat_array(logits[name])[has_label], values[has_label])
 
     def compute(self) -> dict[str, float]:
         """Return the metrics over the rows of all ranks. Collective. Metrics of other labels L are named `L.auroc` etc., with
@@ -72,10 +72,6 @@ class LabelsAccumulator:
         return metrics
 
 
-def _array(values: Any) -> np.ndarray:
-    return values.detach().float().cpu().numpy() if hasattr(values, "cpu") else np.asarray(values)
-
-
 class SumsAccumulator(ABC):
     """Sums of row terms, exact over all ranks."""
 
@@ -84,7 +80,7 @@ class SumsAccumulator(ABC):
 
     def update(self, predicted: Any, labels: Any) -> None:
         """Append rows, [rows] each."""
-        terms = self._terms(_array(predicted).astype(np.float64), _array(labels))
+        terms = self._terms(flat_array(predicted).astype(np.float64), flat_array(labels))
         self._sums = self._sums + [term.sum() for term in terms]
         self.rows += len(terms[0])
 

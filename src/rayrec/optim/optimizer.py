@@ -96,16 +96,13 @@ class JointlyClippedOptimizer(CombinedOptimizer):
         gradients = [
             parameter.grad for group in self._network.param_groups for parameter in group["params"] if parameter.grad is not None
         ]
-        scale = min(1.0, self._max_norm / (self._norm(gradients) + 1e-6))
+        squares = float(sum_over_workers(np.array(self._sharded.squared_norm(), np.float64)))
+        squares += sum(tables.squared_norm() for tables in self._replicated)
+        norm = math.sqrt(squares + torch.nn.utils.get_total_norm(gradients).item() ** 2)
+        scale = min(1.0, self._max_norm / (norm + 1e-6))
         for tables in (self._sharded, *self._replicated):
             tables.gradient_scale = scale
         if scale != 1.0:
             for gradient in gradients:
                 gradient.mul_(scale)
         super().step(closure)
-
-    def _norm(self, of_network: list[torch.Tensor]) -> float:
-        squares = float(sum_over_workers(np.array(self._sharded.squared_norm(), np.float64))) + sum(
-            tables.squared_norm() for tables in self._replicated
-        )
-        return math.sqrt(squares + torch.nn.utils.get_total_norm(of_network).item() ** 2)

@@ -85,7 +85,8 @@ class Lookups:
             RowGradients(torch.empty(size, dtype=torch.int64), torch.empty(size, table.columns))
             for size, table in zip(sizes, tables, strict=True)
         ]
-        lookups = self._structure()
+        pointers = [None if of is None else of.data_ptr() for of in (self.ids, self.offsets, self.weights, self.gradient)]
+        lookups = _CLookups(*pointers, self.bags, self.gradient.shape[1], self.pooled)
         gathered = (_CGathered * len(tables))()
         for item, table, rows in zip(gathered, tables, results, strict=True):
             item.lookup = ctypes.addressof(lookups)
@@ -126,17 +127,6 @@ class Lookups:
         else:
             values = self.gradient[start:stop, :columns]
         return values if self.weights is None else values * self.weights[start:stop].unsqueeze(1)
-
-    def _structure(self) -> _CLookups:
-        return _CLookups(
-            self.ids.data_ptr(),
-            self.offsets.data_ptr(),
-            None if self.weights is None else self.weights.data_ptr(),
-            self.gradient.data_ptr(),
-            self.bags,
-            self.gradient.shape[1],
-            self.pooled,
-        )
 
 
 @final

@@ -61,17 +61,14 @@ def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
         return files
     selected = []
     for name in names:
-        matching = [file for file in files if _is_named(name_of(file.path), name)]
+        pattern = re.compile(re.escape(name) + r"(\.(txt|tsv|csv))?(\.parquet)?(\.gz)?")
+        matching = [file for file in files if pattern.fullmatch(name_of(file.path))]
         if len(matching) != 1:
             duplicates = " and ".join(name_of(file.path) for file in matching)
             problem = f"contains {duplicates}. Keep one of them" if matching else f"{name}, {name}.gz or {name}.parquet not found"
             raise InputError(f"{path}: {problem}")
         selected += matching
     return selected
-
-
-def _is_named(base_name: str, name: str) -> bool:
-    return base_name == name or re.fullmatch(re.escape(name) + r"(\.(txt|tsv|csv))?(\.parquet)?(\.gz)?", base_name) is not None
 
 
 def _infos(path: str, *, recursive: bool = False) -> list[arrow_fs.FileInfo]:

@@ -103,14 +103,9 @@ class _CrossNetwork(nn.Module):
             weight = layer.get_parameter("weight").to(self._dtype)
             half = functional.linear(hidden.to(self._dtype), weight).float()
             if isinstance(batch_norm, GlobalBatchNorm):  # One mean for all values of a head
-                half = _of_heads(batch_norm, half)
+                normal = batch_norm(half.transpose(1, 2).flatten(0, 1))
+                half = normal.unflatten(0, (-1, half.shape[2])).transpose(1, 2)
             crossed = torch.cat([half, half * mask_norm(half).relu()], dim=2) + bias
             hidden = (hidden if self._deep else inputs) * crossed + hidden
             hidden = functional.dropout(hidden, self._dropout, training=self.training)
         return self.logit(hidden).squeeze(2).mean(1)
-
-
-def _of_heads(norm: GlobalBatchNorm, values: torch.Tensor) -> torch.Tensor:
-    """Normalize [rows, heads, width] over rows and width."""
-    normal = norm(values.transpose(1, 2).flatten(0, 1))
-    return normal.unflatten(0, (-1, values.shape[2])).transpose(1, 2)
