@@ -6,7 +6,7 @@ import hashlib
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Final, final
 
 import numpy as np
@@ -74,14 +74,15 @@ class ShardCache:
         Raises InputError if the store has no such file, OSError if it is unavailable for too long.
         """
         target = os.path.join(self.folder, name)
-        with self._locked(f"{name}.lock"):  # no shard is named "room", the other lock
+        locks = os.path.join(self.folder, ".locks")
+        with storage.locked(os.path.join(locks, f"{name}.lock")):  # no shard is named "room", the other lock
             if os.path.exists(target):
                 return 0
             # Left over from a killed process, because the lock was free.
             for left in glob.glob(f"{glob.escape(target)}.*.partial"):
                 os.remove(left)
             with storage.writing(target) as local:
-                with self._locked("room"):
+                with storage.locked(os.path.join(locks, "room")):
                     if self._limit_bytes is not None:
                         self._evict(self._sizes_bytes[name], self._limit_bytes)
                     file = open(local, "wb")  # noqa: SIM115  counted by other processes from now on
@@ -110,15 +111,6 @@ class ShardCache:
                 break
             if _remove_unused(os.path.join(self.folder, name)):
                 total_bytes -= self._sizes_bytes[name]
-
-    @contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        descriptor = os.open(os.path.join(self.folder, ".locks", name), os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
 
 
 def in_use(descriptor: int) -> bool:

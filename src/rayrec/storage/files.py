@@ -291,14 +291,14 @@ def remove_file(path: str) -> None:
 
 
 @contextmanager
-def locked(path: str, busy: str) -> Iterator[None]:
-    """Lock a local file, which is created. The system releases the lock however the process ends. Raises InputError with the text
-    `busy` if another process has it."""
+def locked(path: str, busy: str | None = None) -> Iterator[None]:
+    """Lock a local file, which is created. The system releases the lock however the process ends. If another process has it,
+    raises InputError with the text `busy`, or waits without one."""
     with open(path, "ab") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
         except BlockingIOError:
-            raise InputError(busy) from None
+            raise InputError(busy or "") from None
         yield
 
 

@@ -6,10 +6,9 @@ import posixpath
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from contextvars import copy_context
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Final
 
 from pyarrow import fs as arrow_fs
@@ -18,7 +17,7 @@ from rayrec.config import InputError
 from rayrec.storage.files import copy_file, exists, info_of, missing, partial_of, sync
 from rayrec.storage.filesystems import with_retries
 from rayrec.storage.gcs import first_level
-from rayrec.storage.range_reader import in_parallel
+from rayrec.storage.range_reader import in_order, in_parallel
 from rayrec.storage.scratch import Scratch
 from rayrec.storage.urls import folder_of, in_object_store, is_url, join, local_path, name_of, scheme_of, url_of
 
@@ -147,41 +146,25 @@ def _matching(inner: str, path: str) -> list[arrow_fs.FileInfo]:
     names = inner.split("/")
     first = next(number for number, name in enumerate(names) if _GLOB.search(name))
     folders = ["/".join(names[:first])]
-    pattern = re.compile(_glob_pattern(names))
     if "**" in names:
         infos = _infos(url_of(folders[0], path), recursive=True)
-        return [info for info in infos if pattern.fullmatch(info.path)]
+        return [info for info in infos if _matches(info.path.split("/"), names)]
     for number in range(first, len(names)):  # one request per folder, parallel on each level
-        beginning = re.compile(_glob_pattern(names[: number + 1]))
         listed = in_parallel(lambda folder: _infos(url_of(folder, path)), folders, of=path)
-        infos = [info for of_folder in listed for info in of_folder if beginning.fullmatch(info.path)]
+        infos = [info for of_folder in listed for info in of_folder if _matches([info.base_name], [names[number]])]
         folders = [info.path for info in infos if info.type == arrow_fs.FileType.Directory]
     return infos
 
 
-def _glob_pattern(names: Sequence[str]) -> str:
-    """Return the regular expression for a glob, split at its slashes."""
-    pattern = ""
-    for number, name in enumerate(names):
-        last = number == len(names) - 1
-        if name == "**":
-            pattern += r"(?:[^/.][^/]*/)*" + (r"[^/.][^/]*" if last else "")
-            continue
-        hidden = r"(?!\.)" if name[:1] in ("*", "?", "[") else ""
-        pattern += hidden + re.sub(r"\*+|\?|\[!?\]?[^\]]*\]|.", _glob_token, name) + ("" if last else "/")
-    return pattern
-
-
-def _glob_token(match: re.Match[str]) -> str:
-    token = match[0]
-    if token[0] == "*":
-        return "[^/]*"
-    if token == "?":
-        return "[^/]"
-    if token[0] == "[" and len(token) > 2:
-        body = token[1:-1].replace("\\", r"\\")
-        return f"[^/{body[1:]}]" if body[0] == "!" else f"[{body}]"
-    return re.escape(token)
+def _matches(parts: Sequence[str], names: Sequence[str]) -> bool:
+    """Return whether a path, split at its slashes, matches a glob. Wildcards do not match a dot at the start of a name."""
+    if not parts or not names:
+        return not parts and not names
+    rest, part, name = parts[1:], parts[0], names[0]
+    hidden = part.startswith(".") and name[:1] in ("*", "?", "[")
+    if name == "**":
+        return _matches(parts, names[1:]) or (not hidden and (_matches(rest, names) or _matches(rest, names[1:])))
+    return not hidden and fnmatchcase(part, name) and _matches(rest, names[1:])
 
 
 def find_files(paths: Sequence[str]) -> dict[str, File]:
@@ -252,13 +235,11 @@ def copy_files(source: str, target: str) -> None:
 
 
 def _copy(source: str, target: str, names: Sequence[str]) -> None:
-    with ThreadPoolExecutor(_NUM_COPIES) as pool:
-        tasks = [pool.submit(copy_context().run, copy_file, join(source, name), join(target, name)) for name in names]
-        try:
-            for task in tasks:
-                task.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    def copy(name: str) -> None:
+        copy_file(join(source, name), join(target, name))
+
+    for _ in in_order(copy, names, name="copy", num_threads=_NUM_COPIES, prefetch=0):
+        pass
 
 
 @contextmanager
