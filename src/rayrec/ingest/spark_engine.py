@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import hashlib
 import importlib.util
@@ -25,7 +24,7 @@ from typing import Any
 import pyarrow as pa
 
 from rayrec.config import Config, InputError
-from rayrec.storage import Scratch
+from rayrec.storage import Scratch, locked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +63,7 @@ def environment(name: str, *, folder: str, note: Callable[[str], None]) -> str:
     if os.path.exists(os.path.join(env, _COMPLETE)):
         return python
     os.makedirs(folder, exist_ok=True)
-    with open(env + ".lock", "w") as guard:
-        fcntl.flock(guard, fcntl.LOCK_EX)
+    with locked(env + ".lock"):
         if os.path.exists(os.path.join(env, _COMPLETE)):
             return python
         note(f"Creating the Python environment of {name} in {env} (once)")
