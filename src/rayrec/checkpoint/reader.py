@@ -7,8 +7,6 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
@@ -24,6 +22,7 @@ from rayrec.checkpoint.format import DamagedError, sha256_of, wrap_read_errors
 from rayrec.checkpoint.safetensors import TORCH_DTYPES, write_weights
 from rayrec.collectives import group_device
 from rayrec.config import InputError
+from rayrec.storage.range_reader import in_order
 
 if TYPE_CHECKING:  # Importing torch.distributed.checkpoint takes a second, which scoring processes can avoid.
     from torch.distributed.checkpoint import Metadata
@@ -136,12 +135,8 @@ def _memory(part: torch.Tensor, rows: _Rows, box: Sequence[tuple[int, int]]) -> 
 
 def _run(calls: Iterable[Callable[[], None]]) -> None:
     """Run calls in threads (hashing, copying and reading release the GIL). Raises the error of the first failed call."""
-    pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checkpoint-read")
-    try:
-        for future in [pool.submit(copy_context().run, call) for call in calls]:
-            future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    for _ in in_order(lambda call: call(), calls, name="checkpoint-read", num_threads=NUM_THREADS, prefetch=8 * NUM_THREADS):
+        pass
 
 
 @dataclass(frozen=True)
@@ -270,17 +265,13 @@ def weights_sha256(checkpoint: Checkpoint, prefix: str = "model.") -> str:
     manifest = checkpoint.manifest()
     reader = TableReader(checkpoint.path, manifest)
     digest = hashlib.sha256()
-    # One thread prefetches while this one hashes, which is sequential.
-    with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
-        for name in sorted(name for name in manifest["tensors"] if name.startswith(prefix)):
-            entry = manifest["tensors"][name]
-            digest.update(f"{name}\0{entry['dtype']}\0{entry['shape']}\0".encode())
-            first, *later = (partial(reader.rows, name, *window) for window in reader.windows(name))
-            upcoming = pool.submit(copy_context().run, first)
-            for read in later:
-                rows, upcoming = upcoming.result(), pool.submit(copy_context().run, read)
-                digest.update(_as_bytes(rows))
-            digest.update(_as_bytes(upcoming.result()))
+    for name in sorted(name for name in manifest["tensors"] if name.startswith(prefix)):
+        entry = manifest["tensors"][name]
+        digest.update(f"{name}\0{entry['dtype']}\0{entry['shape']}\0".encode())
+        reads = (partial(reader.rows, name, *window) for window in reader.windows(name))
+        # One thread prefetches while this one hashes, which is sequential.
+        for rows in in_order(lambda read: read(), reads, name="weights", num_threads=1, prefetch=1):
+            digest.update(_as_bytes(rows))
     return digest.hexdigest()
 
 

@@ -5,7 +5,6 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -28,6 +27,7 @@ from rayrec.checkpoint.plan import HostCopy, LocalTensors, Shapes, check_covered
 from rayrec.checkpoint.reader import verified_bytes
 from rayrec.checkpoint.safetensors import DTYPES, TORCH_DTYPES, header
 from rayrec.config import InputError
+from rayrec.storage.range_reader import in_order
 
 Source = bytes | str
 """Content of a file, or the path or URL of a file to copy."""
@@ -131,8 +131,7 @@ def _has(source: Source, file: Mapping[str, Any]) -> bool:
 
 def _threaded(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
     """Map the function over items in threads. Raises the error of the first failed call."""
-    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint-files") as pool:
-        return [future.result() for future in [pool.submit(copy_context().run, function, item) for item in items]]
+    return list(in_order(function, items, name="checkpoint-files", num_threads=_NUM_THREADS, prefetch=_NUM_THREADS))
 
 
 def _describe(source: Source) -> dict[str, Any]:
