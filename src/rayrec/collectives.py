@@ -21,12 +21,8 @@ def group_arguments(device: torch.device, *, timeout_s: float) -> dict[str, Any]
     With NCCL the group is bound to the GPU. NCCL then connects at once, so a broken network or GPU fails the start, not a later
     step. Collectives also need not guess the GPU from the rank, which is wrong on machines of unequal size.
     """
-    on_gpu = device.type == "cuda"
-    return {
-        "backend": "nccl" if on_gpu else "gloo",
-        "timeout": timedelta(seconds=timeout_s),
-        "device_id": device if on_gpu else None,
-    }
+    backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    return {"backend": backend, "timeout": timedelta(seconds=timeout_s), "device_id": device_id}
 
 
 def use_device(device: torch.device) -> None:

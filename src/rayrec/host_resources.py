@@ -35,8 +35,12 @@ def memory(root: Path = _ROOT) -> Memory:
 
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
-    for limit, used in _memory_limits(root):
-        total, available = min(total, limit), min(available, max(0, limit - used))
+    for folder in _groups(root, "memory", "memory.max", "memory.limit_in_bytes"):
+        limit = _numbers(folder / "memory.max") or _numbers(folder / "memory.limit_in_bytes")
+        used = _numbers(folder / "memory.current") or _numbers(folder / "memory.usage_in_bytes")
+        if limit and used:
+            used_bytes = max(0, int(used[0]) - _droppable_bytes(folder / "memory.stat"))
+            total, available = min(total, int(limit[0])), min(available, max(0, int(limit[0]) - used_bytes))
     return Memory(total, available)
 
 
@@ -52,15 +56,6 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
         quota = _numbers(folder / "cpu.max") or (_numbers(folder / "cpu.cfs_quota_us") + _numbers(folder / "cpu.cfs_period_us"))
         if len(quota) == 2 and min(quota) > 0:
             yield quota[0] / quota[1]
-
-
-def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield (limit, usage without page cache) of each control group that has a limit."""
-    for folder in _groups(root, "memory", "memory.max", "memory.limit_in_bytes"):
-        limit = _numbers(folder / "memory.max") or _numbers(folder / "memory.limit_in_bytes")
-        used = _numbers(folder / "memory.current") or _numbers(folder / "memory.usage_in_bytes")
-        if limit and used:
-            yield int(limit[0]), max(0, int(used[0]) - _droppable_bytes(folder / "memory.stat"))
 
 
 def _droppable_bytes(stat: Path) -> int:

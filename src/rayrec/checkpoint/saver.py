@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 from rayrec import storage
@@ -227,13 +228,8 @@ class Saver:
                 self._log("checkpoint_late", {"step": job.step, "cause": cause})
             causes.append(cause)
 
-        return RetryPolicy(
-            path=job.folder,
-            max_outage_s=self._max_outage_s,
-            seed=f"{job.folder} {self._thread_ranks.rank}",
-            ended=self._ended,
-            on_failure=on_failure,
-        )
+        seed = f"{job.folder} {self._thread_ranks.rank}"
+        return RetryPolicy(path=job.folder, max_outage_s=self._max_outage_s, seed=seed, ended=self._ended, on_failure=on_failure)
 
     def _commit(
         self,
@@ -248,27 +244,12 @@ class Saver:
             policy.on_failure(elsewhere[0])  # only rank 0 writes a log
         raise_most_severe([failure for _, failure, _ in results])
         files = [part for part, _, _ in results if part is not None]
-        size_bytes = policy.run(
-            lambda: commit(
-                job.folder,
-                files,
-                shapes=job.copy.plan.shapes,
-                state=job.state,
-                score=job.score,
-                extra_files=self._extra_files.write,
-                lease=self._lease,
-            )
-        )
+        save = partial(commit, job.folder, files, shapes=job.copy.plan.shapes, state=job.state, score=job.score)
+        size_bytes = policy.run(lambda: save(extra_files=self._extra_files.write, lease=self._lease))
         stalled_s = self.stalled_s
-        fields = {
-            "step": job.step,
-            "path": job.folder,
-            "bytes": size_bytes,
-            "stall_s": stalled_s - self._told_stall_s,
-            "write_s": time.monotonic() - job.start_s,
-        }
+        fields = {"step": job.step, "path": job.folder, "bytes": size_bytes, "stall_s": stalled_s - self._told_stall_s}
         self._told_stall_s = stalled_s
-        self._log("checkpoint", fields)
+        self._log("checkpoint", {**fields, "write_s": time.monotonic() - job.start_s})
 
     def _clean(self, job: _Job, referenced: list[str]) -> None:
         self._scores[job.step] = job.score

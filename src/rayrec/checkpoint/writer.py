@@ -178,32 +178,18 @@ def write_rank(
     if not parts:
         return None
     name = data_file(rank, tag)
-    head = header(
-        [
-            (f"{part.name}@{','.join(map(str, part.offsets))}", part.dtype, part.sizes, part.start, part.size_bytes)
-            for part in parts
-        ]
-    )
+    keys = (f"{part.name}@{','.join(map(str, part.offsets))}" for part in parts)
+    head = header([(key, part.dtype, part.sizes, part.start, part.size_bytes) for key, part in zip(keys, parts, strict=True)])
     with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-sums") as pool:
         future = pool.submit(_checksums, copy)  # both release the GIL, so they overlap
         storage.write_stream(storage.join(folder, name), _file_chunks(head, copy, on_write))
         checksums = future.result()
-    chunks = tuple(
-        (
-            part.name,
-            {"dtype": DTYPES[part.dtype], "shape": list(part.shape)},
-            {
-                "offsets": list(part.offsets),
-                "sizes": list(part.sizes),
-                "file": name,
-                "start": len(head) + part.start,
-                "bytes": part.size_bytes,
-                "sha256": sums,
-            },
-        )
-        for part, sums in zip(parts, checksums, strict=True)
-    )
-    return WrittenFile(name, len(head) + copy.plan.body_bytes, chunks)
+    chunks = []
+    for part, sums in zip(parts, checksums, strict=True):
+        box = {"offsets": list(part.offsets), "sizes": list(part.sizes), "file": name, "start": len(head) + part.start}
+        tensor = {"dtype": DTYPES[part.dtype], "shape": list(part.shape)}
+        chunks.append((part.name, tensor, {**box, "bytes": part.size_bytes, "sha256": sums}))
+    return WrittenFile(name, len(head) + copy.plan.body_bytes, tuple(chunks))
 
 
 def _checksums(copy: HostCopy) -> list[list[str]]:
@@ -255,28 +241,16 @@ def commit(
     entries = (entry for part in rank_files for entry in part.chunks)
     for name, tensor, chunk in sorted(entries, key=lambda entry: (entry[0], entry[2]["offsets"])):
         tensors.setdefault(name, {**tensor, "chunks": []})["chunks"].append(chunk)
-    check_covered(
-        shapes,
-        {
-            name: [(tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in tensor["chunks"]]
-            for name, tensor in tensors.items()
-        },
-    )
+    boxes = {name: [(tuple(box["offsets"]), tuple(box["sizes"])) for box in tensor["chunks"]] for name, tensor in tensors.items()}
+    check_covered(shapes, boxes)
     wrong = wrong_file(folder, files)
     if wrong is not None:
         path, problem = wrong
         raise OSError(f"{path}: {problem} after it was written. storage_path must be shared by all workers")
-    manifest = {
-        "version": VERSION,
-        "state": state,
-        "score": score,
-        "block_bytes": BLOCK_BYTES,
-        "files": files,
-        "tensors": tensors,
-    }
+    head = {"version": VERSION, "state": state, "score": score, "block_bytes": BLOCK_BYTES}
     if lease is not None:
         lease.check()  # as late as possible, because writing and hashing can take long
-    storage.write_json(storage.join(folder, MANIFEST), seal(manifest))
+    storage.write_json(storage.join(folder, MANIFEST), seal({**head, "files": files, "tensors": tensors}))
     return sum(file["bytes"] for file in files.values())
 
 

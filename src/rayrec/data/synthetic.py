@@ -67,13 +67,8 @@ def _quality(logits: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
     rate = int(labels.sum(dtype=np.int64)) / len(labels)
     logloss = _logloss(logits, labels)
     entropy = -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate)) if 0 < rate < 1 else None
-    return {
-        "rows": len(labels),
-        "label_rate": rate,
-        "auroc": exact_auroc(logits, labels),
-        "logloss": logloss,
-        "normalized_entropy": float(logloss / entropy) if entropy else None,
-    }
+    auroc, normalized = exact_auroc(logits, labels), float(logloss / entropy) if entropy else None
+    return {"rows": len(labels), "label_rate": rate, "auroc": auroc, "logloss": logloss, "normalized_entropy": normalized}
 
 
 def split_starts(dialect: str, starts: list[int]) -> tuple[int, int]:

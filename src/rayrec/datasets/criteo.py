@@ -28,21 +28,12 @@ _KAGGLE_ARCHIVE = RemoteFile(
 )
 
 # md5 of the members: instructions of the challenge winners (kaggle-2014-criteo). Sizes are rounded to 0.01 GiB.
-KAGGLE_FILES = (
-    RemoteFile(
-        name="train.txt",
-        about_bytes=round(10.38 * 2**30),
-        md5="4dcfe6c4b7783585d4ae3c714994f26a",
-        rows=45_840_617,
-        archive=_KAGGLE_ARCHIVE,
-    ),
-    RemoteFile(
-        name="test.txt",
-        about_bytes=round(1.35 * 2**30),
-        md5="94ccf2787a67fd3d6e78a62129af0ed9",
-        rows=6_042_135,
-        archive=_KAGGLE_ARCHIVE,
-    ),
+KAGGLE_FILES = tuple(
+    RemoteFile(name=name, about_bytes=round(gib * 2**30), md5=md5, rows=rows, archive=_KAGGLE_ARCHIVE)
+    for name, gib, md5, rows in (
+        ("train.txt", 10.38, "4dcfe6c4b7783585d4ae3c714994f26a", 45_840_617),
+        ("test.txt", 1.35, "94ccf2787a67fd3d6e78a62129af0ed9", 6_042_135),
+    )
 )
 """Files train.txt and test.txt. The latter has no labels (39 columns)."""
 

@@ -219,12 +219,8 @@ def _distributed_twice_u(keys: tuple[Keys, Keys], *, group: Collectives, rank_ro
     receive_counts = group.exchange(send_counts.reshape(-1), [2] * group.num_ranks, [2] * group.num_ranks)
     receive_counts = receive_counts.reshape(-1, 2)
     negatives, positives = (
-        np.sort(
-            group.exchange(part.view(np.int32), send_counts[:, column].tolist(), receive_counts[:, column].tolist()).view(
-                np.uint32
-            )
-        )
-        for column, part in enumerate(keys)
+        np.sort(group.exchange(part.view(np.int32), send.tolist(), receive.tolist()).view(np.uint32))
+        for part, send, receive in zip(keys, send_counts.T, receive_counts.T, strict=True)
     )
 
     high, low = divmod(_twice_u(negatives, positives), 1 << 32)  # Two int64 halves never overflow

@@ -164,11 +164,8 @@ class _Sums:
     def metrics(self, values: Sequence[float] | None = None) -> dict[str, float]:
         """Return the metrics for added `values`. Default: the sums of this object."""
         rows, groups, ranked, weighted, reciprocals, *of_ks = self.values() if values is None else values
-        results: dict[str, float] = {
-            "gauc": weighted / rows if rows else math.nan,
-            "gauc_groups": int(groups),
-            "gauc_rows": int(rows),
-        }
+        gauc = weighted / rows if rows else math.nan
+        results: dict[str, float] = {"gauc": gauc, "gauc_groups": int(groups), "gauc_rows": int(rows)}
         for index, k in enumerate(self._ks.tolist()):
             for name, total in zip(("ndcg", "recall", "hit_rate"), of_ks[3 * index : 3 * index + 3], strict=True):
                 results[f"{name}_at_{k}"] = total / ranked if ranked else math.nan

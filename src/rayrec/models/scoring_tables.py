@@ -215,14 +215,8 @@ class HostTables(Tables):
             else:
                 column.size = ids.size // rows
                 assert column.size * rows == ids.size
-        bad = self._kernel(
-            columns,
-            ctypes.c_int64(len(columns)),
-            ctypes.c_int64(rows),
-            ctypes.c_int64(self.row_format.dim),
-            ctypes.c_int32(self._kind),
-            ctypes.c_void_p(out.data_ptr()),
-        )
+        sizes = map(ctypes.c_int64, (len(columns), rows, self.row_format.dim))
+        bad = self._kernel(columns, *sizes, ctypes.c_int32(self._kind), ctypes.c_void_p(out.data_ptr()))
         assert bad < 0, f"an id of lookup {bad} lies beyond its table's {columns[bad].num_embeddings} rows"
         return out
 

@@ -254,12 +254,5 @@ def build_click_model(
             sequences = build_sequences(sizes, table_of=of_sequences, **shared)
         torch.manual_seed(seed)
         network = build_network(config, inputs, precision=precision)
-    return ClickModel(
-        embeddings,
-        sequences,
-        network,
-        inputs,
-        config.output_heads(inputs),
-        dim=config.table_width,
-        embedding_penalty=config.embedding_penalty,
-    )
+    heads, penalty = config.output_heads(inputs), config.embedding_penalty
+    return ClickModel(embeddings, sequences, network, inputs, heads, dim=config.table_width, embedding_penalty=penalty)

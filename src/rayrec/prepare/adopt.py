@@ -446,11 +446,7 @@ def _scan_shards(
         done += shard.rows
         console.progress("adopt (rows)", done, rows)
     assert token_column is not None
-    described = {
-        "blocks": rows,
-        "tokens": rows * token_column.block_size,
-        "tokens_left_out": 0,
-        "bytes": sum(shard.size_bytes for shard in index.shards),
-        "column": vars(token_column),
-    }
-    return described, [[shard.name, shard.rows, shard.size_bytes, shard.checksum] for shard in index.shards]
+    size_bytes = sum(shard.size_bytes for shard in index.shards)
+    counts = {"blocks": rows, "tokens": rows * token_column.block_size, "tokens_left_out": 0, "bytes": size_bytes}
+    shards = [[shard.name, shard.rows, shard.size_bytes, shard.checksum] for shard in index.shards]
+    return {**counts, "column": vars(token_column)}, shards

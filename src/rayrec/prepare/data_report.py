@@ -317,25 +317,16 @@ def failures_of(content: dict[str, Any], gates: Gates) -> list[Failure]:
     first = content["faults"]["first"]
     example = f" (first: {Fault(**first[0])})" if first else ""
     wrong_labels = Faults(content["faults"]["by_kind"], labels=content["faults"].get("labels", {})).wrong_labels()
+    faulty, repeated = (content["bad_fraction"], path, None), (content["duplicates"]["rate"], path, None)
     checks: list[tuple[str, list[_Value], str, str]] = [
-        (
-            "max_bad_fraction",
-            [(content["bad_fraction"], path, None)],
-            f"{{:.3%}} of the rows are faulty{example}",
-            wrong_labels or "fix the log",
-        ),
+        ("max_bad_fraction", [faulty], f"{{:.3%}} of the rows are faulty{example}", wrong_labels or "fix the log"),
         ("min_rows", [(content["rows"], path, None)], "{:,} good rows", "give more data"),
         ("min_label_rate", rates, "{:.3%} of the labels are clicks", "see how the log was sampled"),
         ("max_label_rate", rates, "{:.3%} of the labels are clicks", "see how the log was sampled"),
         ("max_missing_rate", missing, "{:.3%} of the rows lack a value", "fix the source, leave the column out"),
         ("max_unknown_rate", unknown, "{:.3%} of the values are unknown", "make the vocabulary from newer rows"),
         ("max_drift", drift, "{:.4f} in total variation from the first slice", "see what changed, train on newer rows"),
-        (
-            "max_duplicate_rate",
-            [(content["duplicates"]["rate"], path, None)],
-            "{:.3%} of the rows repeat an earlier one",
-            "drop them",
-        ),
+        ("max_duplicate_rate", [repeated], "{:.3%} of the rows repeat an earlier one", "drop them"),
     ]
     failures = [
         failure for gate, values, text, fix in checks if (failure := _check(gate, getattr(gates, gate), values, text, fix))

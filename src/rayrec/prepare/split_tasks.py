@@ -163,16 +163,8 @@ def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
             rows += raw.rows
         if keys is not None:
             keys.flush()
-    result = {
-        "rows": rows,
-        "missing": missing,
-        "faults": faults.to_dict(),
-        "sizes": [] if keys is None else keys.sizes,
-        "lines": first,
-        "start": task.start,
-        "end": tables.end,
-    }
-    return job.folder.done("examine", task.number, result)
+    counts = {"rows": rows, "missing": missing, "faults": faults.to_dict(), "sizes": [] if keys is None else keys.sizes}
+    return job.folder.done("examine", task.number, {**counts, "lines": first, "start": task.start, "end": tables.end})
 
 
 def part_of_hash(values: npt.NDArray[np.uint64], job: SplitJob) -> npt.NDArray[np.uint8]:

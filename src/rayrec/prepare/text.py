@@ -178,13 +178,8 @@ class _Work:
                     "text, or another --validation-fraction or --block-size"
                 )
             shards += planned
-            sets[name] = {
-                "blocks": total // block_size,
-                "tokens": total // block_size * block_size,
-                "tokens_left_out": total % block_size,
-                "bytes": 0,
-                "shards": [],
-            }
+            rows, left_out = divmod(total, block_size)
+            sets[name] = {"blocks": rows, "tokens": rows * block_size, "tokens_left_out": left_out, "bytes": 0, "shards": []}
         report = functools.partial(self.console.progress, "write (shards)")
         for result in self.running.run("write", functools.partial(write_shard, job=self.job), shards, self.engine, report):
             sets[result["set"]]["bytes"] += result["info"]["raw_data"]["bytes"]

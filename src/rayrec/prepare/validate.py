@@ -269,13 +269,8 @@ def examine(
     first = next((slice_ for slice_ in slices if slice_.stop > slice_.start), Slice("", 0, 0))
     # One in 2^shift row hashes, stored twice while they are collected, fits the memory.
     shift = max(0, (-(-index.rows // ((config.memory_bytes or _HASH_BYTES) // 16)) - 1).bit_length()) if index.rows else 0
-    job = StatsJob(
-        config.schema,
-        num_slices=len(slices),
-        edges=_edges(index, first, config.schema, engine),
-        top=categories.top,
-        hash_shift=shift,
-    )
+    edges = _edges(index, first, config.schema, engine)
+    job = StatsJob(config.schema, num_slices=len(slices), edges=edges, top=categories.top, hash_shift=shift)
     stats, hashes = _count_stats(index, job, slices, engine, lambda rows: progress("examine (rows)", rows, index.rows))
     schema = config.schema
     drift = data_report.drift_of(stats, schema)

@@ -9,7 +9,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
@@ -169,8 +169,8 @@ def write_stream(path: str, chunks: Iterable[bytes | memoryview]) -> int:
     """
     local = local_path(path)
     if local is not None:
-        with _appearing(local) as temporary, open(temporary, "wb", buffering=0) as file:
-            return sum(_write_all(file.write, chunk) for chunk in chunks)
+        with _appearing(local) as temporary, open(temporary, "wb") as file:
+            return sum(file.write(_bytes_of(chunk)) for chunk in chunks)
     try:
         return _staged(path, chunks) if scheme_of(path) in _STAGED else _sent(path, chunks)
     except FileNotFoundError:  # Google's error for a missing bucket
@@ -335,14 +335,6 @@ def _bytes_of(data: bytes | memoryview | bytearray) -> memoryview:
 def _cut(data: bytes | memoryview | bytearray) -> Iterator[memoryview]:
     view = _bytes_of(data)
     return (view[start : start + _BUFFER_BYTES] for start in range(0, len(view), _BUFFER_BYTES))
-
-
-def _write_all(write: Callable[[memoryview], int], data: bytes | memoryview) -> int:
-    view = _bytes_of(data)
-    done = 0
-    while done < len(view):
-        done += write(view[done:])
-    return done
 
 
 def _fill(stream: NativeFile, data: bytearray) -> None:

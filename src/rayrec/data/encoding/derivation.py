@@ -63,10 +63,5 @@ class Derivation:
         for column in range(num_dense):  # 0 means missing; the parser stores it for a missing number
             missing |= (block.numbers[:, column] == 0).astype(np.uint64) << np.uint64(column)
         # The mask's bits stay in place: dense columns precede sparse ones there too.
-        return replace(
-            block,
-            schema=self.inputs(block.schema),
-            numbers=np.empty((block.rows, 0), np.int64),
-            categories=categories,
-            missing=missing,
-        )
+        numbers = np.empty((block.rows, 0), np.int64)
+        return replace(block, schema=self.inputs(block.schema), numbers=numbers, categories=categories, missing=missing)

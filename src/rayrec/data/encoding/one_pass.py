@@ -125,15 +125,8 @@ class CountingIndexer:
                 counts.close()
                 counts, missing = None, [(start, stop)]
         parts = [part for low, high in missing for part in index.parts(low, high)]
-        return count_log(
-            self._counting,
-            parts,
-            engine=engine,
-            memory_bytes=self._memory_bytes,
-            task_bytes=self._task_bytes,
-            progress=progress,
-            into=counts,
-        )
+        sizes = {"memory_bytes": self._memory_bytes, "task_bytes": self._task_bytes}
+        return count_log(self._counting, parts, engine=engine, progress=progress, into=counts, **sizes)
 
     def close(self) -> None:
         """Free unused counts."""

@@ -256,11 +256,8 @@ def merged(
     order = np.argsort(tokens, kind="stable")
     tokens = tokens[order]
     starts = np.flatnonzero(np.concatenate([[True], tokens[1:] != tokens[:-1]]))
-    return (
-        tokens[starts],
-        np.add.reduceat(amounts[order], starts),
-        None if first_rows is None else np.minimum.reduceat(first_rows[order], starts),
-    )
+    first_rows = None if first_rows is None else np.minimum.reduceat(first_rows[order], starts)
+    return tokens[starts], np.add.reduceat(amounts[order], starts), first_rows
 
 
 RAYREC = Preset()

@@ -164,12 +164,8 @@ class LogIndex:
     def to_dict(self) -> dict[str, Any]:
         paths = sorted({segment.path for segment in self.segments})
         number = {path: i for i, path in enumerate(paths)}
-        return {
-            "paths": paths,
-            "format": self.format,
-            "segments": [[number[s.path], s.start, s.stop, s.rows, s.checksum] for s in self.segments],
-            "faults": self.faults.to_dict(),
-        }
+        segments = [[number[s.path], s.start, s.stop, s.rows, s.checksum] for s in self.segments]
+        return {"paths": paths, "format": self.format, "segments": segments, "faults": self.faults.to_dict()}
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> LogIndex:

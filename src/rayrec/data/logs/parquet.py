@@ -185,16 +185,9 @@ def _write_parts(
     while rows is not None:
         path = storage.join(folder, f"{number:05d}", name)
         groups: list[tuple[int, int]] = []
-        with (
-            storage.writing(path) as local,
-            pq.ParquetWriter(
-                local,
-                rows.schema,
-                compression="lz4",
-                write_statistics=False,
-                use_dictionary=[name for name in (*schema.sparse, FAULT) if name in rows.schema.names],
-            ) as writer,
-        ):
+        coded = [name for name in (*schema.sparse, FAULT) if name in rows.schema.names]
+        create = functools.partial(pq.ParquetWriter, compression="lz4", write_statistics=False, use_dictionary=coded)
+        with storage.writing(path) as local, create(local, rows.schema) as writer:
             while rows is not None and len(groups) < PART_GROUPS:
                 writer.write_table(rows, row_group_size=len(rows))
                 groups.append((len(rows), rows.nbytes))

@@ -119,15 +119,9 @@ def preprocess(
         }
         write_manifest(folder.path, manifest)
     seconds = time.perf_counter() - start_s
-    return {
-        "rows": index.rows,
-        "out": out,
-        "format": output.format,
-        "hash": manifest["hash"],
-        "bytes": sum(file["bytes"] for file in files),
-        "seconds": seconds,
-        "rows_per_s": (index.rows - before) / seconds,
-    }
+    size_bytes, speed = sum(file["bytes"] for file in files), (index.rows - before) / seconds
+    written = {"rows": index.rows, "out": out, "format": output.format, "hash": manifest["hash"], "bytes": size_bytes}
+    return {**written, "seconds": seconds, "rows_per_s": speed}
 
 
 def _check_target(index: LogIndex, out: str, output: Output) -> None:

@@ -126,11 +126,9 @@ def bytes_bpe(texts: Iterable[str], vocabulary_size: int) -> Files:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [END_OF_TEXT]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocabulary_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     ends = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}

@@ -67,13 +67,8 @@ class DIN(nn.Module):
         self.attention = nn.ModuleList(
             AttentionPooling(len(unit) * dim, config.attention, precision=precision) for unit in self._units
         )
-        self.tower = Tower(
-            (inputs.num_dense + len(inputs.features)) * dim,
-            config.mlp,
-            dropout=config.dropout,
-            activation="dice",
-            precision=precision,
-        )
+        width = (inputs.num_dense + len(inputs.features)) * dim
+        self.tower = Tower(width, config.mlp, dropout=config.dropout, activation="dice", precision=precision)
         self.logit = xavier_linear(self.tower.out_features, 1)
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:

@@ -69,8 +69,7 @@ class SASRecConfig(ClickModelConfig):
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
         return (self.sequence(inputs)[0],)
 
-    def full_tables(self, inputs: ModelInputs) -> tuple[str, ...]:
-        return (self.sequence(inputs)[0],)
+    full_tables = sequences
 
     def output_heads(self, inputs: ModelInputs) -> tuple[Head, ...]:
         return (ItemsHead("items", self.k, self.sequence(inputs)[0]),)
@@ -104,12 +103,8 @@ class SASRec(nn.Module):
         hidden = functional.dropout(self.norm(self._padded(items, items.values) + positions), self._dropout, self.training)
         for block in self.blocks:
             hidden = block(hidden)
-        return {
-            "hidden": hidden,
-            "ids": self._padded(items, embedded.ids(self._feature)),
-            "lengths": items.lengths,
-            "table": embedded.table(self._feature),
-        }
+        ids, table = self._padded(items, embedded.ids(self._feature)), embedded.table(self._feature)
+        return {"hidden": hidden, "ids": ids, "lengths": items.lengths, "table": table}
 
     def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
         """Return each row's mean cross entropy over the items after the first, 0 for lists of one item, float32 [rows]."""
