@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from builders.faults import at_first
 from pyarrow import fs
 
 from rayrec import storage
@@ -23,22 +24,22 @@ from rayrec.storage.gcs import GcsLocation
 from rayrec.storage.s3 import S3Location
 
 
+def found_in(*place: Any, **options: Any) -> list[str]:
+    return [file.path for file in storage.list_files("/".join(map(str, place)), **options)]
+
+
 def test_list_files_sorts_numbers_naturally(tmp_path: Path) -> None:
     for name in ("day_10", "day_2", "day_1", "truth.json", ".hidden", "_SUCCESS", "day_3.0a.partial"):
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "day_0").write_bytes(b"x")
     expected = [str(tmp_path / name) for name in ("day_1", "day_2", "day_10")]
-    assert [file.path for file in storage.list_files(str(tmp_path))] == expected
-    assert [file.path for file in storage.list_files(f"{tmp_path}/day_*")] == expected
-    assert [file.path for file in storage.list_files(f"{tmp_path}/day_?")] == expected[:2]
-    assert [file.path for file in storage.list_files(f"{tmp_path}/truth.json")] == [f"{tmp_path}/truth.json"]
-
-
-def test_list_files_sorts_digits_of_any_script(tmp_path: Path) -> None:
+    assert found_in(tmp_path) == found_in(tmp_path, "day_*") == expected
+    assert found_in(tmp_path, "day_?") == expected[:2]
+    assert found_in(tmp_path, "truth.json") == [f"{tmp_path}/truth.json"]
     for name in ("a1²3", "a²", "a2"):
         (tmp_path / name).write_bytes(b"x")
-    assert len(storage.list_files(str(tmp_path))) == 3
+    assert len(found_in(tmp_path)) == 6
 
 
 @pytest.mark.parametrize(
@@ -50,8 +51,8 @@ def test_list_files_sorts_digits_of_any_script(tmp_path: Path) -> None:
         (lambda folder: storage.read_bytes(f"{folder}/absent"), "no such file"),
         (lambda folder: storage.read_into(f"{folder}/absent", 0, np.zeros(1, np.uint8)), "no such file"),
         (
-            lambda folder: storage.resolve("nosuch://x/y"),
-            r"nosuch://x/y: scheme is not supported .*s3://, gs://, gcs://, az://, abfs://, abfss://",
+            lambda _: storage.resolve("nosuch://x/y"),
+            r"x/y: scheme is not supported .*s3://, gs://, gcs://, az://, abfs://, abfss://",
         ),
     ],
 )
@@ -59,19 +60,6 @@ def test_listing_missing_path_raises(tmp_path: Path, call: Callable[[str], objec
     (tmp_path / "only.json").write_bytes(b"{}")
     with pytest.raises(InputError, match=why):
         call(str(tmp_path))
-
-
-def test_file_urls_match_paths(tmp_path: Path) -> None:
-    (tmp_path / "day_1").write_bytes(b"abc")
-    url = f"file://{tmp_path}"
-    assert [file.path for file in storage.list_files(url)] == [f"{url}/day_1"]
-    assert [file.path for file in storage.list_files(f"{url}/day_*")] == [f"{url}/day_1"]
-    assert storage.read_bytes(f"{url}/day_1") == b"abc"
-    storage.write_bytes(f"{url}/new", b"xyz")
-    assert (tmp_path / "new").read_bytes() == b"xyz"
-    with storage.writing_folder(f"{url}/folder") as folder:
-        Path(folder, "inside").write_bytes(b"1")
-    assert (tmp_path / "folder" / "inside").read_bytes() == b"1"
 
 
 def test_read_into_stops_at_end_of_file(tmp_path: Path) -> None:
@@ -85,38 +73,32 @@ def test_read_into_stops_at_end_of_file(tmp_path: Path) -> None:
     assert storage.read_into(str(path), 100, buffer) == 0
 
 
-def half_written(path: str) -> None:
-    with storage.writing(path) as local:
-        Path(local).write_bytes(b"half")
-        raise RuntimeError
+def write_and_fail(path: Path) -> None:
+    path.write_bytes(b"half")
+    raise RuntimeError
 
 
 def test_failed_write_keeps_previous_file(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "file"
     storage.write_bytes(str(path), b"old")
-    with pytest.raises(RuntimeError):
-        half_written(str(path))
+    with pytest.raises(RuntimeError), storage.writing(str(path)) as local:
+        write_and_fail(Path(local))
     assert path.read_bytes() == b"old"
     assert os.listdir(path.parent) == ["file"]
     storage.write_bytes(str(path), b"new")
     assert path.read_bytes() == b"new"
 
 
-def test_writing_folder_is_atomic_and_never_overwrites(tmp_path: Path) -> None:
-    target = str(tmp_path / "folder")
-
-    def fail() -> None:
-        with storage.writing_folder(target) as folder:
-            Path(folder, "a").write_bytes(b"1")
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail()
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_writing_folder_is_atomic_and_never_overwrites(tmp_path: Path, prefix: str) -> None:
+    target = f"{prefix}{tmp_path}/folder"
+    with pytest.raises(RuntimeError), storage.writing_folder(target) as folder:
+        write_and_fail(Path(folder, "a"))
     assert os.listdir(tmp_path) == []
     with storage.writing_folder(target) as folder:
         Path(folder, "a").write_bytes(b"1")
-        assert not os.path.exists(target)
-    assert os.listdir(target) == ["a"]
+        assert not (tmp_path / "folder").exists()
+    assert (tmp_path / "folder" / "a").read_bytes() == b"1"
     with pytest.raises(InputError, match="exists already"), storage.writing_folder(target):
         pass
 
@@ -183,9 +165,8 @@ def test_folders_are_listed_copied_and_removed(tmp_path: Path) -> None:
         storage.write_bytes(f"{prefix}{folder}/deep/file", b"123")
         assert storage.list_folder(prefix + folder) == [".hidden.json", "deep"]
         assert storage.list_folder(prefix + folder + "/none") == []
-        assert [(file.path, file.size_bytes) for file in storage.files_in(prefix + folder)] == [
-            (f"{prefix}{folder}/.hidden.json", 2)
-        ]
+        (file,) = storage.files_in(prefix + folder)
+        assert (file.path, file.size_bytes) == (f"{prefix}{folder}/.hidden.json", 2)
         assert storage.files_in(prefix + folder + "/none") == []
         names = ("deep/file", "deep", "none")
         assert [storage.size_of(f"{prefix}{folder}/{name}") for name in names] == [3, None, None]
@@ -311,20 +292,13 @@ def test_errors_are_classified_by_text(url: str, error: Exception, expected: str
 
 
 def test_retries_end_at_limit() -> None:
-    calls = []
-
-    def call() -> int:
-        calls.append(1)
-        if len(calls) < 3:
-            raise OSError(_HEAD.format("NETWORK_CONNECTION", _REFUSED))
-        return 7
-
+    refused = OSError(_HEAD.format("NETWORK_CONNECTION", _REFUSED))
     with storage.retry_timeout(5):
-        assert retry.retry("s3://logs/a", call, hint=str) == 7
-    calls.clear()
+        assert retry.retry("s3://logs/a", at_first([refused] * 2, lambda: 7), hint=str) == 7
+    once = at_first([refused], lambda: 7)
     with storage.retry_timeout(0), pytest.raises(OSError, match=r"^s3://logs/a: the store was unavailable for 0 s \(could not"):
-        retry.retry("s3://logs/a", call, hint=str)
-    assert len(calls) == 1
+        retry.retry("s3://logs/a", once, hint=str)
+    assert once() == 7  # it was called once
 
 
 def test_outage_limit_reads_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,8 +402,8 @@ def test_listed_files_keep_url_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrec.storage.folders.with_retries", with_retries)
     monkeypatch.setattr("rayrec.storage.files.with_retries", with_retries)
     expected = ["s3://bucket/log/day_9?region=x", "s3://bucket/log/day_10?region=x"]
-    assert [file.path for file in storage.list_files("s3://bucket/log?region=x")] == expected
-    assert [file.path for file in storage.list_files("s3://bucket/log?region=x", names=["day_9"])] == expected[:1]
+    assert found_in("s3://bucket/log?region=x") == expected
+    assert found_in("s3://bucket/log?region=x", names=["day_9"]) == expected[:1]
     assert sorted(file.path for file in storage.files_in("s3://bucket/log?region=x")) == sorted(expected)
 
 
@@ -451,8 +425,7 @@ def test_same_store_requires_same_endpoint(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_json_writes_nan_as_null(tmp_path: Path) -> None:
     value = {"auroc": math.nan, "rows": 3, "nested": [1.5, (math.inf, -math.inf), {"text": "NaN"}]}
-    path = str(tmp_path / "a.json")
-    storage.write_json(path, value)
+    storage.write_json(str(tmp_path / "a.json"), value)
     text = (tmp_path / "a.json").read_text()
     assert text == storage.json_text(value) + "\n"
     strict = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -488,18 +461,18 @@ def test_outage_leaks_only_one_stream(monkeypatch: pytest.MonkeyPatch, size_mib:
     monkeypatch.setattr(filesystems, "_resolve", lambda path, *, patient: (store, path))
     monkeypatch.setattr(retry, "_FIRST_WAIT_S", 0.001)
     monkeypatch.setattr(retry, "_LONGEST_WAIT_S", 0.001)
-    write = storage.write_bytes
     if size_mib == 1 and answers:  # it is out from the second write on
-        write("fake://b/x", b"first")
+        storage.write_bytes("fake://b/x", b"first")
     for _ in range(3 if size_mib > 1 else 1):
         with storage.retry_timeout(0.05), pytest.raises(OSError, match="unavailable for"):
-            write("fake://b/x", bytes(size_mib << 20))
+            storage.write_bytes("fake://b/x", bytes(size_mib << 20))
     assert store.streams == streams
 
 
 @pytest.mark.parametrize(
     ("glob", "expected"),
     [
+        ("day_old", ["day_old/day_9"]),
         ("day_*", ["day_1", "day_2"]),
         ("day_*/day_*", ["day_old/day_9"]),
         ("**/day_?", ["day_1", "day_2", "day_old/day_9", "deep/er/day_3"]),
@@ -514,5 +487,4 @@ def test_glob_matches_same_files_locally_and_at_url(tmp_path: Path, glob: str, e
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(b"x")
     for prefix in ("", "file://"):
-        found = [file.path for file in storage.list_files(f"{prefix}{tmp_path}/{glob}")]
-        assert found == [f"{prefix}{tmp_path}/{name}" for name in expected]
+        assert found_in(f"{prefix}{tmp_path}", glob) == [f"{prefix}{tmp_path}/{name}" for name in expected]

@@ -2,8 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +28,14 @@ SMALL = {"vocabulary_size": 300, "block_size": 16, "part_bytes": 2048, "shard_by
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LoopEngine:
+def here(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> LoopEngine:
     engine = LoopEngine()
-
-    @contextmanager
-    def started(*_: Any, **__: Any) -> Iterator[LoopEngine]:
-        yield engine
-
-    monkeypatch.setattr(preparing, "engine", started)
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(preparing, "engine", lambda *_, **__: nullcontext(engine))
     return engine
 
 
 @pytest.fixture
-def beer(tmp_path: Path) -> Path:
+def beer(here: LoopEngine, tmp_path: Path) -> Path:
     (tmp_path / "beer.txt").write_text(TEXT)
     return tmp_path / "beer.txt"
 
@@ -81,7 +74,7 @@ def test_token_rows_match_text(here: LoopEngine, beer: Path, tmp_path: Path) -> 
     assert here.tasks > 10
 
 
-def test_manifest_describes_token_folder(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_manifest_describes_token_folder(beer: Path, tmp_path: Path) -> None:
     made = prepared(beer, tmp_path / "out")
     found = open_tokens(str(tmp_path / "out"))
     assert (found.block_size, found.vocabulary_size, found.end_token) == (16, 300, 0)
@@ -92,12 +85,12 @@ def test_manifest_describes_token_folder(here: LoopEngine, beer: Path, tmp_path:
     shards = json.loads((tmp_path / "out" / "train" / "index.json").read_text())["shards"]
     names, sizes = ([value(shard) for shard in shards] for value in (lambda s: s["raw_data"]["basename"], lambda s: s["samples"]))
     assert names == [f"shard.{number:05d}.mds" for number in range(len(shards))]
-    assert len(set(sizes[:-1])) == 1
+    assert sizes[:-1] == [sizes[0]] * (len(sizes) - 1)
     assert sizes[-1] <= sizes[0]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"manifest.json", "tokenizer", "train", "validation"}
 
 
-def test_transformers_loads_tokenizer(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_transformers_loads_tokenizer(beer: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     for kind, size in (("bytes_bpe", 300), ("characters", None)):
@@ -110,7 +103,7 @@ def test_transformers_loads_tokenizer(here: LoopEngine, beer: Path, tmp_path: Pa
         assert theirs.eos_token_id == ours.end_token
 
 
-def test_characters_tokenizer_matches_text(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_characters_tokenizer_matches_text(beer: Path, tmp_path: Path) -> None:
     made = prepared(beer, tmp_path / "out", tokenizer="characters", vocabulary_size=None)
     known = sorted(set(TEXT))
     assert made["vocabulary_size"] == len(known)
@@ -120,7 +113,7 @@ def test_characters_tokenizer_matches_text(here: LoopEngine, beer: Path, tmp_pat
         load_tokenizer(str(tmp_path / "out" / "tokenizer")).encode("1 Ω")
 
 
-def test_custom_tokenizer_is_used(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_custom_tokenizer_is_used(beer: Path, tmp_path: Path) -> None:
     """Reads a folder, also in GPT-2's older form, and copies no other files."""
     first = prepared(beer, tmp_path / "first")
     own = tmp_path / "first" / "tokenizer"
@@ -140,7 +133,7 @@ def test_custom_tokenizer_is_used(here: LoopEngine, beer: Path, tmp_path: Path) 
     np.testing.assert_array_equal(tokens_of(tmp_path / "converted", "train"), tokens_of(tmp_path / "first", "train"))
 
 
-def test_ids_above_16_bits_are_stored(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_ids_above_16_bits_are_stored(beer: Path, tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = [f"w{number}" for number in range(70_000)]
@@ -156,7 +149,7 @@ def test_ids_above_16_bits_are_stored(here: LoopEngine, beer: Path, tmp_path: Pa
     assert train.max() > 1 << 16
 
 
-def test_files_are_separated_by_end_tokens(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_files_are_separated_by_end_tokens(beer: Path, tmp_path: Path) -> None:
     """Plain and gzip files, by folder, glob and names."""
     prepared(beer, tmp_path / "one")
     folder = tmp_path / "many"
@@ -176,7 +169,7 @@ def test_files_are_separated_by_end_tokens(here: LoopEngine, beer: Path, tmp_pat
     assert single["hash"] == prepared(folder / "a.txt", tmp_path / "five", **options)["hash"]
 
 
-def test_in_memory_text_matches_shards(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_in_memory_text_matches_shards(beer: Path, tmp_path: Path) -> None:
     text = TEXT.replace("\n", "\n\n\n")  # a cut between empty lines leaves other tokens
     beer.write_text(text)
     prepared(beer, tmp_path / "first", validation_fraction=0.0)
@@ -241,9 +234,7 @@ def test_text_job_rejects_changed_inputs(here: LoopEngine, beer: Path, tmp_path:
         prepared(beer, tmp_path / "out")
 
 
-@given(
-    counts=st.lists(st.integers(0, 50), min_size=1, max_size=12), block_size=st.integers(1, 9), rows_per_shard=st.integers(1, 7)
-)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 9), st.integers(1, 7))
 def test_shards_contain_every_token_once(counts: list[int], block_size: int, rows_per_shard: int) -> None:
     parts = list(enumerate(counts, start=3))
     planned = plan_shards("train", parts, block_size=block_size, rows_per_shard=rows_per_shard)
@@ -276,9 +267,7 @@ def test_shards_contain_every_token_once(counts: list[int], block_size: int, row
         ({"files": ("c",)}, "."),
     ],
 )
-def test_text_options_are_rejected_in_one_line(
-    here: LoopEngine, beer: Path, tmp_path: Path, options: dict[str, Any], told: str
-) -> None:
+def test_text_options_are_rejected_in_one_line(beer: Path, tmp_path: Path, options: dict[str, Any], told: str) -> None:
     arguments = {"format": "mds", **SMALL, **({"vocabulary_size": None} if "tokenizer" in options else {}), **options}
     path = beer.parent if "files" in options else beer
     with pytest.raises(InputError, match=rf"^[^\n]*{told}[^\n]*$"):
@@ -295,9 +284,7 @@ def test_text_options_are_rejected_in_one_line(
         (b"text", r"out: exists already; [^\n]*"),
     ],
 )
-def test_invalid_text_is_rejected_in_one_line(
-    here: LoopEngine, beer: Path, tmp_path: Path, content: bytes | None, why: str
-) -> None:
+def test_invalid_text_is_rejected_in_one_line(beer: Path, tmp_path: Path, content: bytes | None, why: str) -> None:
     beer.unlink() if content is None else beer.write_bytes(content)
     if content == b"text":
         (tmp_path / "out").mkdir()
