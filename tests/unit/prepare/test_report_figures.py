@@ -106,11 +106,8 @@ def test_stats_ignore_log_division(rows: list[Row], data: st.DataObject) -> None
 
 def test_stats_of_text_and_columns_match() -> None:
     raw, _ = parse(SCHEMA, b"1\t5\t\t0000000a\n0\t-7\t1\t\n0\t0\t999999999\tffffffff\n")
-    columns = block_of(
-        SCHEMA.replace(tokens="any"),
-        {"a": [5, -7, 0], "b": [None, 1, 999999999], "s": [10, None, 2**32 - 1]},
-        labels={"y": np.array([1, 0, 0], np.float32)},
-    )
+    values = {"a": [5, -7, 0], "b": [None, 1, 999999999], "s": [10, None, 2**32 - 1]}
+    columns = block_of(SCHEMA.replace(tokens="any"), values, labels={"y": np.array([1, 0, 0], np.float32)})
     job = job_of(SCHEMA, top=[[10]])
     one, other = ColumnStats.empty(job), ColumnStats.empty(job)
     one.count(raw, job, 0, 0)
@@ -145,25 +142,24 @@ def test_hash_sample_keeps_all_row_copies() -> None:
     assert data_report.duplicate_rate(tally.hashes) == 0.75
 
 
-BAD_LINES = [
-    *(b"", b"1", b"1\t2\t3\t4\t5", b"2\t1\t1\tdeadbeef"),
-    *(b"1\tx\t1\tdeadbeef", b"1\t1\t1.5\tdeadbeef", b"1\t1\t1\tdead"),
-]
-KIND_AND_COLUMN = [
-    *(("empty line", ""), ("too few columns", ""), ("too many columns", ""), ("label is not 0 or 1", "y")),
-    *(("not an integer", "a"), ("not an integer", "b"), ("not 8 hexadecimal digits", "s")),
-]
+LINES = {
+    **{b"1\t1\t1\tdeadbeef": None, b"": ("empty line", ""), b"1": ("too few columns", "")},
+    **{b"1\t2\t3\t4\t5": ("too many columns", ""), b"2\t1\t1\tdeadbeef": ("label is not 0 or 1", "y")},
+    **{b"1\tx\t1\tdeadbeef": ("not an integer", "a"), b"1\t1\t1.5\tdeadbeef": ("not an integer", "b")},
+    b"1\t1\t1\tdead": ("not 8 hexadecimal digits", "s"),
+}
+"""Fault and column of each line."""
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(-1, len(BAD_LINES) - 1), max_size=80), st.booleans())
-def test_faults_have_columns(kinds: list[int], newline: bool) -> None:
-    text = b"".join((BAD_LINES[k] if k >= 0 else b"1\t1\t1\tdeadbeef") + b"\n" for k in kinds)
-    if kinds and kinds[-1] != 0 and not newline:
+@given(st.lists(st.sampled_from([*LINES]), max_size=80), st.booleans())
+def test_faults_have_columns(lines: list[bytes], newline: bool) -> None:
+    text = b"".join(line + b"\n" for line in lines)
+    if lines and lines[-1] and not newline:
         text = text[:-1]
     faults = TextParser(SCHEMA, max_rows_in(SCHEMA, len(text))).parse(padded(text), len(text), max_faults=len(text))
     found = Counter((fault.kind, fault.column) for fault in faults.first)
-    assert found == Counter(KIND_AND_COLUMN[k] for k in kinds if k >= 0)
+    assert found == Counter(filter(None, map(LINES.get, lines)))
 
 
 def test_quantile_edges_are_column_values() -> None:
