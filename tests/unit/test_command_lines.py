@@ -14,6 +14,7 @@ from rayrec import recipes
 from rayrec.cli import take_switches
 from rayrec.cli.parser import parse
 from rayrec.commands import COMMANDS
+from rayrec.commands.settings import updated
 from rayrec.config import Config
 from rayrec.workloads.base import TrainConfig
 
@@ -67,8 +68,6 @@ def call_of(line: str) -> dict[str, Any]:
 
 
 def settings(cls: type[Config], options: dict[str, Any], given: dict[str, Any]) -> Config:
-    from rayrec.commands.settings import updated
-
     needed = {field.name: given[field.name] for field in dataclasses.fields(cls) if field.default is field.default_factory}
     return updated(cls(**needed), options)
 

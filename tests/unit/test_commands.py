@@ -18,7 +18,7 @@ from rayrec.cli.parser import command_flags, parse
 from rayrec.cli.recipe_flags import recipe_flags
 from rayrec.commands import COMMANDS
 from rayrec.commands.declaration import Shown
-from rayrec.commands.train import configuration
+from rayrec.commands.train import configuration, summary_rows
 from rayrec.config import InputError
 from rayrec.models.ranking.finalnet import FinalNetConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
@@ -35,11 +35,7 @@ UNTIL_TRAINED = [
     ("vocabulary log/train.txt --out vocabulary", HEAVY),
     ("validate log/train.txt", HEAVY),
     ("preprocess log/train.txt --out preprocessed --format parquet", HEAVY),
-    (
-        "train criteo_demo --name run --train-data.path log/train.txt --batch-size 512 --steps 2 --scaling.num-workers 1 "
-        "--scaling.threads-per-worker 1",
-        RAY,
-    ),
+    ("train criteo_demo --name run --data log --batch-size 512 --steps 2 --workers 1 --scaling.threads-per-worker 1", RAY),
 ]
 """Commands and modules they must not import, because each delays a start by up to a few seconds. One process runs all commands,
 so they are ordered by their imports."""
@@ -69,12 +65,9 @@ def loaded_needlessly(commands: list[tuple[str, set[str]]], folder: Path) -> dic
         "print(json.dumps(found), flush=True)\n"
         "os._exit(0)\n"  # Interpreter shutdown takes seconds.
     )
-    asked = json.dumps([[command, sorted(unneeded)] for command, unneeded in commands])
+    asked = [sys.executable, "-c", code, json.dumps([[command, sorted(unneeded)] for command, unneeded in commands])]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    ran = subprocess.run(
-        [sys.executable, "-c", code, asked],
-        capture_output=True, text=True, timeout=300, check=False, cwd=folder, env=environment,
-    )  # fmt: skip
+    ran = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=False, cwd=folder, env=environment)
     assert ran.returncode == 0, ran.stderr
     return {command: found for command, found in json.loads(ran.stdout).items() if found}
 
@@ -148,8 +141,6 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         ("--steps few", "--steps: must be a whole number, got 'few'"),
         ("--precision fp8", "--precision: must be fp32 or bf16, got 'fp8'"),
         ("--scaling.num-workers 1 2 3", "--scaling.num-workers: must be a whole number or 2 whole numbers, got '1 2 3'"),
-        ("--batch-size 0", "TrainConfig.batch_size: must be at least 1, got 0"),
-        ("--scaling.num-workers 0", "scaling.num_workers: must be at least 1, and min at most max, got 0"),
         ("--config", "--config: requires a value"),
         ("--config=", "--config: requires a value"),
         ("--schema --steps 5", "--schema: requires a value"),
@@ -226,8 +217,6 @@ def test_results_are_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_summary_rows_end_with_report_and_next_steps() -> None:
-    from rayrec.commands.train import summary_rows
-
     summary = {"metrics": {"auroc": 0.7}, "rows_per_s": 1.0, "blocked_fraction": 0.0, "rows": 1, "steps": 1, "wall_s": 1.0}
     summary["checkpoint"] = "runs/a/checkpoints/step_00000001"
     rows = dict(summary_rows(summary, folder="runs/a"))
@@ -252,7 +241,7 @@ def test_old_flag_prints_notice(capsys: pytest.CaptureFixture[str], command: str
     assert (printed.err.count("\n"), printed.out) == (int(bool(notice)), "")
 
 
-def test_old_flag_sets_its_field(tmp_path: Path) -> None:
+def test_old_flag_sets_its_field() -> None:
     (config,) = parse(COMMANDS["train"], ["criteo_kaggle", "--workload.profile.min-count", "7"]).arguments
     assert isinstance(config.workload, ClickWorkload)
     assert config.workload.preset.min_count == 7
@@ -265,10 +254,7 @@ def test_model_flag_selects_model() -> None:
     assert config.workload.model == FinalNetConfig(embedding_dim=16, first_tower=(8,))
     for words, match in (
         ("criteo_kaggle --model finalnett", r"^model: unknown model finalnett, did you mean finalnet\?$"),
-        (
-            "criteo_kaggle --model=tree",
-            r"^model: unknown model tree\. Use one of .*dlrm, .*finalnet.*, or a recipe with a custom model\.$",
-        ),
+        ("criteo_kaggle --model=tree", r"^model: unknown model tree\. Use one of .*dlrm, .*finalnet.*, or .* custom model\.$"),
         ("mnist_resnet18 --model dlrm", r"^model: must be settings of ResNetConfig, got 'dlrm'"),
         (flags.replace("tower", "towe"), r"did you mean --workload\.model\.first-tower"),
     ):
@@ -276,10 +262,10 @@ def test_model_flag_selects_model() -> None:
             parse(COMMANDS["train"], words.split())
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_quiet_prints_only_results(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """-q may be at any position."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     for words in (
         "generate -q log --rows 3000",
         "vocabulary log/train.txt -q --out vocabulary",
@@ -328,7 +314,7 @@ def test_recipe_help_is_short_and_help_all_complete(recipe: str, capsys: pytest.
     assert [flag.name for flag in settings if flag.owner and f"--{flag.name}" not in shown] == []
 
 
-def test_short_names_reach_their_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_names_reach_their_settings() -> None:
     words = "criteo_demo --data a --eval-data b --lr 0.5 --table-lr 0.25 --workers 2 3 --model finalnet"
     (config,) = parse(COMMANDS["train"], words.split()).arguments
     assert (config.train_data.path, config.eval_data.path, config.scaling.num_workers) == ("a", "b", (2, 3))
@@ -337,8 +323,7 @@ def test_short_names_reach_their_settings(tmp_path: Path, monkeypatch: pytest.Mo
     (config,) = parse(COMMANDS["train"], ["mnist_resnet18", "--lr", "0.5", "--gpus", "4"]).arguments
     assert config.workload.optimizer.learning_rate == 0.5
     assert (config.scaling.num_workers, config.scaling.use_gpu) == (4, True)
-    python = configuration("mnist_resnet18", {"lr": 0.5, "gpus": 4})
-    assert python == config
+    assert configuration("mnist_resnet18", {"lr": 0.5, "gpus": 4}) == config
 
 
 def test_recipe_accepts_file_or_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,19 +37,9 @@ class Outer(Config):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"steps": "3"},
-        {"steps": 3.0},
-        {"steps": True},
-        {"steps": None},
-        {"name": 3},
-        {"limit": "none"},
-        {"kind": "z"},
-        {"labels": {"a": 1}},
-        {"inner": 3},
-        {"inner": None},
-        {"other": 4},
-        {"inner": {"rate": "fast"}},
-        {"inner": {"sizes": [1, "2"]}},
+        *({"steps": value} for value in ("3", 3.0, True, None)),
+        *({"inner": value} for value in (3, None, {"rate": "fast"}, {"sizes": [1, "2"]})),
+        *({"name": 3}, {"limit": "none"}, {"kind": "z"}, {"labels": {"a": 1}}, {"other": 4}),
     ],
 )
 def test_wrong_types_raise_with_field_name(changes: dict[str, Any]) -> None:

@@ -32,10 +32,8 @@ def test_folders_of_killed_process_are_removed(tmp_path: Path) -> None:
     for other in others:
         other.mkdir()
     kept = sorted(map(str, others))
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert owner.stdout is not None
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     folder = owner.stdout.readline().strip()
     (Path(folder) / "file").touch()
     assert sorted(sweep(tmp_path)) == sorted([*kept, folder]), "a live process's stays"
@@ -62,9 +60,5 @@ def test_folder_removed_as_abandoned_is_replaced(tmp_path: Path, monkeypatch: py
 
 def test_all_temporary_folders_use_scratch() -> None:
     source = Path(rayrec.__file__).parent
-    own = {
-        path.relative_to(source).as_posix()
-        for path in source.rglob("*.py")
-        if re.search(r"TemporaryDirectory|mkdtemp", path.read_text())
-    }
-    assert own == {"storage/scratch.py"}
+    own = [path for path in source.rglob("*.py") if re.search(r"TemporaryDirectory|mkdtemp", path.read_text())]
+    assert own == [source / "storage" / "scratch.py"]

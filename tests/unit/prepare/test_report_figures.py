@@ -15,7 +15,7 @@ from sklearn.metrics import roc_auc_score
 
 from rayrec.data.encoding.presets import merged
 from rayrec.data.encoding.rules import SparseColumn
-from rayrec.data.logs.text_parser import TextParser, max_rows_in, padded, parse
+from rayrec.data.logs.text_parser import parse
 from rayrec.data.raw_block import RawBlock
 from rayrec.hashing import murmur3
 from rayrec.prepare import data_report
@@ -140,26 +140,6 @@ def test_hash_sample_keeps_all_row_copies() -> None:
     assert 300 < len(tally.hashes) < 700  # a quarter
     assert set(Counter(tally.hashes.tolist()).values()) == {4}
     assert data_report.duplicate_rate(tally.hashes) == 0.75
-
-
-LINES = {
-    **{b"1\t1\t1\tdeadbeef": None, b"": ("empty line", ""), b"1": ("too few columns", "")},
-    **{b"1\t2\t3\t4\t5": ("too many columns", ""), b"2\t1\t1\tdeadbeef": ("label is not 0 or 1", "y")},
-    **{b"1\tx\t1\tdeadbeef": ("not an integer", "a"), b"1\t1\t1.5\tdeadbeef": ("not an integer", "b")},
-    b"1\t1\t1\tdead": ("not 8 hexadecimal digits", "s"),
-}
-"""Fault and column of each line."""
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from([*LINES]), max_size=80), st.booleans())
-def test_faults_have_columns(lines: list[bytes], newline: bool) -> None:
-    text = b"".join(line + b"\n" for line in lines)
-    if lines and lines[-1] and not newline:
-        text = text[:-1]
-    faults = TextParser(SCHEMA, max_rows_in(SCHEMA, len(text))).parse(padded(text), len(text), max_faults=len(text))
-    found = Counter((fault.kind, fault.column) for fault in faults.first)
-    assert found == Counter(filter(None, map(LINES.get, lines)))
 
 
 def test_quantile_edges_are_column_values() -> None:
