@@ -217,8 +217,7 @@ def test_adopted_run_resumes_exactly(runs: tuple[Path, Path], adopted: Path, tmp
     run = shutil.copytree(runs[0], tmp_path / "adopted")
     shutil.rmtree(run / "checkpoints" / "step_00000016")
     (run / "summary.json").unlink()
-    again = train(config_of(adopted, tmp_path, "adopted"))
-    assert again.summary["weights_sha256"] == summary_of(runs[0])["weights_sha256"]
+    assert train(config_of(adopted, tmp_path, "adopted")).summary["weights_sha256"] == summary_of(runs[0])["weights_sha256"]
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["kind"] == "start"] == [0, 8]
 
@@ -251,17 +250,15 @@ def test_adopt_reuses_preprocessor_of_run(runs: tuple[Path, Path], arrays: Path,
     assert adopt(str(folder), out=str(tmp_path / "own"))["preprocessor"]
     with pytest.raises(InputError, match=r"adopt it with the model's: --preprocessor RUN --out DIR"):
         rayrec.evaluate(str(runs[0]), str(tmp_path / "own"))
-    made = adopt(str(folder), preprocessor=str(runs[0]))
-    assert made["preprocessor"] == summary_of(runs[0])["preprocessor"]
+    assert adopt(str(folder), preprocessor=str(runs[0]))["preprocessor"] == summary_of(runs[0])["preprocessor"]
     assert rayrec.evaluate(str(runs[0]), str(folder))["rows"] == ROWS[2]
     changed = config_of(adopted, tmp_path, "two").updated({"eval_data": {"path": str(folder), "files": ()}})
     assert train(changed).summary["rows_of_sets"] == {"train": sum(ROWS), "validation": ROWS[2]}
 
 
 def test_adopted_plan_has_array_tables(adopted: Path, tmp_path: Path) -> None:
-    text = rayrec.plan(config_of(adopted, tmp_path, "planned"))
-    sizes = Preprocessor.load(str(adopted / "preprocessor")).num_embeddings
-    assert re.search(rf"^cat_9 +{sizes[9]:,} ", text, re.MULTILINE)
+    size = Preprocessor.load(str(adopted / "preprocessor")).num_embeddings[9]
+    assert re.search(rf"^cat_9 +{size:,} ", rayrec.plan(config_of(adopted, tmp_path, "planned")), re.MULTILINE)
 
 
 # -- bags of ids
@@ -291,9 +288,8 @@ def test_multi_hot_arrays_match_lists(arrays: Path, tmp_path: Path) -> None:
     other = from_raw(config_of(raw, tmp_path, "other", steps=6), tmp_path / "out")
     assert train(other).summary["weights_sha256"] == mine.summary["weights_sha256"]
     assert rayrec.evaluate(mine.checkpoint, str(tmp_path / "out")) == rayrec.evaluate(mine.checkpoint, str(raw))
-    app = make_app(open_served(mine.checkpoint))
-    row = pq.read_table(raw / "day_0.parquet").slice(0, 1).to_pylist()[0]
-    assert len(post(app, {"rows": [row]}).json()["scores"]) == 1
+    rows = pq.read_table(raw / "day_0.parquet").slice(0, 1).to_pylist()
+    assert len(post(make_app(open_served(mine.checkpoint)), {"rows": rows}).json()["scores"]) == 1
 
 
 # -- what is faulty
@@ -384,8 +380,7 @@ def test_extend_rejects_adopted_preprocessor(adopted: Path) -> None:
 
 
 def test_adopt_command_returns_summary(arrays: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ",".join(["40"] * 26)
-    command = ["adopt", str(arrays), "--out", str(tmp_path / "out"), "--num-embeddings-per-feature", sizes]
+    command = ["adopt", str(arrays), "--out", str(tmp_path / "out"), "--num-embeddings-per-feature", ",".join(["40"] * 26)]
     assert cli.run([*command, "--files", "day_1", "day_2", "--split", "none"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert (made["days"], made["sets"], made["num_embeddings"]) == (["day_1", "day_2"], {}, [40] * 26)

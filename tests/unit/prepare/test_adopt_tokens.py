@@ -94,13 +94,11 @@ def test_adopt_writes_next_to_shards_at_url(tmp_path: Path, tokenizer: Path, com
         tmp_path / "set", {"tokens": "ndarray:int32"}, cells("tokens", "int32"), compression=compression, hashes=["xxh64"]
     )
     url = f"file://{folder}"
-    config = recipes.gpt2_tiny(url).replace(name="advised", storage_path=str(tmp_path))
     with pytest.raises(InputError, match=f"`rayrec adopt {url} --tokenizer DIR`"):
-        rayrec.train(config, console=QUIET)
+        rayrec.train(recipes.gpt2_tiny(url).replace(name="advised", storage_path=str(tmp_path)), console=QUIET)
     with pytest.raises(InputError, match="Remove --out"):
         adopt(url, tokenizer=str(tokenizer), out=str(tmp_path / "out"))
-    made = adopt(url, tokenizer=str(tokenizer))
-    assert made["out"] == url
+    assert adopt(url, tokenizer=str(tokenizer))["out"] == url
     np.testing.assert_array_equal(adopted_rows(url, tmp_path / "cache"), ROWS)
 
 
@@ -127,8 +125,7 @@ def test_adopted_shards_match_rayrec_shards_in_training(tmp_path: Path, tokenize
     found = [trained(path, tmp_path / "runs") for path in (out, own)]
     assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
     assert found[0]["metrics"] == found[1]["metrics"]
-    run = str(tmp_path / "runs" / "adopted")
-    assert rayrec.evaluate(run, str(out))["loss"] == pytest.approx(found[0]["metrics"]["loss"])
+    assert rayrec.evaluate(str(tmp_path / "runs" / "adopted"), str(out))["loss"] == pytest.approx(found[0]["metrics"]["loss"])
 
 
 def trained(path: Path, runs: Path) -> dict[str, Any]:

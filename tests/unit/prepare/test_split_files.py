@@ -192,8 +192,7 @@ def test_split_keeps_line_bytes_and_skips_invalid_lines(tmp_path: Path) -> None:
     lines = (tmp_path / "made" / "train.txt").read_bytes().splitlines(keepends=True)
     log = tmp_path / "log"
     log.mkdir()
-    broken = [b"x\ty\n", b"\n"]
-    (log / "a.txt").write_bytes(b"".join([*lines[:300], *broken, *lines[300:500]]))
+    (log / "a.txt").write_bytes(b"".join([*lines[:300], b"x\ty\n", b"\n", *lines[300:500]]))
     (log / "b.txt.gz").write_bytes(gzip.compress(b"".join(lines[500:]).rstrip(b"\n")))  # no end of the last line
     allowing: dict[str, Any] = {"schema": CRITEO, "max_bad_fraction": 0.1}
     found = split(str(log), tmp_path / "out", "rows", **allowing, block_bytes=1 << 16)
@@ -232,8 +231,7 @@ def test_split_writes_csv_as_parquet_text(tmp_path: Path) -> None:
     assert parts["train"].column_names == table.column_names
     assert sorted(number for part in parts.values() for number in numbers(part)) == list(range(400))
     row = parts["test"].slice(0, 1).to_pylist()[0]
-    original = table.slice(int(row["note"].removeprefix("row ")), 1).to_pylist()[0]
-    assert row["price"] == str(original["price"])
+    assert row["price"] == str(table["price"][int(row["note"].removeprefix("row "))])
     assert parts["test"].schema.field("price").type == pa.large_string()
 
 
@@ -315,9 +313,8 @@ def test_interrupted_split_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "out").exists()
     with pytest.raises(InputError, match=r"incomplete output of a call with a different .*by"):
         split(path, tmp_path / "out", "rows")
-    found = split(path, tmp_path / "out", "last-out")
+    assert {**split(path, tmp_path / "out", "last-out"), "out": whole["out"]} == whole
     assert len(calls) < 3 + len(set(calls))
-    assert {**found, "out": ""} == {**whole, "out": ""}
     contents = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("out", "whole")]
     assert contents[0] == contents[1]
 

@@ -59,7 +59,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_token_rows_match_text(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
-    made = prepared(beer, tmp_path / "out")
+    made, written = prepared(beer, tmp_path / "out"), open_tokens(str(tmp_path / "out"))
+    assert (written.block_size, written.vocabulary_size, written.end_token) == (16, 300, 0)
+    assert written.sets == {name: described["blocks"] for name, described in made["sets"].items()}
+    assert (written.hash, written.tokenizer_hash) == (made["hash"], made["tokenizer"])
     tokenizer = load_tokenizer(str(tmp_path / "out" / "tokenizer"))
     train, validation = (tokens_of(tmp_path / "out", name) for name in ("train", "validation"))
     held_out = "".join(LINES[-LINES[::-1].index(tokenizer.decode(validation[:80]).splitlines()[0] + "\n") - 1 :])
@@ -74,22 +77,6 @@ def test_token_rows_match_text(here: LoopEngine, beer: Path, tmp_path: Path) -> 
     assert here.tasks > 10
 
 
-def test_manifest_describes_token_folder(beer: Path, tmp_path: Path) -> None:
-    made = prepared(beer, tmp_path / "out")
-    found = open_tokens(str(tmp_path / "out"))
-    assert (found.block_size, found.vocabulary_size, found.end_token) == (16, 300, 0)
-    assert found.sets == {name: described["blocks"] for name, described in made["sets"].items()}
-    assert (found.hash, found.tokenizer_hash) == (made["hash"], made["tokenizer"])
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert manifest["source"] == [{"path": str(beer), "bytes": len(TEXT.encode())}]
-    shards = json.loads((tmp_path / "out" / "train" / "index.json").read_text())["shards"]
-    names, sizes = ([value(shard) for shard in shards] for value in (lambda s: s["raw_data"]["basename"], lambda s: s["samples"]))
-    assert names == [f"shard.{number:05d}.mds" for number in range(len(shards))]
-    assert sizes[:-1] == [sizes[0]] * (len(sizes) - 1)
-    assert sizes[-1] <= sizes[0]
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"manifest.json", "tokenizer", "train", "validation"}
-
-
 def test_transformers_loads_tokenizer(beer: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -99,18 +86,9 @@ def test_transformers_loads_tokenizer(beer: Path, tmp_path: Path) -> None:
         ours = load_tokenizer(str(tmp_path / kind / "tokenizer"))
         assert theirs(TEXT, add_special_tokens=False)["input_ids"] == ours.encode(TEXT).tolist()
         assert theirs.decode(ours.encode(TEXT)) == ours.decode(ours.encode(TEXT)) == TEXT
-        assert len(theirs) == ours.vocabulary_size
-        assert theirs.eos_token_id == ours.end_token
-
-
-def test_characters_tokenizer_matches_text(beer: Path, tmp_path: Path) -> None:
-    made = prepared(beer, tmp_path / "out", tokenizer="characters", vocabulary_size=None)
-    known = sorted(set(TEXT))
-    assert made["vocabulary_size"] == len(known)
-    train = tokens_of(tmp_path / "out", "train")
-    assert "".join(known[token] for token in train) == TEXT[: len(train)]
+        assert (len(theirs), theirs.eos_token_id) == (ours.vocabulary_size, ours.end_token)
     with pytest.raises(InputError, match=r"^[^\n]*tokenizer: cannot tokenise[^\n]*\['Ω'\][^\n]*$"):
-        load_tokenizer(str(tmp_path / "out" / "tokenizer")).encode("1 Ω")
+        ours.encode("1 Ω")  # of characters
 
 
 def test_custom_tokenizer_is_used(beer: Path, tmp_path: Path) -> None:
