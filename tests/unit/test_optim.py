@@ -15,13 +15,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer
 
 from rayrec.config import InputError
-from rayrec.optim.config import (
-    DenseOptimizerConfig,
-    LearningRateSchedule,
-    SparseOptimizerConfig,
-    learning_rates,
-    set_learning_rates,
-)
+from rayrec.optim import config as optim
 
 # Schedule ------------------------------------------------------------------------------------------------------------
 
@@ -38,12 +32,11 @@ from rayrec.optim.config import (
     ],
 )
 def test_schedule_matches_example(fields: dict[str, int], base: float, rates: list[float]) -> None:
-    schedule = LearningRateSchedule(**fields)
-    assert [schedule.learning_rate(step, base=base) for step in range(len(rates))] == rates
+    assert [optim.LearningRateSchedule(**fields).learning_rate(step, base=base) for step in range(len(rates))] == rates
 
 
 def test_constant_phase_has_exact_base_rate() -> None:
-    schedule = LearningRateSchedule(warmup_steps=2750, decay_start_step=49315, decay_steps=27772)
+    schedule = optim.LearningRateSchedule(warmup_steps=2750, decay_start_step=49315, decay_steps=27772)
     assert {schedule.learning_rate(step, base=0.1) for step in range(2749, 49315)} == {0.1}
     rates = [schedule.learning_rate(step, base=0.1) for step in range(80000)]
     assert rates[:2750] == sorted(set(rates[:2750]))
@@ -54,7 +47,7 @@ def test_constant_phase_has_exact_base_rate() -> None:
 @pytest.mark.parametrize(("warmup", "start", "steps"), [(4, 6, 4), (4, 4, 3), (1, 10, 7), (0, 5, 20)])
 def test_warm_up_and_decay_match_mlperf(warmup: int, start: int, steps: int) -> None:
     """Compare with the reference, which counts steps from 1: 1 - (W - n) / W, then ((N - (n - S)) / N)^2."""
-    schedule = LearningRateSchedule(warmup_steps=warmup, decay_start_step=start, decay_steps=steps)
+    schedule = optim.LearningRateSchedule(warmup_steps=warmup, decay_start_step=start, decay_steps=steps)
     for step in range(start + steps - 1):
         count = step + 1
         if count < warmup:
@@ -67,11 +60,11 @@ def test_warm_up_and_decay_match_mlperf(warmup: int, start: int, steps: int) -> 
 
 
 def test_decay_fraction_is_end_of_run() -> None:
-    schedule = LearningRateSchedule(warmup_steps=2, decay_fraction=0.25)
-    assert schedule.for_steps(100) == LearningRateSchedule(warmup_steps=2, decay_start_step=76, decay_steps=25)
+    schedule = optim.LearningRateSchedule(warmup_steps=2, decay_fraction=0.25)
+    assert schedule.for_steps(100) == optim.LearningRateSchedule(warmup_steps=2, decay_start_step=76, decay_steps=25)
     assert schedule.for_steps(100).factor(99) > 0
     assert schedule.for_steps(2).decay_start_step + schedule.for_steps(2).decay_steps >= 2
-    assert LearningRateSchedule(warmup_steps=2).for_steps(100) == LearningRateSchedule(warmup_steps=2)
+    assert optim.LearningRateSchedule(warmup_steps=2).for_steps(100) == optim.LearningRateSchedule(warmup_steps=2)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +79,7 @@ def test_decay_fraction_is_end_of_run() -> None:
 )
 def test_schedule_rejects_invalid_settings(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        LearningRateSchedule(**fields)
+        optim.LearningRateSchedule(**fields)
 
 
 # Configurations ------------------------------------------------------------------------------------------------------
@@ -95,17 +88,17 @@ def test_schedule_rejects_invalid_settings(fields: dict[str, Any], message: str)
 @pytest.mark.parametrize(
     ("config", "fields", "message"),
     [
-        (SparseOptimizerConfig, {"kind": "lamb"}, "has the wrong type"),
-        (SparseOptimizerConfig, {"kind": "sparse_adam", "weight_decay": 0.1}, "Choose kind adam or adamw"),
-        (SparseOptimizerConfig, {"kind": "rowwise_adagrad", "weight_decay": 0.1}, r"model\.embedding_penalty"),
-        (SparseOptimizerConfig, {"kind": "adam", "eps": 0.0}, "eps: must be above 0 for adam"),
-        (SparseOptimizerConfig, {"kind": "adam", "betas": (1.0, 0.9)}, "betas"),
-        (SparseOptimizerConfig, {"learning_rate": -0.1}, "learning_rate: must be at least 0 .*, got -0.1"),
-        (DenseOptimizerConfig, {"eps": float("nan")}, "eps: must be .*, got nan"),
-        (DenseOptimizerConfig, {"betas": (0.9, 1.0)}, "betas"),
-        (DenseOptimizerConfig, {"kind": "lars", "momentum": 0.9, "nesterov": True}, "nesterov is for sgd with momentum"),
-        (DenseOptimizerConfig, {"kind": "lamb", "momentum": 0.9}, "momentum: must be 0 except for sgd and lars"),
-        (DenseOptimizerConfig, {"max_gradient_norm": 0.0}, "must be above 0"),
+        (optim.SparseOptimizerConfig, {"kind": "lamb"}, "has the wrong type"),
+        (optim.SparseOptimizerConfig, {"kind": "sparse_adam", "weight_decay": 0.1}, "Choose kind adam or adamw"),
+        (optim.SparseOptimizerConfig, {"kind": "rowwise_adagrad", "weight_decay": 0.1}, r"model\.embedding_penalty"),
+        (optim.SparseOptimizerConfig, {"kind": "adam", "eps": 0.0}, "eps: must be above 0 for adam"),
+        (optim.SparseOptimizerConfig, {"kind": "adam", "betas": (1.0, 0.9)}, "betas"),
+        (optim.SparseOptimizerConfig, {"learning_rate": -0.1}, "learning_rate: must be at least 0 .*, got -0.1"),
+        (optim.DenseOptimizerConfig, {"eps": float("nan")}, "eps: must be .*, got nan"),
+        (optim.DenseOptimizerConfig, {"betas": (0.9, 1.0)}, "betas"),
+        (optim.DenseOptimizerConfig, {"kind": "lars", "momentum": 0.9, "nesterov": True}, "nesterov is for sgd with momentum"),
+        (optim.DenseOptimizerConfig, {"kind": "lamb", "momentum": 0.9}, "momentum: must be 0 except for sgd and lars"),
+        (optim.DenseOptimizerConfig, {"max_gradient_norm": 0.0}, "must be above 0"),
     ],
 )
 def test_optimizer_configs_reject_invalid_settings(config: type, fields: dict[str, Any], message: str) -> None:
@@ -124,7 +117,7 @@ def _one_thread() -> None:
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam", "adamw"])
 def test_fused_optimizer_matches_plain_rule(kind: Any) -> None:
-    config = DenseOptimizerConfig(kind=kind, learning_rate=0.1, eps=1e-3, weight_decay=0.2, betas=(0.5, 0.75))
+    config = optim.DenseOptimizerConfig(kind=kind, learning_rate=0.1, eps=1e-3, weight_decay=0.2, betas=(0.5, 0.75))
     ours, plain = (Parameter(torch.tensor([3.0, -2.0])) for _ in range(2))
     optimizer = config.build([ours])
     assert optimizer.param_groups[0]["fused"]
@@ -145,7 +138,7 @@ def test_lamb_matches_paper() -> None:
     start, beta1, beta2, rate, decay, eps = torch.tensor([3.0, -2.0]), 0.8, 0.9, 0.1, 0.2, 1e-3
     settings: dict[str, Any] = {"learning_rate": rate, "weight_decay": decay, "betas": (beta1, beta2), "eps": eps}
     parameter, zero = Parameter(start.clone()), Parameter(torch.zeros(2))
-    optimizer = DenseOptimizerConfig(kind="lamb", **settings).build([parameter, zero])
+    optimizer = optim.DenseOptimizerConfig(kind="lamb", **settings).build([parameter, zero])
     x, m, v = start.double().numpy(), 0.0, 0.0
     for step in range(1, 6):
         gradient = [0.5 * step, -1.0 / step]
@@ -167,7 +160,7 @@ def test_lars_matches_paper() -> None:
     start, rate, decay, momentum, trust = torch.tensor([3.0, -2.0]), 0.5, 0.2, 0.9, 0.01
     parameter, zero = Parameter(start.clone()), Parameter(torch.zeros(2))
     settings: dict[str, Any] = {"learning_rate": rate, "weight_decay": decay, "momentum": momentum, "trust_coefficient": trust}
-    optimizer = DenseOptimizerConfig(kind="lars", **settings).build([parameter, zero])
+    optimizer = optim.DenseOptimizerConfig(kind="lars", **settings).build([parameter, zero])
     x, v = start.double().numpy(), 0.0
     for step in range(1, 6):
         gradient = [0.5 * step, -1.0 / step]
@@ -185,7 +178,7 @@ def test_lars_matches_paper() -> None:
 @pytest.mark.parametrize(("kind", "names"), [("lamb", {"exp_avg", "exp_avg_sq", "step"}), ("lars", {"momentum_buffer"})])
 def test_trust_ratio_state_size_matches_config(kind: Any, names: set[str]) -> None:
     parameter = Parameter(torch.ones(3, 4))
-    config = DenseOptimizerConfig(kind=kind)
+    config = optim.DenseOptimizerConfig(kind=kind)
     named = config.build_named({"weight": parameter})
     parameter.grad = torch.ones(3, 4)
     named.step()
@@ -195,45 +188,43 @@ def test_trust_ratio_state_size_matches_config(kind: Any, names: set[str]) -> No
 
 
 def test_fused_falls_back_to_torch_default() -> None:
-    parameter = Parameter(torch.zeros(2, device="meta"))
-    assert not DenseOptimizerConfig().build([parameter]).param_groups[0]["fused"]
+    assert not optim.DenseOptimizerConfig().build([Parameter(torch.zeros(2, device="meta"))]).param_groups[0]["fused"]
 
 
 @pytest.mark.parametrize(("limit", "size"), [(1.0, 1.0), (None, 5.0), (7.0, 5.0)])
 def test_clipping_bounds_joint_norm(limit: float | None, size: float) -> None:
     parameters = {"a": Parameter(torch.zeros(1)), "b": Parameter(torch.zeros(1))}
-    config = DenseOptimizerConfig(kind="sgd", learning_rate=1.0, max_gradient_norm=limit)
-    optimizer = config.build_keyed(parameters)
+    optimizer = optim.DenseOptimizerConfig(kind="sgd", learning_rate=1.0, max_gradient_norm=limit).build_keyed(parameters)
     optimizer.zero_grad()
     (3 * parameters["a"] + 4 * parameters["b"]).backward()
     optimizer.step()
     moved = torch.cat(list(parameters.values())).detach()
     torch.testing.assert_close(moved, torch.tensor([-0.6, -0.8]) * size, rtol=1e-5, atol=1e-5)
     assert set(optimizer.params) == {"a", "b"}
-    assert learning_rates(optimizer) == [1.0]
+    assert optim.learning_rates(optimizer) == [1.0]
 
 
 def test_learning_rates_update_every_group() -> None:
     parameters = {name: Parameter(torch.zeros(1)) for name in "ab"}
-    config = DenseOptimizerConfig(kind="sgd", learning_rate=2.0, max_gradient_norm=100.0)
+    config = optim.DenseOptimizerConfig(kind="sgd", learning_rate=2.0, max_gradient_norm=100.0)
     first = config.build_keyed({"a": parameters["a"]})
     second = config.replace(learning_rate=4.0).build_keyed({"b": parameters["b"]})
     optimizer = CombinedOptimizer([("first", first), ("second", second)])
-    base_rates = learning_rates(optimizer)
+    base_rates = optim.learning_rates(optimizer)
     assert base_rates == [2.0, 4.0]
-    set_learning_rates(optimizer, base_rates=base_rates, schedule=LearningRateSchedule(warmup_steps=4), step=0)
-    assert learning_rates(optimizer) == [0.5, 1.0]
+    optim.set_learning_rates(optimizer, base_rates=base_rates, schedule=optim.LearningRateSchedule(warmup_steps=4), step=0)
+    assert optim.learning_rates(optimizer) == [0.5, 1.0]
     (parameters["a"] + parameters["b"]).backward()
     optimizer.step()
     assert [parameter.item() for parameter in parameters.values()] == [-0.5, -1.0]
     with pytest.raises(ValueError, match="zip"):
-        set_learning_rates(optimizer, base_rates=[1.0], schedule=LearningRateSchedule(), step=0)
+        optim.set_learning_rates(optimizer, base_rates=[1.0], schedule=optim.LearningRateSchedule(), step=0)
 
 
 # Sparse: through TorchRec into the fused CPU kernel ------------------------------------------------------------------
 
 
-def _sharded(config: SparseOptimizerConfig) -> tuple[Any, Any]:
+def _sharded(config: optim.SparseOptimizerConfig) -> tuple[Any, Any]:
     """Return a table of 5 rows by 4, all 1, table-wise on one rank, and its fused kernel."""
     table = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=5, feature_names=["f"])
     collection = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
@@ -266,7 +257,7 @@ def _step(model: Any) -> None:
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad"])
 def test_fused_kernel_matches_formula(single_rank: None, kind: Any) -> None:
     learning_rate, eps = 0.1, 0.25
-    model, kernel = _sharded(SparseOptimizerConfig(kind=kind, learning_rate=learning_rate, eps=eps))
+    model, kernel = _sharded(optim.SparseOptimizerConfig(kind=kind, learning_rate=learning_rate, eps=eps))
     gradient = torch.zeros(5, 4)
     gradient[1] = 2 * torch.tensor(_GRADIENTS[0])  # The id is twice in the bag: summed first, then applied once
     gradient[3] = torch.tensor(_GRADIENTS[1])
@@ -281,19 +272,19 @@ def test_fused_kernel_matches_formula(single_rank: None, kind: Any) -> None:
 
 @pytest.mark.slow
 def test_schedule_updates_fused_kernel(single_rank: None) -> None:
-    model, kernel = _sharded(SparseOptimizerConfig(kind="sgd", learning_rate=1.0))
-    schedule = LearningRateSchedule(warmup_steps=2, decay_start_step=2, decay_steps=2)
-    base_rates = learning_rates(model.fused_optimizer)
+    model, kernel = _sharded(optim.SparseOptimizerConfig(kind="sgd", learning_rate=1.0))
+    schedule = optim.LearningRateSchedule(warmup_steps=2, decay_start_step=2, decay_steps=2)
+    base_rates = optim.learning_rates(model.fused_optimizer)
     assert base_rates == [1.0]
     for step, rate in enumerate([0.5, 1.0, 0.25]):
         before = _weights(kernel).clone()
-        set_learning_rates(model.fused_optimizer, base_rates=base_rates, schedule=schedule, step=step)
+        optim.set_learning_rates(model.fused_optimizer, base_rates=base_rates, schedule=schedule, step=step)
         _step(model)
         moved = before[3] - _weights(kernel)[3]
         torch.testing.assert_close(moved, torch.full((4,), 0.5 * rate), rtol=1e-6, atol=1e-6)
 
 
 def test_sparse_optimizer_build_returns_new_dict() -> None:
-    config = SparseOptimizerConfig()
+    config = optim.SparseOptimizerConfig()
     config.build()[1].clear()  # TorchRec changes it as well
     assert config.build()[1] == {"lr": 0.01, "eps": 1e-8}
