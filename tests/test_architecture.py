@@ -112,7 +112,7 @@ def test_long_signature_is_found(tmp_path: Path) -> None:
 # -- what a module is
 
 
-@pytest.mark.parametrize("module", ["rayrec", "rayrec.cli", "rayrec.environment.doctor"])
+@pytest.mark.parametrize("module", ["rayrec", "rayrec.cli", "rayrec.environment.doctor", "rayrec.storage"])
 def test_importing_is_cheap(module: str) -> None:
     code = (
         "import sys, time; before = set(sys.modules); start = time.perf_counter()\n"
@@ -125,7 +125,7 @@ def test_importing_is_cheap(module: str) -> None:
         took, *names = run.stdout.split()
         seconds.append(float(took))
         loaded |= set(names)
-    assert not loaded & HEAVY
+    assert not (loaded & HEAVY) - ({"numpy", "pyarrow"} if module == "rayrec.storage" else set())
     assert min(seconds) < 1.0  # 0.01 s on a quiet machine (0.2 s is the promise); the bound is for busy ones
 
 

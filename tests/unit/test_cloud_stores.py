@@ -16,6 +16,7 @@ import pytest
 import torch
 from builders.savers import Run, save
 from hosts import cloud_stores
+from hosts.cloud_stores import CloudStore, S3Store
 
 import rayrec
 from rayrec import checkpoint, storage
@@ -30,7 +31,7 @@ MIB = 1 << 20
 @pytest.fixture(
     scope="module", params=[pytest.param(kind, marks=[pytest.mark.extended] * (kind == "s3")) for kind in cloud_stores.KINDS]
 )
-def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[cloud_stores.CloudStore]:
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CloudStore]:
     """Running store, configured by the standard variables only."""
     server = cloud_stores.KINDS[request.param](tmp_path_factory.mktemp(request.param))
     with pytest.MonkeyPatch.context() as patch:
@@ -38,15 +39,15 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             patch.setenv(name, value)
         server.start()
         try:
-            if isinstance(server, cloud_stores.S3Store):
+            if isinstance(server, S3Store):
                 server.url("logs")
             yield server
         finally:
-            server.end() if isinstance(server, cloud_stores.S3Store) else server.kill()
+            server.end() if isinstance(server, S3Store) else server.kill()
 
 
 @pytest.fixture
-def folder(store: cloud_stores.CloudStore, request: pytest.FixtureRequest) -> str:
+def folder(store: CloudStore, request: pytest.FixtureRequest) -> str:
     return f"{store.bucket}/{request.node.name.partition('[')[0]}"
 
 
@@ -120,7 +121,7 @@ def test_large_cloud_file_is_atomic(folder: str, monkeypatch: pytest.MonkeyPatch
     assert storage.list_folder(folder) == ["large"]
 
 
-def test_cloud_outage_is_waited_out(store: cloud_stores.CloudStore, folder: str) -> None:
+def test_cloud_outage_is_waited_out(store: CloudStore, folder: str) -> None:
     storage.write_bytes(f"{folder}/a", b"abc")
     store.kill()
     back = threading.Timer(0.5, store.start)
@@ -133,9 +134,7 @@ def test_cloud_outage_is_waited_out(store: cloud_stores.CloudStore, folder: str)
     assert storage.read_bytes(f"{folder}/a") == b"new"
 
 
-def test_missing_store_raises_one_line_at_once(
-    store: cloud_stores.CloudStore, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_store_raises_one_line_at_once(store: CloudStore, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in store.environment.items():
         monkeypatch.setenv(name, value.replace(str(store.port), "9"))
     start = time.monotonic()
@@ -148,7 +147,7 @@ def test_missing_store_raises_one_line_at_once(
     assert "\n" not in str(raised.value)
 
 
-def test_missing_bucket_raises_one_line(store: cloud_stores.CloudStore) -> None:
+def test_missing_bucket_raises_one_line(store: CloudStore) -> None:
     other = store.bucket.replace("logs", "none")
     for call in (lambda: storage.write_bytes(f"{other}/a", b"x"), lambda: storage.read_bytes(f"{other}/a"),
                  lambda: storage.list_files(f"{other}/a")):  # fmt: skip
@@ -178,7 +177,7 @@ def test_cloud_log_is_read(folder: str, click_log: Path, tmp_path: Path) -> None
     assert made["rows"] == 2_000
 
 
-def test_wrong_credentials_raise_one_line(store: cloud_stores.CloudStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_credentials_raise_one_line(store: CloudStore, monkeypatch: pytest.MonkeyPatch) -> None:
     if store.bucket.startswith("gs://"):
         monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/none.json")
         monkeypatch.delenv("STORAGE_EMULATOR_HOST")

@@ -72,18 +72,13 @@ def settings(cls: type[Config], options: dict[str, Any], given: dict[str, Any]) 
     return updated(cls(**needed), options)
 
 
-@pytest.fixture
-def files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace each file in a command line by a schema or configuration, and each recipe file by `clicks`."""
+def test_command_lines_match_golden_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file is a schema or configuration, and each recipe file has `clicks`."""
 
     def text(place: str) -> str:
         return SCHEMA if any(word in place for word in ("schema", "labels", "columns")) else CONFIG
 
     monkeypatch.setattr("rayrec.storage.read_text", text)
     monkeypatch.setattr("rayrec.recipes.function_in_file", lambda name, returns: recipes.ALL["clicks"])
-
-
-@pytest.mark.usefixtures("files")
-def test_command_lines_match_golden_calls() -> None:
     failed = {line: (made, expected) for line, expected in LINES if (made := call_of(line)) != expected}
     assert not failed

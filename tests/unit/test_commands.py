@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -23,6 +24,7 @@ from rayrec.config import InputError
 from rayrec.models.ranking.finalnet import FinalNetConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
 
+Capture = pytest.CaptureFixture[str]
 RAY = {"ray", "ray.data", "ray.train"}
 TORCHREC = {"torchrec", "fbgemm_gpu", "tensordict"}
 HEAVY = {*RAY, *TORCHREC, "torch", "torch._dynamo", "sympy", "pandas"}
@@ -82,9 +84,7 @@ def loaded_needlessly(commands: list[tuple[str, set[str]]], folder: Path) -> dic
     ],
     ids=repr,
 )
-def test_storage_errors_print_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError, status: int, line: str
-) -> None:
+def test_storage_errors_print_one_line(monkeypatch: Any, capsys: Capture, error: OSError, status: int, line: str) -> None:
     monkeypatch.setattr("rayrec.training.trainer.train", raising(error))
     assert cli.run(["train", "criteo_demo"]) == status
     assert capsys.readouterr().err == f"rayrec train: {line}\n"
@@ -108,7 +108,7 @@ def test_results_exclude_output_of_native_code_and_children() -> None:
 
 
 @pytest.mark.parametrize("verb", ["evaluate", "predict"])
-def test_results_exclude_library_output(verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_exclude_library_output(verb: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     def score(*_: object, **__: object) -> dict[str, float]:
         print("a warning of Ray")
         return {"auroc": 0.5}
@@ -122,7 +122,7 @@ def test_results_exclude_library_output(verb: str, monkeypatch: pytest.MonkeyPat
     assert "a warning of Ray" in err
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def run(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
     """Return exit status, standard output and standard error of a command."""
     status = cli.run(list(arguments))
     out, err = capsys.readouterr()
@@ -148,11 +148,11 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     ],
     ids=str,
 )
-def test_invalid_flag_prints_one_line(capsys: pytest.CaptureFixture[str], words: str, line: str) -> None:
+def test_invalid_flag_prints_one_line(capsys: Capture, words: str, line: str) -> None:
     assert run(capsys, "config", "criteo_demo", *words.split()) == (2, "", f"rayrec config: {line}\n")
 
 
-def test_invalid_flag_of_other_commands_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flag_of_other_commands_prints_one_line(capsys: Capture) -> None:
     names = f"Use one of {', '.join(recipes.ALL)}, or FILE.py:FUNCTION."
     for words, line in (
         ("evaluate run", "missing PATH. See `rayrec evaluate --help`."),
@@ -164,7 +164,7 @@ def test_invalid_flag_of_other_commands_prints_one_line(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_file_flags_accept_space_or_equals_sign(capsys: pytest.CaptureFixture[str], tmp_path: Path, joined: bool) -> None:
+def test_file_flags_accept_space_or_equals_sign(capsys: Capture, tmp_path: Path, joined: bool) -> None:
     config, schema = tmp_path / "config.yaml", tmp_path / "schema.yaml"
     config.write_text("\ufeffrecipe: clicks\nsteps: 7\n", encoding="utf-8")
     schema.write_text("{label: y, dense: [a], sparse: [b]}")
@@ -188,9 +188,7 @@ def test_file_flags_accept_space_or_equals_sign(capsys: pytest.CaptureFixture[st
     ],
     ids=str,
 )
-def test_invalid_config_file_prints_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes, line: str
-) -> None:
+def test_invalid_config_file_prints_one_line(capsys: Capture, tmp_path: Path, content: bytes, line: str) -> None:
     file = tmp_path / "config.yaml"
     file.write_bytes(content)
     status, out, err = run(capsys, "config", f"--config={file}")
@@ -206,7 +204,7 @@ def test_run_name_is_one_folder() -> None:
         assert recipes.criteo_demo().replace(name=name).name == name
 
 
-def test_results_are_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_valid_json(capsys: Capture) -> None:
     print_json({"auroc": float("nan"), "logloss": 0.5}, sys.stdout)
     assert capsys.readouterr().out == '{\n  "auroc": null,\n  "logloss": 0.5\n}\n'
 
@@ -229,7 +227,7 @@ def test_summary_rows_end_with_report_and_next_steps() -> None:
         ("config", "criteo_demo --profile.steps 10:20", ""),
     ],
 )
-def test_old_flag_prints_notice(capsys: pytest.CaptureFixture[str], command: str, words: str, notice: str) -> None:
+def test_old_flag_prints_notice(capsys: Capture, command: str, words: str, notice: str) -> None:
     parse(COMMANDS[command], words.split())
     printed = capsys.readouterr()
     assert printed.err.startswith(notice)
@@ -258,7 +256,7 @@ def test_model_flag_selects_model() -> None:
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_quiet_prints_only_results(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quiet_prints_only_results(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """-q may be at any position."""
     monkeypatch.chdir(tmp_path)
     for words in (
@@ -284,7 +282,7 @@ def test_switches_stop_at_job_command() -> None:
     assert (config, job) == (recipes.clicks(), ["clicks", "-v"])
 
 
-def test_overview_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_overview_lists_all_commands(capsys: Capture) -> None:
     status, out, _ = run(capsys, "--help")
     assert status == 0
     assert [name for name in COMMANDS if not re.search(rf"^.{{8}}{name} ", out, re.MULTILINE)] == []
@@ -292,7 +290,7 @@ def test_overview_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_shows_all_flags(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_all_flags(name: str, capsys: Capture) -> None:
     if not COMMANDS[name].raw:
         shown = run(capsys, name, "--help-all")[1]
         assert shown.startswith(f"usage: rayrec {name}")
@@ -300,7 +298,7 @@ def test_help_shows_all_flags(name: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("recipe", ["criteo_demo", "gpt2_tiny", "mnist_resnet18", "clicks_din"])
-def test_recipe_help_is_short_and_help_all_complete(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_help_is_short_and_help_all_complete(recipe: str, capsys: Capture) -> None:
     lines = run(capsys, "train", recipe, "--help")[1].splitlines()
     assert len(lines) <= 45
     assert any(line.startswith("  --data PATH ") for line in lines[:12])
@@ -321,7 +319,7 @@ def test_short_names_reach_their_settings() -> None:
     assert configuration("mnist_resnet18", {"lr": 0.5, "gpus": 4}) == config
 
 
-def test_recipe_accepts_file_or_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_accepts_file_or_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     config = recipes.criteo_demo().replace(steps=7, name="other")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "demo").mkdir(parents=True)
@@ -351,8 +349,6 @@ class Terminal(io.StringIO):
         (io.StringIO(), False, True, '{\n  "auroc": 0.5\n}\n', ""),
     ],
 )
-def test_result_prints_table_or_json(
-    capsys: pytest.CaptureFixture[str], out: io.StringIO, as_json: bool, quiet: bool, printed: str, noted: str
-) -> None:
+def test_result_prints_table_or_json(capsys: Capture, out: Any, as_json: bool, quiet: bool, printed: str, noted: str) -> None:
     assert show(Shown({"auroc": 0.5}, "a table"), as_json=as_json, quiet=quiet, out=out) == 0
     assert (out.getvalue(), capsys.readouterr().err) == (printed, noted)

@@ -17,6 +17,7 @@ HEADER = "label\t" + "\t".join([f"I{number}" for number in range(13)] + [f"C{num
 SCHEMA = "{label: click, dense: [age], sparse: [user, item]}"
 
 Make = Callable[[Path], list[str]]
+Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]
 
 
 def command(line: str, **files: str | bytes | pa.Table) -> Make:
@@ -119,9 +120,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_user_error_prints_one_line_before_start(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_user_error_prints_one_line_before_start(name: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     make, expected = MISTAKES[name]
     if name == "GPUs on a machine without":
         monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
@@ -137,7 +136,7 @@ def test_user_error_prints_one_line_before_start(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
-def test_unreadable_file_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_file_prints_one_line(tmp_path: Path, capsys: Capture) -> None:
     arguments = log(CRITEO)(tmp_path)
     (tmp_path / "train.txt").chmod(0)
     assert cli.run(arguments) == 2

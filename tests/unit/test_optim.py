@@ -67,21 +67,6 @@ def test_decay_fraction_is_end_of_run() -> None:
     assert optim.LearningRateSchedule(warmup_steps=2).for_steps(100) == optim.LearningRateSchedule(warmup_steps=2)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"warmup_steps": 5, "decay_start_step": 4, "decay_steps": 1}, "_start_step: must be at least warmup_steps 5, got 4"),
-        ({"warmup_steps": -1}, "warmup_steps: must be at least 0, got -1"),
-        ({"decay_fraction": 1.5}, "at least 0 and at most 1"),
-        ({"decay_fraction": 0.5, "decay_steps": 3}, "set only one"),
-        ({"decay_steps": 0.5}, "has the wrong type"),
-    ],
-)
-def test_schedule_rejects_invalid_settings(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        optim.LearningRateSchedule(**fields)
-
-
 # Configurations ------------------------------------------------------------------------------------------------------
 
 
@@ -99,8 +84,14 @@ def test_schedule_rejects_invalid_settings(fields: dict[str, Any], message: str)
         (optim.DenseOptimizerConfig, {"kind": "lars", "momentum": 0.9, "nesterov": True}, "nesterov is for sgd with momentum"),
         (optim.DenseOptimizerConfig, {"kind": "lamb", "momentum": 0.9}, "momentum: must be 0 except for sgd and lars"),
         (optim.DenseOptimizerConfig, {"max_gradient_norm": 0.0}, "must be above 0"),
+        (optim.LearningRateSchedule, {"warmup_steps": 5, "decay_start_step": 4, "decay_steps": 1},
+         "decay_start_step: must be at least warmup_steps 5, got 4"),
+        (optim.LearningRateSchedule, {"warmup_steps": -1}, "warmup_steps: must be at least 0, got -1"),
+        (optim.LearningRateSchedule, {"decay_fraction": 1.5}, "at least 0 and at most 1"),
+        (optim.LearningRateSchedule, {"decay_fraction": 0.5, "decay_steps": 3}, "set only one"),
+        (optim.LearningRateSchedule, {"decay_steps": 0.5}, "has the wrong type"),
     ],
-)
+)  # fmt: skip
 def test_optimizer_configs_reject_invalid_settings(config: type, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         config(**fields)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders.scripts import script
@@ -49,9 +50,7 @@ def test_read_rules_rejects_invalid_line(line: str) -> None:
         prose.read_rules(f"# comment\n{line}\n")
 
 
-def test_main_prints_each_hit_and_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_main_prints_each_hit_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     rules, page = tmp_path / "words.tsv", tmp_path / "page.md"
     rules.write_text(RULES)
     page.write_text("The quux.\n")

@@ -62,17 +62,6 @@ def test_listing_missing_path_raises(tmp_path: Path, call: Callable[[str], objec
         call(str(tmp_path))
 
 
-def test_read_into_stops_at_end_of_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(range(100)))
-    buffer = np.zeros(30, np.uint8)
-    assert storage.read_into(str(path), 10, buffer) == 30
-    assert buffer.tolist() == list(range(10, 40))
-    assert storage.read_into(str(path), 90, buffer) == 10
-    assert buffer[:10].tolist() == list(range(90, 100))
-    assert storage.read_into(str(path), 100, buffer) == 0
-
-
 def write_and_fail(path: Path) -> None:
     path.write_bytes(b"half")
     raise RuntimeError
@@ -408,11 +397,6 @@ def test_listed_files_keep_url_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found_in("s3://bucket/log?region=x") == expected
     assert found_in("s3://bucket/log?region=x", names=["day_9"]) == expected[:1]
     assert sorted(file.path for file in storage.files_in("s3://bucket/log?region=x")) == sorted(expected)
-
-
-def test_storage_imports_neither_torch_nor_ray() -> None:
-    code = "import sys, rayrec.storage; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_same_store_requires_same_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:

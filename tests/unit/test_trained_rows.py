@@ -9,6 +9,7 @@ import pytest
 from rayrec.trained_rows import RESIDUES, RowNumbers, TrainedRows, merge_ranges
 
 ROWS = 100_000
+Change = Callable[[list[RowNumbers]], list[RowNumbers]]
 
 
 def batches(epochs: int = 2, rows: int = ROWS, size: int = 1000) -> list[RowNumbers]:
@@ -84,9 +85,7 @@ def in_another_epoch(given: list[RowNumbers]) -> list[RowNumbers]:
         (in_another_epoch, 1, 1),
     ],
 )
-def test_lost_and_repeated_rows_are_detected(
-    change: Callable[[list[RowNumbers]], list[RowNumbers]], lost: int, repeated: int
-) -> None:
+def test_lost_and_repeated_rows_are_detected(change: Change, lost: int, repeated: int) -> None:
     assert tally_of(change(batches())).lost_and_repeated(expected()) == (lost, repeated)
 
 

@@ -352,9 +352,7 @@ def as_bags(folder: Path, name: str, save: Callable[..., None]) -> None:
         (lambda f: None, {"split": "days", "parts": {"validation_days": 2, "test_days": 2}}, "leave none for training"),
     ],
 )  # fmt: skip
-def test_adopt_rejects_invalid_arrays_in_one_line(
-    folder: Path, spoil: Callable[[Path], Any], options: dict[str, Any], message: str
-) -> None:
+def test_adopt_rejects_invalid_arrays_in_one_line(folder: Path, spoil: Any, options: dict[str, Any], message: str) -> None:
     spoil(folder)
     with pytest.raises(InputError, match=message) as found:
         adopt(str(folder), **options)

@@ -161,9 +161,7 @@ def flipped(folder: Path) -> Path:
         (lambda f: write(f, FIXED, fixed), {"split": "sevenths"}, r"^--split: an option for arrays .*not for MDS shards"),
     ],
 )  # fmt: skip
-def test_adopt_rejects_invalid_shards_in_one_line(
-    tmp_path: Path, tokenizer: Path, make: Callable[[Path], Path], options: dict[str, Any], message: str
-) -> None:
+def test_adopt_rejects_invalid_shards_in_one_line(tmp_path: Path, tokenizer: Path, make: Any, options: Any, message: str) -> None:
     folder = make(tmp_path / "set")
     with pytest.raises(InputError, match=message) as found:
         adopt(str(folder), **{"tokenizer": str(tokenizer), **options})
