@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.faults import raising
 from builders.scripts import ROOT, script
 
 import rayrec
@@ -57,9 +58,8 @@ def compared(*, seed: int, quartets: int = 400) -> Any:
 def test_the_interval_holds_the_effect_as_often_as_it_says() -> None:
     runs = [compared(seed=seed) for seed in range(40)]
     intervals = [paired.median_interval(found.ratios) for found in runs]
-    nothing = [paired.median_interval(found.null_ratios) for found in runs]
     assert sum(1 / (1 + COST) in interval for interval in intervals) >= 36
-    assert sum(1.0 in interval for interval in nothing) >= 36
+    assert sum(1.0 in paired.median_interval(found.null_ratios) for found in runs) >= 36
     assert sum(1.0 in interval for interval in intervals) < 20  # an effect of 1 % is seen in a noise of 5 %
     assert statistics.fmean(interval.median for interval in intervals) == pytest.approx(1 / (1 + COST), abs=0.001)
     assert statistics.fmean(interval.half_width for interval in intervals) < 0.008
@@ -118,8 +118,7 @@ def test_parts_are_chosen_by_name() -> None:
 def test_the_roofline_is_the_lower_of_two_bounds() -> None:
     moved = gpu.bytes_of_row(ids=2, features=2, width=4, state_values=1, saved_bytes=10.0)
     assert moved == {"tables": 4 * 2 * (3 * 4 + 2), "embeddings": 4 * 2 * 4 * 4, "activations": 40}
-    peak = {"bf16": 6_000.0, "memory": 2_800.0}
-    found = gpu.roofline(5.0, 100.0, moved, peak, precision="bf16")
+    found = gpu.roofline(5.0, 100.0, moved, {"bf16": 6_000.0, "memory": 2_800.0}, precision="bf16")
     assert (found["flop_per_row"], found["flop_share"]) == (600, 0.5)
     assert found["bytes_share"] == pytest.approx(5 * 280 / 2_800, abs=1e-3)
     assert found["bound_rows_per_s"] == 10  # by both
@@ -270,7 +269,7 @@ def test_a_quick_run_leaves_trainings_out(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("with_lightgbm", [True, False])
 def test_rows(capsys: pytest.CaptureFixture[str], with_lightgbm: bool) -> None:
-    rounds = [found_by(seconds, trainings=tuple(start.TRAININGS), with_lightgbm=with_lightgbm) for seconds in (4.0, 40.0, 3.0)]
+    rounds = [found_by(seconds, trainings=start.TRAININGS, with_lightgbm=with_lightgbm) for seconds in (4.0, 40.0, 3.0)]
     found = start.medians_of({name: [of_round[name] for of_round in rounds] for name in rounds[0]})
     report_of(with_lightgbm=with_lightgbm).print(found)
     rows = printed(capsys)
@@ -373,20 +372,15 @@ def test_results_are_known_before_later_candidates_run() -> None:
 
 def test_failed_part_of_all_benchmarks_is_skipped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-
-    def benchmark(name: str, error: Exception | None = None) -> None:
-        def main(*, quick: bool) -> None:
-            if error:
-                raise error
-            done.append(name)
-
+    mains: dict[str, Any] = {
+        "first": lambda quick: done.append("first"),
+        "second": raising(RuntimeError("password=hidden-word\nits last line")),
+        "third": raising(InputError("rayrec benchmark third: --data names no log")),
+        "fourth": lambda quick: done.append("fourth"),
+    }
+    for name, main in mains.items():
         monkeypatch.setitem(sys.modules, f"{name}_benchmark", SimpleNamespace(main=main))
-
-    benchmark("first")
-    benchmark("second", RuntimeError("password=hidden-word\nits last line"))
-    benchmark("third", InputError("rayrec benchmark third: --data names no log"))
-    benchmark("fourth")
-    monkeypatch.setattr(run, "NAMES", ("first", "second", "third", "fourth"))
+    monkeypatch.setattr(run, "NAMES", tuple(mains))
     assert run.main(["all", "--quick"]) == 1
     assert done == ["first", "fourth"]
     captured = capsys.readouterr()

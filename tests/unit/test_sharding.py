@@ -48,8 +48,7 @@ def test_every_table_is_fused_and_none_data_parallel(world_size: int, device: Li
     tables = [(f"cat_{index}", size, 16) for index, size in enumerate(SIZES)]
     assert [(row.table, row.num_embeddings, row.embedding_dim) for row in rows] == tables
     assert {row.sharding_type for row in rows} <= ({"table_wise", "row_wise"} if world_size > 1 else {"table_wise"})
-    kernels = {sharding.compute_kernel for module in made.plan.values() for sharding in module.values()}
-    assert kernels == {"fused"}
+    assert {sharding.compute_kernel for module in made.plan.values() for sharding in module.values()} == {"fused"}
     assert {rank for row in rows for rank in row.bytes_of_rank} == set(range(world_size))
     assert sum(row.total_bytes for row in rows) == sum(SIZES) * 17 * 4
 
@@ -80,8 +79,7 @@ def test_column_wise_splits_table_between_workers() -> None:
     config = only("column_wise", min_column_width=32)
     made = plan_sharding(model, Site(2, "cpu", 640 * MIB), batch_size=128, state_bytes=STATE, config=config)
     (row,) = rows_of(made, model)
-    assert row.sharding_type == "column_wise"
-    assert (row.num_embeddings, row.embedding_dim) == (1_000_000, 64)
+    assert (row.sharding_type, row.num_embeddings, row.embedding_dim) == ("column_wise", 1_000_000, 64)
     assert set(row.bytes_of_rank) == {0, 1}
 
 
@@ -175,10 +173,7 @@ def test_plan_moves_oversized_tables_to_host_memory() -> None:
     # Host memory has these tables, and a checkpoint's copy of all tables.
     with pytest.raises(InputError, match=r"worker 0 needs .* of host memory, .* for tables \(uvm_caching\)"):
         plan(1, "cuda", config=cached, memory_bytes=200 * MIB, host_memory_bytes=310 * MIB)
-    on_cpu = plan(config=cached)
-    assert {row.device_share for row in rows_of(on_cpu)} == {1.0}
-    with pytest.raises(InputError, match=r"uvm_cache_fraction: must be above 0 and below 1, got 1.0"):
-        ShardingConfig(uvm_cache_fraction=1.0)
+    assert {row.device_share for row in rows_of(plan(config=cached))} == {1.0}
 
 
 @pytest.mark.parametrize("kind", ["sgd", "rowwise_adagrad", "adagrad"])
@@ -210,6 +205,7 @@ def test_optimizer_state_size_matches_torchrec(kind: Any, monkeypatch: pytest.Mo
         ({"sharding_types": ("diagonal",)}, "has the wrong type"),
         ({"reserved_fraction": 1.0}, "must be at least 0 and below 1"),
         ({"min_column_width": 6}, "multiple of 4"),
+        ({"uvm_cache_fraction": 1.0}, "uvm_cache_fraction: must be above 0 and below 1, got 1.0"),
     ],
 )
 def test_sharding_config_rejects_invalid_settings(settings: dict[str, Any], message: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.faults import flip
+from builders.runs import QUIET
 
 import rayrec
 from rayrec import recipes
@@ -18,9 +19,7 @@ from rayrec.data.text import mds
 from rayrec.data.text.mds import TokenRows
 from rayrec.data.text.text_blocks import open_tokens
 from rayrec.data.text.tokenizer import bytes_bpe, write_tokenizer
-from rayrec.observe.console import Console
 
-QUIET = Console(quiet=True)
 BLOCK = 16
 ROWS = np.random.default_rng(0).integers(0, 260, (60, BLOCK))
 Sample = Callable[[np.ndarray], dict[str, Any]]

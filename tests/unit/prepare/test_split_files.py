@@ -29,9 +29,6 @@ from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.observe.console import Console
 from rayrec.prepare import events, split_tasks
 from rayrec.prepare import split as splitting
-from rayrec.prepare.events import last_rows
-from rayrec.prepare.split import RowSplit
-from rayrec.prepare.split_tasks import cut_files
 from rayrec.schema import Schema
 
 CONSOLE = Console(quiet=True)
@@ -131,11 +128,11 @@ def test_split_by_group_keeps_groups_together(tmp_path: Path) -> None:
     found = split(written(table, tmp_path / "log"), tmp_path / "out", "group", test=0.0, validation=0.3)
     parts = parts_of(tmp_path / "out")
     check_whole(parts, table)
-    users = {name: set(part.column("user").to_pylist()) for name, part in parts.items()}
+    users = {name: set(part["user"].to_pylist()) for name, part in parts.items()}
     assert users.keys() == {"train", "validation"}
     assert not users["train"] & users["validation"]
     assert None in users["train"]
-    assert found["rows_without_group"] == table.column("user").null_count > 0
+    assert found["rows_without_group"] == table["user"].null_count > 0
     assert len(users["validation"]) == pytest.approx(60, abs=20)
     split(str(tmp_path / "log"), tmp_path / "items", "group", group="item")
     items = {name: set(part.column("item").to_pylist()) for name, part in parts_of(tmp_path / "items").items()}
@@ -174,12 +171,12 @@ def test_split_last_out_holds_out_last_rows_of_users(tmp_path: Path) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=12))
-def test_split_last_out_keeps_training_row(events: list[tuple[int, int]]) -> None:
-    users, times = (np.array([event[i] for event in events], np.int64) for i in range(2))
-    marks = last_rows(users, times, np.arange(len(events)))
+def test_split_last_out_keeps_training_row(rows: list[tuple[int, int]]) -> None:
+    users, times = np.array(rows, np.int64).reshape(-1, 2).T
+    marks = events.last_rows(users, times, np.arange(len(rows)))
     expected = {}
     for user in set(users.tolist()):
-        of_user = sorted((int(times[row]), row) for row in range(len(events)) if users[row] == user)
+        of_user = sorted((int(times[row]), row) for row in range(len(rows)) if users[row] == user)
         for place, part in ((1, 2), (2, 1)):
             if len(of_user) > place:
                 expected[of_user[-place][1]] = part
@@ -279,13 +276,13 @@ def test_split_opens_store_files_in_parallel(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr("rayrec.storage.range_reader.is_url", lambda _: True)
     monkeypatch.setattr(split_tasks, "open_parquet", together)
-    assert json_of(cut_files(files, task_bytes=1)) == [[[0, 1], [1, 2]]] * 8
+    assert json_of(split_tasks.cut_files(files, task_bytes=1)) == [[[0, 1], [1, 2]]] * 8
 
 
 def test_resumed_split_reads_no_footer_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, write, groups = written(table_of(), tmp_path / "log"), splitting.write, list[int]()
+    path, groups, write, cut = written(table_of(), tmp_path / "log"), list[int](), splitting.write, split_tasks.cut_files
     monkeypatch.setattr(splitting, "_CUT_FILES", 2)
-    monkeypatch.setattr(splitting, "cut_files", lambda files, **by: groups.append(len(files)) or cut_files(files, **by))
+    monkeypatch.setattr(splitting, "cut_files", lambda files, **by: groups.append(len(files)) or cut(files, **by))
     monkeypatch.setattr(splitting, "write", raising(OSError("killed")))
     with pytest.raises(OSError, match="killed"):
         split(path, tmp_path / "out", "rows")
@@ -332,7 +329,7 @@ def test_interrupted_split_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 )
 def test_split_rejects_conflicting_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        RowSplit(**options)
+        splitting.RowSplit(**options)
 
 
 def test_split_rejects_unsuitable_logs(tmp_path: Path) -> None:

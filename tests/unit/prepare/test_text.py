@@ -2,13 +2,14 @@
 
 import gzip
 import json
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from builders.engines import Died, LoopEngine
+from builders.runs import QUIET
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,11 +18,8 @@ from rayrec.config import InputError
 from rayrec.data.text.mds import TokenRows
 from rayrec.data.text.text_blocks import open_tokens, text_rows
 from rayrec.data.text.tokenizer import load_tokenizer
-from rayrec.observe.console import Console
 from rayrec.prepare import text as preparing
-from rayrec.prepare.text import plan_shards
 
-QUIET = Console(quiet=True)
 LINES = [f"{number} bottles of beer on the wall, {number} bottles — hé!\n" for number in range(400, 0, -1)]
 TEXT = "".join(LINES)
 SMALL = {"vocabulary_size": 300, "block_size": 16, "part_bytes": 2048, "shard_bytes": 4096}
@@ -45,10 +43,8 @@ def prepared(path: Path | str, out: Path, **options: Any) -> dict[str, Any]:
 
 
 def tokens_of(folder: Path, name: str) -> np.ndarray:
-    rows = TokenRows(open_tokens(str(folder)).set_path(name))
-    found = rows.read(np.arange(len(rows)))["tokens"]
-    rows.close()
-    return found.reshape(-1)
+    with closing(TokenRows(open_tokens(str(folder)).set_path(name))) as rows:
+        return rows.read(np.arange(len(rows)))["tokens"].reshape(-1)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -215,7 +211,7 @@ def test_text_job_rejects_changed_inputs(here: LoopEngine, beer: Path, tmp_path:
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 9), st.integers(1, 7))
 def test_shards_contain_every_token_once(counts: list[int], block_size: int, rows_per_shard: int) -> None:
     parts = list(enumerate(counts, start=3))
-    planned = plan_shards("train", parts, block_size=block_size, rows_per_shard=rows_per_shard)
+    planned = preparing.plan_shards("train", parts, block_size=block_size, rows_per_shard=rows_per_shard)
     everything = [(part, token) for part, count in parts for token in range(count)]
     pieces = [piece for shard in planned for piece in shard.pieces]
     placed = [(part, token) for part, start, count in pieces for token in range(start, start + count)]

@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -41,15 +41,13 @@ def _here(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def text_of(lines: Sequence[Line]) -> bytes:
-    def cells(*row: int | None) -> Iterator[str]:
-        return ("" if x is None else f"{x:08x}" if place > 2 else f"{x}" for place, x in enumerate(row))
-
-    return "".join("\t".join(cells(*line)) + "\n" for line in lines).encode()
+    rows = [["" if x is None else f"{x:08x}" if place > 2 else f"{x}" for place, x in enumerate(line)] for line in lines]
+    return "".join("\t".join(row) + "\n" for row in rows).encode()
 
 
-def validate(path: Path, gates: Gates = ALLOWED, *, config: PreparationConfig = CONFIG, preprocessor: Any = None) -> Report:
-    given = None if preprocessor is None else str(preprocessor)
-    return module.validate(str(path), config=config, gates=gates, preprocessor=given, console=Console(quiet=True))
+def validate(path: Path, gates: Gates = ALLOWED, *, config: PreparationConfig = CONFIG, **given: Path) -> Report:
+    folders = {name: str(folder) for name, folder in given.items()}
+    return module.validate(str(path), config=config, gates=gates, console=Console(quiet=True), **folders)
 
 
 def found_in(path: Path, **options: Any) -> dict[str, Any]:
@@ -79,10 +77,7 @@ def varied(rows: int, seed: int = 0) -> list[Line]:
 
 SMALL: dict[str, list[Line]] = {
     "day_0": [(1, 0, 1, 7, 1), (0, -2, 1, 7, 1), (0, 5, 1, 8, None), (0, 5, 1, 7, 2)],
-    "day_1": [
-        *((1, None, 1, 7, 3), (0, 5, 1, 9, None), (0, 5, 1, 8, 1)),
-        *((1, None, 1, 7, 1), (0, 5, 1, 8, 1), (1, 0, 1, 7, 1)),
-    ],
+    "day_1": [(1, None, 1, 7, 3), (0, 5, 1, 9, None), (0, 5, 1, 8, 1), (1, None, 1, 7, 1), (0, 5, 1, 8, 1), (1, 0, 1, 7, 1)],
 }
 
 
@@ -92,10 +87,9 @@ def small(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_report_counts_rows_and_labels(small: dict[str, Any]) -> None:
-    assert small["rows"] == 10
     low, high = pytest.approx(0.1682, abs=1e-4), pytest.approx(0.6873, abs=1e-4)
     assert small["label"] == {"name": "click", "clicks": 4, "rate": 0.4, "low": low, "high": high}
-    assert small["slices_by"] == "file"
+    assert (small["rows"], small["slices_by"]) == (10, "file")
     slices = [(piece["name"], piece["rows"], piece["label_rate"]) for piece in small["slices"]]
     assert slices == [("day_0", 4, 0.25), ("day_1", 6, 0.5)]
     assert small["slices"][1]["missing_rate"] == {"a": 2 / 6, "b": 0, "s": 0, "t": 1 / 6}
@@ -260,10 +254,10 @@ FAULTS = {
 def test_report_finds_injected_fault(tmp_path: Path, kind: str) -> None:
     (line, column), good = FAULTS[kind], text_of(varied(50))
     report = validate(log_of(tmp_path, day_0=good, day_1=good + line * 12 + good), Gates())
-    assert report.content["bad_rows"] == 12
-    assert report.content["faults"]["by_kind"] == {kind: 12}
-    assert report.content["faults"]["by_column"] == ({kind: {column: 12}} if column else {})
-    first = report.content["faults"]["first"][0]
+    faults = report.content["faults"]
+    assert (report.content["bad_rows"], faults["by_kind"]) == (12, {kind: 12})
+    assert faults["by_column"] == ({kind: {column: 12}} if column else {})
+    first = faults["first"][0]
     assert (Path(first["path"]).name, first["byte"], first["column"]) == ("day_1", len(good), column)
     assert failed(report) == ["max_bad_fraction"]
     assert f"day_1 at byte {len(good)}: {kind}" in report.failures[0]
@@ -290,18 +284,15 @@ GATES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("failing", "passing", "files"), GATES, ids=lambda x: next(iter(x), ""))
 def test_gate_fails_and_passes(tmp_path: Path, failing: dict[str, Any], passing: dict[str, Any], files: dict[str, Any]) -> None:
-    path = log_of(tmp_path, **{**DAYS, **files})
-    (gate,) = failing
+    path, (gate,) = log_of(tmp_path, **{**DAYS, **files}), failing
     report = validate(path, ALLOWED.replace(**failing))
-    assert failed(report) == [gate]
+    assert (failed(report), report.to_dict()["passed"]) == ([gate], False)
     (line,) = report.failures
     assert "\n" not in line
     assert f"--gates.{gate.replace('_', '-')}" in line
-    assert not report.to_dict()["passed"]
     assert line in " ".join(report.lines())
     again = validate(path, ALLOWED.replace(**passing))
-    assert failed(again) == []
-    assert again.to_dict()["passed"]
+    assert (failed(again), again.to_dict()["passed"]) == ([], True)
 
 
 def test_max_bad_fraction_defaults_to_preparation(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.runs import QUIET
 
 from rayrec import recipes
 from rayrec.config import InputError
@@ -16,7 +17,6 @@ from rayrec.data.engine import ThreadEngine
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.text_parser import TextParser
-from rayrec.observe.console import Console
 from rayrec.prepare import preprocess as preparing
 from rayrec.prepare.config import PreparationConfig, raw_index
 from rayrec.prepare.preprocess import RowOutput
@@ -24,8 +24,7 @@ from rayrec.prepare.validate import validate
 from rayrec.schema import Schema, load_schema
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-CONSOLE = Console(quiet=True)
-preprocess, vocabulary = (functools.partial(make, console=CONSOLE) for make in (preparing.preprocess, preparing.vocabulary))
+preprocess, vocabulary = (functools.partial(make, console=QUIET) for make in (preparing.preprocess, preparing.vocabulary))
 
 
 class Parsed:
@@ -56,7 +55,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Parsed:
 def separately(path: str, config: PreparationConfig, rows: tuple[int, int] | None) -> Preprocessor:
     """Count some rows of a log (None: all) with an existing index."""
     engine = ThreadEngine(1)
-    index: LogIndex = raw_index(path, config, engine, CONSOLE)
+    index: LogIndex = raw_index(path, config, engine, QUIET)
     parts = list(index.parts(*(rows or (0, index.rows))))
     with count_log(config.rules.counting(config.schema), parts, engine=engine) as counts:
         return make_preprocessor(config.rules, config.schema, counts)
@@ -133,7 +132,7 @@ def test_schema_without_tokens_reads_headerless_text(tmp_path: Path) -> None:
         vocabulary(str(log_path), out=str(out), config=config)
         made.append(Preprocessor.load(str(out)).hash())
         preprocess(str(log_path), out=f"{out}-data", rows=RowOutput(format="binary"), config=config)
-        assert validate(str(log_path), config=config, console=CONSOLE).to_dict()["rows"] == 60
+        assert validate(str(log_path), config=config, console=QUIET).to_dict()["rows"] == 60
         recipe = recipes.clicks().replace(workload={"schema": config.schema})
         for path in (str(log_path), f"{out}-data"):
             workload: Any = recipe.workload.adapted(recipe.replace(train_data={"path": path})).workload
