@@ -1,11 +1,15 @@
 """Commands: help, errors, results, and imported modules."""
 
+import dataclasses
+import inspect
 import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +23,11 @@ from rayrec.cli.parser import command_flags, parse
 from rayrec.cli.recipe_flags import recipe_flags
 from rayrec.commands import COMMANDS
 from rayrec.commands.declaration import Shown
+from rayrec.commands.settings import updated
 from rayrec.commands.train import configuration, summary_rows
-from rayrec.config import InputError
+from rayrec.config import Config, InputError
 from rayrec.models.ranking.finalnet import FinalNetConfig
+from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
 
 Capture = pytest.CaptureFixture[str]
@@ -352,3 +358,71 @@ class Terminal(io.StringIO):
 def test_result_prints_table_or_json(capsys: Capture, out: Any, as_json: bool, quiet: bool, printed: str, noted: str) -> None:
     assert show(Shown({"auroc": 0.5}, "a table"), as_json=as_json, quiet=quiet, out=out) == 0
     assert (out.getvalue(), capsys.readouterr().err) == (printed, noted)
+
+
+# Command lines of the documentation, deploy/ and tests -----------------------------------------------------------------
+
+LINES = json.loads((Path(__file__).parents[1] / "golden" / "command_lines.json").read_text())
+SCHEMA = "{label: y, dense: [a], sparse: [b]}"
+CONFIG = "recipe: criteo_demo\nsteps: 7\n"
+
+
+def changes(config: Config, default: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings that differ from the default, with their names."""
+    for field in dataclasses.fields(config):
+        value, before = getattr(config, field.name), getattr(default, field.name, None)
+        if isinstance(value, Config) and type(value) is type(before):
+            yield from changes(value, before, f"{prefix}{field.name}.")
+        elif value != before:
+            yield f"{prefix}{field.name}", plain(value)
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, Config):
+        return plain({"class": type(value).__name__, **value.to_dict()})
+    if isinstance(value, dict):
+        return {name: each.rpartition(".")[2] if name == "class" else plain(each) for name, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, tuple | list) else value
+
+
+def call_of(line: str) -> dict[str, Any]:
+    """Return the call of a command line: command name and non-default values."""
+    name, *words = shlex.split(line)
+    words, switches = cli.take_switches(words)
+    call = parse(COMMANDS[name], words)
+    signature = inspect.signature(call.command.function)
+    given = signature.bind(*call.arguments, **call.keywords).arguments
+    given.update(given.pop(next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), ""), {}))
+    made = {"command": name, **({"quiet": True} if "-q" in switches else {}), **({"verbose": True} if "-v" in switches else {})}
+    for prefix, cls in call.command.settings():  # Passed as keyword arguments, often of several configurations.
+        if prefix not in signature.parameters:
+            fields = {field.name for field in dataclasses.fields(cls)} - set(signature.parameters)
+            options = {field: given.pop(field) for field in fields & given.keys()}
+            config = settings(cls, options, given)
+            made.update(changes(config, settings(cls, {}, given)))
+    for parameter, value in given.items():
+        if isinstance(value, TrainConfig):
+            made["recipe"] = value.recipe
+            made.update(changes(value, recipes.ALL.get(value.recipe, recipes.ALL["clicks"])()))
+        elif isinstance(value, Config):
+            made.update(changes(value, type(value)(), f"{parameter}." if parameter == "gates" else ""))
+        elif value != signature.parameters[parameter].default and value is not None:
+            made[parameter] = plain(value)
+    return made
+
+
+def settings(cls: type[Config], options: dict[str, Any], given: dict[str, Any]) -> Config:
+    needed = {field.name: given[field.name] for field in dataclasses.fields(cls) if field.default is field.default_factory}
+    return updated(cls(**needed), options)
+
+
+def test_command_lines_match_golden_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file is a schema or configuration, and each recipe file has `clicks`."""
+
+    def text(place: str) -> str:
+        return SCHEMA if any(word in place for word in ("schema", "labels", "columns")) else CONFIG
+
+    monkeypatch.setattr("rayrec.storage.read_text", text)
+    monkeypatch.setattr("rayrec.recipes.function_in_file", lambda name, returns: recipes.ALL["clicks"])
+    failed = {line: (made, expected) for line, expected in LINES if (made := call_of(line)) != expected}
+    assert not failed

@@ -1,10 +1,12 @@
-"""Files: natural order, ranges and atomic writes."""
+"""Files: natural order, ranges, atomic writes and temporary folders."""
 
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +18,14 @@ import pytest
 from builders.faults import at_first
 from pyarrow import fs
 
+import rayrec
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.storage import files, filesystems, retry
+from rayrec.storage import files, filesystems, retry, scratch
 from rayrec.storage.azure import AzureLocation
 from rayrec.storage.gcs import GcsLocation
 from rayrec.storage.s3 import S3Location
+from rayrec.storage.scratch import Scratch
 
 
 def found_in(*place: Any, **options: Any) -> list[str]:
@@ -455,3 +459,57 @@ def test_glob_matches_same_files_locally_and_at_url(tmp_path: Path, glob: str, e
         (tmp_path / name).write_bytes(b"x")
     for prefix in ("", "file://"):
         assert found_in(f"{prefix}{tmp_path}", glob) == [f"{prefix}{tmp_path}/{name}" for name in expected]
+
+
+# Temporary folders of killed processes ---------------------------------------------------------------------------------
+
+OWNER = """
+import sys
+from rayrec.storage.scratch import Scratch
+print(Scratch("attempt", parent=sys.argv[1]).path, flush=True)
+sys.stdin.read()
+"""
+
+
+def sweep(folder: Path) -> list[str]:
+    """Clean up like a new process, and return the remaining folders."""
+    scratch._remove_abandoned.cache_clear()
+    with Scratch("later", parent=str(folder)) as own:
+        return [str(path) for path in folder.iterdir() if str(path) != own]
+
+
+def test_folders_of_killed_process_are_removed(tmp_path: Path) -> None:
+    others = [tmp_path / name for name in ("rayrec-attempt-1fwd5mbt", "rayrec-00000000-attempt-of_another_machine")]
+    for other in others:
+        other.mkdir()
+    kept = sorted(map(str, others))
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    folder = owner.stdout.readline().strip()
+    (Path(folder) / "file").touch()
+    assert sorted(sweep(tmp_path)) == sorted([*kept, folder]), "a live process's stays"
+    owner.kill()
+    owner.communicate()
+    assert sorted(sweep(tmp_path)) == kept
+
+
+def test_folder_removed_as_abandoned_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removed by another process between its creation and its lock."""
+    make, made = tempfile.mkdtemp, []
+
+    def mkdtemp(prefix: str, dir: str) -> str:
+        made.append(make(prefix=prefix, dir=dir))
+        if len(made) == 1:
+            Path(made[0]).rmdir()
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    with Scratch("attempt", parent=str(tmp_path)) as folder:
+        assert [str(path) for path in tmp_path.iterdir()] == [folder] == made[1:]
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_temporary_folders_use_scratch() -> None:
+    source = Path(rayrec.__file__).parent
+    own = [path for path in source.rglob("*.py") if re.search(r"TemporaryDirectory|mkdtemp", path.read_text())]
+    assert own == [source / "storage" / "scratch.py"]
