@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from builders.click_models import make_app
 from builders.requests import post
-from builders.runs import QUIET
+from builders.runs import QUIET, events_of, train
 from builders.torchrec_scripts import PARTS, torchrec_criteo, write_contiguous_and_shuffled, write_npy
 
 import rayrec
@@ -36,7 +36,6 @@ SEGMENT = 128
 
 
 adopt = functools.partial(rayrec.adopt, console=QUIET)
-train = functools.partial(rayrec.train, console=QUIET)
 
 
 @pytest.fixture(scope="module")
@@ -217,8 +216,7 @@ def test_adopted_run_resumes_exactly(runs: tuple[Path, Path], adopted: Path, tmp
     shutil.rmtree(run / "checkpoints" / "step_00000016")
     (run / "summary.json").unlink()
     assert train(config_of(adopted, tmp_path, "adopted")).summary["weights_sha256"] == summary_of(runs[0])["weights_sha256"]
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in events if event["kind"] == "start"] == [0, 8]
+    assert [event["step"] for event in events_of(run, "start")] == [0, 8]
 
 
 def test_adopted_scores_match_raw_scores(runs: tuple[Path, Path], adopted: Path, raw: Path, arrays: Path, tmp_path: Path) -> None:

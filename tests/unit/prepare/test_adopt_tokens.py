@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.faults import flip
-from builders.runs import QUIET
+from builders.runs import QUIET, train
 
 import rayrec
 from rayrec import recipes
@@ -94,7 +94,7 @@ def test_adopt_writes_next_to_shards_at_url(tmp_path: Path, tokenizer: Path, com
     )
     url = f"file://{folder}"
     with pytest.raises(InputError, match=f"`rayrec adopt {url} --tokenizer DIR`"):
-        rayrec.train(recipes.gpt2_tiny(url).replace(name="advised", storage_path=str(tmp_path)), console=QUIET)
+        train(recipes.gpt2_tiny(url), name="advised", storage_path=str(tmp_path))
     with pytest.raises(InputError, match="Remove --out"):
         adopt(url, tokenizer=str(tokenizer), out=str(tmp_path / "out"))
     assert adopt(url, tokenizer=str(tokenizer))["out"] == url
@@ -131,7 +131,7 @@ def trained(path: Path, runs: Path) -> dict[str, Any]:
     workload = {"model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": BLOCK}, "max_new_tokens": 2}
     data: Any = {"train_data": {"shuffle": "window", "segments_per_block": 2}, "steps": 6, "batch_size": 8}
     config = recipes.gpt2_tiny(str(path)).replace(workload=workload, scaling={"num_workers": 1}, **data)
-    return rayrec.train(config.replace(storage_path=str(runs), name=path.name), console=QUIET).summary
+    return train(config, storage_path=str(runs), name=path.name).summary
 
 
 def flipped(folder: Path) -> Path:
@@ -171,6 +171,6 @@ def test_adopt_rejects_invalid_shards_in_one_line(tmp_path: Path, tokenizer: Pat
 def test_unadopted_shards_error_names_command(tmp_path: Path) -> None:
     folder = str(write(tmp_path / "set", FIXED, fixed))
     with pytest.raises(InputError, match=r"`rayrec adopt [^`]*set --tokenizer DIR`"):
-        rayrec.train(recipes.gpt2_tiny(folder).replace(scaling={"num_workers": 1}), console=QUIET)
+        train(recipes.gpt2_tiny(folder), scaling={"num_workers": 1})
     with pytest.raises(InputError, match=r"must contain plain text, got MDS shards.*`rayrec adopt [^`]*set --tokenizer DIR`"):
         rayrec.preprocess(folder, out=str(tmp_path / "out"), format="mds", console=QUIET)
