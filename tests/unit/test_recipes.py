@@ -32,17 +32,13 @@ def own(tmp_path: Path) -> Iterator[Path]:
     sys.modules.pop(path.stem, None)
 
 
-def test_recipe_has_name_and_yaml_round_trip() -> None:
+def test_recipe_is_attribute_with_name_and_yaml_round_trip() -> None:
+    """Includes recipes with the name of their file, such as `clicks`."""
     for name, recipe in recipes.ALL.items():
         config = recipe()
         assert config.recipe == name
         assert recipes.load_config(config.to_yaml()) == config
         assert (recipe.__doc__ or "").strip()
-
-
-def test_recipe_is_attribute() -> None:
-    """Includes recipes with the name of their file, such as `clicks`."""
-    for name, recipe in recipes.ALL.items():
         assert getattr(recipes, name) is recipe
     with pytest.raises(AttributeError, match="has no recipe 'click'"):
         recipes.click  # noqa: B018
