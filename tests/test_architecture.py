@@ -224,7 +224,7 @@ LOCK = dict(re.findall(r"^([^#\s].*)==(.*)$", (ROOT / "requirements.lock").read_
 
 
 def test_the_lock_holds_every_requirement_and_nothing_else() -> None:
-    """Those of the package as pyproject.toml stands, its tests and checks, and the CPU pair."""
+    """Requirements of the package as pyproject.toml stands, its tests and checks, and the CPU pair."""
     extras, groups = PROJECT["optional-dependencies"], "test check docs spark language mlflow wandb onnx"
     texts = [*PROJECT["dependencies"], *(text for name in groups.split() for text in extras[name]), *SHIM["dependencies"]]
     wanted = list(closure(map(Requirement, texts), installed_distributions()))

@@ -81,15 +81,10 @@ def test_faults_include(kind: str, source: str) -> None:
 
 def test_faults_allow_plain_prose() -> None:
     source = '''"""Reader of rows."""
-
 size: int
 """Whether to read all rows."""
-
-
 def read(rows: int) -> int:
     """Return the rows that match, of all `found` ones."""
-
-
 def test_read_returns_rows() -> None: ...
 '''
     assert list(prose.faults(source, frozenset({"found"}))) == []

@@ -49,8 +49,6 @@ def test_list_files_sorts_numbers_naturally(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "why"),
     [
-        (lambda folder: storage.list_files(f"{folder}/absent"), "no such file or folder"),
-        (storage.list_files, "contains no data files"),
         (lambda folder: storage.list_files(f"{folder}/*.gz"), "contains no data files"),
         (lambda folder: storage.read_bytes(f"{folder}/absent"), "no such file"),
         (lambda folder: storage.read_into(f"{folder}/absent", 0, np.zeros(1, np.uint8)), "no such file"),
@@ -312,8 +310,6 @@ def test_outage_limit_reads_environment(monkeypatch: pytest.MonkeyPatch) -> None
     ("url", "why"),
     [
         ("s3://user:hush@bucket/key", r"s3://\.\.\.@bucket: must not contain credentials"),
-        ("s3:///key", "bucket not found"),
-        ("s3://bucket/key?colour=red", "colour is not an option"),
         ("gs://hush@bucket/key", "credentials"),
         ("az://:hush@account.blob.core.windows.net/c/key", "credentials"),
         ("abfs://user:hush@a/key", "credentials"),

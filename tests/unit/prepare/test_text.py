@@ -39,7 +39,8 @@ def beer(here: LoopEngine, tmp_path: Path) -> Path:
 
 
 def prepared(path: Path | str, out: Path, **options: Any) -> dict[str, Any]:
-    return rayrec.preprocess(str(path), out=str(out), format="mds", console=QUIET, **{**SMALL, **options})
+    small = SMALL | ({"vocabulary_size": None} if "tokenizer" in options else {})
+    return rayrec.preprocess(str(path), out=str(out), console=QUIET, **{"format": "mds", **small, **options})
 
 
 def tokens_of(folder: Path, name: str) -> np.ndarray:
@@ -76,8 +77,8 @@ def test_token_rows_match_text(here: LoopEngine, beer: Path, tmp_path: Path) -> 
 def test_transformers_loads_tokenizer(beer: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    for kind, size in (("bytes_bpe", 300), ("characters", None)):
-        prepared(beer, tmp_path / kind, tokenizer=kind, vocabulary_size=size)
+    for kind, options in (("bytes_bpe", {}), ("characters", {"tokenizer": "characters"})):
+        prepared(beer, tmp_path / kind, **options)
         theirs = AutoTokenizer.from_pretrained(str(tmp_path / kind / "tokenizer"), local_files_only=True)
         ours = load_tokenizer(str(tmp_path / kind / "tokenizer"))
         assert theirs(TEXT, add_special_tokens=False)["input_ids"] == ours.encode(TEXT).tolist()
@@ -92,7 +93,7 @@ def test_custom_tokenizer_is_used(beer: Path, tmp_path: Path) -> None:
     first = prepared(beer, tmp_path / "first")
     own = tmp_path / "first" / "tokenizer"
     (own / "model.safetensors").write_bytes(b"weights")
-    again = prepared(beer, tmp_path / "again", tokenizer=str(own), vocabulary_size=None)
+    again = prepared(beer, tmp_path / "again", tokenizer=str(own))
     assert (again["hash"], again["tokenizer"]) == (first["hash"], first["tokenizer"])
     assert {file.name for file in (tmp_path / "again" / "tokenizer").iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
     old = tmp_path / "old"
@@ -102,7 +103,7 @@ def test_custom_tokenizer_is_used(beer: Path, tmp_path: Path) -> None:
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     (old / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
     (old / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    converted = prepared(beer, tmp_path / "converted", tokenizer=str(old), vocabulary_size=None)
+    converted = prepared(beer, tmp_path / "converted", tokenizer=str(old))
     assert converted["sets"] == first["sets"]
     np.testing.assert_array_equal(tokens_of(tmp_path / "converted", "train"), tokens_of(tmp_path / "first", "train"))
 
@@ -116,7 +117,7 @@ def test_ids_above_16_bits_are_stored(beer: Path, tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "tokenizer.json").write_text(tokenizer.to_str())
     beer.write_text("\n".join(words[60_000:]))
-    made = prepared(beer, tmp_path / "out", tokenizer=str(tmp_path / "own"), vocabulary_size=None)
+    made = prepared(beer, tmp_path / "out", tokenizer=str(tmp_path / "own"))
     assert made["vocabulary_size"] == 70_000
     train = tokens_of(tmp_path / "out", "train")
     np.testing.assert_array_equal(train, np.arange(60_000, 60_000 + len(train)))
@@ -131,7 +132,7 @@ def test_files_are_separated_by_end_tokens(beer: Path, tmp_path: Path) -> None:
     (folder / "a.txt").write_text(TEXT)
     (folder / "b.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
     own = str(tmp_path / "one" / "tokenizer")
-    options = {"tokenizer": own, "vocabulary_size": None, "validation_fraction": 0.0}
+    options = {"tokenizer": own, "validation_fraction": 0.0}
     made = prepared(folder, tmp_path / "two", **options)
     assert list(made["sets"]) == ["train"]
     tokens = tokens_of(tmp_path / "two", "train")
@@ -157,7 +158,7 @@ def test_in_memory_text_matches_shards(beer: Path, tmp_path: Path) -> None:
     made = {}
     for part_bytes in (1024, 4 << 20):
         out = tmp_path / str(part_bytes)
-        options = {"tokenizer": own, "vocabulary_size": None, "validation_fraction": 0.0, "part_bytes": part_bytes}
+        options = {"tokenizer": own, "validation_fraction": 0.0, "part_bytes": part_bytes}
         prepared(beer, out, **options)
         assert open_tokens(str(out)).part_bytes == part_bytes
         made[part_bytes] = tokens_of(out, "train")
@@ -176,15 +177,14 @@ def test_in_memory_text_matches_shards(beer: Path, tmp_path: Path) -> None:
 def test_interrupted_text_job_resumes_to_same_bytes(
     here: LoopEngine, beer: Path, tmp_path: Path, tokenizer: str, tasks_a_call: int
 ) -> None:
-    options = {"tokenizer": tokenizer, "vocabulary_size": None}
-    prepared(beer, tmp_path / "whole", **options)
+    prepared(beer, tmp_path / "whole", tokenizer=tokenizer)
     tasks, here.tasks = here.tasks, 0
     calls = 0
     while not (tmp_path / "parts").exists():
         calls += 1
         here.left = tasks_a_call  # enough to find all characters, which is started again
         try:
-            prepared(beer, tmp_path / "parts", **options)
+            prepared(beer, tmp_path / "parts", tokenizer=tokenizer)
         except Died:
             assert not (tmp_path / "parts").exists()
             train = tmp_path / "parts.partial" / "train"
@@ -242,10 +242,9 @@ def test_shards_contain_every_token_once(counts: list[int], block_size: int, row
     ],
 )
 def test_text_options_are_rejected_in_one_line(beer: Path, tmp_path: Path, options: dict[str, Any], told: str) -> None:
-    arguments = {"format": "mds", **SMALL, **({"vocabulary_size": None} if "tokenizer" in options else {}), **options}
     path = beer.parent if "files" in options else beer
     with pytest.raises(InputError, match=rf"^[^\n]*{told}[^\n]*$"):
-        rayrec.preprocess(str(path), out=str(tmp_path / "out"), console=QUIET, **arguments)
+        prepared(path, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
@@ -263,7 +262,7 @@ def test_invalid_text_is_rejected_in_one_line(beer: Path, tmp_path: Path, conten
     if content == b"text":
         (tmp_path / "out").mkdir()
     with pytest.raises(InputError, match=rf"^[^\n]*{why}$"):
-        prepared(beer, tmp_path / "out", tokenizer="characters", vocabulary_size=None)
+        prepared(beer, tmp_path / "out", tokenizer="characters")
 
 
 def test_open_tokens_rejects_other_folders(tmp_path: Path) -> None:
