@@ -171,33 +171,27 @@ def test_private_names_of_ray_and_torch_are_in_compat_only(path: Path) -> None:
     assert set(_private_names(ast.parse(path.read_text()))) <= NOT_OF_RAY_OR_TORCH
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_private_names_are_found() -> None:
+    for line in (
         "from ray._private import state",
         "from torch.distributed.remote_device import _remote_device",
         "import ray.train.v2._internal.constants",
         "from ray.train.v2.api import data_parallel_trainer",
         "node = ray._private.worker._global_node",
         "group = tensor._process_group",
-    ],
-)
-def test_a_private_name_is_found(line: str) -> None:
-    assert list(_private_names(ast.parse(line)))
+    ):
+        assert list(_private_names(ast.parse(line))), line
 
 
 def _own_files() -> Iterator[Path]:
     """What git tracks or would track; in an unpacked archive, what a checkout holds."""
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False)
-    names = listed.stdout.split("\0") if listed.returncode == 0 else []
-    if not any(names):
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    if not paths:
         folders = ("src", "tests", "docs", "examples", "benchmarks", "packaging", "deploy")
-        names = [_relative(path) for folder in folders for path in (ROOT / folder).rglob("*")]
-    for name in names:
-        path = ROOT / name
-        if name and path.is_file() and path.suffix not in (".so", ".pyc"):
-            yield path
+        paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    return (path for path in paths if path.is_file() and path.suffix not in (".so", ".pyc"))
 
 
 def test_no_file_names_a_place_of_this_machine() -> None:
@@ -205,8 +199,7 @@ def test_no_file_names_a_place_of_this_machine() -> None:
     places = [f"/{folder}" for folder in ("root/", "work/main", "opt/wheels", "opt/pypi")]
     places += [str(place) for place in (ROOT, Path.home()) if len(place.parts) > 2]
     pattern = re.compile("|".join(map(re.escape, places)).encode())
-    found = {_relative(path): match for path in _own_files() if (match := pattern.search(path.read_bytes()))}
-    assert not found
+    assert not {_relative(path): match for path in _own_files() if (match := pattern.search(path.read_bytes()))}
 
 
 def test_layout_in_docs_is_of_the_code() -> None:

@@ -250,8 +250,3 @@ def test_collision_rate_supports_murmur3() -> None:
     places = (murmur3(np.arange(16, dtype=np.uint32)) % 10).tolist()
     expected = sum(token for token in range(1, 16) if places[1:].count(places[token]) > 1) / sum(range(1, 16))
     assert data_report.collision_rate(column, np.zeros(0, np.uint32), tokens, counts) == expected
-
-
-def test_duplicate_rate_counts_repeats() -> None:
-    assert data_report.duplicate_rate(np.array([5, 1, 5, 5, 2], np.uint64)) == 0.4
-    assert data_report.duplicate_rate(np.zeros(0, np.uint64)) is None
