@@ -20,28 +20,10 @@ settings.register_profile("rayrec", deadline=None, suppress_health_check=[Health
 settings.load_profile("rayrec")
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # several tests' threads share two cores; before torch is imported
-LONGEST = (
-    "test_train.py",
-    "test_vision.py",
-    "test_ingest.py",
-    "test_write.py",
-    "test_data_parallel.py",
-    "test_materialized.py",
-    "test_commands.py",
-    "test_huggingface.py",
-    "test_tables.py",
-    "test_mds.py",
-    "test_synthetic.py",
-    "test_counting.py",
-    "test_onnx.py",
-    "test_preprocess.py",
-    "test_supervise.py",
-    "test_predict.py",
-    "test_text.py",
-    "test_openapi.py",
-    "test_app.py",
-    "test_planted_bottlenecks.py",
-)
+LONGEST = """
+train vision ingest write data_parallel materialized commands huggingface tables mds synthetic counting onnx preprocess supervise
+predict text openapi app planted_bottlenecks
+"""
 """Files that take more than ten seconds on two cores, those that take longest first."""
 _is_connected = connection.is_connected
 
@@ -56,8 +38,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the files that take longest first: two processes that take one file after the other then end at about the same time
     (with pytest-xdist's option --no-loadscope-reorder, which keeps this order)."""
-    rank = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
+    rank = {f"test_{name}.py": number for number, name in enumerate(LONGEST.split())}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
 
 
 def pytest_collection_finish() -> None:
@@ -115,25 +97,19 @@ def undisturbed(click_log: Path, made_once: Callable[[str, Callable[[Path], obje
 
 
 @pytest.fixture(scope="session")
-def start_ray() -> Callable[[], None]:
-    """Starts a Ray of this machine alone with two CPUs, as a command does, whose workers get this process's environment."""
-
-    def start() -> None:
-        from rayrec.cluster import connection
-
-        connection.connect("local", num_cpus=2, object_store_bytes=300_000_000, log_to_driver=False)
-
-    return start
-
-
-@pytest.fixture(scope="session")
-def local_ray(start_ray: Callable[[], None]) -> Iterator[None]:
-    """The Ray that most tests share."""
+def local_ray() -> Iterator[None]:
+    """The Ray that most tests share, of this machine alone, with two CPUs. Its workers get this process's environment."""
     import ray
 
-    start_ray()
+    connection.connect("local", num_cpus=2, object_store_bytes=300_000_000, log_to_driver=False)
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of one test."""
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

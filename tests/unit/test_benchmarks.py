@@ -1,6 +1,6 @@
 """Benchmarks: their rows, rounds in turn, and what those of starts, preemption and GPUs make of events."""
 
-import importlib
+import itertools
 import json
 import random
 import statistics
@@ -14,64 +14,65 @@ from typing import Any
 
 import pytest
 import torch
+from builders.faults import raising
+from builders.scripts import ROOT, script
 
 import rayrec
 from rayrec.config import InputError
 from rayrec.data.synthetic import generate
 from rayrec.observe.console import Console
 
+gpu, measuring, paired, preempt, run, start, subprocesses = (
+    script("benchmarks", name)
+    for name in ("gpu_benchmark", "rows", "paired_timing", "preempt_benchmark", "run", "start_benchmark", "subprocesses")
+)
+DryRun = Callable[[str], list[dict[str, Any]]]
 NOISE, DRIFT, COST = 0.05, 0.3, 0.01
 """Standard deviation of the logarithm of a time; by how much all is slower at the end; what one of two ways costs."""
 
 
-@pytest.fixture
-def paired(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("paired_timing")
+@pytest.fixture(autouse=True)
+def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr(measuring, "_FAILED", [])
 
 
-def noisy(paired: Any, *, seed: int, blocks: int) -> Callable[[float], Callable[[], Any]]:
+def noisy(*, seed: int, blocks: int) -> Callable[[float], Callable[[], Any]]:
     """What makes a way that is slower by so much, on a machine that gets slower as time goes by."""
-    draw, done = random.Random(seed), 0
+    draw, done = random.Random(seed), itertools.count(1)
 
-    def way(cost: float) -> Callable[[], Any]:
-        def run() -> Any:
-            nonlocal done
-            done += 1
-            drift = 1 + DRIFT * done / blocks
-            return paired.Spent(0.5 * drift * (1 + cost) * draw.lognormvariate(0, NOISE), 1.0 + cost)
+    def timed(cost: float) -> Any:
+        drift = 1 + DRIFT * next(done) / blocks
+        return paired.Spent(0.5 * drift * (1 + cost) * draw.lognormvariate(0, NOISE), 1.0 + cost)
 
-        return run
-
-    return way
+    return lambda cost: partial(timed, cost)
 
 
-def compared(paired: Any, *, seed: int, quartets: int = 400) -> Any:
-    way = noisy(paired, seed=seed, blocks=4 * quartets)
+def compared(*, seed: int, quartets: int = 400) -> Any:
+    way = noisy(seed=seed, blocks=4 * quartets)
     found = paired.compare(way(COST), way(0.0), way(0.0), enough=0.0, most_s=60.0, most_quartets=quartets, seed=seed)
     assert found.quartets == quartets
     return found
 
 
-def test_the_interval_holds_the_effect_as_often_as_it_says(paired: Any) -> None:
-    runs = [compared(paired, seed=seed) for seed in range(40)]
+def test_the_interval_holds_the_effect_as_often_as_it_says() -> None:
+    runs = [compared(seed=seed) for seed in range(40)]
     intervals = [paired.median_interval(found.ratios) for found in runs]
-    nothing = [paired.median_interval(found.null_ratios) for found in runs]
     assert sum(1 / (1 + COST) in interval for interval in intervals) >= 36
-    assert sum(1.0 in interval for interval in nothing) >= 36
+    assert sum(1.0 in paired.median_interval(found.null_ratios) for found in runs) >= 36
     assert sum(1.0 in interval for interval in intervals) < 20  # an effect of 1 % is seen in a noise of 5 %
     assert statistics.fmean(interval.median for interval in intervals) == pytest.approx(1 / (1 + COST), abs=0.001)
     assert statistics.fmean(interval.half_width for interval in intervals) < 0.008
 
 
-def test_cpu_time_is_compared_too(paired: Any) -> None:
-    found = compared(paired, seed=0, quartets=8)
+def test_cpu_time_is_compared_too() -> None:
+    found = compared(seed=0, quartets=8)
     assert (len(found.ratios), len(found.null_ratios)) == (6, 2)
     assert found.cpu_ratios == pytest.approx([1 / (1 + COST)] * 6)
     assert (len(found.ours), len(found.theirs)) == (12, 12)
 
 
-def test_the_interval_is_that_of_order_statistics(paired: Any) -> None:
+def test_the_interval_is_that_of_order_statistics() -> None:
     found = paired.median_interval([float(value) for value in range(1, 101)])
     assert (found.median, found.low, found.high) == (50.5, 40.0, 61.0)
     for few in ([1.0], [2.0, 1.0], [3.0, 1.0, 2.0]):
@@ -79,8 +80,8 @@ def test_the_interval_is_that_of_order_statistics(paired: Any) -> None:
         assert (found.low, found.high) == (min(few), max(few))
 
 
-def test_it_stops_once_it_knows_enough_and_looks_seldom(paired: Any) -> None:
-    way = noisy(paired, seed=1, blocks=1000)
+def test_it_stops_once_it_knows_enough_and_looks_seldom() -> None:
+    way = noisy(seed=1, blocks=1000)
     found = paired.compare(way(COST), way(0.0), way(0.0), enough=0.02, most_s=60.0)
     assert found.quartets % paired.LOOK_EVERY == 0
     assert paired.median_interval(found.ratios).half_width <= 0.02
@@ -88,15 +89,9 @@ def test_it_stops_once_it_knows_enough_and_looks_seldom(paired: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_quartet_takes_drift_away_in_both_orders(paired: Any, seed: int) -> None:
+def test_a_quartet_takes_drift_away_in_both_orders(seed: int) -> None:
     times = iter((1.0, 1.1, 1.21, 1.331))  # each block is a tenth slower than the one before
-
-    def ours() -> Any:
-        return paired.Spent(next(times), 1.0)
-
-    def theirs() -> Any:
-        return paired.Spent(next(times), 2.0)
-
+    ours, theirs = (lambda cpu_s=cpu_s: paired.Spent(next(times), cpu_s) for cpu_s in (1.0, 2.0))
     wall, cpu, mine, other = paired.quartet(ours, theirs, draw=random.Random(seed))
     assert (wall, cpu) == pytest.approx((1.0, 2.0))
     assert {tuple(spent.wall_s for spent in mine), tuple(spent.wall_s for spent in other)} == {(1.0, 1.331), (1.1, 1.21)}
@@ -105,20 +100,14 @@ def test_a_quartet_takes_drift_away_in_both_orders(paired: Any, seed: int) -> No
 # What the benchmark of one GPU computes from what it measured, and how it refuses a machine without one --------------
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("gpu_benchmark")
-
-
-def test_without_a_gpu_it_says_so(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAYREC_GPU_TESTS_ON", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match="torch sees no GPU here"):
         gpu.main(quick=True)
 
 
-def test_parts_are_chosen_by_name(gpu: Any) -> None:
+def test_parts_are_chosen_by_name() -> None:
     assert gpu.chosen_parts(["gpu", "--quick"]) == gpu.PARTS
     assert gpu.chosen_parts(["gpu", "--parts", "trace,train"]) == ("train", "trace")
     for wrong in (["--parts", "speed"], ["--parts"], ["--parts", ""]):
@@ -126,45 +115,45 @@ def test_parts_are_chosen_by_name(gpu: Any) -> None:
             gpu.chosen_parts(wrong)
 
 
-def test_the_roofline_is_the_lower_of_two_bounds(gpu: Any) -> None:
+def test_the_roofline_is_the_lower_of_two_bounds() -> None:
     moved = gpu.bytes_of_row(ids=2, features=2, width=4, state_values=1, saved_bytes=10.0)
     assert moved == {"tables": 4 * 2 * (3 * 4 + 2), "embeddings": 4 * 2 * 4 * 4, "activations": 40}
-    peak = {"bf16": 6_000.0, "memory": 2_800.0}
-    found = gpu.roofline(5.0, 100.0, moved, peak, precision="bf16")
+    found = gpu.roofline(5.0, 100.0, moved, {"bf16": 6_000.0, "memory": 2_800.0}, precision="bf16")
     assert (found["flop_per_row"], found["flop_share"]) == (600, 0.5)
     assert found["bytes_share"] == pytest.approx(5 * 280 / 2_800, abs=1e-3)
     assert found["bound_rows_per_s"] == 10  # by both
 
 
-def test_syncs_are_read_from_a_trace(gpu: Any) -> None:
-    events = [
-        {"cat": "cuda_runtime", "name": "cudaStreamSynchronize"},
-        {"cat": "cuda_runtime", "name": "cudaStreamSynchronize"},
-        {"cat": "cuda_runtime", "name": "cudaLaunchKernel"},
-        {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pageable)"},
-        {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)"},
-        {"cat": "kernel", "name": "sgemm"},
-        {"name": "a mark"},
-    ]
+def test_syncs_are_read_from_a_trace() -> None:
+    names = {
+        "cuda_runtime": ("cudaStreamSynchronize", "cudaStreamSynchronize", "cudaLaunchKernel"),
+        "gpu_memcpy": ("Memcpy DtoH (Device -> Pageable)", "Memcpy HtoD (Pinned -> Device)"),
+        "kernel": ("sgemm",),
+    }
+    events = [{"name": "a mark"}, *({"cat": kind, "name": name} for kind in names for name in names[kind])]
     assert gpu.syncs_of(events) == {"cudaStreamSynchronize": 2, "Memcpy DtoH (Device -> Pageable)": 1}
     assert gpu.kernels_of(events) == 1
 
 
-def dry_run(
-    gpu: Any, parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> list[dict[str, Any]]:
-    monkeypatch.setenv("RAYREC_GPU_TESTS_ON", "cpu")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("sys.argv", ["run.py", "gpu", "--parts", parts, "--out", str(tmp_path / "out")])
-    gpu.main(quick=True)
+def printed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.fixture
+def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> DryRun:
+    def rows(parts: str) -> list[dict[str, Any]]:
+        monkeypatch.setenv("RAYREC_GPU_TESTS_ON", "cpu")
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        monkeypatch.setattr("sys.argv", ["run.py", "gpu", "--parts", parts, "--out", str(tmp_path / "out")])
+        gpu.main(quick=True)
+        return printed(capsys)
+
+    return rows
+
+
 @pytest.mark.extended
-def test_everything_can_be_tried_on_the_cpu(
-    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = dry_run(gpu, ",".join(gpu.PARTS), tmp_path, monkeypatch, capsys)
+def test_everything_can_be_tried_on_the_cpu(dry_run: DryRun, tmp_path: Path) -> None:
+    rows = dry_run(",".join(gpu.PARTS))
     assert len(rows) == 3 + 1 + 5
     assert {row["device"] for row in rows} == {"cpu"}
     (trace,) = (row for row in rows if "syncs_per_step" in row)
@@ -172,11 +161,9 @@ def test_everything_can_be_tried_on_the_cpu(
     assert (tmp_path / "out" / "trace.json.gz").exists()
 
 
-def test_a_row_of_speed_has_its_roofline_and_its_peer(
-    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_of_speed_has_its_roofline_and_its_peer(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "TRAINED", ("fp32",))
-    (speed,) = dry_run(gpu, "train", tmp_path, monkeypatch, capsys)
+    (speed,) = dry_run("train")
     assert speed["ratio"] == pytest.approx(speed["rows_per_s"] / speed["peer_rows_per_s"], rel=0.05)
     assert 0 <= speed["blocked_fraction"] <= 1
     assert speed["flop_per_row"] > 6 * 2_000_000  # of MLPerf's network
@@ -189,13 +176,7 @@ def test_a_row_of_speed_has_its_roofline_and_its_peer(
 STAMPS = "7 0 100.0\n7 1 101.0\n7 2 102.0\n9 1 110.0\n9 2 111.0\n3 3 130.0\n3 4 13"
 
 
-@pytest.fixture
-def preempt(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("preempt_benchmark")
-
-
-def test_attempts_are_told_apart_by_their_process(preempt: Any) -> None:
+def test_attempts_are_told_apart_by_their_process() -> None:
     assert preempt.stretches(STAMPS) == [
         preempt.Stretch(0, 3, 100.0, 102.0),
         preempt.Stretch(1, 3, 110.0, 111.0),
@@ -204,20 +185,19 @@ def test_attempts_are_told_apart_by_their_process(preempt: Any) -> None:
     assert preempt.stretches("") == []
 
 
-def test_a_preemption_costs_what_the_restarts_after_its_notice_cost(preempt: Any) -> None:
+def test_a_preemption_costs_what_the_restarts_after_its_notice_cost() -> None:
     attempts = preempt.stretches(STAMPS)
     killed_in_step_2, ended_before = (101.5, 103.0), (110.5, 125.0)
     assert preempt.losses(attempts, [killed_in_step_2, ended_before]) == [
         preempt.Loss(steps_redone=2, idle_s=8.0, after_kill_s=7.0),
         preempt.Loss(steps_redone=0, idle_s=19.0, after_kill_s=5.0),
     ]
-    assert preempt.losses(attempts, [(101.5, 120.0)]) == [
-        preempt.Loss(steps_redone=2, idle_s=27.0, after_kill_s=10.0)
-    ]  # two restarts
+    two_restarts = preempt.Loss(steps_redone=2, idle_s=27.0, after_kill_s=10.0)
+    assert preempt.losses(attempts, [(101.5, 120.0)]) == [two_restarts]
     assert preempt.losses(attempts[:1], [(101.5, 120.0)]) == [preempt.Loss(steps_redone=0, idle_s=0.0, after_kill_s=0.0)]
 
 
-def test_moments_are_random_from_a_seed_and_one_in_each_part(preempt: Any) -> None:
+def test_moments_are_random_from_a_seed_and_one_in_each_part() -> None:
     chosen = preempt.moments(600, 4, seed=0)
     assert chosen == preempt.moments(600, 4, seed=0) != preempt.moments(600, 4, seed=1)
     assert all(150 * part <= step < 150 * part + 60 for part, step in enumerate(chosen))
@@ -226,21 +206,13 @@ def test_moments_are_random_from_a_seed_and_one_in_each_part(preempt: Any) -> No
 # The benchmark of starts reads a run's events into stages that leave no gap, and emits a row for each command and end ---
 
 
-@pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("start_benchmark")
-
-
 def events() -> list[dict[str, Any]]:
     """Of a command that began at 100 s."""
 
     def event(kind: str, time: float, **fields: Any) -> dict[str, Any]:
         return {"kind": kind, "time": time, **fields}
 
-    def step(time: float, number: int) -> dict[str, Any]:
-        return event("step", time, step=number, steps=20, rows=10 * number, rows_per_s=50.0, blocked_fraction=0.0)
-
+    step = partial(event, "step", steps=20, rows_per_s=50.0, blocked_fraction=0.0)
     return [
         event("run", 104.0),
         event("prepared", 105.0, seconds=1.0),
@@ -249,8 +221,8 @@ def events() -> list[dict[str, Any]]:
         event("start", 109.0, step=0, rows=0),
         event("start_up", 109.0, process="worker", stages={"attempt": 0.25, "set_up": 3.0, "process_group": 1.0}),
         event("start_up", 110.0, process="worker", stages={"first_batch": 0.25, "first_step": 0.75}),
-        step(112.0, 10),
-        step(114.0, 20),
+        step(112.0, step=10, rows=100),
+        step(114.0, step=20, rows=200),
         event("evaluate", 115.5, step=20, set="validation"),
         event("checkpoint", 116.0, step=20, stall_s=0.25),
         event("finish", 118.0, step=20),
@@ -259,29 +231,23 @@ def events() -> list[dict[str, Any]]:
     ]
 
 
-def test_the_stages_add_up_to_the_whole_command(start: Any) -> None:
+def test_the_stages_add_up_to_the_whole_command() -> None:
     stages = start.waterfall(events(), began_s=100.0, ended_s=121.0)
     assert list(stages)[:6] == ["imports", "index", "attempt", "process_group", "set_up", "first_batch"]
     assert sum(stages.values()) == pytest.approx(21.0)
-    assert {name: stages[name] for name in ("attempt", "evaluation", "saves", "test", "summary", "shutdown")} == {
-        "attempt": 0.25,
-        "evaluation": 1.5,
-        "saves": 0.25,
-        "test": 2.0,
-        "summary": 0.5,
-        "shutdown": 2.5,
-    }
+    expected = {"attempt": 0.25, "evaluation": 1.5, "saves": 0.25, "test": 2.0, "summary": 0.5, "shutdown": 2.5}
+    assert expected.items() <= stages.items()
     assert start.first_step_s(stages) == pytest.approx(10.25)
 
 
-def test_a_save_that_ends_late_leaves_no_gap(start: Any) -> None:
+def test_a_save_that_ends_late_leaves_no_gap() -> None:
     late = [{**event, "time": 118.25} if event["kind"] == "checkpoint" else event for event in events()]
     stages = start.waterfall(late, began_s=100.0, ended_s=121.0)
     assert stages["test"] == 0.0
     assert sum(stages.values()) == pytest.approx(21.0)
 
 
-def found_by(start: Any, seconds: float, *, trainings: tuple[str, ...], with_lightgbm: bool = False) -> dict[str, Any]:
+def found_by(seconds: float, *, trainings: tuple[str, ...], with_lightgbm: bool = False) -> dict[str, Any]:
     training = {"imports": seconds, "shutdown": 1.0, "first_step_s": seconds, "exit_s": seconds + 1.0, "auroc": 0.7}
     found = {
         "bare Ray": {"first_step_s": 8.0},
@@ -293,23 +259,20 @@ def found_by(start: Any, seconds: float, *, trainings: tuple[str, ...], with_lig
     return {**found, "LightGBM": {"exit_s": 10.0, "auroc": 0.6}} if with_lightgbm else found
 
 
-def report_of(start: Any, *, with_lightgbm: bool = False) -> Any:
-    return start.Report(rows=1000, repeats=3, with_lightgbm=with_lightgbm)
+report_of = partial(start.Report, rows=1000, repeats=3)
 
 
-def test_a_quick_run_leaves_trainings_out(start: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    report_of(start).print(found_by(start, 3.0, trainings=start.QUICK))
-    assert len(capsys.readouterr().out.splitlines()) == 4 * len(start.QUICK) + len(start.SCORINGS) + 1
+def test_a_quick_run_leaves_trainings_out(capsys: pytest.CaptureFixture[str]) -> None:
+    report_of(with_lightgbm=False).print(found_by(3.0, trainings=start.QUICK))
+    assert len(printed(capsys)) == 4 * len(start.QUICK) + len(start.SCORINGS) + 1
 
 
 @pytest.mark.parametrize("with_lightgbm", [True, False])
-def test_rows(start: Any, capsys: pytest.CaptureFixture[str], with_lightgbm: bool) -> None:
-    rounds = [
-        found_by(start, seconds, trainings=tuple(start.TRAININGS), with_lightgbm=with_lightgbm) for seconds in (4.0, 40.0, 3.0)
-    ]
+def test_rows(capsys: pytest.CaptureFixture[str], with_lightgbm: bool) -> None:
+    rounds = [found_by(seconds, trainings=start.TRAININGS, with_lightgbm=with_lightgbm) for seconds in (4.0, 40.0, 3.0)]
     found = start.medians_of({name: [of_round[name] for of_round in rounds] for name in rounds[0]})
-    report_of(start, with_lightgbm=with_lightgbm).print(found)
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    report_of(with_lightgbm=with_lightgbm).print(found)
+    rows = printed(capsys)
     assert len(rows) == 4 * len(start.TRAININGS) + len(start.SCORINGS) + 1
     first, to_plain, whole, to_plain_whole = rows[:4]
     assert (to_plain["peer"], to_plain["ratio"]) == (start.PLAIN[1], 1.0)
@@ -321,18 +284,16 @@ def test_rows(start: Any, capsys: pytest.CaptureFixture[str], with_lightgbm: boo
     assert rows[-1]["workload"].endswith("serve: command -> first answer")
 
 
-def test_row_prints_once_both_sides_are_known(start: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_row_prints_once_both_sides_are_known(capsys: pytest.CaptureFixture[str]) -> None:
     """A peer that ended with signal 6 leaves all other rows."""
-    found = found_by(start, 4.0, trainings=tuple(start.TRAININGS))
-    found[start.PLAIN[2]] = importlib.import_module("rows").Failed("RuntimeError: ended with signal 6")
-    report, known, counts = report_of(start), dict[str, Any](), []
-    rows = []
-    for name in found:
-        known[name] = found[name]
-        report.print(known)
-        rows += (new := [json.loads(line) for line in capsys.readouterr().out.splitlines()])
-        counts.append(len(new))
-    assert counts[:5] == [0, 2, 2, 2, 2]  # against bare Ray, and without a peer
+    found = found_by(4.0, trainings=tuple(start.TRAININGS))
+    found[start.PLAIN[2]] = measuring.Failed("RuntimeError: ended with signal 6")
+    report, new = report_of(with_lightgbm=False), []
+    for number in range(1, len(found) + 1):
+        report.print(dict([*found.items()][:number]))
+        new.append(printed(capsys))
+    rows = [*itertools.chain(*new)]
+    assert [*map(len, new[:5])] == [0, 2, 2, 2, 2]  # against bare Ray, and without a peer
     assert len(rows) == 4 * len(start.TRAININGS) + len(start.SCORINGS) + 1
     failed = [row for row in rows if "error" in row]
     assert {row["peer"] for row in failed} == {start.PLAIN[2]}
@@ -344,7 +305,6 @@ def test_row_prints_once_both_sides_are_known(start: Any, capsys: pytest.Capture
 # A benchmark whose peer fails prints a row with the error, measures everything else, and its command ends with status 1 ---
 
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ABORTS = """import os, sys
 print("connecting to s3://user:word@store with SECRET_KEY=hidden-word", file=sys.stderr)
 print("terminate called, api_key=hidden-word", file=sys.stderr)
@@ -353,45 +313,25 @@ os.kill(os.getpid(), 6)
 """
 
 
-@pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module = importlib.import_module("rows")
-    monkeypatch.setattr(module, "_FAILED", [])
-    return module
-
-
-def printed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-
-def emit_rates(rows: Any, rates: dict[str, Any]) -> None:
+def emit_rates(rates: dict[str, Any]) -> None:
     for peer in ("whole", "aborts", "missing"):
-        rows.emit(
-            "some",
-            peer=peer,
-            workload="rows",
-            value=rates["ours"],
-            ratio=rates["ours"] / rates[peer],
-            repeats=2,
-            peer_rows_per_s=round(rates[peer]),
-        )
+        theirs = {"ratio": rates["ours"] / rates[peer], "peer_rows_per_s": round(rates[peer])}
+        measuring.emit("some", peer=peer, workload="rows", value=rates["ours"], repeats=2, **theirs)
 
 
-def test_peer_killed_by_signal_becomes_error_row(rows: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    run_child = importlib.import_module("subprocesses").run_child
-    script = tmp_path / "peer.py"
-    script.write_text(ABORTS)
+def test_peer_killed_by_signal_becomes_error_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    peer = tmp_path / "peer.py"
+    peer.write_text(ABORTS)
     calls: list[str] = []
 
     def called(name: str, function: Callable[[], float]) -> float:
         calls.append(name)
         return function()
 
-    candidates = {"aborts": partial(run_child, script), "missing": lambda: 1 / 0, "ours": lambda: 10.0, "whole": lambda: 5.0}
-    rates = rows.interleaved(2, **{name: partial(called, name, function) for name, function in candidates.items()})
+    ways = {"aborts": partial(subprocesses.run_child, peer), "missing": lambda: 1 / 0, "ours": lambda: 10.0, "whole": lambda: 5.0}
+    rates = measuring.interleaved(2, **{name: partial(called, name, function) for name, function in ways.items()})
     assert calls == ["aborts", "missing", "ours", "whole", "ours", "whole"]
-    emit_rates(rows, rates)
+    emit_rates(rates)
     captured = capsys.readouterr()
     assert "hidden-word" not in captured.err
     assert "user:word" not in captured.err
@@ -401,22 +341,22 @@ def test_peer_killed_by_signal_becomes_error_row(rows: Any, capsys: pytest.Captu
     assert aborts["error"] == "RuntimeError: peer.py ended with signal 6 (Aborted): terminate called, api_key=***"
     assert (aborts["rows_per_s"], aborts["ratio"], aborts["peer_rows_per_s"]) == (10.0, None, None)
     assert missing["error"] == "ZeroDivisionError: division by zero"
-    assert rows.failed() == ["some"]
+    assert measuring.failed() == ["some"]
 
 
-def test_failed_own_rate_leaves_peer_figures(rows: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    failed = rows.Failed("RuntimeError: it is over")
-    emit_rates(rows, {"ours": failed, "whole": 5.0, "aborts": failed, "missing": 1 / (1 / failed + 1 / 2.0)})
+def test_failed_own_rate_leaves_peer_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = measuring.Failed("RuntimeError: it is over")
+    emit_rates({"ours": failed, "whole": 5.0, "aborts": failed, "missing": 1 / (1 / failed + 1 / 2.0)})
     whole, aborts, missing = printed(capsys)
     assert (whole["rows_per_s"], whole["ratio"], whole["peer_rows_per_s"]) == (None, None, 5)
     assert {row["error"] for row in (whole, aborts, missing)} == {"RuntimeError: it is over"}
     assert list(failed) == list(failed.items()) == []
     assert max((0, 1), key=lambda number: (failed, 1.0)[number]) == 1
     assert f"{failed['a']['b']:.2f}" == "failed"
-    assert rows.medians_of({"a": [{"x": 1.0}, {"x": 3.0}, {}], "b": failed}) == {"a": {"x": 1.0}, "b": failed}
+    assert measuring.medians_of({"a": [{"x": 1.0}, {"x": 3.0}, {}], "b": failed}) == {"a": {"x": 1.0}, "b": failed}
 
 
-def test_results_are_known_before_later_candidates_run(rows: Any) -> None:
+def test_results_are_known_before_later_candidates_run() -> None:
     seen: list[list[str]] = []
     told: list[dict[str, Any]] = []
 
@@ -425,40 +365,31 @@ def test_results_are_known_before_later_candidates_run(rows: Any) -> None:
         return name
 
     candidates = {name: partial(measure, name) for name in "abc"}
-    rows.in_turn(2, lambda number: candidates, shown=str, known=lambda found: told.append(dict(found)))
+    measuring.in_turn(2, lambda number: candidates, shown=str, known=lambda found: told.append(dict(found)))
     assert seen == [[], [], [], [], ["a"], ["a", "b"]]
     assert told[-1] == {name: [name, name] for name in "abc"}
 
 
-def test_failed_part_of_all_benchmarks_is_skipped(
-    rows: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = importlib.import_module("run")
+def test_failed_part_of_all_benchmarks_is_skipped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-
-    def benchmark(name: str, error: Exception | None = None) -> None:
-        def main(*, quick: bool) -> None:
-            if error:
-                raise error
-            done.append(name)
-
+    mains: dict[str, Any] = {
+        "first": lambda quick: done.append("first"),
+        "second": raising(RuntimeError("password=hidden-word\nits last line")),
+        "third": raising(InputError("rayrec benchmark third: --data names no log")),
+        "fourth": lambda quick: done.append("fourth"),
+    }
+    for name, main in mains.items():
         monkeypatch.setitem(sys.modules, f"{name}_benchmark", SimpleNamespace(main=main))
-
-    benchmark("first")
-    benchmark("second", RuntimeError("password=hidden-word\nits last line"))
-    benchmark("third", InputError("rayrec benchmark third: --data names no log"))
-    benchmark("fourth")
-    monkeypatch.setattr(run, "NAMES", ("first", "second", "third", "fourth"))
+    monkeypatch.setattr(run, "NAMES", tuple(mains))
     assert run.main(["all", "--quick"]) == 1
     assert done == ["first", "fourth"]
     captured = capsys.readouterr()
     assert "hidden-word" not in captured.out + captured.err
     errors = {row["name"]: row["error"] for row in map(json.loads, captured.out.splitlines())}
     assert errors == {"second": "RuntimeError: its last line", "third": "rayrec benchmark third: --data names no log"}
-    monkeypatch.setattr(rows, "_FAILED", [])
-    assert run.main(["second"]) == 1
-    monkeypatch.setattr(rows, "_FAILED", [])
-    assert run.main(["first"]) == 0
+    for name, status in (("second", 1), ("first", 0)):
+        monkeypatch.setattr(measuring, "_FAILED", [])
+        assert run.main([name]) == status
     with pytest.raises(InputError, match="names no log"):
         run.main(["third"])
 
@@ -467,13 +398,11 @@ def test_failed_part_of_all_benchmarks_is_skipped(
 def test_torchrun_peer_ends_with_status_0(tmp_path: Path) -> None:
     """Every second run ended with signal 6 when its process group was destroyed before its pipelines."""
     generate(str(tmp_path), rows=5_000, seed=0, parallelism=1)
-    rayrec.preprocess(
-        str(tmp_path / "train.txt"), out=str(tmp_path / "npy"), format="npy", split="sevenths", console=Console(quiet=True)
-    )
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    peer = BENCHMARKS / "peers" / "plain_dlrm.py"
+    made = {"out": str(tmp_path / "npy"), "format": "npy", "split": "sevenths"}
+    rayrec.preprocess(str(tmp_path / "train.txt"), **made, console=Console(quiet=True))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, str(ROOT / "benchmarks" / "peers" / "plain_dlrm.py"), made["out"]]
     for _ in range(3):
-        command = [sys.executable, *torchrun, str(peer), str(tmp_path / "npy")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
         assert json.loads(done.stdout.splitlines()[-1]).keys() == {"first_step_s", "auroc"}

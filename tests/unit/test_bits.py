@@ -1,34 +1,15 @@
 """The bits of tiny runs: what counts as a difference, and that those of the stored runs are still the same."""
 
-import importlib.util
 import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from builders.scripts import ROOT, script
 
-ROOT = Path(__file__).parents[2]
-TOOL = ROOT / "tools" / "bits.py"
-LINE: dict[str, Any] = {
-    "name": "criteo",
-    "losses": [0.5, 0.25],
-    "metrics": {"auroc": "0.75"},
-    "weights_sha256": "aa",
-    "predict_sha256": "bb",
-}
-
-
-@pytest.fixture(scope="module")
-def bits() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bits", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bits"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+bits = script("tools", "bits")
+HASHES = {"weights_sha256": "aa", "predict_sha256": "bb"}
+LINE: dict[str, Any] = {"name": "criteo", "losses": [0.5, 0.25], "metrics": {"auroc": "0.75"}, **HASHES}
 
 
 @pytest.mark.parametrize(
@@ -45,16 +26,14 @@ def bits() -> ModuleType:
         ({"metrics": {}}, 1, 0),
     ],
 )
-def test_differences_need_equal_bits_on_one_machine_only(
-    bits: ModuleType, changes: dict[str, Any], on_this_machine: int, elsewhere: int
-) -> None:
+def test_differences_need_equal_bits_on_one_machine_only(changes: dict[str, Any], on_this_machine: int, elsewhere: int) -> None:
     now = {**LINE, **changes}
     assert len(bits.differences(now, LINE, bits=True)) == on_this_machine
     assert len(bits.differences(now, LINE, bits=False)) == elsewhere
     assert len(bits.differences(now, None, bits=False)) == 1
 
 
-def test_chosen_runs_bring_those_they_need(bits: ModuleType) -> None:
+def test_chosen_runs_bring_those_they_need() -> None:
     assert bits.chosen(["distilled"]) == ["criteo", "distilled"]
     assert bits.chosen(["resumed_3"]) == ["torchrun_2", "resumed_3"]
     assert bits.chosen(["quick"]) == list(bits.QUICK)
@@ -65,7 +44,7 @@ def test_chosen_runs_bring_those_they_need(bits: ModuleType) -> None:
 @pytest.mark.slow
 def test_quick_runs_keep_their_bits() -> None:
     """A process of its own: the number of threads counts from its start. CONTRIBUTING.md says how to store an intended change."""
-    command = [sys.executable, str(TOOL), "quick", "--against", str(ROOT / "tests" / "golden" / "bits.json")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "tools/bits.py", "quick", "--against", "tests/golden/bits.json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert len(done.stdout.splitlines()) == 9

@@ -8,16 +8,19 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from builders.savers import Run, save
 from hosts import cloud_stores
+from hosts.cloud_stores import CloudStore, S3Store
 
 import rayrec
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, folder_of
+from rayrec.checkpoint import Retention
 from rayrec.config import InputError
 from rayrec.observe.console import Console
 from rayrec.storage import files
@@ -28,7 +31,7 @@ MIB = 1 << 20
 @pytest.fixture(
     scope="module", params=[pytest.param(kind, marks=[pytest.mark.extended] * (kind == "s3")) for kind in cloud_stores.KINDS]
 )
-def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[cloud_stores.CloudStore]:
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CloudStore]:
     """Running store, configured by the standard variables only."""
     server = cloud_stores.KINDS[request.param](tmp_path_factory.mktemp(request.param))
     with pytest.MonkeyPatch.context() as patch:
@@ -36,15 +39,15 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             patch.setenv(name, value)
         server.start()
         try:
-            if isinstance(server, cloud_stores.S3Store):
+            if isinstance(server, S3Store):
                 server.url("logs")
             yield server
         finally:
-            server.end() if isinstance(server, cloud_stores.S3Store) else server.kill()
+            server.end() if isinstance(server, S3Store) else server.kill()
 
 
 @pytest.fixture
-def folder(store: cloud_stores.CloudStore, request: pytest.FixtureRequest) -> str:
+def folder(store: CloudStore, request: pytest.FixtureRequest) -> str:
     return f"{store.bucket}/{request.node.name.partition('[')[0]}"
 
 
@@ -85,12 +88,8 @@ def test_cloud_globs_and_partitions_list_all_depths(folder: str) -> None:
     names = ["day=1/part-0", "day=1/part-1", "day=2/part-0", "day=10/part-0"]
     for name in names:
         storage.write_bytes(f"{folder}/{name}", b"x")
-    assert [file.path for file in storage.list_files(folder)] == [f"{folder}/{name}" for name in names]
-    assert [file.path for file in storage.list_files(f"{folder}/day=?/part-0")] == [
-        f"{folder}/{names[0]}",
-        f"{folder}/{names[2]}",
-    ]
-    assert [file.path for file in storage.list_files(f"{folder}/day=1")] == [f"{folder}/{name}" for name in names[:2]]
+    for place, found in (("", names), ("/day=?/part-0", names[:3:2]), ("/day=1", names[:2])):
+        assert [file.path for file in storage.list_files(folder + place)] == [f"{folder}/{name}" for name in found]
     storage.write_bytes(f"{folder}/day/a", b"x")  # "day=1/" comes before "day0" and after "day-", which is before "day/"
     storage.write_bytes(f"{folder}/day-/a", b"x")
     assert storage.exists(f"{folder}/day")
@@ -122,7 +121,7 @@ def test_large_cloud_file_is_atomic(folder: str, monkeypatch: pytest.MonkeyPatch
     assert storage.list_folder(folder) == ["large"]
 
 
-def test_cloud_outage_is_waited_out(store: cloud_stores.CloudStore, folder: str) -> None:
+def test_cloud_outage_is_waited_out(store: CloudStore, folder: str) -> None:
     storage.write_bytes(f"{folder}/a", b"abc")
     store.kill()
     back = threading.Timer(0.5, store.start)
@@ -135,9 +134,7 @@ def test_cloud_outage_is_waited_out(store: cloud_stores.CloudStore, folder: str)
     assert storage.read_bytes(f"{folder}/a") == b"new"
 
 
-def test_missing_store_raises_one_line_at_once(
-    store: cloud_stores.CloudStore, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_store_raises_one_line_at_once(store: CloudStore, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in store.environment.items():
         monkeypatch.setenv(name, value.replace(str(store.port), "9"))
     start = time.monotonic()
@@ -150,7 +147,7 @@ def test_missing_store_raises_one_line_at_once(
     assert "\n" not in str(raised.value)
 
 
-def test_missing_bucket_raises_one_line(store: cloud_stores.CloudStore) -> None:
+def test_missing_bucket_raises_one_line(store: CloudStore) -> None:
     other = store.bucket.replace("logs", "none")
     for call in (lambda: storage.write_bytes(f"{other}/a", b"x"), lambda: storage.read_bytes(f"{other}/a"),
                  lambda: storage.list_files(f"{other}/a")):  # fmt: skip
@@ -160,23 +157,13 @@ def test_missing_bucket_raises_one_line(store: cloud_stores.CloudStore) -> None:
 
 def test_checkpoint_round_trips_through_cloud(folder: str) -> None:
     values = {"model.a": torch.arange(100.0), "model.b": torch.ones(2, 2, dtype=torch.int64)}
-    saver = Saver(
-        folder,
-        lease=acquire_lease(folder),
-        retention=Retention(num_to_keep=1),
-        extra_files={"words.txt": b"abc"},
-        max_outage_s=20.0,
-        log=lambda kind, fields: None,
-    )
-    try:
+    with closing(Run(folder)) as run:
+        saver = run.saver(retention=Retention(num_to_keep=1), extra_files={"words.txt": b"abc"})
         for step in (1, 2):
-            assert saver.begin(step, values, state={"step": step}, score=None)
-            saver.wait()
-    finally:
-        saver.close()
-    assert [found.step for found in checkpoint.committed(folder)] == [2]
+            save(saver, step, values)
+    assert run.steps() == [2]
     found = checkpoint.open_checkpoint(folder)
-    assert found == Checkpoint(folder_of(folder, 2))
+    assert found == run.at(2)
     target = {name: torch.zeros_like(value) for name, value in values.items()}
     checkpoint.restore(found, target)
     assert all(torch.equal(target[name], value) for name, value in values.items())
@@ -190,7 +177,7 @@ def test_cloud_log_is_read(folder: str, click_log: Path, tmp_path: Path) -> None
     assert made["rows"] == 2_000
 
 
-def test_wrong_credentials_raise_one_line(store: cloud_stores.CloudStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_credentials_raise_one_line(store: CloudStore, monkeypatch: pytest.MonkeyPatch) -> None:
     if store.bucket.startswith("gs://"):
         monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/none.json")
         monkeypatch.delenv("STORAGE_EMULATOR_HOST")

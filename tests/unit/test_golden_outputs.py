@@ -1,6 +1,7 @@
 """Bytes of what commands write, ids of exports, data reports, losses and orders of rows: the same as ever."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -12,50 +13,36 @@ import pandas
 import pyarrow as pa
 import pyarrow.csv as arrow_csv
 import pytest
+from builders import golden_outputs as outputs
 from builders.click_models import multi_hot_preprocessor
 from builders.digits import idx
 from builders.golden import check_golden
-from builders.golden_outputs import (
-    CRITEO,
-    OWN,
-    QUIET,
-    counted,
-    digests,
-    exported_encoder,
-    output_makers,
-    own_table,
-    predictions,
-    rows_in_order,
-    write_criteo_log,
-    write_own_log,
-)
+from builders.runs import losses, train
 
 import rayrec
 from rayrec import recipes
 from rayrec.schema import Schema
 
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_outputs_of_threads_are_golden(tmp_path: Path) -> None:
     made: dict[str, Any] = {}
-    for name, make in output_makers(tmp_path).items():
+    for name, make in outputs.output_makers(tmp_path).items():
         make(tmp_path / name, "threads")
-        made[name] = digests(tmp_path / name, of=tmp_path)
+        made[name] = outputs.digests(tmp_path / name, of=tmp_path)
     check_golden("outputs", made)
 
 
 @pytest.mark.parametrize("name", ["criteo", "own"])
 def test_predictions_of_threads_are_golden(name: str, tmp_path: Path) -> None:
-    check_golden(f"predictions_{name}", predictions(name, tmp_path, address="none"), tolerance=1e-4)
+    check_golden(f"predictions_{name}", outputs.predictions(name, tmp_path, address="none"), tolerance=1e-4)
 
 
 # Exports' encode.py --------------------------------------------------------------------------------------------------
 
 ROWS = 4_000
+CRITEO, OWN, QUIET = outputs.CRITEO, outputs.OWN, outputs.QUIET
 HEXADECIMAL = CRITEO.replace(dense=CRITEO.dense[:4], sparse=CRITEO.sparse[:6])
 EXPORTED = OWN.replace(label="click", labels=(), weight=None, timestamp=None, features=OWN.features[:2], optional=("price",))
 """Without weights of lists, which exports refuse."""
@@ -89,7 +76,7 @@ def _criteo_frame(schema: Schema) -> pandas.DataFrame:
 
 
 def _own_frame(schema: Schema) -> pandas.DataFrame:
-    table = own_table(ROWS).select(list(schema.columns))
+    table = outputs.own_table(ROWS).select(list(schema.columns))
     if schema.nan == "fault":
         table = table.set_column(table.column_names.index("price"), "price", pa.array(np.arange(ROWS) / 7))
     return table.to_pandas(date_as_object=True, integer_object_nulls=True)
@@ -97,7 +84,7 @@ def _own_frame(schema: Schema) -> pandas.DataFrame:
 
 def _check_encoder(preprocessor: Path, frame: pandas.DataFrame) -> dict[str, str]:
     """Digests of what an export's encode.py makes of rows, which is what `rayrec.transform` makes of them."""
-    encoder = exported_encoder(preprocessor)
+    encoder = outputs.exported_encoder(preprocessor)
     rows = [{name: None if x is pandas.NA else x for name, x in row.items()} for row in frame.to_dict("records")]
     dense, ids = encoder.encode(rows)
     inputs = rayrec.transform(str(preprocessor), frame)
@@ -126,7 +113,7 @@ def test_encoders_of_exports_are_golden_and_the_kernels(tmp_path: Path) -> None:
         else:
             frame, log = _own_frame(schema), folder / "log.parquet"
             frame.to_parquet(log)
-        counted(schema, str(log), folder / "preprocessor", **options)
+        outputs.counted(schema, str(log), folder / "preprocessor", **options)
         made[name] = _check_encoder(folder / "preprocessor", frame)
     for distribution in ("uniform", "pareto"):
         given = multi_hot_preprocessor(6)
@@ -142,35 +129,25 @@ def test_encoders_of_exports_are_golden_and_the_kernels(tmp_path: Path) -> None:
 
 
 def test_data_reports_are_golden(tmp_path: Path) -> None:
-    criteo, own = write_criteo_log(tmp_path, rows=1200, faults=True), write_own_log(tmp_path / "own", rows=800)
-    table = own_table(500, seed=6)
+    criteo, own = outputs.write_criteo_log(tmp_path, rows=1200, faults=True), outputs.write_own_log(tmp_path / "own", rows=800)
+    table = outputs.own_table(500, seed=6)
     texts = {name: table[name] for name in ("click", "age", "price", "user", "item", "flag")}
     arrow_csv.write_csv(pa.table(texts), tmp_path / "own.csv")
     lines = (tmp_path / "own.csv").read_bytes().splitlines(keepends=True)
     lines[9:9] = [b"1,x,2,u,3,true\n", b"2,1,2,u,3,true\n", b"1,1,2,u,1.5,true\n", b"1,1\n", lines[5], lines[5]]
     (tmp_path / "own.csv").write_bytes(b"".join(lines))
-    text = Schema(
-        label="click",
-        dense=("age", "price"),
-        nan="missing",
-        sparse=("user", "item", "flag"),
-        integers=("item",),
-        delimiter=",",
-        tokens="any",
-    )
-    counted(OWN, write_own_log(tmp_path / "earlier", rows=300, seed=7), tmp_path / "preprocessor")
-    counted(CRITEO, criteo, tmp_path / "buckets", preset="fuxictr-x4", max_bad_fraction=0.1, min_count=4)
+    columns: Any = {"label": "click", "dense": ("age", "price"), "sparse": ("user", "item", "flag"), "integers": ("item",)}
+    text = Schema(**columns, nan="missing", delimiter=",", tokens="any")
+    outputs.counted(OWN, outputs.write_own_log(tmp_path / "earlier", rows=300, seed=7), tmp_path / "preprocessor")
+    outputs.counted(CRITEO, criteo, tmp_path / "buckets", preset="fuxictr-x4", max_bad_fraction=0.1, min_count=4)
     gates = rayrec.Gates(max_unknown_rate=0.2, max_drift=0.1, max_missing_rate=0.2, max_duplicate_rate=0.001, min_rows=10**6)
+    validate = functools.partial(rayrec.validate, console=QUIET, engine="threads")
     reports = {
-        "criteo": rayrec.validate(criteo, console=QUIET, engine="threads", block_bytes=1 << 16, segments_per_block=4),
-        "criteo, buckets": rayrec.validate(
-            criteo, gates=gates, preprocessor=str(tmp_path / "buckets"), console=QUIET, engine="threads"
-        ),
-        "own": rayrec.validate(own, schema=OWN, console=QUIET, engine="threads", min_count=2),
-        "own, known": rayrec.validate(
-            own, schema=OWN, preprocessor=str(tmp_path / "preprocessor"), gates=gates, console=QUIET, engine="threads"
-        ),
-        "csv": rayrec.validate(str(tmp_path / "own.csv"), schema=text, console=QUIET, engine="threads"),
+        "criteo": validate(criteo, block_bytes=1 << 16, segments_per_block=4),
+        "criteo, buckets": validate(criteo, gates=gates, preprocessor=str(tmp_path / "buckets")),
+        "own": validate(own, schema=OWN, min_count=2),
+        "own, known": validate(own, schema=OWN, preprocessor=str(tmp_path / "preprocessor"), gates=gates),
+        "csv": validate(str(tmp_path / "own.csv"), schema=text),
     }
     plain = json.dumps({name: report.to_dict() for name, report in reports.items()}).replace(str(tmp_path), "FOLDER")
     check_golden("data_reports", json.loads(plain), tolerance=1e-6)
@@ -180,24 +157,13 @@ def test_data_reports_are_golden(tmp_path: Path) -> None:
 
 
 def test_losses_on_an_own_log_are_golden(tmp_path: Path) -> None:
-    own = write_own_log(tmp_path / "own", rows=900)
-    workload = {"schema": OWN, "model": {"embedding_dim": 4, "bottom_mlp": (8, 4), "top_mlp": (8, 1), "cross_low_rank": 4}}
-    config = recipes.clicks(own).replace(
-        workload=workload,
-        storage_path=str(tmp_path),
-        name="run",
-        cluster={"address": "none"},
-        batch_size=50,
-        steps=10,
-        log_every=2,
-        min_steps_per_epoch=1,
-        train_data={"block_bytes": 1 << 16, "segments_per_block": 4},
-    )
-    result = rayrec.train(config, console=QUIET)
-    events = map(json.loads, (Path(result.folder) / "events.jsonl").read_text().splitlines())
-    found = [event["loss"] for event in events if event["kind"] == "step"]
+    own = outputs.write_own_log(tmp_path / "own", rows=900)
+    model = {"embedding_dim": 4, "bottom_mlp": (8, 4), "top_mlp": (8, 1), "cross_low_rank": 4}
+    data = {"train_data": {"block_bytes": 1 << 16, "segments_per_block": 4}, "batch_size": 50, "steps": 10, "log_every": 2}
+    run = {"storage_path": str(tmp_path), "name": "run", "cluster": {"address": "none"}, "min_steps_per_epoch": 1}
+    result = train(recipes.clicks(own), workload={"schema": OWN, "model": model}, **data, **run)
     metrics = {name: value for name, value in sorted(result.metrics.items()) if isinstance(value, (int, float))}
-    check_golden("own_log_losses", {"losses": found, "metrics": metrics}, tolerance=2e-4)
+    check_golden("own_log_losses", {"losses": losses(result.folder), "metrics": metrics}, tolerance=2e-4)
 
 
 def _images(folder: Path, rows: int) -> rayrec.TrainConfig:
@@ -224,5 +190,5 @@ def test_orders_of_rows_are_golden(make: Callable[[Path, int], rayrec.TrainConfi
     for shuffle in ("none", "files", "window", "full"):
         for world_size in (1, 3):
             given = config.replace(train_data={"shuffle": shuffle}, epochs=2, scaling={"num_workers": world_size})
-            found[f"{shuffle}, {world_size}"] = rows_in_order(given, world_size=world_size)
+            found[f"{shuffle}, {world_size}"] = outputs.rows_in_order(given, world_size=world_size)
     check_golden(f"order_of{make.__name__}", found)

@@ -18,14 +18,11 @@ def physical_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=8 * MIB, available=6 * MIB))
 
 
-def kernel(root: Path, **files: str) -> Path:
-    """Create a root folder with these files. Two underscores stand for a slash."""
+def kernel(root: Path, groups: str = "") -> None:
+    """Create the files of a process that is in these control groups."""
     (root / "proc/self").mkdir(parents=True)
-    for name, text in files.items():
-        path = root / name.replace("__", "/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    return root
+    if groups:
+        (root / "proc/self/cgroup").write_text(groups + "\n")
 
 
 def group(root: Path, path: str, **files: str) -> None:
@@ -57,7 +54,7 @@ def test_container_page_cache_is_available(tmp_path: Path) -> None:
 
 
 def test_tightest_parent_group_limits(tmp_path: Path) -> None:
-    kernel(tmp_path, proc__self__cgroup="0::/pod/container")
+    kernel(tmp_path, "0::/pod/container")
     group(tmp_path, "pod", memory__max=str(2 * MIB), memory__current=str(MIB), cpu__max="150000 100000")
     group(tmp_path, "pod/container", memory__max="max", memory__current=str(MIB), cpu__max="max 100000")
     assert memory(tmp_path) == Memory(2 * MIB, MIB)
@@ -65,16 +62,11 @@ def test_tightest_parent_group_limits(tmp_path: Path) -> None:
 
 
 def test_version_1_groups_limit_memory_and_cpus(tmp_path: Path) -> None:
-    kernel(tmp_path, proc__self__cgroup="4:memory:/box\n1:cpu,cpuacct:/box")
-    group(
-        tmp_path,
-        "memory/box",
-        memory__limit_in_bytes=str(3 * MIB),
-        memory__usage_in_bytes=str(2 * MIB),
-        memory__stat=f"inactive_file 1\ntotal_inactive_file {MIB}\ntotal_active_file 0",
-    )
-    group(tmp_path, "cpu/box", **{"cpu__cfs_quota_us": "100000", "cpu__cfs_period_us": "100000"})
-    group(tmp_path, "cpu", **{"cpu__cfs_quota_us": "-1", "cpu__cfs_period_us": "100000"})
+    kernel(tmp_path, "4:memory:/box\n1:cpu,cpuacct:/box")
+    stat = f"inactive_file 1\ntotal_inactive_file {MIB}\ntotal_active_file 0"
+    group(tmp_path, "memory/box", memory__limit_in_bytes=f"{3 * MIB}", memory__usage_in_bytes=f"{2 * MIB}", memory__stat=stat)
+    group(tmp_path, "cpu/box", cpu__cfs_quota_us="100000", cpu__cfs_period_us="100000")
+    group(tmp_path, "cpu", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
     assert memory(tmp_path) == Memory(3 * MIB, 2 * MIB)
     assert usable_cpus(root=tmp_path) == 1
 
@@ -104,15 +96,8 @@ def test_number_text_is_short(value: float, text: str) -> None:
 def test_quantities_are_readable() -> None:
     assert [duration_text(seconds) for seconds in (0.0312, 75, 130, 7300)] == ["0.0312 s", "75 s", "2 min", "2 h 2 min"]
     assert [clock_text(seconds) for seconds in (0.9, 61, 7325)] == ["0:00:00", "0:01:01", "2:02:05"]
-    assert [size_text(size) for size in (12, 3400, 999_499, 999_500, 44_000_000, 5e10, 2e15)] == [
-        "12 B",
-        "3.4 kB",
-        "999 kB",
-        "1 MB",
-        "44 MB",
-        "50 GB",
-        "2000 TB",
-    ]
+    sizes = {12: "12 B", 3400: "3.4 kB", 999_499: "999 kB", 999_500: "1 MB", 44_000_000: "44 MB", 5e10: "50 GB", 2e15: "2000 TB"}
+    assert {size: size_text(size) for size in sizes} == sizes
     assert [value_text(value) for value in (None, 0.123456789, 12345, "x")] == ["-", "0.123457", "12,345", "x"]
 
 

@@ -1,32 +1,22 @@
 """Check of words, docstrings and names (tools/prose.py)."""
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
+from builders.scripts import script
 
-TOOL = Path(__file__).parents[2] / "tools" / "prose.py"
+prose = script("tools", "prose")
 RULES = "old word\tword\tclearer\nquux(es)?\tthing\tits name\n"
 
 
-@pytest.fixture(scope="module")
-def prose() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("prose", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def found(prose: ModuleType, path: Path, text: str) -> list[tuple[int, str]]:
+def found(path: Path, text: str) -> list[tuple[int, str]]:
     path.write_text(text)
     return sorted((line, phrase) for line, phrase, _ in prose.hits(path, prose.read_rules(RULES)))
 
 
-def test_python_comments_and_strings_match(prose: ModuleType, tmp_path: Path) -> None:
+def test_python_comments_and_strings_match(tmp_path: Path) -> None:
     text = '''"""Module.
 
 An old word."""
@@ -39,33 +29,28 @@ message = (
 )
 quuxes_seen = message
 '''
-    assert found(prose, tmp_path / "module.py", text) == [(3, "old word"), (4, "Quux"), (5, "old word"), (8, "old word")]
+    assert found(tmp_path / "module.py", text) == [(3, "old word"), (4, "Quux"), (5, "old word"), (8, "old word")]
 
 
 @pytest.mark.parametrize("name", ["page.md", "Makefile", "values.yaml"])
-def test_all_text_of_other_files_matches(prose: ModuleType, tmp_path: Path, name: str) -> None:
-    assert found(prose, tmp_path / name, "One\nold\nword, two quuxes.\n") == [(2, "old word"), (3, "quuxes")]
+def test_all_text_of_other_files_matches(tmp_path: Path, name: str) -> None:
+    assert found(tmp_path / name, "One\nold\nword, two quuxes.\n") == [(2, "old word"), (3, "quuxes")]
 
 
-def test_wrapped_c_comments_match(prose: ModuleType, tmp_path: Path) -> None:
-    assert found(prose, tmp_path / "kernel.c", "/* An old\n * word. */\nint quux_count;\n") == [(1, "old word")]
-
-
-def test_notebook_cells_match_and_data_files_do_not(prose: ModuleType, tmp_path: Path) -> None:
+def test_c_comments_and_notebook_cells_match(tmp_path: Path) -> None:
+    assert found(tmp_path / "kernel.c", "/* An old\n * word. */\nint quux_count;\n") == [(1, "old word")]
     cells = {"cells": [{"cell_type": "markdown", "source": ["Fine.\n", "An old word."]}]}
-    assert found(prose, tmp_path / "notebook.ipynb", json.dumps(cells)) == [(2, "old word")]
-    assert found(prose, tmp_path / "data.jsonl", "old word\n") == []
+    assert found(tmp_path / "notebook.ipynb", json.dumps(cells)) == [(2, "old word")]
+    assert found(tmp_path / "data.jsonl", "old word\n") == []  # data
 
 
 @pytest.mark.parametrize("line", ["only a pattern", "pattern\treplacement", "pattern\t\twhy", "(\tword\twhy"])
-def test_read_rules_rejects_invalid_line(prose: ModuleType, line: str) -> None:
+def test_read_rules_rejects_invalid_line(line: str) -> None:
     with pytest.raises(ValueError, match="line 2 of the list"):
         prose.read_rules(f"# comment\n{line}\n")
 
 
-def test_main_prints_each_hit_and_fails(
-    prose: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_main_prints_each_hit_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     rules, page = tmp_path / "words.tsv", tmp_path / "page.md"
     rules.write_text(RULES)
     page.write_text("The quux.\n")
@@ -90,29 +75,22 @@ def test_main_prints_each_hit_and_fails(
         "test of many letters": f"def test_{'rows_' * 12}match(): ...",
     }.items(),
 )
-def test_faults_include(prose: ModuleType, kind: str, source: str) -> None:
+def test_faults_include(kind: str, source: str) -> None:
     assert [fault.kind for fault in prose.faults(source, frozenset({"found", "seat"}))] == [kind.partition(" of ")[0]]
 
 
-def test_faults_allow_plain_prose(prose: ModuleType) -> None:
+def test_faults_allow_plain_prose() -> None:
     source = '''"""Reader of rows."""
-
 size: int
 """Whether to read all rows."""
-
-
 def read(rows: int) -> int:
     """Return the rows that match, of all `found` ones."""
-
-
 def test_read_returns_rows() -> None: ...
 '''
     assert list(prose.faults(source, frozenset({"found"}))) == []
 
 
-def test_main_fails_above_limit(
-    prose: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_main_fails_above_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "src").mkdir()
     module = tmp_path / "src" / "module.py"
     module.write_text('"""Of rows."""\n')

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import pytest
 from torch import nn
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from rayrec.config import InputError
 from rayrec.models.embeddings import build_embeddings
@@ -14,11 +16,8 @@ from rayrec.sharding.placement import TablePlacement, data_parallel_tables, desc
 from rayrec.sharding.planner import ShardingConfig, Site, embedding_sharders, plan_sharding
 
 SIZES = [1460, 583, 1_000_000, 900_000, 305, 24, 12_517, 633, 3, 93_145, 5683, 800_000, 3194, 27, 14_992, 700_000]
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 STATE = SparseOptimizerConfig(kind="rowwise_adagrad").state_bytes
-
-
-MIB = 1 << 20
 
 
 class Model(nn.Module):
@@ -46,12 +45,10 @@ def only(*types: str, **settings: Any) -> ShardingConfig:
 def test_every_table_is_fused_and_none_data_parallel(world_size: int, device: Literal["cpu", "cuda"]) -> None:
     made = plan(world_size, device)
     rows = rows_of(made)
-    assert [(row.table, row.num_embeddings, row.embedding_dim) for row in rows] == [
-        (f"cat_{index}", size, 16) for index, size in enumerate(SIZES)
-    ]
+    tables = [(f"cat_{index}", size, 16) for index, size in enumerate(SIZES)]
+    assert [(row.table, row.num_embeddings, row.embedding_dim) for row in rows] == tables
     assert {row.sharding_type for row in rows} <= ({"table_wise", "row_wise"} if world_size > 1 else {"table_wise"})
-    kernels = {sharding.compute_kernel for module in made.plan.values() for sharding in module.values()}
-    assert kernels == {"fused"}
+    assert {sharding.compute_kernel for module in made.plan.values() for sharding in module.values()} == {"fused"}
     assert {rank for row in rows for rank in row.bytes_of_rank} == set(range(world_size))
     assert sum(row.total_bytes for row in rows) == sum(SIZES) * 17 * 4
 
@@ -82,8 +79,7 @@ def test_column_wise_splits_table_between_workers() -> None:
     config = only("column_wise", min_column_width=32)
     made = plan_sharding(model, Site(2, "cpu", 640 * MIB), batch_size=128, state_bytes=STATE, config=config)
     (row,) = rows_of(made, model)
-    assert row.sharding_type == "column_wise"
-    assert (row.num_embeddings, row.embedding_dim) == (1_000_000, 64)
+    assert (row.sharding_type, row.num_embeddings, row.embedding_dim) == ("column_wise", 1_000_000, 64)
     assert set(row.bytes_of_rank) == {0, 1}
 
 
@@ -92,9 +88,7 @@ def test_data_parallel_tables_are_on_every_worker() -> None:
     rows = rows_of(made)
     assert {row.sharding_type for row in rows} == {"data_parallel"}
     assert all(row.bytes_of_rank == {0: row.num_embeddings * 17 * 4, 1: row.num_embeddings * 17 * 4} for row in rows)
-    assert sorted(data_parallel_tables(made)) == sorted(
-        f"embeddings.embedding_bags.cat_{index}.weight" for index in range(len(SIZES))
-    )
+    assert set(data_parallel_tables(made)) == {f"embeddings.embedding_bags.cat_{index}.weight" for index in range(len(SIZES))}
     assert "data_parallel  0-1" in describe(made, Model(SIZES), state_bytes=STATE).splitlines()[1]
 
 
@@ -125,26 +119,18 @@ def test_plan_skips_types_for_equal_nodes() -> None:
     [
         ({"memory_bytes": 100 * MIB}, r"16 tables need .* MiB .* but 2 workers have .* Use at least 6 workers"),
         ({"world_size": 8, "memory_bytes": 120 * MIB}, r"table cat_2 \(1,000,000 rows x 16\) needs 64.8 MiB on one worker"),
-        (
-            {"memory_bytes": 400 * MIB, "config": only("data_parallel")},
-            r"16 tables need 22\d\.. MiB on each worker, .* Add table_wise",
-        ),
-        (
-            {"memory_bytes": 600 * MIB, "config": only("data_parallel", reserved_fraction=0.0)},
-            r"need 229.1 MiB on worker 0, 215.6 MiB for their gradients",
-        ),
-        (
-            {"world_size": 1, "device": "cuda", "host_memory_bytes": 200 * MIB},
-            r"200.0 MiB of host memory, 15% kept free, for a checkpoint's copy",
-        ),
-        (
-            {"world_size": 3, "device": "cuda", "nodes": ["a", "a", "b"], "config": only("table_row_wise")},
-            "needs equally many workers on each node, got 2, 1. Add table_wise",
-        ),
+        ({"memory_bytes": 400 * MIB, "config": only("data_parallel")},
+         r"16 tables need 22\d\.. MiB on each worker, .* Add table_wise"),
+        ({"memory_bytes": 600 * MIB, "config": only("data_parallel", reserved_fraction=0.0)},
+         r"need 229.1 MiB on worker 0, 215.6 MiB for their gradients"),
+        ({"world_size": 1, "device": "cuda", "host_memory_bytes": 200 * MIB},
+         r"200.0 MiB of host memory, 15% kept free, for a checkpoint's copy"),
+        ({"world_size": 3, "device": "cuda", "nodes": ["a", "a", "b"], "config": only("table_row_wise")},
+         "needs equally many workers on each node, got 2, 1. Add table_wise"),
         ({"config": only("row_wise")}, "CPU does not support row_wise. Add table_wise."),
         ({"config": ShardingConfig(exchange_precision="bf16")}, "must be fp16 or fp32 on CPU, got bf16"),
     ],
-)
+)  # fmt: skip
 def test_plan_rejects_impossible_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         plan(**settings)
@@ -159,8 +145,7 @@ def test_plan_explains_planner_error() -> None:
 
 def test_cpu_plan_reserves_memory_for_checkpoint_copy() -> None:
     model = Model([1_000_000])  # 64.8 MiB with its state
-    settings: Any = {"batch_size": 1, "config": ShardingConfig(reserved_fraction=0.0)}
-    settings["state_bytes"] = STATE
+    settings: Any = {"batch_size": 1, "config": ShardingConfig(reserved_fraction=0.0), "state_bytes": STATE}
     assert plan_sharding(model, Site(1, "cpu", 135 * MIB), **settings)
     with pytest.raises(InputError, match=r"125.0 MiB are free, 0% kept free, half of the rest for a checkpoint's copy"):
         plan_sharding(model, Site(1, "cpu", 125 * MIB), **settings)
@@ -188,17 +173,11 @@ def test_plan_moves_oversized_tables_to_host_memory() -> None:
     # Host memory has these tables, and a checkpoint's copy of all tables.
     with pytest.raises(InputError, match=r"worker 0 needs .* of host memory, .* for tables \(uvm_caching\)"):
         plan(1, "cuda", config=cached, memory_bytes=200 * MIB, host_memory_bytes=310 * MIB)
-    on_cpu = plan(config=cached)
-    assert {row.device_share for row in rows_of(on_cpu)} == {1.0}
-    with pytest.raises(InputError, match=r"uvm_cache_fraction: must be above 0 and below 1, got 1.0"):
-        ShardingConfig(uvm_cache_fraction=1.0)
+    assert {row.device_share for row in rows_of(plan(config=cached))} == {1.0}
 
 
 @pytest.mark.parametrize("kind", ["sgd", "rowwise_adagrad", "adagrad"])
-def test_optimizer_state_size_matches_torchrec(kind: Any) -> None:
-    from torchrec.distributed.planner import EmbeddingShardingPlanner
-    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-
+def test_optimizer_state_size_matches_torchrec(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = SparseOptimizerConfig(kind=kind)
     model = Model([1_000_000], dim=32)
     optimizer_class, arguments = optimizer.build()
@@ -212,9 +191,8 @@ def test_optimizer_state_size_matches_torchrec(kind: Any) -> None:
         seen.append(option.total_storage.ddr)
         return made
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EmbeddingShardingPlanner, "plan", noting)
-        made = plan_sharding(model, Site(1, "cpu", 2 * GIB), batch_size=1, state_bytes=optimizer.state_bytes)
+    monkeypatch.setattr(EmbeddingShardingPlanner, "plan", noting)
+    made = plan_sharding(model, Site(1, "cpu", 2 * GIB), batch_size=1, state_bytes=optimizer.state_bytes)
     (row,) = placements(made, model, state_bytes=optimizer.state_bytes)
     assert row.total_bytes == 1_000_000 * 4 * (32 + {"sgd": 0, "rowwise_adagrad": 1, "adagrad": 32}[kind])
     assert seen == [pytest.approx(row.total_bytes, rel=1e-3)]
@@ -227,6 +205,7 @@ def test_optimizer_state_size_matches_torchrec(kind: Any) -> None:
         ({"sharding_types": ("diagonal",)}, "has the wrong type"),
         ({"reserved_fraction": 1.0}, "must be at least 0 and below 1"),
         ({"min_column_width": 6}, "multiple of 4"),
+        ({"uvm_cache_fraction": 1.0}, "uvm_cache_fraction: must be above 0 and below 1, got 1.0"),
     ],
 )
 def test_sharding_config_rejects_invalid_settings(settings: dict[str, Any], message: str) -> None:

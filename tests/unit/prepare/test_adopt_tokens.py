@@ -1,5 +1,6 @@
 """Adopted shards of MosaicML's writer: training matches rayrec's shards, and invalid shards are rejected in one line."""
 
+import functools
 import itertools
 import json
 from collections.abc import Callable
@@ -8,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders.faults import flip
+from builders.runs import QUIET, train
 
 import rayrec
 from rayrec import recipes
@@ -16,12 +19,11 @@ from rayrec.data.text import mds
 from rayrec.data.text.mds import TokenRows
 from rayrec.data.text.text_blocks import open_tokens
 from rayrec.data.text.tokenizer import bytes_bpe, write_tokenizer
-from rayrec.observe.console import Console
 
-QUIET = Console(quiet=True)
 BLOCK = 16
 ROWS = np.random.default_rng(0).integers(0, 260, (60, BLOCK))
-MASK = np.ones(BLOCK, np.uint8)
+Sample = Callable[[np.ndarray], dict[str, Any]]
+adopt = functools.partial(rayrec.adopt, console=QUIET)
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +34,17 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write(
-    folder: Path, columns: dict[str, str], sample: Callable[[np.ndarray], dict[str, Any]], rows: np.ndarray = ROWS, **options: Any
-) -> Path:
+def cells(name: str, dtype: str, **others: Any) -> Sample:
+    """Return the function of a row's cells: its tokens as a type, and other columns."""
+    return lambda row: {name: row.astype(dtype), **others}
+
+
+FIXED, fixed = {"tokens": "ndarray:uint16:16"}, cells("tokens", "uint16")
+OTHERS = {"attention_mask": "ndarray:uint8", "input_ids": "ndarray:int64", "label": "int"}
+others = cells("input_ids", "int64", attention_mask=np.ones(BLOCK, np.uint8), label=3)
+
+
+def write(folder: Path, columns: dict[str, str], sample: Sample, rows: np.ndarray = ROWS, **options: Any) -> Path:
     with mds.load_streaming().MDSWriter(out=str(folder), columns=columns, size_limit=1200, **options) as writer:
         for row in rows:
             writer.write(sample(row))
@@ -56,26 +66,20 @@ def adopted_rows(place: str, cache: Path) -> np.ndarray:
 @pytest.mark.parametrize(
     ("columns", "sample", "options"),
     [
-        ({"tokens": "ndarray:int32:16"}, lambda row: {"tokens": row.astype(np.int32)}, {}),
-        ({"tokens": "ndarray:int32"}, lambda row: {"tokens": row.astype(np.int32)}, {"hashes": ["sha1", "xxh64"]}),
-        ({"input_ids": "ndarray"}, lambda row: {"input_ids": row.astype(np.uint16)}, {"compression": "zstd:7"}),
+        ({"tokens": "ndarray:int32:16"}, cells("tokens", "int32"), {}),
+        ({"tokens": "ndarray:int32"}, cells("tokens", "int32"), {"hashes": ["sha1", "xxh64"]}),
+        ({"input_ids": "ndarray"}, cells("input_ids", "uint16"), {"compression": "zstd:7"}),
         ({"tokens": "bytes"}, lambda row: {"tokens": row.astype(np.int64).tobytes()}, {"compression": "gz"}),
-        (
-            {"attention_mask": "ndarray:uint8", "input_ids": "ndarray:int64", "label": "int"},
-            lambda row: {"attention_mask": MASK, "input_ids": row.astype(np.int64), "label": 3},
-            {"compression": "br:2", "hashes": ["md5"]},
-        ),
-        ({"ids": "ndarray:uint32:16"}, lambda row: {"ids": row.astype(np.uint32)}, {"compression": "snappy"}),
-        ({"ids": "ndarray:uint16:16"}, lambda row: {"ids": row.astype(np.uint16)}, {"compression": "bz2"}),
+        (OTHERS, others, {"compression": "br:2", "hashes": ["md5"]}),
+        ({"ids": "ndarray:uint32:16"}, cells("ids", "uint32"), {"compression": "snappy"}),
+        ({"ids": "ndarray:uint16:16"}, cells("ids", "uint16"), {"compression": "bz2"}),
     ],
     ids=["fixed", "dynamic", "any-zstd", "bytes-gz", "others-br", "snappy", "bz2"],
 )
-def test_adopted_shards_keep_rows(
-    tmp_path: Path, tokenizer: Path, columns: dict[str, str], sample: Callable[[np.ndarray], Any], options: Any
-) -> None:
+def test_adopted_shards_keep_rows(tmp_path: Path, tokenizer: Path, columns: dict[str, str], sample: Sample, options: Any) -> None:
     folder = write(tmp_path / "set", columns, sample, **options)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    made = rayrec.adopt(str(folder), tokenizer=str(tokenizer), console=QUIET)
+    made = adopt(str(folder), tokenizer=str(tokenizer))
     assert (made["block_size"], made["sets"]["train"]["blocks"]) == (BLOCK, 60)
     for place in (str(folder), f"file://{folder}"):  # the latter takes the way of a store's
         np.testing.assert_array_equal(adopted_rows(place, tmp_path / "cache"), ROWS)
@@ -86,49 +90,33 @@ def test_adopted_shards_keep_rows(
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_adopt_writes_next_to_shards_at_url(tmp_path: Path, tokenizer: Path, compression: str | None) -> None:
     folder = write(
-        tmp_path / "set",
-        {"tokens": "ndarray:int32"},
-        lambda row: {"tokens": row.astype(np.int32)},
-        compression=compression,
-        hashes=["xxh64"],
+        tmp_path / "set", {"tokens": "ndarray:int32"}, cells("tokens", "int32"), compression=compression, hashes=["xxh64"]
     )
     url = f"file://{folder}"
-    config = recipes.gpt2_tiny(url).replace(name="advised", storage_path=str(tmp_path))
     with pytest.raises(InputError, match=f"`rayrec adopt {url} --tokenizer DIR`"):
-        rayrec.train(config, console=QUIET)
+        train(recipes.gpt2_tiny(url), name="advised", storage_path=str(tmp_path))
     with pytest.raises(InputError, match="Remove --out"):
-        rayrec.adopt(url, tokenizer=str(tokenizer), out=str(tmp_path / "out"), console=QUIET)
-    made = rayrec.adopt(url, tokenizer=str(tokenizer), console=QUIET)
-    assert made["out"] == url
+        adopt(url, tokenizer=str(tokenizer), out=str(tmp_path / "out"))
+    assert adopt(url, tokenizer=str(tokenizer))["out"] == url
     np.testing.assert_array_equal(adopted_rows(url, tmp_path / "cache"), ROWS)
 
 
 def test_adopted_shards_match_rayrec_shards_in_training(tmp_path: Path, tokenizer: Path) -> None:
     """Equal tokens, written by rayrec and by MosaicML's writer, compressed and with other columns. Linked, not copied."""
-    columns = {"attention_mask": "ndarray:uint8", "input_ids": "ndarray:int32"}
     for name, rows in (("train", ROWS[:48]), ("val", ROWS[48:])):
-        write(
-            tmp_path / "theirs" / name,
-            columns,
-            lambda row: {"attention_mask": MASK, "input_ids": row.astype(np.int32)},
-            rows,
-            compression="zstd",
-        )
+        write(tmp_path / "theirs" / name, OTHERS, others, rows, compression="zstd")
     out = tmp_path / "adopted"
-    rayrec.adopt(str(tmp_path / "theirs"), out=str(out), tokenizer=str(tokenizer), console=QUIET)
+    adopt(str(tmp_path / "theirs"), out=str(out), tokenizer=str(tokenizer))
     assert (out / "val").is_symlink()
     theirs = json.loads((out / "manifest.json").read_text())
     assert {name: found["blocks"] for name, found in theirs["sets"].items()} == {"train": 48, "validation": 12}
     own = tmp_path / "own"
-    for name, rows in (("train", ROWS[:48]), ("validation", ROWS[48:])):
-        sizes = [
-            s["samples"] for s in json.loads((out / name[: 5 if name == "train" else 3] / "index.json").read_text())["shards"]
-        ]
-        edges = np.cumsum([0, *sizes])
-        infos = [
-            mds.write_shard(rows[low:high].astype(np.uint16), str(own / name / f"shard.{number:05d}.mds"))
-            for number, (low, high) in enumerate(itertools.pairwise(edges))
-        ]
+    for name, their_name, rows in (("train", "train", ROWS[:48]), ("validation", "val", ROWS[48:])):
+        shards = json.loads((out / their_name / "index.json").read_text())["shards"]
+        infos, rest = [], iter(rows.astype(np.uint16))
+        for number, shard in enumerate(shards):
+            of_shard = np.array([*itertools.islice(rest, shard["samples"])])
+            infos.append(mds.write_shard(of_shard, str(own / name / f"shard.{number:05d}.mds")))
         mds.write_index(str(own / name), infos)
     write_tokenizer({path.name: path.read_bytes() for path in tokenizer.iterdir()}, str(own / "tokenizer"))
     sets = {name: {"blocks": found["blocks"]} for name, found in theirs["sets"].items()}
@@ -136,37 +124,19 @@ def test_adopted_shards_match_rayrec_shards_in_training(tmp_path: Path, tokenize
     found = [trained(path, tmp_path / "runs") for path in (out, own)]
     assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
     assert found[0]["metrics"] == found[1]["metrics"]
-    run = str(tmp_path / "runs" / "adopted")
-    assert rayrec.evaluate(run, str(out))["loss"] == pytest.approx(found[0]["metrics"]["loss"])
+    assert rayrec.evaluate(str(tmp_path / "runs" / "adopted"), str(out))["loss"] == pytest.approx(found[0]["metrics"]["loss"])
 
 
 def trained(path: Path, runs: Path) -> dict[str, Any]:
-    model = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": BLOCK}
-    config = recipes.gpt2_tiny(str(path)).replace(
-        workload={"model": model, "max_new_tokens": 2},
-        steps=6,
-        batch_size=8,
-        train_data={"shuffle": "window", "segments_per_block": 2},
-        scaling={"num_workers": 1},
-        storage_path=str(runs),
-        name=path.name,
-    )
-    return rayrec.train(config, console=QUIET).summary
-
-
-FIXED = {"tokens": "ndarray:uint16:16"}
-
-
-def fixed(row: np.ndarray) -> dict[str, Any]:
-    return {"tokens": row.astype(np.uint16)}
+    workload = {"model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": BLOCK}, "max_new_tokens": 2}
+    data: Any = {"train_data": {"shuffle": "window", "segments_per_block": 2}, "steps": 6, "batch_size": 8}
+    config = recipes.gpt2_tiny(str(path)).replace(workload=workload, scaling={"num_workers": 1}, **data)
+    return train(config, storage_path=str(runs), name=path.name).summary
 
 
 def flipped(folder: Path) -> Path:
     """Flip a bit of the second shard."""
-    path = sorted(folder.glob("shard*"))[1]
-    data = bytearray(path.read_bytes())
-    data[-9] ^= 4
-    path.write_bytes(data)
+    flip(sorted(folder.glob("shard*"))[1], -9, bit=4)
     return folder
 
 
@@ -175,40 +145,25 @@ def flipped(folder: Path) -> Path:
     [
         (lambda f: write(f, FIXED, fixed), {"tokenizer": None}, r"Specify the tokenizer .* --tokenizer DIR$"),
         (lambda f: write(f, {"text": "str"}, lambda row: {"text": "a cat"}), {}, r"is text, not tokens\. .*--format mds"),
-        (
-            lambda f: write(f, {"a": "ndarray:uint16:16", "b": "int"}, lambda row: {"a": row.astype(np.uint16), "b": 1}),
-            {},
-            r"its rows have a \(ndarray:uint16:16\), b \(int\)\. Name the token column with --column\.$",
-        ),
+        (lambda f: write(f, {"a": "ndarray:uint16:16", "b": "int"}, cells("a", "uint16", b=1)), {},
+         r"its rows have a \(ndarray:uint16:16\), b \(int\)\. Name the token column with --column\.$"),
         (lambda f: write(f, FIXED, fixed), {"column": "ids"}, r"with --column, ids not found\.$"),
         (lambda f: write(f, {"tokens": "json"}, lambda row: {"tokens": row.tolist()}), {}, "integers or bytes, got json"),
-        (
-            lambda f: write(f, {"tokens": "ndarray:int32"}, lambda row: {"tokens": row[: 5 + row[0] % 2].astype(np.int32)}),
-            {},
-            r"all rows must have \d tokens of int32 at the same offset\. Write rows of one length",
-        ),
-        (
-            lambda f: write(f, {"tokens": "ndarray"}, lambda row: {"tokens": row.astype(np.float32)}),
-            {},
-            "must be arrays of integers",
-        ),
-        (
-            lambda f: write(f, {"tokens": "bytes"}, lambda row: {"tokens": row.astype(np.int32).tobytes()}),
-            {},
-            r"below 260, the size of the tokenizer, .*another --token-dtype",
-        ),
+        (lambda f: write(f, {"tokens": "ndarray:int32"}, lambda row: {"tokens": row[: 5 + row[0] % 2].astype(np.int32)}), {},
+         r"all rows must have \d tokens of int32 at the same offset\. Write rows of one length"),
+        (lambda f: write(f, {"tokens": "ndarray"}, cells("tokens", "float32")), {}, "must be arrays of integers"),
+        (lambda f: write(f, {"tokens": "bytes"}, lambda row: {"tokens": row.astype(np.int32).tobytes()}), {},
+         r"below 260, the size of the tokenizer, .*another --token-dtype"),
         (lambda f: write(f, FIXED, lambda row: fixed(row + 3)), {}, r"tokens must be below 260, .*, got \d+ to 262"),
         (lambda f: flipped(write(f, FIXED, fixed, hashes=["sha1"])), {}, r"shard\.00001\.mds: damaged: sha1 must be"),
         (lambda f: flipped(write(f, FIXED, fixed, compression="zstd", hashes=["md5"])), {}, r"\.zstd: damaged: md5 must be"),
         (lambda f: write(f, FIXED, fixed), {"split": "sevenths"}, r"^--split: an option for arrays .*not for MDS shards"),
     ],
 )  # fmt: skip
-def test_adopt_rejects_invalid_shards_in_one_line(
-    tmp_path: Path, tokenizer: Path, make: Callable[[Path], Path], options: dict[str, Any], message: str
-) -> None:
+def test_adopt_rejects_invalid_shards_in_one_line(tmp_path: Path, tokenizer: Path, make: Any, options: Any, message: str) -> None:
     folder = make(tmp_path / "set")
     with pytest.raises(InputError, match=message) as found:
-        rayrec.adopt(str(folder), console=QUIET, **{"tokenizer": str(tokenizer), **options})
+        adopt(str(folder), **{"tokenizer": str(tokenizer), **options})
     assert "\n" not in str(found.value)
     assert not (folder / "manifest.json").exists()
 
@@ -216,6 +171,6 @@ def test_adopt_rejects_invalid_shards_in_one_line(
 def test_unadopted_shards_error_names_command(tmp_path: Path) -> None:
     folder = str(write(tmp_path / "set", FIXED, fixed))
     with pytest.raises(InputError, match=r"`rayrec adopt [^`]*set --tokenizer DIR`"):
-        rayrec.train(recipes.gpt2_tiny(folder).replace(scaling={"num_workers": 1}), console=QUIET)
+        train(recipes.gpt2_tiny(folder), scaling={"num_workers": 1})
     with pytest.raises(InputError, match=r"must contain plain text, got MDS shards.*`rayrec adopt [^`]*set --tokenizer DIR`"):
         rayrec.preprocess(folder, out=str(tmp_path / "out"), format="mds", console=QUIET)

@@ -7,37 +7,11 @@ import pytest
 from rayrec import host_resources
 from rayrec.cluster import connection, node_storage
 from rayrec.config import InputError
-from rayrec.data.engine import Engine, TaskPlacement, ThreadEngine
+from rayrec.data.engine import TaskPlacement, ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, engine
 from rayrec.storage import cache
-
-
-class Ray:
-    """Recorder of calls to Ray."""
-
-    def __init__(self) -> None:
-        self.addresses: list[str | None] = []
-        self.paths: list[tuple[str, ...]] = []
-
-    def connect_for_data(self, address: str | None) -> TaskPlacement:
-        self.addresses.append(address)
-        return TaskPlacement(num_cpus=1.0)
-
-
-@pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
-    made = Ray()
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(connection, "connect_for_data", made.connect_for_data)
-    monkeypatch.setattr(node_storage, "require_reachable", made.paths.append)
-    return made
-
-
-def chosen(config: PreparationConfig) -> Engine:
-    with engine(config, Console(quiet=True), paths=("a", "b")) as found:
-        return found
 
 
 @pytest.mark.parametrize(
@@ -56,20 +30,20 @@ def chosen(config: PreparationConfig) -> Engine:
     ],
 )
 def test_engine_matches_config_and_environment(
-    monkeypatch: pytest.MonkeyPatch, ray: Ray, settings: dict[str, Any], environment: str | None, connected: bool, on_ray: bool
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], environment: str | None, connected: bool, on_ray: bool
 ) -> None:
+    addresses, paths, placement = [], [], TaskPlacement(num_cpus=1.0)
+    monkeypatch.setattr(connection, "connect_for_data", lambda address: addresses.append(address) or placement)
+    monkeypatch.setattr(node_storage, "require_reachable", paths.append)
     monkeypatch.setattr(connection, "is_connected", lambda: connected)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if environment is not None:
         monkeypatch.setenv("RAY_ADDRESS", environment)
-    found = chosen(PreparationConfig(**settings))
-    if on_ray:
-        assert found == RayEngine(TaskPlacement(num_cpus=1.0))
-        assert ray.addresses == [settings.get("address")]
-        assert ray.paths == [("a", "b", cache.folder())]
-    else:
-        assert found == ThreadEngine(host_resources.usable_cpus())
-        assert not ray.addresses
-        assert not ray.paths
+    with engine(PreparationConfig(**settings), Console(quiet=True), paths=("a", "b")) as chosen:
+        pass
+    assert chosen == (RayEngine(placement) if on_ray else ThreadEngine(host_resources.usable_cpus()))
+    assert addresses == [settings.get("address")] * on_ray
+    assert paths == [("a", "b", cache.folder())] * on_ray
 
 
 @pytest.mark.parametrize("address", ["head:6379", "local", "none"])

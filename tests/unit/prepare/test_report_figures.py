@@ -15,7 +15,7 @@ from sklearn.metrics import roc_auc_score
 
 from rayrec.data.encoding.presets import merged
 from rayrec.data.encoding.rules import SparseColumn
-from rayrec.data.logs.text_parser import TextParser, max_rows_in, padded, parse
+from rayrec.data.logs.text_parser import parse
 from rayrec.data.raw_block import RawBlock
 from rayrec.hashing import murmur3
 from rayrec.prepare import data_report
@@ -106,11 +106,8 @@ def test_stats_ignore_log_division(rows: list[Row], data: st.DataObject) -> None
 
 def test_stats_of_text_and_columns_match() -> None:
     raw, _ = parse(SCHEMA, b"1\t5\t\t0000000a\n0\t-7\t1\t\n0\t0\t999999999\tffffffff\n")
-    columns = block_of(
-        SCHEMA.replace(tokens="any"),
-        {"a": [5, -7, 0], "b": [None, 1, 999999999], "s": [10, None, 2**32 - 1]},
-        labels={"y": np.array([1, 0, 0], np.float32)},
-    )
+    values = {"a": [5, -7, 0], "b": [None, 1, 999999999], "s": [10, None, 2**32 - 1]}
+    columns = block_of(SCHEMA.replace(tokens="any"), values, labels={"y": np.array([1, 0, 0], np.float32)})
     job = job_of(SCHEMA, top=[[10]])
     one, other = ColumnStats.empty(job), ColumnStats.empty(job)
     one.count(raw, job, 0, 0)
@@ -143,27 +140,6 @@ def test_hash_sample_keeps_all_row_copies() -> None:
     assert 300 < len(tally.hashes) < 700  # a quarter
     assert set(Counter(tally.hashes.tolist()).values()) == {4}
     assert data_report.duplicate_rate(tally.hashes) == 0.75
-
-
-BAD_LINES = [
-    *(b"", b"1", b"1\t2\t3\t4\t5", b"2\t1\t1\tdeadbeef"),
-    *(b"1\tx\t1\tdeadbeef", b"1\t1\t1.5\tdeadbeef", b"1\t1\t1\tdead"),
-]
-KIND_AND_COLUMN = [
-    *(("empty line", ""), ("too few columns", ""), ("too many columns", ""), ("label is not 0 or 1", "y")),
-    *(("not an integer", "a"), ("not an integer", "b"), ("not 8 hexadecimal digits", "s")),
-]
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(-1, len(BAD_LINES) - 1), max_size=80), st.booleans())
-def test_faults_have_columns(kinds: list[int], newline: bool) -> None:
-    text = b"".join((BAD_LINES[k] if k >= 0 else b"1\t1\t1\tdeadbeef") + b"\n" for k in kinds)
-    if kinds and kinds[-1] != 0 and not newline:
-        text = text[:-1]
-    faults = TextParser(SCHEMA, max_rows_in(SCHEMA, len(text))).parse(padded(text), len(text), max_faults=len(text))
-    found = Counter((fault.kind, fault.column) for fault in faults.first)
-    assert found == Counter(KIND_AND_COLUMN[k] for k in kinds if k >= 0)
 
 
 def test_quantile_edges_are_column_values() -> None:
@@ -214,8 +190,7 @@ def test_auroc_of_rates_matches_scored_rows(seed: int) -> None:
 
 
 def test_auroc_of_rates_handles_leak_and_few_rows() -> None:
-    leak = np.array([[300, 0, 100, 0], [0, 300, 0, 100]])
-    assert data_report.auroc_of_rates(leak) == 1
+    assert data_report.auroc_of_rates(np.array([[300, 0, 100, 0], [0, 300, 0, 100]])) == 1
     assert data_report.auroc_of_rates(np.full((2, 4), 100)) == 0.5
     assert data_report.auroc_of_rates(np.array([[300, 0, 19, 0], [0, 300, 0, 100]])) is None
     assert data_report.auroc_of_rates(np.zeros((2, 4), np.int64)) is None
@@ -234,12 +209,11 @@ def test_concentration_matches_reference() -> None:
 def test_top_categories_ignore_order() -> None:
     rng = np.random.default_rng(3)
     tokens, counts = rng.permutation(1000).astype(np.uint32), rng.integers(1, 20, 1000)
-    expected = sorted(zip((-counts).tolist(), tokens.tolist(), strict=True))[:TOP]
+    expected = tokens[np.lexsort((tokens, -counts))][:TOP]
     for _ in range(3):
         order = rng.permutation(1000)
         found = data_report.top_categories(tokens[order], counts[order])
-        assert found.dtype == np.uint64
-        assert found.tolist() == [token for _, token in expected]
+        assert (found.dtype, found.tolist()) == (np.uint64, expected.tolist())
 
 
 def test_unknown_rate_counts_merged_categories() -> None:
@@ -274,11 +248,5 @@ def test_collision_rate_supports_murmur3() -> None:
     column = SparseColumn(10, None, first_id=0, murmur3=True)
     tokens, counts = np.arange(1, 16, dtype=np.uint32), np.arange(1, 16)
     places = (murmur3(np.arange(16, dtype=np.uint32)) % 10).tolist()
-    ids = Counter(places[1:])
-    expected = sum(token for token in range(1, 16) if ids[places[token]] > 1) / sum(range(1, 16))
+    expected = sum(token for token in range(1, 16) if places[1:].count(places[token]) > 1) / sum(range(1, 16))
     assert data_report.collision_rate(column, np.zeros(0, np.uint32), tokens, counts) == expected
-
-
-def test_duplicate_rate_counts_repeats() -> None:
-    assert data_report.duplicate_rate(np.array([5, 1, 5, 5, 2], np.uint64)) == 0.4
-    assert data_report.duplicate_rate(np.zeros(0, np.uint64)) is None

@@ -4,7 +4,7 @@ import gzip
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 import pytest
+from builders.faults import raising
 from builders.logs import open_index
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,9 +29,6 @@ from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.observe.console import Console
 from rayrec.prepare import events, split_tasks
 from rayrec.prepare import split as splitting
-from rayrec.prepare.events import last_rows
-from rayrec.prepare.split import RowSplit
-from rayrec.prepare.split_tasks import cut_files
 from rayrec.schema import Schema
 
 CONSOLE = Console(quiet=True)
@@ -40,17 +38,16 @@ SCHEMA = Schema(
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(autouse=True)
-def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_tasks(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitting, "_MIN_TASK_BYTES", 1 << 14)
     monkeypatch.setattr(splitting, "_PARTITION_BYTES", 1 << 13)
     monkeypatch.setattr(split_tasks, "GROUP_BYTES", 1 << 14)
     monkeypatch.setattr(split_tasks, "BATCH_ROWS", 64)
     monkeypatch.setattr(events, "CHUNK_ROWS", 100)
+
+
+def one_thread(*_: Any, **__: Any) -> nullcontext[ThreadEngine]:
+    return nullcontext(ThreadEngine(1))
 
 
 def table_of(rows: int = 3000, *, users: int = 200) -> pa.Table:
@@ -68,17 +65,17 @@ def table_of(rows: int = 3000, *, users: int = 200) -> pa.Table:
     )
 
 
-def written(table: pa.Table, folder: Path, *, files: int = 3) -> str:
+def written(table: pa.Table, folder: Path, *, files: int = 3, group_rows: int = 200) -> str:
     """Write Parquet files with small row groups."""
     folder.mkdir()
     size = -(-len(table) // files)
     for number in range(files):
-        pq.write_table(table.slice(number * size, size), folder / f"day_{number}.parquet", row_group_size=200)
+        pq.write_table(table.slice(number * size, size), folder / f"day_{number}.parquet", row_group_size=group_rows)
     return str(folder)
 
 
-def split(path: str, out: Path, by: Any, **options: Any) -> dict[str, Any]:
-    return rayrec.split(path, out=str(out), by=by, console=CONSOLE, **options)
+def split(path: str, out: Path, by: Any, *, schema: Schema = SCHEMA, **options: Any) -> dict[str, Any]:
+    return rayrec.split(path, out=str(out), by=by, console=CONSOLE, schema=schema, **options)
 
 
 def parts_of(out: Path) -> dict[str, pa.Table]:
@@ -103,7 +100,7 @@ def check_whole(parts: dict[str, pa.Table], table: pa.Table) -> None:
 def test_split_by_rows_is_random_and_stable(tmp_path: Path) -> None:
     table = table_of()
     path = written(table, tmp_path / "log")
-    found = split(path, tmp_path / "out", "rows", validation=0.2, test=0.1, schema=SCHEMA)
+    found = split(path, tmp_path / "out", "rows", validation=0.2, test=0.1)
     parts = parts_of(tmp_path / "out")
     check_whole(parts, table)
     sizes = {name: len(part) for name, part in parts.items()}
@@ -118,26 +115,26 @@ def test_split_by_rows_is_random_and_stable(tmp_path: Path) -> None:
     assert {name: stop - start for name, (start, stop) in ranges.items()} == sizes
 
     # The parts depend on the rows' numbers and the seed, not on files, row groups or tasks.
-    again = split(written(table, tmp_path / "one", files=1), tmp_path / "again", "rows", validation=0.2, schema=SCHEMA)
+    again = split(written(table, tmp_path / "one", files=1), tmp_path / "again", "rows", validation=0.2)
     assert again["parts"]["validation"]["rows"] == found["parts"]["validation"]["rows"]
     assert all(numbers(part) == numbers(parts[name]) for name, part in parts_of(tmp_path / "again").items())
-    other = split(path, tmp_path / "other", "rows", seed=1, schema=SCHEMA)
+    other = split(path, tmp_path / "other", "rows", seed=1)
     assert numbers(parts_of(tmp_path / "other")["test"]) != numbers(parts["test"])
     assert other["parts"].keys() == found["parts"].keys()
 
 
 def test_split_by_group_keeps_groups_together(tmp_path: Path) -> None:
     table = table_of()
-    found = split(written(table, tmp_path / "log"), tmp_path / "out", "group", test=0.0, validation=0.3, schema=SCHEMA)
+    found = split(written(table, tmp_path / "log"), tmp_path / "out", "group", test=0.0, validation=0.3)
     parts = parts_of(tmp_path / "out")
     check_whole(parts, table)
-    users = {name: set(part.column("user").to_pylist()) for name, part in parts.items()}
+    users = {name: set(part["user"].to_pylist()) for name, part in parts.items()}
     assert users.keys() == {"train", "validation"}
     assert not users["train"] & users["validation"]
     assert None in users["train"]
-    assert found["rows_without_group"] == table.column("user").null_count > 0
+    assert found["rows_without_group"] == table["user"].null_count > 0
     assert len(users["validation"]) == pytest.approx(60, abs=20)
-    split(str(tmp_path / "log"), tmp_path / "items", "group", group="item", schema=SCHEMA)
+    split(str(tmp_path / "log"), tmp_path / "items", "group", group="item")
     items = {name: set(part.column("item").to_pylist()) for name, part in parts_of(tmp_path / "items").items()}
     assert not items["train"] & items["test"]
 
@@ -145,7 +142,7 @@ def test_split_by_group_keeps_groups_together(tmp_path: Path) -> None:
 def test_split_by_time_holds_out_latest_rows(tmp_path: Path) -> None:
     table = table_of()
     path = written(table, tmp_path / "log")
-    split(path, tmp_path / "out", "time", validation=0.25, test=0.1, schema=SCHEMA)
+    split(path, tmp_path / "out", "time", validation=0.25, test=0.1)
     parts = parts_of(tmp_path / "out")
     check_whole(parts, table)
     times = {name: part.column("at").cast(pa.int64()).to_numpy() for name, part in parts.items()}
@@ -154,7 +151,7 @@ def test_split_by_time_holds_out_latest_rows(tmp_path: Path) -> None:
     assert times["validation"].max() < times["test"].min() == in_order[2700]
 
     dates = {"validation_from": "1970-01-01T00:05:00", "test_from": "1970-01-01T00:10:00+00:00"}
-    split(path, tmp_path / "dates", "time", schema=SCHEMA, **dates)
+    split(path, tmp_path / "dates", "time", **dates)
     dated = {name: part.column("at").cast(pa.int64()).to_numpy() for name, part in parts_of(tmp_path / "dates").items()}
     check_whole(parts_of(tmp_path / "dates"), table)
     assert [times.min() // 1_000_000 for times in dated.values()] == [0, 300, 600]
@@ -162,30 +159,24 @@ def test_split_by_time_holds_out_latest_rows(tmp_path: Path) -> None:
 
 def test_split_last_out_holds_out_last_rows_of_users(tmp_path: Path) -> None:
     table = table_of(users=1500)  # of which many have one row or two
-    found = split(written(table, tmp_path / "log"), tmp_path / "out", "last-out", schema=SCHEMA)
+    found = split(written(table, tmp_path / "log"), tmp_path / "out", "last-out")
     parts = parts_of(tmp_path / "out")
     check_whole(parts, table)
-    rows: dict[str, list[tuple[int, int]]] = {}
-    for number, (user, time) in enumerate(
-        zip(table.column("user").to_pylist(), table.column("at").cast(pa.int64()).to_pylist(), strict=True)
-    ):
-        if user is not None:
-            rows.setdefault(user, []).append((time, number))
-    test = {max(of_user)[1] for of_user in rows.values() if len(of_user) >= 2}
-    validation = {sorted(of_user)[-2][1] for of_user in rows.values() if len(of_user) >= 3}
-    assert set(numbers(parts["test"])) == test
-    assert set(numbers(parts["validation"])) == validation
+    rows = table.append_column("row", pa.array(range(3000))).to_pandas().dropna(subset="user")
+    of_users = [group["row"].tolist() for _, group in rows.sort_values(["at", "row"]).groupby("user")]
+    assert set(numbers(parts["test"])) == {of_user[-1] for of_user in of_users if len(of_user) >= 2}
+    assert set(numbers(parts["validation"])) == {of_user[-2] for of_user in of_users if len(of_user) >= 3}
     assert found["rows_without_group"] == table.column("user").null_count
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=12))
-def test_split_last_out_keeps_training_row(events: list[tuple[int, int]]) -> None:
-    users, times = (np.array([event[i] for event in events], np.int64) for i in range(2))
-    marks = last_rows(users, times, np.arange(len(events)))
+def test_split_last_out_keeps_training_row(rows: list[tuple[int, int]]) -> None:
+    users, times = np.array(rows, np.int64).reshape(-1, 2).T
+    marks = events.last_rows(users, times, np.arange(len(rows)))
     expected = {}
     for user in set(users.tolist()):
-        of_user = sorted((int(times[row]), row) for row in range(len(events)) if users[row] == user)
+        of_user = sorted((int(times[row]), row) for row in range(len(rows)) if users[row] == user)
         for place, part in ((1, 2), (2, 1)):
             if len(of_user) > place:
                 expected[of_user[-place][1]] = part
@@ -198,10 +189,10 @@ def test_split_keeps_line_bytes_and_skips_invalid_lines(tmp_path: Path) -> None:
     lines = (tmp_path / "made" / "train.txt").read_bytes().splitlines(keepends=True)
     log = tmp_path / "log"
     log.mkdir()
-    broken = [b"x\ty\n", b"\n"]
-    (log / "a.txt").write_bytes(b"".join([*lines[:300], *broken, *lines[300:500]]))
+    (log / "a.txt").write_bytes(b"".join([*lines[:300], b"x\ty\n", b"\n", *lines[300:500]]))
     (log / "b.txt.gz").write_bytes(gzip.compress(b"".join(lines[500:]).rstrip(b"\n")))  # no end of the last line
-    found = split(str(log), tmp_path / "out", "rows", max_bad_fraction=0.1, block_bytes=1 << 16)
+    allowing: dict[str, Any] = {"schema": CRITEO, "max_bad_fraction": 0.1}
+    found = split(str(log), tmp_path / "out", "rows", **allowing, block_bytes=1 << 16)
     assert (found["rows"], found["bad_rows"]) == (800, 2)
 
     def lines_of(out: str, name: str) -> list[bytes]:
@@ -213,12 +204,12 @@ def test_split_keeps_line_bytes_and_skips_invalid_lines(tmp_path: Path) -> None:
         assert [place[line] for line in of_part] == sorted(place[line] for line in of_part)
     assert sorted(line for of_part in parts.values() for line in of_part) == sorted(lines)
     with pytest.raises(InputError, match="more than max_bad_fraction"):
-        split(str(log), tmp_path / "strict", "rows")
+        split(str(log), tmp_path / "strict", "rows", schema=CRITEO)
 
     # Bytes do not depend on blocks; a group of text.
-    split(str(log), tmp_path / "again", "rows", max_bad_fraction=0.1, block_bytes=1 << 17)
+    split(str(log), tmp_path / "again", "rows", **allowing, block_bytes=1 << 17)
     assert {name: lines_of("again", name) for name in parts} == parts
-    split(str(log), tmp_path / "groups", "group", group="cat_5", max_bad_fraction=0.1)
+    split(str(log), tmp_path / "groups", "group", group="cat_5", **allowing)
     column = CRITEO.columns.index("cat_5")
     train, test = ({line.split(b"\t")[column] for line in lines_of("groups", name)} for name in ("train", "test"))
     assert train
@@ -231,14 +222,13 @@ def test_split_writes_csv_as_parquet_text(tmp_path: Path) -> None:
     arrow_csv.write_csv(table, tmp_path / "log" / "day.csv")
     with (tmp_path / "log" / "day.csv").open("a") as file:
         file.write("row 400,7,,,,\n")  # no label
-    found = split(str(tmp_path / "log"), tmp_path / "out", "time", schema=SCHEMA, max_bad_fraction=0.01)
+    found = split(str(tmp_path / "log"), tmp_path / "out", "time", max_bad_fraction=0.01)
     assert (found["rows"], found["bad_rows"]) == (400, 1)
     parts = parts_of(tmp_path / "out")
     assert parts["train"].column_names == table.column_names
     assert sorted(number for part in parts.values() for number in numbers(part)) == list(range(400))
     row = parts["test"].slice(0, 1).to_pylist()[0]
-    original = table.slice(int(row["note"].removeprefix("row ")), 1).to_pylist()[0]
-    assert row["price"] == str(original["price"])
+    assert row["price"] == str(table["price"][int(row["note"].removeprefix("row "))])
     assert parts["test"].schema.field("price").type == pa.large_string()
 
 
@@ -252,12 +242,7 @@ def test_split_cuts_large_csv_between_rows(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "day.csv").write_text("\r\n".join(lines) + "\r\n")
     examined, examine = [], splitting.examine
-
-    def counted(task: Any, *, job: Any) -> pa.Table:
-        examined.append(task)
-        return examine(task, job=job)
-
-    monkeypatch.setattr(splitting, "examine", counted)
+    monkeypatch.setattr(splitting, "examine", lambda task, *, job: examined.append(task) or examine(task, job=job))
     monkeypatch.setattr(splitting, "engine", one_thread)
     notes = list[str]()
     monkeypatch.setattr(CONSOLE, "note", notes.append)
@@ -266,7 +251,7 @@ def test_split_cuts_large_csv_between_rows(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(splitting, "_MIN_TASK_BYTES", size)
         for by in ("rows", "last-out"):
             examined.clear()
-            split(str(tmp_path / "log"), tmp_path / f"{name}-{by}", by, schema=SCHEMA, max_bad_fraction=0.01)
+            split(str(tmp_path / "log"), tmp_path / f"{name}-{by}", by, max_bad_fraction=0.01)
             parts = {part: table["note"].to_pylist() for part, table in parts_of(tmp_path / f"{name}-{by}").items()}
             assert found.setdefault(by, parts) == parts
             again = len(examined) - len({task.number for task in examined})
@@ -279,7 +264,8 @@ def test_split_cuts_large_csv_between_rows(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_split_opens_store_files_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [storage.File(written_file(tmp_path / f"{number}.parquet"), 1000, 0) for number in range(8)]
+    log = written(table_of(160), tmp_path / "log", files=8, group_rows=10)
+    files = [storage.File(file.path, 1000, 0) for file in storage.list_files(log)]
     barrier, opened = threading.Barrier(8, timeout=30), split_tasks.open_parquet
 
     @contextmanager
@@ -290,38 +276,25 @@ def test_split_opens_store_files_in_parallel(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr("rayrec.storage.range_reader.is_url", lambda _: True)
     monkeypatch.setattr(split_tasks, "open_parquet", together)
-    assert json_of(cut_files(files, task_bytes=1)) == [[[0, 1], [1, 2]]] * 8
-
-
-def written_file(path: Path) -> str:
-    pq.write_table(table_of(20), path, row_group_size=10)
-    return str(path)
+    assert json_of(split_tasks.cut_files(files, task_bytes=1)) == [[[0, 1], [1, 2]]] * 8
 
 
 def test_resumed_split_reads_no_footer_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, write, groups = written(table_of(), tmp_path / "log"), splitting.write, list[int]()
-
-    def failing(*_: Any, **__: Any) -> pa.Table:
-        raise OSError("killed")
-
-    def counted(files: Any, **options: Any) -> pa.Table:
-        groups.append(len(files))
-        return cut_files(files, **options)
-
+    path, groups, write, cut = written(table_of(), tmp_path / "log"), list[int](), splitting.write, split_tasks.cut_files
     monkeypatch.setattr(splitting, "_CUT_FILES", 2)
-    monkeypatch.setattr(splitting, "cut_files", counted)
-    monkeypatch.setattr(splitting, "write", failing)
+    monkeypatch.setattr(splitting, "cut_files", lambda files, **by: groups.append(len(files)) or cut(files, **by))
+    monkeypatch.setattr(splitting, "write", raising(OSError("killed")))
     with pytest.raises(OSError, match="killed"):
-        split(path, tmp_path / "out", "rows", schema=SCHEMA)
+        split(path, tmp_path / "out", "rows")
     assert groups == [2, 1]
     monkeypatch.setattr(splitting, "write", write)
-    split(path, tmp_path / "out", "rows", schema=SCHEMA)
+    split(path, tmp_path / "out", "rows")
     assert groups == [2, 1]
 
 
 def test_interrupted_split_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(table_of(), tmp_path / "log")
-    whole = split(path, tmp_path / "whole", "last-out", schema=SCHEMA)
+    whole = split(path, tmp_path / "whole", "last-out")
     write, calls = splitting.write, []
 
     def failing(task: Any, *, job: Any) -> pa.Table:
@@ -333,22 +306,14 @@ def test_interrupted_split_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(splitting, "write", failing)
     monkeypatch.setattr(splitting, "engine", one_thread)
     with pytest.raises(OSError, match="killed"):
-        split(path, tmp_path / "out", "last-out", schema=SCHEMA)
+        split(path, tmp_path / "out", "last-out")
     assert not (tmp_path / "out").exists()
     with pytest.raises(InputError, match=r"incomplete output of a call with a different .*by"):
-        split(path, tmp_path / "out", "rows", schema=SCHEMA)
-    found = split(path, tmp_path / "out", "last-out", schema=SCHEMA)
+        split(path, tmp_path / "out", "rows")
+    assert {**split(path, tmp_path / "out", "last-out"), "out": whole["out"]} == whole
     assert len(calls) < 3 + len(set(calls))
-    assert {**found, "out": ""} == {**whole, "out": ""}
-    names = sorted(file.name for file in (tmp_path / "whole").iterdir())
-    assert names == sorted(file.name for file in (tmp_path / "out").iterdir())
-    for name in names:
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-
-@contextmanager
-def one_thread(*_: Any, **__: Any) -> Iterator[ThreadEngine]:
-    yield ThreadEngine(1)
+    contents = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("out", "whole")]
+    assert contents[0] == contents[1]
 
 
 @pytest.mark.parametrize(
@@ -364,7 +329,7 @@ def one_thread(*_: Any, **__: Any) -> Iterator[ThreadEngine]:
 )
 def test_split_rejects_conflicting_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        RowSplit(**options)
+        splitting.RowSplit(**options)
 
 
 def test_split_rejects_unsuitable_logs(tmp_path: Path) -> None:
@@ -382,7 +347,7 @@ def test_split_rejects_unsuitable_logs(tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
     (tmp_path / "text").write_text("")
     with pytest.raises(InputError, match="split by time: log must have a time column"):
-        split(str(tmp_path / "text"), tmp_path / "out", "time", timestamp="at")
+        split(str(tmp_path / "text"), tmp_path / "out", "time", timestamp="at", schema=CRITEO)
     (tmp_path / "out").mkdir()
     with pytest.raises(InputError, match="exists already"):
         split(path, tmp_path / "out", "rows", schema=plain)

@@ -2,14 +2,14 @@
 
 import gzip
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from builders.engines import Died, LoopEngine
+from builders.runs import QUIET
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,44 +18,34 @@ from rayrec.config import InputError
 from rayrec.data.text.mds import TokenRows
 from rayrec.data.text.text_blocks import open_tokens, text_rows
 from rayrec.data.text.tokenizer import load_tokenizer
-from rayrec.observe.console import Console
 from rayrec.prepare import text as preparing
-from rayrec.prepare.text import plan_shards
 
-QUIET = Console(quiet=True)
 LINES = [f"{number} bottles of beer on the wall, {number} bottles — hé!\n" for number in range(400, 0, -1)]
 TEXT = "".join(LINES)
 SMALL = {"vocabulary_size": 300, "block_size": 16, "part_bytes": 2048, "shard_bytes": 4096}
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LoopEngine:
+def here(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> LoopEngine:
     engine = LoopEngine()
-
-    @contextmanager
-    def started(*_: Any, **__: Any) -> Iterator[LoopEngine]:
-        yield engine
-
-    monkeypatch.setattr(preparing, "engine", started)
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(preparing, "engine", lambda *_, **__: nullcontext(engine))
     return engine
 
 
 @pytest.fixture
-def beer(tmp_path: Path) -> Path:
+def beer(here: LoopEngine, tmp_path: Path) -> Path:
     (tmp_path / "beer.txt").write_text(TEXT)
     return tmp_path / "beer.txt"
 
 
 def prepared(path: Path | str, out: Path, **options: Any) -> dict[str, Any]:
-    return rayrec.preprocess(str(path), out=str(out), format="mds", console=QUIET, **{**SMALL, **options})
+    small = SMALL | ({"vocabulary_size": None} if "tokenizer" in options else {})
+    return rayrec.preprocess(str(path), out=str(out), console=QUIET, **{"format": "mds", **small, **options})
 
 
 def tokens_of(folder: Path, name: str) -> np.ndarray:
-    rows = TokenRows(open_tokens(str(folder)).set_path(name))
-    found = rows.read(np.arange(len(rows)))["tokens"]
-    rows.close()
-    return found.reshape(-1)
+    with closing(TokenRows(open_tokens(str(folder)).set_path(name))) as rows:
+        return rows.read(np.arange(len(rows)))["tokens"].reshape(-1)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -66,7 +56,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_token_rows_match_text(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
-    made = prepared(beer, tmp_path / "out")
+    made, written = prepared(beer, tmp_path / "out"), open_tokens(str(tmp_path / "out"))
+    assert (written.block_size, written.vocabulary_size, written.end_token) == (16, 300, 0)
+    assert written.sets == {name: described["blocks"] for name, described in made["sets"].items()}
+    assert (written.hash, written.tokenizer_hash) == (made["hash"], made["tokenizer"])
     tokenizer = load_tokenizer(str(tmp_path / "out" / "tokenizer"))
     train, validation = (tokens_of(tmp_path / "out", name) for name in ("train", "validation"))
     held_out = "".join(LINES[-LINES[::-1].index(tokenizer.decode(validation[:80]).splitlines()[0] + "\n") - 1 :])
@@ -81,51 +74,26 @@ def test_token_rows_match_text(here: LoopEngine, beer: Path, tmp_path: Path) -> 
     assert here.tasks > 10
 
 
-def test_manifest_describes_token_folder(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
-    made = prepared(beer, tmp_path / "out")
-    found = open_tokens(str(tmp_path / "out"))
-    assert (found.block_size, found.vocabulary_size, found.end_token) == (16, 300, 0)
-    assert found.sets == {name: described["blocks"] for name, described in made["sets"].items()}
-    assert (found.hash, found.tokenizer_hash) == (made["hash"], made["tokenizer"])
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert manifest["source"] == [{"path": str(beer), "bytes": len(TEXT.encode())}]
-    shards = json.loads((tmp_path / "out" / "train" / "index.json").read_text())["shards"]
-    names, sizes = ([value(shard) for shard in shards] for value in (lambda s: s["raw_data"]["basename"], lambda s: s["samples"]))
-    assert names == [f"shard.{number:05d}.mds" for number in range(len(shards))]
-    assert len(set(sizes[:-1])) == 1
-    assert sizes[-1] <= sizes[0]
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"manifest.json", "tokenizer", "train", "validation"}
-
-
-def test_transformers_loads_tokenizer(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_transformers_loads_tokenizer(beer: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    for kind, size in (("bytes_bpe", 300), ("characters", None)):
-        prepared(beer, tmp_path / kind, tokenizer=kind, vocabulary_size=size)
+    for kind, options in (("bytes_bpe", {}), ("characters", {"tokenizer": "characters"})):
+        prepared(beer, tmp_path / kind, **options)
         theirs = AutoTokenizer.from_pretrained(str(tmp_path / kind / "tokenizer"), local_files_only=True)
         ours = load_tokenizer(str(tmp_path / kind / "tokenizer"))
         assert theirs(TEXT, add_special_tokens=False)["input_ids"] == ours.encode(TEXT).tolist()
         assert theirs.decode(ours.encode(TEXT)) == ours.decode(ours.encode(TEXT)) == TEXT
-        assert len(theirs) == ours.vocabulary_size
-        assert theirs.eos_token_id == ours.end_token
-
-
-def test_characters_tokenizer_matches_text(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
-    made = prepared(beer, tmp_path / "out", tokenizer="characters", vocabulary_size=None)
-    known = sorted(set(TEXT))
-    assert made["vocabulary_size"] == len(known)
-    train = tokens_of(tmp_path / "out", "train")
-    assert "".join(known[token] for token in train) == TEXT[: len(train)]
+        assert (len(theirs), theirs.eos_token_id) == (ours.vocabulary_size, ours.end_token)
     with pytest.raises(InputError, match=r"^[^\n]*tokenizer: cannot tokenise[^\n]*\['Ω'\][^\n]*$"):
-        load_tokenizer(str(tmp_path / "out" / "tokenizer")).encode("1 Ω")
+        ours.encode("1 Ω")  # of characters
 
 
-def test_custom_tokenizer_is_used(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_custom_tokenizer_is_used(beer: Path, tmp_path: Path) -> None:
     """Reads a folder, also in GPT-2's older form, and copies no other files."""
     first = prepared(beer, tmp_path / "first")
     own = tmp_path / "first" / "tokenizer"
     (own / "model.safetensors").write_bytes(b"weights")
-    again = prepared(beer, tmp_path / "again", tokenizer=str(own), vocabulary_size=None)
+    again = prepared(beer, tmp_path / "again", tokenizer=str(own))
     assert (again["hash"], again["tokenizer"]) == (first["hash"], first["tokenizer"])
     assert {file.name for file in (tmp_path / "again" / "tokenizer").iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
     old = tmp_path / "old"
@@ -135,12 +103,12 @@ def test_custom_tokenizer_is_used(here: LoopEngine, beer: Path, tmp_path: Path) 
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     (old / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
     (old / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    converted = prepared(beer, tmp_path / "converted", tokenizer=str(old), vocabulary_size=None)
+    converted = prepared(beer, tmp_path / "converted", tokenizer=str(old))
     assert converted["sets"] == first["sets"]
     np.testing.assert_array_equal(tokens_of(tmp_path / "converted", "train"), tokens_of(tmp_path / "first", "train"))
 
 
-def test_ids_above_16_bits_are_stored(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_ids_above_16_bits_are_stored(beer: Path, tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = [f"w{number}" for number in range(70_000)]
@@ -149,14 +117,14 @@ def test_ids_above_16_bits_are_stored(here: LoopEngine, beer: Path, tmp_path: Pa
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "tokenizer.json").write_text(tokenizer.to_str())
     beer.write_text("\n".join(words[60_000:]))
-    made = prepared(beer, tmp_path / "out", tokenizer=str(tmp_path / "own"), vocabulary_size=None)
+    made = prepared(beer, tmp_path / "out", tokenizer=str(tmp_path / "own"))
     assert made["vocabulary_size"] == 70_000
     train = tokens_of(tmp_path / "out", "train")
     np.testing.assert_array_equal(train, np.arange(60_000, 60_000 + len(train)))
     assert train.max() > 1 << 16
 
 
-def test_files_are_separated_by_end_tokens(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_files_are_separated_by_end_tokens(beer: Path, tmp_path: Path) -> None:
     """Plain and gzip files, by folder, glob and names."""
     prepared(beer, tmp_path / "one")
     folder = tmp_path / "many"
@@ -164,7 +132,7 @@ def test_files_are_separated_by_end_tokens(here: LoopEngine, beer: Path, tmp_pat
     (folder / "a.txt").write_text(TEXT)
     (folder / "b.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
     own = str(tmp_path / "one" / "tokenizer")
-    options = {"tokenizer": own, "vocabulary_size": None, "validation_fraction": 0.0}
+    options = {"tokenizer": own, "validation_fraction": 0.0}
     made = prepared(folder, tmp_path / "two", **options)
     assert list(made["sets"]) == ["train"]
     tokens = tokens_of(tmp_path / "two", "train")
@@ -176,7 +144,7 @@ def test_files_are_separated_by_end_tokens(here: LoopEngine, beer: Path, tmp_pat
     assert single["hash"] == prepared(folder / "a.txt", tmp_path / "five", **options)["hash"]
 
 
-def test_in_memory_text_matches_shards(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_in_memory_text_matches_shards(beer: Path, tmp_path: Path) -> None:
     text = TEXT.replace("\n", "\n\n\n")  # a cut between empty lines leaves other tokens
     beer.write_text(text)
     prepared(beer, tmp_path / "first", validation_fraction=0.0)
@@ -190,7 +158,7 @@ def test_in_memory_text_matches_shards(here: LoopEngine, beer: Path, tmp_path: P
     made = {}
     for part_bytes in (1024, 4 << 20):
         out = tmp_path / str(part_bytes)
-        options = {"tokenizer": own, "vocabulary_size": None, "validation_fraction": 0.0, "part_bytes": part_bytes}
+        options = {"tokenizer": own, "validation_fraction": 0.0, "part_bytes": part_bytes}
         prepared(beer, out, **options)
         assert open_tokens(str(out)).part_bytes == part_bytes
         made[part_bytes] = tokens_of(out, "train")
@@ -209,15 +177,14 @@ def test_in_memory_text_matches_shards(here: LoopEngine, beer: Path, tmp_path: P
 def test_interrupted_text_job_resumes_to_same_bytes(
     here: LoopEngine, beer: Path, tmp_path: Path, tokenizer: str, tasks_a_call: int
 ) -> None:
-    options = {"tokenizer": tokenizer, "vocabulary_size": None}
-    prepared(beer, tmp_path / "whole", **options)
+    prepared(beer, tmp_path / "whole", tokenizer=tokenizer)
     tasks, here.tasks = here.tasks, 0
     calls = 0
     while not (tmp_path / "parts").exists():
         calls += 1
         here.left = tasks_a_call  # enough to find all characters, which is started again
         try:
-            prepared(beer, tmp_path / "parts", **options)
+            prepared(beer, tmp_path / "parts", tokenizer=tokenizer)
         except Died:
             assert not (tmp_path / "parts").exists()
             train = tmp_path / "parts.partial" / "train"
@@ -241,12 +208,10 @@ def test_text_job_rejects_changed_inputs(here: LoopEngine, beer: Path, tmp_path:
         prepared(beer, tmp_path / "out")
 
 
-@given(
-    counts=st.lists(st.integers(0, 50), min_size=1, max_size=12), block_size=st.integers(1, 9), rows_per_shard=st.integers(1, 7)
-)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 9), st.integers(1, 7))
 def test_shards_contain_every_token_once(counts: list[int], block_size: int, rows_per_shard: int) -> None:
     parts = list(enumerate(counts, start=3))
-    planned = plan_shards("train", parts, block_size=block_size, rows_per_shard=rows_per_shard)
+    planned = preparing.plan_shards("train", parts, block_size=block_size, rows_per_shard=rows_per_shard)
     everything = [(part, token) for part, count in parts for token in range(count)]
     pieces = [piece for shard in planned for piece in shard.pieces]
     placed = [(part, token) for part, start, count in pieces for token in range(start, start + count)]
@@ -276,13 +241,10 @@ def test_shards_contain_every_token_once(counts: list[int], block_size: int, row
         ({"files": ("c",)}, "."),
     ],
 )
-def test_text_options_are_rejected_in_one_line(
-    here: LoopEngine, beer: Path, tmp_path: Path, options: dict[str, Any], told: str
-) -> None:
-    arguments = {"format": "mds", **SMALL, **({"vocabulary_size": None} if "tokenizer" in options else {}), **options}
+def test_text_options_are_rejected_in_one_line(beer: Path, tmp_path: Path, options: dict[str, Any], told: str) -> None:
     path = beer.parent if "files" in options else beer
     with pytest.raises(InputError, match=rf"^[^\n]*{told}[^\n]*$"):
-        rayrec.preprocess(str(path), out=str(tmp_path / "out"), console=QUIET, **arguments)
+        prepared(path, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
@@ -295,14 +257,12 @@ def test_text_options_are_rejected_in_one_line(
         (b"text", r"out: exists already; [^\n]*"),
     ],
 )
-def test_invalid_text_is_rejected_in_one_line(
-    here: LoopEngine, beer: Path, tmp_path: Path, content: bytes | None, why: str
-) -> None:
+def test_invalid_text_is_rejected_in_one_line(beer: Path, tmp_path: Path, content: bytes | None, why: str) -> None:
     beer.unlink() if content is None else beer.write_bytes(content)
     if content == b"text":
         (tmp_path / "out").mkdir()
     with pytest.raises(InputError, match=rf"^[^\n]*{why}$"):
-        prepared(beer, tmp_path / "out", tokenizer="characters", vocabulary_size=None)
+        prepared(beer, tmp_path / "out", tokenizer="characters")
 
 
 def test_open_tokens_rejects_other_folders(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """Preprocessors counted while the log is indexed, with a single parse of each text segment."""
 
+import functools
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.runs import QUIET
 
 from rayrec import recipes
 from rayrec.config import InputError
@@ -15,18 +17,14 @@ from rayrec.data.engine import ThreadEngine
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.text_parser import TextParser
-from rayrec.observe.console import Console
+from rayrec.prepare import preprocess as preparing
 from rayrec.prepare.config import PreparationConfig, raw_index
-from rayrec.prepare.preprocess import RowOutput, preprocess, vocabulary
+from rayrec.prepare.preprocess import RowOutput
 from rayrec.prepare.validate import validate
 from rayrec.schema import Schema, load_schema
 
-CONSOLE = Console(quiet=True)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
+preprocess, vocabulary = (functools.partial(make, console=QUIET) for make in (preparing.preprocess, preparing.vocabulary))
 
 
 class Parsed:
@@ -49,10 +47,15 @@ class Parsed:
         return self.segments.total() / len(self.segments) - times
 
 
-def separately(path: Path, config: PreparationConfig, rows: tuple[int, int] | None) -> Preprocessor:
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> Parsed:
+    return Parsed(monkeypatch)
+
+
+def separately(path: str, config: PreparationConfig, rows: tuple[int, int] | None) -> Preprocessor:
     """Count some rows of a log (None: all) with an existing index."""
     engine = ThreadEngine(1)
-    index: LogIndex = raw_index(str(path), config, engine, CONSOLE)
+    index: LogIndex = raw_index(path, config, engine, QUIET)
     parts = list(index.parts(*(rows or (0, index.rows))))
     with count_log(config.rules.counting(config.schema), parts, engine=engine) as counts:
         return make_preprocessor(config.rules, config.schema, counts)
@@ -67,40 +70,26 @@ def separately(path: Path, config: PreparationConfig, rows: tuple[int, int] | No
     ],
 )
 def test_vocabulary_parses_text_once(
-    click_log: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, Any],
-    rows: tuple[int, int] | None,
-    twice: float,
+    click_log: Path, tmp_path: Path, parsed: Parsed, options: dict[str, Any], rows: tuple[int, int] | None, twice: float
 ) -> None:
-    path, out = click_log / "train.txt", tmp_path / "out"
+    path, out = str(click_log / "train.txt"), str(tmp_path / "out")
     config = PreparationConfig(block_bytes=1 << 20, segments_per_block=32, **options)
-    parsed = Parsed(monkeypatch)
-    made = vocabulary(str(path), out=str(out), config=config, console=CONSOLE)
+    made = vocabulary(path, out=out, config=config)
     beyond = parsed.beyond(1)
     assert 0 < beyond <= twice if twice else beyond == 0
-    expected = separately(path, config, rows)
-    assert Preprocessor.load(str(out)).hash() == made["hash"] == expected.hash()
+    assert Preprocessor.load(out).hash() == made["hash"] == separately(path, config, rows).hash()
 
 
-def test_preprocess_parses_text_twice(click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preprocess_parses_text_twice(click_log: Path, tmp_path: Path, parsed: Parsed) -> None:
     path = str(click_log / "train.txt")
     config = PreparationConfig(block_bytes=1 << 20, segments_per_block=32, split="sevenths")
-    parsed = Parsed(monkeypatch)
-    made = preprocess(path, out=str(tmp_path / "ready"), rows=RowOutput(format="binary"), config=config, console=CONSOLE)
+    made = preprocess(path, out=str(tmp_path / "ready"), rows=RowOutput(format="binary"), config=config)
     assert 0 < parsed.beyond(2) <= 0.08  # segments at the borders of sets are read for both
-    expected = separately(Path(path), config, (0, 20_000 - 20_000 // 7))
+    expected = separately(path, config, (0, 20_000 - 20_000 // 7))
     assert made["preprocessor"] == expected.hash()
     expected.save(str(tmp_path / "given"))
-    again = preprocess(
-        path,
-        out=str(tmp_path / "again"),
-        rows=RowOutput(format="binary", preprocessor=str(tmp_path / "given")),
-        config=config,
-        console=CONSOLE,
-    )
-    assert again["preprocessor"] == made["preprocessor"]
+    given = RowOutput(format="binary", preprocessor=str(tmp_path / "given"))
+    assert preprocess(path, out=str(tmp_path / "again"), rows=given, config=config)["preprocessor"] == made["preprocessor"]
     files = [file.relative_to(tmp_path / "ready") for file in (tmp_path / "ready").rglob("*") if file.is_file()]
     assert files
     assert all((tmp_path / "ready" / file).read_bytes() == (tmp_path / "again" / file).read_bytes() for file in files)
@@ -110,9 +99,7 @@ def test_unsuitable_rules_are_rejected_before_reading(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("label,a,b\n1,2,3\n")
     config = PreparationConfig(preset="fuxictr-x4", schema=Schema(label="label", dense=("a",), sparse=("b",), tokens="any"))
     with pytest.raises(InputError, match="need a log of hexadecimal tokens"):
-        preprocess(
-            str(tmp_path / "log.csv"), out=str(tmp_path / "out"), rows=RowOutput(format="npy"), config=config, console=CONSOLE
-        )
+        preprocess(str(tmp_path / "log.csv"), out=str(tmp_path / "out"), rows=RowOutput(format="npy"), config=config)
 
 
 COLUMNS: dict[str, Any] = {"label": "click", "dense": ("price",), "sparse": ("shop",)}
@@ -130,8 +117,7 @@ def test_python_and_yaml_schemas_have_same_defaults() -> None:
 def test_schema_without_tokens_fits_plain_csv(tmp_path: Path) -> None:
     log_path = tmp_path / "log.csv"
     log_path.write_text("click,price,shop\n" + "".join(f"{n % 2},{n / 4},s{n % 3}\n" for n in range(60)))
-    config = PreparationConfig(schema=Schema(**COLUMNS))
-    vocabulary(str(log_path), out=str(tmp_path / "out"), config=config, console=CONSOLE)
+    vocabulary(str(log_path), out=str(tmp_path / "out"), config=PreparationConfig(schema=Schema(**COLUMNS)))
     made = Preprocessor.load(str(tmp_path / "out"))
     assert (made.schema.tokens, made.sparse[0].num_tokens) == ("any", 3)
 
@@ -143,10 +129,10 @@ def test_schema_without_tokens_reads_headerless_text(tmp_path: Path) -> None:
     made = []
     for number, tokens in enumerate(({"tokens": "hexadecimal"}, {})):
         config, out = PreparationConfig(schema=Schema(**COLUMNS, **tokens)), tmp_path / str(number)
-        vocabulary(str(log_path), out=str(out), config=config, console=CONSOLE)
+        vocabulary(str(log_path), out=str(out), config=config)
         made.append(Preprocessor.load(str(out)).hash())
-        preprocess(str(log_path), out=f"{out}-data", rows=RowOutput(format="binary"), config=config, console=CONSOLE)
-        assert validate(str(log_path), config=config, console=CONSOLE).to_dict()["rows"] == 60
+        preprocess(str(log_path), out=f"{out}-data", rows=RowOutput(format="binary"), config=config)
+        assert validate(str(log_path), config=config, console=QUIET).to_dict()["rows"] == 60
         recipe = recipes.clicks().replace(workload={"schema": config.schema})
         for path in (str(log_path), f"{out}-data"):
             workload: Any = recipe.workload.adapted(recipe.replace(train_data={"path": path})).workload
@@ -156,4 +142,4 @@ def test_schema_without_tokens_reads_headerless_text(tmp_path: Path) -> None:
     texts.write_text("1\t2\tshoes\n" * 9)
     for schema, path in ((Schema(**COLUMNS, lists=("shop",)), log_path), (Schema(**COLUMNS), texts)):
         with pytest.raises(InputError, match=r"^[^\n]*a schema with tokens: any needs files that end in[^\n]*$"):
-            vocabulary(str(path), out=str(tmp_path / "no"), config=PreparationConfig(schema=schema), console=CONSOLE)
+            vocabulary(str(path), out=str(tmp_path / "no"), config=PreparationConfig(schema=schema))
