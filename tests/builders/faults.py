@@ -5,6 +5,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from rayrec.config import InputError
+
 
 def raising(error: BaseException) -> Callable[..., Any]:
     """Return a function that raises an error at every call."""
@@ -30,6 +34,13 @@ def at_first(
         return function(*arguments, **named)
 
     return call
+
+
+def rejects(message: str, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> None:
+    """Check that a call raises an InputError of one line, which matches a pattern."""
+    with pytest.raises(InputError, match=message) as raised:
+        call(*arguments, **named)
+    assert "\n" not in str(raised.value)
 
 
 def flip(path: str | Path, place: int | None = None, *, bit: int = 1) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.faults import flip, raising
+from builders.faults import flip, raising, rejects
 
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import Checkpoint, DamagedError, reader
@@ -124,8 +124,7 @@ def test_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(os.listdir(torn)) == ["config.yaml", "data_00000.safetensors", "more"]
     assert checkpoint.committed(str(tmp_path)) == [before]
     assert checkpoint.latest(str(tmp_path)) == before
-    with pytest.raises(InputError, match="contains no complete checkpoint"):
-        checkpoint.open_checkpoint(torn)
+    rejects("contains no complete checkpoint", checkpoint.open_checkpoint, torn)
     again = save(tmp_path, 3, extra_files=extra)  # over the torn one
     assert checkpoint.latest(str(tmp_path)) == again
 
@@ -140,8 +139,7 @@ def test_save_raises_failures_unchanged(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
     assert checkpoint.latest(str(tmp_path)) is None
-    with pytest.raises(InputError, match=r"contains no complete checkpoint \(no manifest\.json\)"):
-        checkpoint.open_checkpoint(str(tmp_path))
+    rejects(r"contains no complete checkpoint \(no manifest\.json\)", checkpoint.open_checkpoint, str(tmp_path))
     for step in (200_000_000, 5, 40):
         save(tmp_path, step, tensors={"a": torch.zeros(1)})
     (tmp_path / "checkpoints" / "other").mkdir()
@@ -151,8 +149,7 @@ def test_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
     one = checkpoint.folder_of(str(tmp_path), 40)
     assert checkpoint.open_checkpoint(one).path == one
     assert checkpoint.step_of(one + "/") == 40
-    with pytest.raises(InputError, match="must be a checkpoint folder"):
-        checkpoint.step_of(str(tmp_path))
+    rejects("must be a checkpoint folder", checkpoint.step_of, str(tmp_path))
 
 
 @pytest.mark.parametrize("how", ["flipped", "cut", "gone", "empty"])
@@ -307,5 +304,4 @@ def test_restore_reads_file_url(tmp_path: Path) -> None:
     assert same(target, tensors())
     path = tmp_path / "checkpoints" / "step_00000001" / "data_00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(InputError, match="truncated"):
-        checkpoint.restore(saved, target)
+    rejects("truncated", checkpoint.restore, saved, target)

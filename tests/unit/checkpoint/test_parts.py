@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.faults import rejects
 
 from rayrec.checkpoint import Retention, acquire_lease, to_remove
 from rayrec.checkpoint.plan import Box, HostCopy, Part, Plan, check_covered
@@ -65,8 +66,7 @@ def test_parts_cover_each_tensor_exactly_once(boxes: list[Box], covered: int) ->
     refused = pytest.raises(InputError, match=f"table: the workers have {covered} of its 12 elements")
     with nullcontext() if covered == 12 else refused:
         check_covered(shapes, written)
-    with pytest.raises(InputError, match="scalar: the workers have 0 of its 1 elements"):
-        check_covered({"scalar": ()}, {})
+    rejects("scalar: the workers have 0 of its 1 elements", check_covered, {"scalar": ()}, {})
 
 
 # Who owns a run ------------------------------------------------------------------------------------------------------
@@ -82,8 +82,7 @@ def test_latest_lease_is_valid(tmp_path: Path, scheme: str) -> None:
     assert (first.valid(), second.valid()) == (False, True)
     assert pickle.loads(pickle.dumps(second)).valid()
     second.check()
-    with pytest.raises(InputError, match="another process acquired the lease of this run"):
-        first.check()
+    rejects("another process acquired the lease of this run", first.check)
 
 
 def test_one_of_two_simultaneous_leases_is_valid(tmp_path: Path) -> None:

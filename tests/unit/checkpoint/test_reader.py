@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders.faults import flip, raising
+from builders.faults import flip, raising, rejects
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -139,8 +139,7 @@ def test_unreadable_only_checkpoint_raises(tmp_path: Path, monkeypatch: pytest.M
     checkpoint.save(checkpoint.folder_of(str(tmp_path), 1), {"a": torch.ones(3)}, state={})
     monkeypatch.setattr(storage, "read_json", raising(OSError(errno.EIO, "Input/output error")))
     nothing = r"cannot be read .* there is no other checkpoint to resume from\. Fix the storage"
-    with pytest.raises(InputError, match=nothing):
-        checkpoint.latest_valid_checkpoint(str(tmp_path), log=lambda *_: None)
+    rejects(nothing, checkpoint.latest_valid_checkpoint, str(tmp_path), log=lambda *_: None)
 
 
 def test_truncated_file_raises_instead_of_crashing(tmp_path: Path) -> None:
@@ -218,5 +217,4 @@ def test_restore_rows_rejects_another_shape(tmp_path: Path) -> None:
     saved, _ = stored(tmp_path)
     with pytest.raises(InputError, match=r"model\.a must have shape \[40, 6\], got \[40, 12\]"):
         restore_rows(saved, {"model.a": (torch.zeros(ROWS, 6), RowMap(ROWS, STORED))})
-    with pytest.raises(InputError, match=r"model\.b not found"):
-        restore_rows(saved, {"model.b": (torch.zeros(ROWS, 6), RowMap(ROWS, STORED))})
+    rejects(r"model\.b not found", restore_rows, saved, {"model.b": (torch.zeros(ROWS, 6), RowMap(ROWS, STORED))})

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from builders.faults import rejects
 from builders.savers import Run, save
 
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import DamagedError, Retention, latest_valid_checkpoint, save_retry
-from rayrec.config import InputError
 
 if TYPE_CHECKING:
     from hosts.cloud_stores import S3Store
@@ -81,8 +81,7 @@ def test_s3_saver_waits_out_outage(s3_server: S3Store, bucket: str, monkeypatch:
     s3_server.kill()
     try:
         assert saver.begin(4, values(4), state={}, score=None)
-        with pytest.raises(InputError, match=r"step_00000004: cannot be written for 10 s"):
-            saver.wait()
+        rejects(r"step_00000004: cannot be written for 10 s", saver.wait)
     finally:
         s3_server.start()
     saver.close()

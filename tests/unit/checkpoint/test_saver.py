@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from builders.faults import at_first, until
+from builders.faults import at_first, rejects, until
 from builders.savers import Run, save
 from hosts.slow_store import SlowStore
 from ranks.checkpoint import raised, same, writes
 
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import Checkpoint, DamagedError, Retention, Saver, acquire_lease, saver
-from rayrec.config import InputError
 
 
 @pytest.fixture
@@ -181,8 +180,7 @@ def test_saver_without_lease_cannot_commit(run: Run) -> None:
         assert zombie.begin(2, values(2), state={}, score=None)
         heir = acquire_lease(run.folder)
         gate.set()
-        with pytest.raises(InputError, match=r"another process acquired the lease of this run"):
-            zombie.wait()
+        rejects(r"another process acquired the lease of this run", zombie.wait)
     assert run.steps() == [1]
     successor = run.saver(lease=heir)
     with writes(gate.wait):  # both at once, at the same step
@@ -206,8 +204,7 @@ def test_lease_is_checked_right_before_commit(run: Run, monkeypatch: pytest.Monk
         acquire_lease(run.folder)
 
     monkeypatch.setattr(storage, "write_bytes", write_and_lose)
-    with pytest.raises(InputError, match=r"another process acquired the lease"):
-        save(run.saver(extra_files={"config.yaml": b"a: 1"}), 1, values())
+    rejects(r"another process acquired the lease", save, run.saver(extra_files={"config.yaml": b"a: 1"}), 1, values())
     assert run.steps() == []
 
 

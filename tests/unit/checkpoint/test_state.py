@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from builders.faults import rejects
 
 from rayrec.checkpoint import Checkpoint, folder_of, save
 from rayrec.checkpoint.state import Targets, all_tensors, make_state, model_tensors, optimizer_tensors, restore_all, restore_model
-from rayrec.config import InputError
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.optim.optimizer import data_parallel_optimizer
 
@@ -65,13 +64,11 @@ def test_restore_rejects_another_optimizer(tmp_path: Path) -> None:
     save(saved.path, all_tensors(model, adam), state={})
     restore_all(saved, model, adam)
     sgd = DenseOptimizerConfig(kind="sgd").build_keyed(dict(model.named_parameters()))
-    with pytest.raises(InputError, match=r"step_00000001: contains optimizer\.bias\.exp_avg, which the optimizer of this run"):
-        restore_all(saved, model, sgd)
+    rejects(r"step_00000001: contains optimizer\.bias\.exp_avg, which the optimizer of this run", restore_all, saved, model, sgd)
     smaller = torch.nn.Linear(8, 3, bias=False)
     save(saved.path, model_tensors(model), state={})
     sgd = DenseOptimizerConfig(kind="sgd").build_keyed(dict(smaller.named_parameters()))
-    with pytest.raises(InputError, match=r"step_00000001: contains model\.bias, which the model of this run"):
-        restore_all(saved, smaller, sgd)
+    rejects(r"step_00000001: contains model\.bias, which the model of this run", restore_all, saved, smaller, sgd)
 
 
 def test_make_state_runs_once() -> None:

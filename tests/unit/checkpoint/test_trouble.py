@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders.faults import at_first, raising, until
+from builders.faults import at_first, raising, rejects, until
 from builders.savers import Run, save
 from ranks.checkpoint import full, writes
 
@@ -179,8 +179,7 @@ def test_attempt_waits_for_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     checkpoint.check_shared(checkpoint.write_token(str(tmp_path), max_outage_s=30.0), Communicator.all())
     assert os.listdir(tmp_path) == []
     monkeypatch.setattr(storage, "write_bytes", raising(no_space))
-    with pytest.raises(InputError, match=r"no space left\. Free some"):
-        checkpoint.write_token(str(tmp_path), max_outage_s=0.1)
+    rejects(r"no space left\. Free some", checkpoint.write_token, str(tmp_path), max_outage_s=0.1)
 
 
 def test_synchronous_save_is_not_retried(tmp_path: Path) -> None:

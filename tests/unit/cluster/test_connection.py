@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import ray
+from builders.faults import rejects
 
 from rayrec.cluster import connection
 from rayrec.cluster.connection import alive_nodes, ship_code, user_modules
 from rayrec.cluster.layout import Layout, Node, layout, nodes_for_tasks
-from rayrec.config import InputError
 from rayrec.imports import function_in_file
 from rayrec.models.base import ModelInputs
 from rayrec.workloads.base import TrainConfig
@@ -120,8 +120,7 @@ def test_layout_uses_as_many_workers_as_fit(nodes: list[dict[str, float]], expec
     ],
 )
 def test_layout_rejects_unfit_workers(nodes: list[dict[str, float]], changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        shared(*nodes, **changes)
+    rejects(message, shared, *nodes, **changes)
 
 
 def test_draining_nodes_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:

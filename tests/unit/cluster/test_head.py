@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 import ray
-from builders.faults import raising
+from builders.faults import raising, rejects
 from hosts.ports import free_ports
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
@@ -124,8 +124,7 @@ def test_rejected_token_is_reported(
 def test_other_ray_version_is_rejected(user: Path, served: tuple[Head, str]) -> None:
     service, address = served
     service.version = "2.9.0"
-    with pytest.raises(InputError, match=r"runs Ray 2\.9\.0, but this environment has Ray 2\."):
-        require_head(address, source=address)
+    rejects(r"runs Ray 2\.9\.0, but this environment has Ray 2\.", require_head, address, source=address)
 
 
 @pytest.mark.usefixtures("user")
@@ -135,8 +134,7 @@ def test_address_without_listener_is_rejected_at_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # other tests of this process share a Ray
     begin_s = time.monotonic()
     refused = rf"RAY_ADDRESS={address}: no Ray cluster answers there \(Connection refused\)"
-    with pytest.raises(InputError, match=refused):
-        connection.connect(None, num_cpus=None, object_store_bytes=None, log_to_driver=False)
+    rejects(refused, connection.connect, None, num_cpus=None, object_store_bytes=None, log_to_driver=False)
     assert time.monotonic() - begin_s < 10
 
 
@@ -147,8 +145,7 @@ def test_invalid_address_is_rejected() -> None:
         ("6379", "must be the address of a Ray cluster"),
         ("host:port", "must be the address of a Ray cluster|host not found"),
     ):
-        with pytest.raises(InputError, match=message):
-            require_head(address, source=address)
+        rejects(message, require_head, address, source=address)
 
 
 @pytest.mark.usefixtures("user")
@@ -192,8 +189,7 @@ def test_listener_without_ray_head_is_rejected(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(connection, "_ANSWER_S", 0.3)
     with socket.create_server(("0.0.0.0", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(InputError, match="does not answer as the head of a Ray cluster"):
-            require_head(address, source=address)
+        rejects("does not answer as the head of a Ray cluster", require_head, address, source=address)
 
 
 @pytest.mark.usefixtures("user")

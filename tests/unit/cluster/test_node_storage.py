@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+from builders.faults import rejects
 
 from rayrec.cluster import node_storage
 from rayrec.cluster.node_storage import first_error, refusal, require_reachable, runtime_env
@@ -43,8 +44,7 @@ def test_sent_credentials_are_only_in_hook(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_runtime_env_rejects_invalid_request(environment: dict[str, str], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        runtime_env(environment)
+    rejects(message, runtime_env, environment)
 
 
 def test_refusal_contains_node_and_settings_without_values() -> None:

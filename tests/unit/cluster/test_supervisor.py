@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders.faults import raising
+from builders.faults import raising, rejects
 
 from rayrec.cluster import supervisor
 from rayrec.cluster.jobs import dashboard_url
 from rayrec.cluster.restart_policy import Policy, SuperviseConfig
 from rayrec.cluster.supervisor import CONFIG_KEY, RUN_KEY, Outcome, summary_of
 from rayrec.cluster.supervisor_state import StateFile, state_path
-from rayrec.config import InputError
 
 SUMMARY = {"name": "run", "steps": 20, "weights_sha256": "00ff", "metrics": {"auroc": 0.75}}
 
@@ -247,8 +246,7 @@ def test_live_job_is_followed_without_state_file(head: FakeHead, supervise: Supe
 
 def test_live_job_with_other_flags_is_rejected(head: FakeHead, supervise: Supervise) -> None:
     head.add("run-0001", config_hash="another")
-    with pytest.raises(InputError, match="job run-0001 trains run run with other flags"):
-        supervise()
+    rejects("job run-0001 trains run run with other flags", supervise)
     assert head.submitted == []
 
 
@@ -262,8 +260,7 @@ def test_other_flags_start_new_state(head: FakeHead, supervise: Supervise) -> No
 def test_second_supervisor_is_rejected(head: FakeHead, supervise: Supervise, tmp_path: Path) -> None:
     notebook = StateFile(str(tmp_path / "run.json"), name="run", config_hash="c0ffee", note=print)
     try:
-        with pytest.raises(InputError, match="another supervisor of run run is running"):
-            supervise()
+        rejects("another supervisor of run run is running", supervise)
     finally:
         notebook.close()
 
@@ -271,8 +268,7 @@ def test_second_supervisor_is_rejected(head: FakeHead, supervise: Supervise, tmp
 def test_environment_variables_are_passed_but_not_logged(
     head: FakeHead, supervise: Supervise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InputError, match="--env SECRET: not set"):
-        supervise(env=("SECRET",))
+    rejects("--env SECRET: not set", supervise, env=("SECRET",))
     monkeypatch.setenv("SECRET", "open sesame")
     head.ends = [failure(1), SUCCESS]
     supervise(env=("SECRET",))
@@ -309,8 +305,7 @@ def test_interrupted_stop_resubmits_job(head: FakeHead, supervise: Supervise, mo
 
 def test_invalid_state_file_is_rejected(supervise: Supervise, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"steps": 3}')
-    with pytest.raises(InputError, match="must be a supervisor's state file"):
-        supervise()
+    rejects("must be a supervisor's state file", supervise)
 
 
 def test_dashboard_url_accepts_and_rejects_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,8 +316,7 @@ def test_dashboard_url_accepts_and_rejects_addresses(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://there:1")
     assert dashboard_url(None) == "http://there:1"
     for wrong in ("ray://head:10001", "http://", "http://head:port"):
-        with pytest.raises(InputError, match="must be the URL of a Ray dashboard"):
-            dashboard_url(wrong)
+        rejects("must be the URL of a Ray dashboard", dashboard_url, wrong)
 
 
 def test_state_path_is_in_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:

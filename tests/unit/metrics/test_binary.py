@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders.faults import rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from ranks import metric
 from sklearn.metrics import log_loss, roc_auc_score
 
-from rayrec.config import InputError
 from rayrec.metrics import binary as metrics
 
 
@@ -119,14 +119,10 @@ def test_undefined_metrics_are_nan() -> None:
 
 
 def test_binary_metrics_reject_invalid_rows() -> None:
-    with pytest.raises(InputError, match="1 of 2 logits are NaN"):
-        metrics.auroc([math.nan, 0.0], [0, 1])
-    with pytest.raises(InputError, match="labels: must be 0 or 1, got 2 in row 1"):
-        metrics.binary_metrics([0.0, 0.0], [0, 2])
-    with pytest.raises(InputError, match="got nan in row 0"):
-        metrics.binary_metrics([0.0], [math.nan])
-    with pytest.raises(InputError, match="labels: must have one per logit"):
-        metrics.auroc([0.0, 0.0], [1])
+    rejects("1 of 2 logits are NaN", metrics.auroc, [math.nan, 0.0], [0, 1])
+    rejects("labels: must be 0 or 1, got 2 in row 1", metrics.binary_metrics, [0.0, 0.0], [0, 2])
+    rejects("got nan in row 0", metrics.binary_metrics, [0.0], [math.nan])
+    rejects("labels: must have one per logit", metrics.auroc, [0.0, 0.0], [1])
 
 
 def test_metrics_do_not_import_torch() -> None:

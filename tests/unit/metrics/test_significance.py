@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
+from builders.faults import rejects
 
-from rayrec.config import InputError
 from rayrec.metrics.binary import binary_metrics
 from rayrec.metrics.significance import METRICS, Resampling, _Model, _poisson_table, compare, intervals
 
@@ -136,14 +136,10 @@ def test_single_class_has_no_intervals() -> None:
 
 
 def test_significance_rejects_invalid_arguments() -> None:
-    with pytest.raises(InputError, match=r"confidence: must be between 0 and 1, .* got 95"):
-        Resampling(confidence=95)
-    with pytest.raises(InputError, match="resamples: must be at least 2, got 1"):
-        Resampling(resamples=1)
-    with pytest.raises(InputError, match="NaN"):
-        compare([0.0, 1.0], [math.nan, 1.0], [0, 1], FEW)
-    with pytest.raises(InputError, match="labels: must have one per logit"):
-        compare([0.0, 1.0], [1.0], [0, 1], FEW)
+    rejects(r"confidence: must be between 0 and 1, .* got 95", Resampling, confidence=95)
+    rejects("resamples: must be at least 2, got 1", Resampling, resamples=1)
+    rejects("NaN", compare, [0.0, 1.0], [math.nan, 1.0], [0, 1], FEW)
+    rejects("labels: must have one per logit", compare, [0.0, 1.0], [1.0], [0, 1], FEW)
 
 
 @pytest.mark.filterwarnings("error")

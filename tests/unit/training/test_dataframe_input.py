@@ -8,7 +8,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders.faults import raising
+from builders.faults import raising, rejects
 from builders.runs import QUIET
 
 import rayrec
@@ -130,8 +130,7 @@ def test_failed_write_leaves_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_dataframe_input_rejects_invalid_data(tmp_path: Path, data: Any, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        write(config(tmp_path, **changes), data)
+    rejects(message, write, config(tmp_path, **changes), data)
     assert not list(tmp_path.iterdir())
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.digits import write_digits
-from builders.faults import raising
+from builders.faults import raising, rejects
 
 import rayrec
 from rayrec import cli, recipes
-from rayrec.config import InputError
 from rayrec.observe.console import Console
 from rayrec.recipes.mnist import mnist_resnet18
 from rayrec.schema import Schema
@@ -163,5 +162,4 @@ def test_data_without_files_has_no_version(tmp_path: Path) -> None:
     config = recipes.clicks("table of a database").replace(storage_path=str(tmp_path), name="run")
     assert resume.listed_data(config) == {}
     resume._check_same_data("run", config, {"data": {}})
-    with pytest.raises(InputError, match="finished already, with other data: table of a database: no such file"):
-        resume._check_same_data("run", config, {})
+    rejects("finished already, with other data: table of a database: no such file", resume._check_same_data, "run", config, {})

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from builders.faults import rejects
 
 from rayrec import recipes
 from rayrec.cluster.layout import Layout, layout
@@ -129,8 +130,7 @@ NO_CLUSTERS += ["cpus=2,gpu_rows_per_s=5", "cpus=2,gpus=1,gpu_rows_per_s=0"]
 
 @pytest.mark.parametrize("text", NO_CLUSTERS)
 def test_cluster_shape_rejects_invalid_text(text: str) -> None:
-    with pytest.raises(InputError, match="--cluster: "):
-        ClusterShape.parse(text)
+    rejects("--cluster: ", ClusterShape.parse, text)
 
 
 def test_forecast_rejects_unsupported_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.faults import until
+from builders.faults import rejects, until
 
 from rayrec import recipes, storage
 from rayrec.config import InputError
@@ -173,16 +173,14 @@ def test_foreign_profile_request_is_kept(tmp_path: Path) -> None:
     def note(text: str) -> None:  # once it is asked for, another asks too
         storage.write_json(str(tmp_path / "profile" / "request.json"), other)
 
-    with pytest.raises(InputError, match="Training is slow, or has ended"):
-        request_profile(str(tmp_path), events(), steps=2, note=note, timeout_s=0.0)
+    rejects("Training is slow, or has ended", request_profile, str(tmp_path), events(), steps=2, note=note, timeout_s=0.0)
     assert storage.read_json(str(tmp_path / "profile" / "request.json")) == other
 
 
 def test_profile_request_rejects_idle_run(tmp_path: Path) -> None:
     ended = [*events(), {"kind": "finish", "time": time.time(), "step": 100}]
     for of in (ended, events()[:1], []):
-        with pytest.raises(InputError, match="is not training"):
-            request_profile(str(tmp_path), of, steps=5, note=print, timeout_s=1.0)
+        rejects("is not training", request_profile, str(tmp_path), of, steps=5, note=print, timeout_s=1.0)
     assert not (tmp_path / "profile").exists()
 
 
@@ -216,10 +214,8 @@ def test_profile_configuration_is_checked() -> None:
     assert ProfileConfig(steps="10:20").window() == (10, 20)
     assert ProfileConfig().window() is None
     assert ProfileConfig(steps="10:210").window() == (10, 210)
-    with pytest.raises(InputError, match=r"^profile\.steps: must be at most 200 steps to fit in memory, got '10:211' \(201\)$"):
-        ProfileConfig(steps="10:211")
+    rejects(r"^profile\.steps: must be at most 200 steps to fit in memory, got '10:211' \(201\)$", ProfileConfig, steps="10:211")
     for steps in ("10", "20:10", "10:10", ":5", "a:b", "-1:5", "1:2:3"):
-        with pytest.raises(InputError, match=r"profile\.steps"):
-            ProfileConfig(steps=steps)
+        rejects(r"profile\.steps", ProfileConfig, steps=steps)
     config = recipes.criteo_demo().replace(profile={"steps": "1:2"}, trackers={"wandb": "offline"})
     assert recipes.load_config(config.to_yaml()) == config

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from builders.faults import flip
+from builders.faults import flip, rejects
 from builders.runs import QUIET, events_of, train
 from ranks import data_parallel
 
@@ -22,7 +22,6 @@ from rayrec import checkpoint as checkpoints
 from rayrec import recipes
 from rayrec.checkpoint import Checkpoint, full_tensors, open_checkpoint
 from rayrec.checkpoint.state import all_tensors, start_from
-from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.models.embeddings import TableValues
 from rayrec.models.ranking.dcnv2 import DCNv2Config
@@ -185,8 +184,7 @@ def test_warm_start_without_changes_matches_original_run(tmp_path: Path) -> None
     assert resumed["weights_sha256"] == one["weights_sha256"]
     assert [event["step"] for event in events_of(tmp_path / "three", "start")] == [0, 2]
     assert len(events_of(tmp_path / "three", "warm_start")) == 1
-    with pytest.raises(InputError, match="contains no complete checkpoint"):
-        train(runs[0].replace(name="four"))
+    rejects("contains no complete checkpoint", train, runs[0].replace(name="four"))
     assert not (tmp_path / "four" / "events.jsonl").exists()
 
 
@@ -242,9 +240,7 @@ def test_warm_start_rejects_mismatch_before_workers_start(tmp_path: Path) -> Non
     }
     for message, workload in wrong.items():
         refused = config(log, tmp_path, "new", **workload).replace(init_from=str(tmp_path / "old"))
-        with pytest.raises(InputError, match=message) as error:
-            train(refused)
-        assert "\n" not in str(error.value)
+        rejects(message, train, refused)
         assert events_of(tmp_path / "new", "attempt") == []
         shutil.rmtree(tmp_path / "new")
 
@@ -286,8 +282,7 @@ def test_warm_start_of_other_models_matches_by_name(tmp_path: Path) -> None:
         "optimizer.kind adamw, this run has sgd": {"optimizer": {"kind": "sgd"}},
     }
     for message, changes in refused.items():
-        with pytest.raises(InputError, match=message):
-            train(still.replace(name="refused", workload=changes))
+        rejects(message, train, still.replace(name="refused", workload=changes))
 
 
 def test_warm_start_rejects_damaged_checkpoint(tmp_path: Path) -> None:
@@ -296,14 +291,11 @@ def test_warm_start_rejects_damaged_checkpoint(tmp_path: Path) -> None:
     weights = next(Path(open_checkpoint(str(tmp_path / "old")).path).glob("data_*.safetensors"))
     flip(weights, -3, bit=4)
     new = config(log, tmp_path, "new").replace(init_from=str(tmp_path / "old"))
-    with pytest.raises(InputError, match="damaged, the checksum"):
-        train(new)
+    rejects("damaged, the checksum", train, new)
     os.truncate(weights, weights.stat().st_size - 1)
-    with pytest.raises(InputError, match="bytes instead of"):
-        train(new.replace(name="newer"))
+    rejects("bytes instead of", train, new.replace(name="newer"))
 
 
 def test_run_with_lost_checkpoints_does_not_restart_warm() -> None:
     assignment: Any = SimpleNamespace(folder="runs/new", warm_start=None)
-    with pytest.raises(InputError, match="would start again from init_from"):
-        worker._start_warm(assignment, None)  # type: ignore[arg-type]
+    rejects("would start again from init_from", worker._start_warm, assignment, None)

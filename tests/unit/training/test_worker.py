@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders.faults import flip, raising
+from builders.faults import flip, raising, rejects
 from builders.savers import Run, save
 
 from rayrec import recipes
 from rayrec.checkpoint import Checkpoint, Retention, folder_of, weights_sha256
 from rayrec.checkpoint.state import model_tensors
-from rayrec.config import InputError
 from rayrec.trained_rows import RowNumbers, TrainedRows
 from rayrec.training import step_log, worker
 from rayrec.training.launchers.base import AttemptContext
@@ -117,8 +116,7 @@ def test_damaged_best_weights_raise_input_error(tmp_path: Path) -> None:
     run = Evaluated(tmp_path)
     (file,) = Path(folder_of(str(tmp_path), 4)).glob("data_*.safetensors")
     flip(file, -1)
-    with pytest.raises(InputError, match=r"best weights of the run\. Train it again"):
-        run.finish(STOPPED_EARLY, evaluated_step=7)
+    rejects(r"best weights of the run\. Train it again", run.finish, STOPPED_EARLY, evaluated_step=7)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders.faults import raising
+from builders.faults import raising, rejects
 from builders.runs import QUIET
 from pyarrow import csv
 
 import rayrec
 from rayrec import recipes, storage
-from rayrec.config import InputError
 from rayrec.data.materialized import writer
 from rayrec.data.materialized.dataset import open_preprocessed
 from rayrec.observe.events import read_events
@@ -112,8 +111,7 @@ def test_repeated_tune_call_trains_nothing(found: dict[str, Any], config: TrainC
         ({"trials": 3}, "contains a search with a different options"),
         ({"stop_early": False}, "contains a search with a different options and waves"),
     ):
-        with pytest.raises(InputError, match=message):
-            rayrec.tune(config, **{"search": SEARCH, "console": QUIET, **changes})
+        rejects(message, rayrec.tune, config, **{"search": SEARCH, "console": QUIET, **changes})
 
 
 def test_killed_search_matches_uninterrupted_one(

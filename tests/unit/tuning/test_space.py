@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from builders.faults import rejects
 
 from rayrec import recipes
-from rayrec.config import InputError
 from rayrec.tuning.space import Space, TuneConfig, with_values
 from rayrec.workloads.base import TrainConfig
 
@@ -77,8 +77,7 @@ def test_draws_cover_their_range() -> None:
     ],
 )
 def test_space_rejects_invalid_files(given: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        Space.read(given, source="space.yaml")
+    rejects(message, Space.read, given, source="space.yaml")
 
 
 @pytest.mark.parametrize(
@@ -92,8 +91,7 @@ def test_space_rejects_invalid_files(given: str, message: str) -> None:
     ],
 )
 def test_space_rejects_shared_and_invalid_fields(field: str, values: list[Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        Space.of({field: {"choice": values}}, source="s").check(recipes.criteo_demo("log"))
+    rejects(message, Space.of({field: {"choice": values}}, source="s").check, recipes.criteo_demo("log"))
 
 
 def test_tune_config_rejects_invalid_values() -> None:
@@ -103,5 +101,4 @@ def test_tune_config_rejects_invalid_values() -> None:
         ({"keep_fraction": 0.6}, "keep_fraction: must be above 0 and at most 0.5, got 0.6"),
         ({"gpus_per_trial": -1.0}, "gpus_per_trial: must be at least 0, got -1.0"),
     ):
-        with pytest.raises(InputError, match=message):
-            TuneConfig(**wrong)
+        rejects(message, TuneConfig, **wrong)

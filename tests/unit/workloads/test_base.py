@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.faults import rejects
 
 from rayrec import recipes
 from rayrec.config import InputError
@@ -50,8 +51,7 @@ def test_learning_rate_factor_follows_policy(policy: Any, expected: float) -> No
     ],
 )
 def test_scaling_config_rejects_invalid_values(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        ScalingConfig(**changes)
+    rejects(message, ScalingConfig, **changes)
 
 
 def test_worker_range_loads_from_yaml_and_flags() -> None:
@@ -73,15 +73,13 @@ def test_early_stopping_requires_keep_best() -> None:
 
 @pytest.mark.parametrize("factor", [0.0, 1.0])
 def test_plateau_lowers_learning_rates(factor: float) -> None:
-    with pytest.raises(InputError, match="above 0 and below 1"):
-        recipes.criteo_demo().replace(plateau={"factor": factor})
+    rejects("above 0 and below 1", recipes.criteo_demo().replace, plateau={"factor": factor})
 
 
 def test_click_workload_rejects_schema_without_sparse(tmp_path: Path) -> None:
     dense_only = Schema(dense=("age", "price"), tokens="any", delimiter=",")
     config = recipes.clicks(str(tmp_path), dense_only)
-    with pytest.raises(InputError, match=r"must have a sparse column for a click model. Name a column of categ"):
-        config.workload.check(config)
+    rejects(r"must have a sparse column for a click model. Name a column of categ", config.workload.check, config)
     buckets = config.replace(workload={"preset": {"dense": "buckets"}})
     buckets.workload.check(buckets)
 
@@ -98,5 +96,4 @@ def test_click_workload_rejects_unsupported_columns(tmp_path: Path, model: Click
     config = recipes.clicks(str(tmp_path), schema)
     config.workload.check(config)
     refused = config.replace(workload={"model": model})
-    with pytest.raises(InputError, match=f"^{message}"):
-        refused.workload.check(refused)
+    rejects(f"^{message}", refused.workload.check, refused)

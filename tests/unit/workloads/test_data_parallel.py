@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from builders.faults import rejects
 from ranks import data_parallel
 from ranks.checkpoint import run_ranks
 from torch.nn import functional
 
 from rayrec.batch import StepOutput
 from rayrec.checkpoint import Checkpoint, drop_tied_tensors, full_tensors, weights_sha256
-from rayrec.config import InputError
 from rayrec.metrics.means import RowMetrics
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, NamedOptimizer
 from rayrec.workloads.data_parallel.worker import multiply_adds_per_row
@@ -148,8 +148,7 @@ def test_fsdp_rejects_full_parameter_optimizers() -> None:
     workload = data_parallel.config(1).workload
     for kind in ("lamb", "lars"):
         workload.replace(optimizer={"kind": kind})
-        with pytest.raises(InputError, match=f"kind: {kind} requires norms of full parameters"):
-            workload.replace(optimizer={"kind": kind}, parallel="fsdp")
+        rejects(f"kind: {kind} requires norms of full parameters", workload.replace, optimizer={"kind": kind}, parallel="fsdp")
 
 
 def test_fsdp_with_onednn_matches_one_worker(tmp_path: Path) -> None:
@@ -215,7 +214,5 @@ def test_seed_generators_matches_manual_seed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_settings_reject_invalid_values() -> None:
-    with pytest.raises(InputError, match="accumulate: must be at least 1, got 0"):
-        data_parallel.Small(accumulate=0)
-    with pytest.raises(InputError, match="loop: must be rayrec for recipe"):
-        data_parallel.config(1).replace(loop="huggingface")
+    rejects("accumulate: must be at least 1, got 0", data_parallel.Small, accumulate=0)
+    rejects("loop: must be rayrec for recipe", data_parallel.config(1).replace, loop="huggingface")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders.faults import rejects
 from ranks.data_parallel import products_by_onednn
 
-from rayrec.config import InputError
 from rayrec.workloads import language_model
 from rayrec.workloads.language import GPT2Config
 
@@ -134,5 +134,4 @@ def test_initial_values_follow_torch_seed() -> None:
     ],
 )
 def test_gpt2_config_rejects_invalid_sizes(fields: dict[str, float], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        GPT2Config(**fields)
+    rejects(message, GPT2Config, **fields)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders.faults import rejects
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from rayrec import checkpoint, storage
@@ -241,8 +242,7 @@ def test_prompts_are_read_from_lines(tmp_path: Path) -> None:
     assert texts == ["the fox", "\n", ("the lazy dog " * 3)[-BLOCK:]]
     for content, message in ((b"the\xe9\n", "got an invalid byte at 3"), (b"", "has no prompts")):
         path.write_bytes(content)
-        with pytest.raises(InputError, match=message):
-            read_prompts(str(path), tokenizer, window=BLOCK)
+        rejects(message, read_prompts, str(path), tokenizer, window=BLOCK)
 
 
 # -- checkpoints, exports and initial weights
@@ -368,8 +368,7 @@ def test_training_starts_from_pretrained_weights(saved: tuple[TrainConfig, str, 
         load_weights(SMALL.build(model.config.vocab_size), str(hub))
     (hub / "model.safetensors").rename(hub / "pytorch_model.bin")
     missing = r"model.safetensors not found. Other formats may contain code and are not read"
-    with pytest.raises(InputError, match=missing):
-        load_weights(SMALL.build(model.config.vocab_size), str(hub))
+    rejects(missing, load_weights, SMALL.build(model.config.vocab_size), str(hub))
 
 
 def test_pretrained_weights_reject_mismatch(
@@ -388,8 +387,7 @@ def test_pretrained_weights_reject_mismatch(
     built = begun.replace(workload={"weights": "export"}).workload.build(prepared)
     assert torch.equal(built.transformer.wte.weight, model.transformer.wte.weight)
     wider = begun.replace(workload={"model": {"n_embd": 32}})
-    with pytest.raises(InputError, match="n_embd must be 32, as in the model, got 16"):
-        prepare(wider, tmp_path)
+    rejects("n_embd must be 32, as in the model, got 16", prepare, wider, tmp_path)
 
 
 # -- the run around it
@@ -452,10 +450,8 @@ def test_shard_cache_respects_limit(saved: tuple[TrainConfig, str, Any], tmp_pat
     for opened in ("train", "validation", "labelled"):
         limited, other = sorted(("train_data", "eval_data"), reverse=opened == "train")
         open_with(opened, **{limited: 1 << 20, other: 1})
-        with pytest.raises(InputError, match="cache_bytes 1 is too small"):
-            open_with(opened, **{limited: 1, other: 1 << 20})
-    with pytest.raises(InputError, match=r"DataConfig.cache_bytes: must be at least 1, got 0"):
-        gpt2_tiny(url).replace(train_data={"cache_bytes": 0})
+        rejects("cache_bytes 1 is too small", open_with, opened, **{limited: 1, other: 1 << 20})
+    rejects(r"DataConfig.cache_bytes: must be at least 1, got 0", gpt2_tiny(url).replace, train_data={"cache_bytes": 0})
 
 
 @pytest.mark.parametrize(
@@ -468,8 +464,7 @@ def test_shard_cache_respects_limit(saved: tuple[TrainConfig, str, Any], tmp_pat
 )
 def test_prepare_rejects_unusable_tokens(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     folder_of(tmp_path, **changes)
-    with pytest.raises(InputError, match=message):
-        prepare(small(tmp_path), tmp_path)
+    rejects(message, prepare, small(tmp_path), tmp_path)
 
 
 def test_plain_text_error_names_preprocess_command(tmp_path: Path) -> None:
@@ -480,8 +475,7 @@ def test_plain_text_error_names_preprocess_command(tmp_path: Path) -> None:
         (tmp_path / "none", f"{tmp_path}/none: no such file or folder$"),
         (None, "must be a folder of token blocks"),
     ):
-        with pytest.raises(InputError, match=message):
-            prepare(small(path), tmp_path)
+        rejects(message, prepare, small(path), tmp_path)
 
 
 def test_resume_and_evaluation_reject_other_tokens(tmp_path: Path) -> None:
@@ -492,8 +486,7 @@ def test_resume_and_evaluation_reject_other_tokens(tmp_path: Path) -> None:
     tokens, same, other = (config.workload.data_hash(prepare(config, tmp_path)) for config in configs)
     assert tokens == same != other
     apart = configs[0].replace(eval_data={"path": str(tmp_path / "other")})
-    with pytest.raises(InputError, match="block size, tokenizer or vocabulary does not match"):
-        prepare(apart, tmp_path)
+    rejects("block size, tokenizer or vocabulary does not match", prepare, apart, tmp_path)
 
 
 def test_evaluation_folder_without_validation_uses_all_blocks(tmp_path: Path) -> None:

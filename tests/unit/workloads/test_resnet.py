@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.faults import rejects
 from torch.nn import functional
 
 from rayrec.config import InputError
@@ -150,9 +151,7 @@ def test_three_channel_weights_load_for_gray() -> None:
 def test_load_weights_rejects_other_networks(other: dict[str, Any], message: str) -> None:
     model, weights = built(), ResNetConfig(**other).build().state_dict()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(InputError, match=message) as raised:
-        load_weights(model, weights, where="a.pt")
-    assert "\n" not in str(raised.value)
+    rejects(message, load_weights, model, weights, where="a.pt")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with pytest.raises(InputError, match=r"conv1\.weight must have shape \(64, 3, 7, 7\), got \(64, 1, 7, 7\)"):
         load_weights(built(num_channels=3), before, where="a.pt")
@@ -166,5 +165,4 @@ def test_multiply_adds_match_layers(channels: int, classes: int, size: int, expe
 
 @pytest.mark.parametrize("changes", [{"blocks": (2, 2, 0, 2)}, {"num_channels": 0}, {"num_classes": 0}])
 def test_settings_reject_impossible_values(changes: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=r"ResNetConfig\.\w+: .* at least 1"):
-        ResNetConfig(**changes)
+    rejects(r"ResNetConfig\.\w+: .* at least 1", ResNetConfig, **changes)

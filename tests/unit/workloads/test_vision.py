@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from builders.digits import idx, pictures, write_digits
+from builders.faults import rejects
 
 from rayrec import checkpoint
 from rayrec.checkpoint.safetensors import read_weights, write_weights
@@ -194,8 +195,7 @@ def test_resume_rejects_changed_images(without_ray: None, folder: Path, tmp_path
     path = moved / "train-images-idx3-ubyte.gz"
     *images, last = gzip.decompress(path.read_bytes())
     path.write_bytes(gzip.compress(bytes([*images, last ^ 1])))  # as many rows
-    with pytest.raises(InputError, match=r"^train_data: [^\n]* data_hash [^\n]* another --name\.$"):
-        loader_of(moved, state)
+    rejects(r"^train_data: [^\n]* data_hash [^\n]* another --name\.$", loader_of, moved, state)
 
 
 @pytest.mark.parametrize(
@@ -232,10 +232,8 @@ def test_prepare_rejects_test_images_of_other_size(without_ray: None, folder: Pa
     [{"model": ResNetConfig(num_channels=3)}, {"std": 0.0}, {"validation_rows": -1}, {"label_smoothing": 1.0}, {"accumulate": 0}],
 )
 def test_settings_reject_impossible_values(fields: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=r"^(VisionWorkload\.|workload)"):
-        VisionWorkload(**fields)
-    with pytest.raises(InputError, match=r"^AugmentationConfig.max_"):
-        AugmentationConfig(max_scale=1.0)
+    rejects(r"^(VisionWorkload\.|workload)", VisionWorkload, **fields)
+    rejects(r"^AugmentationConfig.max_", AugmentationConfig, max_scale=1.0)
 
 
 # -- weights
@@ -253,8 +251,7 @@ def test_initial_weights_load_from_file(without_ray: None, folder: Path, tmp_pat
         model.fc.bias.fill_(3.0)  # its own, not the shared array
     assert torch.equal(config.workload.build(prepared).fc.bias, coloured.fc.bias)
     torch.save(ResNetConfig(num_classes=1000).build().state_dict(), tmp_path / "weights.pt")
-    with pytest.raises(InputError, match=r"weights\.pt: fc\.weight must have shape \(10, 512\), got \(1000, 512\)"):
-        prepare(config)
+    rejects(r"weights\.pt: fc\.weight must have shape \(10, 512\), got \(1000, 512\)", prepare, config)
 
 
 def test_weight_files_are_bit_identical(tmp_path: Path) -> None:
@@ -301,22 +298,17 @@ def test_read_weights_rejects_damaged_and_unsafe_files(tmp_path: Path, name: str
     contents = [b"", b"\xff" * 40, whole[:-7], whole[: len(whole) // 2], pickle.dumps(Trap())]
     for content in contents:
         path.write_bytes(content)
-        with pytest.raises(InputError, match=rf"{name}: (damaged|must contain only tensors)") as raised:
-            read_weights(str(path))
-        assert "\n" not in str(raised.value)
+        rejects(rf"{name}: (damaged|must contain only tensors)", read_weights, str(path))
     if name == "w.safetensors":
         too_long = b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}'
         for head in (too_long, b'{"a":{"dtype":"F9"}}', b"[1]", b'{"a":3}'):
             path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(8))
-            with pytest.raises(InputError, match="damaged, must be a complete safetensors file"):
-                read_weights(str(path))
+            rejects("damaged, must be a complete safetensors file", read_weights, str(path))
     else:
         for value in ([torch.ones(2)], {"state_dict": {"a": torch.ones(2)}}):
             torch.save(value, path)
-            with pytest.raises(InputError, match="must contain only named tensors"):
-                read_weights(str(path))
-    with pytest.raises(InputError, match="no such file"):
-        read_weights(str(tmp_path / f"gone_{name}"))
+            rejects("must contain only named tensors", read_weights, str(path))
+    rejects("no such file", read_weights, str(tmp_path / f"gone_{name}"))
 
 
 # -- trained models
@@ -340,16 +332,13 @@ def test_path_resolves_to_image_and_label_files(folder: Path, tmp_path: Path) ->
     assert inputs(folder) == (30, both)
     (tmp_path / "train-images.idx3-ubyte").write_bytes(idx(np.zeros((4, 28, 28), np.uint8)))
     assert inputs(tmp_path) == (4, ["images"])
-    with pytest.raises(InputError, match=r"train-images\.idx3-ubyte: label file not found\. Name the two files"):
-        labelled(tmp_path)
+    rejects(r"train-images\.idx3-ubyte: label file not found\. Name the two files", labelled, tmp_path)
     (tmp_path / "train-labels.idx1-ubyte").write_bytes(idx(np.zeros(4, np.uint8)))
     assert labelled(tmp_path) == 4
     (tmp_path / "mine").write_bytes(idx(np.zeros((3, 28, 28), np.uint8)))
     assert inputs(tmp_path / "mine") == (3, ["images"])
-    with pytest.raises(InputError, match="mine: label file not found"):
-        labelled(tmp_path / "mine")
-    with pytest.raises(InputError, match=r"nowhere: t10k-images-idx3-ubyte not found, .*; rayrec fetch mnist"):
-        inputs(tmp_path / "nowhere")
+    rejects("mine: label file not found", labelled, tmp_path / "mine")
+    rejects(r"nowhere: t10k-images-idx3-ubyte not found, .*; rayrec fetch mnist", inputs, tmp_path / "nowhere")
 
 
 def test_predictions_and_samples_match_softmax(without_ray: None, folder: Path) -> None:

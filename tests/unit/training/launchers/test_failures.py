@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import ray
+from builders.faults import rejects
 from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
@@ -12,7 +13,6 @@ from ray.train.v2._internal.exceptions import (
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
 from ray.train.v2.api.preemption import PreemptionInfo
 
-from rayrec.config import InputError
 from rayrec.training.launchers.failures import FailurePolicy, cause_of, errors_in_code, is_preemption, lacks_resources
 from rayrec.workloads.run_config import FailureConfig
 
@@ -133,8 +133,7 @@ def test_failure_policy_limits_wait_for_resources(after: Callable[..., float]) -
         assert after(NO_ROOM, attempt_s=99) == 0
         assert after(ANNOUNCED, attempt_s=99) == 0
     assert after(NO_ROOM, attempt_s=60) == 0
-    with pytest.raises(InputError, match="no room for the workers for 120 s: other jobs use"):
-        after(NO_ROOM, attempt_s=60)
+    rejects("no room for the workers for 120 s: other jobs use", after, NO_ROOM, attempt_s=60)
 
 
 def test_failure_policy_accepts_zero_or_unlimited_failures() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from builders.faults import raising
+from builders.faults import raising, rejects
 from builders.runs import QUIET, events_of
 from ranks import data_parallel
 from torch import distributed
@@ -310,6 +310,5 @@ def test_launcher_rejects_rank_of_larger_process_group(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(distributed, "is_initialized", lambda: True)
         patch.setattr(distributed, "get_world_size", lambda: 4)
-        with pytest.raises(InputError, match="this process is one of 4 of a process group"):
-            run(tmp_path)
+        rejects("this process is one of 4 of a process group", run, tmp_path)
     assert not (tmp_path / "run").exists()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.faults import raising
+from builders.faults import raising, rejects
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
@@ -134,8 +134,7 @@ def test_run_uses_resources_left_by_other_jobs(nodes: Cluster, monkeypatch: pyte
 def test_wait_for_resources_reports_and_times_out(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nodes.slots = [(1, 0), (1, 0)]
     run = Attempts(monkeypatch, [raising(NO_ROOM)], config(node_wait_s=0.1), tmp_path)
-    with pytest.raises(InputError, match="waited 0 s for resources in use by other jobs; scaling: "):
-        run.run()
+    rejects("waited 0 s for resources in use by other jobs; scaling: ", run.run)
     first, second = run.notes
     assert first == "Waiting for resources for 2 workers, in use by other jobs"
     assert second.startswith("Waiting for resources in use by other jobs: scaling: ")
@@ -263,5 +262,4 @@ def test_collective_timeout_includes_store_outage() -> None:
     assert (ray_launcher.process_group(config).timeout_s, ray_launcher.process_group(config).backend) == (2400, "gloo")
     changed = config.replace(failure={"max_outage_s": 7200.0, "collective_timeout_s": 60.5}, scaling={"use_gpu": True})
     assert (ray_launcher.process_group(changed).timeout_s, ray_launcher.process_group(changed).backend) == (7261, "nccl")
-    with pytest.raises(InputError, match=r"collective_timeout_s: must be above 0, got 0\.0"):
-        config.replace(failure={"collective_timeout_s": 0.0})
+    rejects(r"collective_timeout_s: must be above 0, got 0\.0", config.replace, failure={"collective_timeout_s": 0.0})

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders.faults import until
+from builders.faults import rejects, until
 from hosts.ports import free_ports
 from torch.distributed import DistStoreError, HashStore
 
@@ -33,8 +33,7 @@ def test_torchrun_env_reads_variables() -> None:
         ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 of LOCAL_WORLD_SIZE=1"),
         ({"LOCAL_WORLD_SIZE": "8(x2)"}, r"RANK=3, WORLD_SIZE=4, LOCAL_WORLD_SIZE=8\(x2\): .* must be integers"),
     ):
-        with pytest.raises(InputError, match=message):
-            TorchrunEnv.from_environment(FOUND | wrong)
+        rejects(message, TorchrunEnv.from_environment, FOUND | wrong)
 
 
 def test_fitted_config_has_one_worker_per_process() -> None:
@@ -46,8 +45,7 @@ def test_fitted_config_has_one_worker_per_process() -> None:
         ({"scaling": {"resources_per_worker": {"x": 1.0}}}, "scaling.resources_per_worker: needs Ray"),
         ({"cluster": {"object_store_bytes": 1 << 30}}, "cluster.object_store_bytes: needs Ray"),
     ):
-        with pytest.raises(InputError, match=message):
-            fitted(config.replace(**changes), launched)
+        rejects(message, fitted, config.replace(**changes), launched)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from builders.faults import flip
+from builders.faults import flip, rejects
 from builders.scored_rows import Net, rows_file, scored, trained
 
 from rayrec import recipes
@@ -99,10 +99,8 @@ def test_scoring_uses_training_precision(saved: tuple[str, Net], tmp_path: Path)
 
 
 def test_scoring_rejects_unusable_input(saved: tuple[str, Net], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="has no labels"):
-        _open(saved[0], rows_file(tmp_path, 5, labelled=False), evaluating=True)
-    with pytest.raises(InputError, match="has no rows to score"):
-        _open(saved[0], rows_file(tmp_path, 0))
+    rejects("has no labels", _open, saved[0], rows_file(tmp_path, 5, labelled=False), evaluating=True)
+    rejects("has no rows to score", _open, saved[0], rows_file(tmp_path, 0))
 
 
 def test_loaded_model_matches_saved(saved: tuple[str, Net]) -> None:
@@ -147,16 +145,14 @@ def test_load_model_rejects_other_weights(
 ) -> None:
     config = scored()
     monkeypatch.setattr(type(config.workload), "build_from", lambda *_, **__: other())
-    with pytest.raises(InputError, match=message):
-        load_model(config.workload, config, checkpoint=saved[0])  # type: ignore[arg-type]
+    rejects(message, load_model, config.workload, config, checkpoint=saved[0])
 
 
 def test_load_model_rejects_damaged_weights(tmp_path: Path) -> None:
     checkpoint, _ = trained(tmp_path)
     chunk = Checkpoint(checkpoint).manifest()["tensors"]["model.inner.weight"]["chunks"][0]
     flip(f"{checkpoint}/{chunk['file']}", chunk["start"])
-    with pytest.raises(InputError, match="damaged, the checksum"):
-        load_model(scored().workload, scored(), checkpoint=checkpoint)  # type: ignore[arg-type]
+    rejects("damaged, the checksum", load_model, scored().workload, scored(), checkpoint=checkpoint)
 
 
 def test_export_rejects_click_models(tmp_path: Path) -> None:

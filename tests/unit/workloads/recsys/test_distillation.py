@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.click_models import Saved, hashed_preprocessor, save_clicks, save_two
+from builders.faults import rejects
 from builders.runs import QUIET
 
 import rayrec
@@ -70,8 +71,7 @@ def test_resumed_run_keeps_teacher(both: tuple[Saved, Saved], tmp_path: Path) ->
     (student / RECORD).write_text(json.dumps(record))  # as an earlier version wrote it
     assert open_teacher(config, run=str(student)) == teacher
     (student / RECORD).write_text(json.dumps([{**record, "weights": "0" * 16}]))
-    with pytest.raises(InputError, match="the teacher's weights changed since"):
-        open_teacher(config, run=str(student))
+    rejects("the teacher's weights changed since", open_teacher, config, run=str(student))
     assert open_teacher(TeacherConfig(), run=str(student)) is None
     with pytest.raises(InputError, match="contains no complete checkpoint"):
         open_teacher(TeacherConfig(checkpoint=str(tmp_path / "none"), weight=0.5), run=str(tmp_path / "other"))
@@ -79,18 +79,14 @@ def test_resumed_run_keeps_teacher(both: tuple[Saved, Saved], tmp_path: Path) ->
 
 def test_teacher_requires_weight_and_checkpoint() -> None:
     distilled = recipes.criteo_kaggle_distilled("log.txt")
-    with pytest.raises(InputError, match=r"Pass --workload.teacher.checkpoint RUN"):
-        distilled.workload.check(distilled)
+    rejects(r"Pass --workload.teacher.checkpoint RUN", distilled.workload.check, distilled)
     given = distilled.replace(workload={"teacher": {"checkpoint": "runs/teacher"}})
     given.workload.check(given)
     none = given.replace(workload={"teacher": {"weight": 0.0}})
-    with pytest.raises(InputError, match=r"teacher.weight: must be above 0"):
-        none.workload.check(none)
-    with pytest.raises(InputError, match=r"weight: must be between 0 and 1, got 1\.5"):
-        TeacherConfig(checkpoint="runs/teacher", weight=1.5)
+    rejects(r"teacher.weight: must be above 0", none.workload.check, none)
+    rejects(r"weight: must be between 0 and 1, got 1\.5", TeacherConfig, checkpoint="runs/teacher", weight=1.5)
     for nothing in ("", (), ("runs/teacher", "")):
-        with pytest.raises(InputError, match=r"teacher.checkpoint: must be one or more"):
-            TeacherConfig(checkpoint=nothing, weight=0.5)
+        rejects(r"teacher.checkpoint: must be one or more", TeacherConfig, checkpoint=nothing, weight=0.5)
 
 
 def test_several_teachers_match_ensemble(click_log: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from builders.click_models import SMALL, Saved, make_preprocessor, save_clicks, save_two
-from builders.faults import flip, raising
+from builders.faults import flip, raising, rejects
 from builders.own_click_model import WithoutLabelConfig
 from builders.runs import QUIET
 from torch import nn
@@ -100,46 +100,38 @@ def test_weight_bytes_exclude_optimizer(both: tuple[Saved, Saved]) -> None:
 @pytest.mark.parametrize("name", ["absent", "empty"])
 def test_scoring_rejects_missing_checkpoint(tmp_path: Path, config: TrainConfig, name: str) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"contains no complete checkpoint.*step_00001000"):
-        open_served(str(tmp_path / name), config=config)
+    rejects(r"contains no complete checkpoint.*step_00001000", open_served, str(tmp_path / name), config=config)
 
 
 def test_scoring_rejects_damaged_weights(copied: Path, config: TrainConfig) -> None:
     data = copied / "data_00000.safetensors"
     chunk = checkpoints.Checkpoint(str(copied)).manifest()["tensors"]["model.top_mlp.layers.0.weight"]["chunks"][0]
     flip(data, chunk["start"])
-    with pytest.raises(InputError, match="damaged, the checksum"):
-        open_served(str(copied), config=config)
+    rejects("damaged, the checksum", open_served, str(copied), config=config)
     os.truncate(data, chunk["start"] + 4)
-    with pytest.raises(InputError, match="truncated"):
-        open_served(str(copied), config=config)
+    rejects("truncated", open_served, str(copied), config=config)
     data.unlink()
-    with pytest.raises(InputError, match="missing"):
-        open_served(str(copied), config=config)
+    rejects("missing", open_served, str(copied), config=config)
 
 
 def test_scoring_rejects_changed_preprocessor(copied: Path, config: TrainConfig) -> None:
     stored = copied / "preprocessor" / "preprocessor.json"
     stored.write_text(stored.read_text().replace('"mean": 0.5', '"mean": 2.0', 1))
-    with pytest.raises(InputError, match="does not match the stored"):
-        open_served(str(copied), config=config)
+    rejects("does not match the stored", open_served, str(copied), config=config)
     shutil.rmtree(copied / "preprocessor")
-    with pytest.raises(InputError, match="preprocessor/ not found, which every checkpoint of a click model has"):
-        open_served(str(copied), config=config)
+    rejects("preprocessor/ not found, which every checkpoint of a click model has", open_served, str(copied), config=config)
 
 
 def test_scoring_rejects_other_model_or_version(copied: Path, config: TrainConfig) -> None:
     wider = DLRMConfig(interaction="dot", embedding_dim=8, bottom_mlp=(8, 8), top_mlp=(8, 1))
     other = config.replace(workload=config.workload.replace(model=wider))
-    with pytest.raises(InputError, match=r"bottom_mlp\.layers\.1\.bias: shape must be \[8\], got \[4\]"):
-        open_served(str(copied), config=other)
+    rejects(r"bottom_mlp\.layers\.1\.bias: shape must be \[8\], got \[4\]", open_served, str(copied), config=other)
     deeper = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(8, 8, 4), top_mlp=(8, 1))
     with pytest.raises(InputError, match=r"bottom_mlp.*: shape must be"):
         open_served(str(copied), config=config.replace(workload=config.workload.replace(model=deeper)))
     manifest = copied / "manifest.json"
     manifest.write_text(json.dumps(seal({**json.loads(manifest.read_text()), "version": 99})))
-    with pytest.raises(InputError, match="format version must be 2, got 99"):
-        open_served(str(copied), config=config)
+    rejects("format version must be 2, got 99", open_served, str(copied), config=config)
 
 
 class _Trap:
@@ -166,12 +158,10 @@ def test_loading_never_unpickles(copied: Path, config: TrainConfig, monkeypatch:
             lambda: open_served(str(copied), config=config),
             lambda: ScoringRequest(str(copied), "x.tsv", config, ScoringConfig(), QUIET).open(evaluating=True, spare_cpus=0),
         ):
-            with pytest.raises(InputError, match=f"{name}: must not be a pickle, .*\. Remove it"):
-                open_it()
+            rejects(f"{name}: must not be a pickle, .*\. Remove it", open_it)
         (copied / name).unlink()
     torch.save({}, copied / "archive")
-    with pytest.raises(InputError, match="archive: must not be a pickle"):
-        open_served(str(copied), config=config)
+    rejects("archive: must not be a pickle", open_served, str(copied), config=config)
     (copied / "archive").unlink()
     (copied / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")  # harmless, as is what an attempt left that lost
     (copied / "data_00000-1.safetensors.1234.partial").write_bytes(trap)
@@ -203,8 +193,7 @@ def test_config_round_trips_as_text(config: TrainConfig) -> None:
     ],
 )
 def test_load_config_rejects_invalid_text(text: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        recipes.load_config(text)
+    rejects(message, recipes.load_config, text)
 
 
 # The network between plain tensors gives what the trained model gives, as it is and as an exported program -----------

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders.faults import rejects
 
 from rayrec import recipes
-from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.sharding.placement import PROCESS_BYTES
 from rayrec.training import forecast as forecasts
@@ -52,13 +52,11 @@ def test_tables_are_checked_against_cluster_memory(config: TrainConfig, monkeypa
     assert not whole.notes
     assert min(wanted) >= ROWS
     assert sum(whole.worker_bytes) == sum(rows * (16 + 1) * 4 for rows in wanted)
-    with pytest.raises(InputError, match="tables"):
-        probed(config, Target(2, 1, 1_000_000), trained)
+    rejects("tables", probed, config, Target(2, 1, 1_000_000), trained)
     # This machine holds too little, and the cluster enough.
     free = int((PROCESS_BYTES + sum(whole.worker_bytes) // 2) / 0.7)  # of which Ray's object store takes 0.3
     monkeypatch.setattr(planning, "available_host_bytes", lambda: free)
-    with pytest.raises(InputError, match=r"Assumed the memory of this machine. Set it with memory_gb=N in --cluster"):
-        probed(config, Target(2, 1), trained)
+    rejects(r"Assumed the memory of this machine. Set it with memory_gb=N in --cluster", probed, config, Target(2, 1), trained)
     cut = probed(config, Target(2, 1, GB), trained)
     assert (cut.plan, cut.worker_bytes) == (whole.plan, whole.worker_bytes)
     held = trained.num_embeddings[-1]

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from builders.faults import rejects
 
 from rayrec.config import InputError
 from rayrec.data.encoding.rules import SparseColumn
@@ -52,8 +53,7 @@ def test_hashed_columns_map_fully_or_raise() -> None:
     assert found.row_map.of(98, 100).tolist() == [98, 99]
     with pytest.raises(InputError, match="column a: must be hashed to 100 rows by the checkpoint's rule, got 200 rows"):
         joined(hashed, SparseColumn(num_embeddings=200, num_tokens=None), tokens(), tokens())
-    with pytest.raises(InputError, match="column a: hashing does not match"):
-        joined(hashed, OLD, tokens(), tokens(9, 4, 7))
+    rejects("column a: hashing does not match", joined, hashed, OLD, tokens(), tokens(9, 4, 7))
 
 
 def test_shared_rows_require_extended_vocabulary() -> None:
@@ -61,5 +61,4 @@ def test_shared_rows_require_extended_vocabulary() -> None:
     new = SparseColumn(num_embeddings=4, num_tokens=6)
     found = joined(old, new, tokens(1, 2, 3, 4, 5), tokens(1, 2, 3, 4, 5, 6))
     assert found.row_map.of(0, 4).tolist() == [0, 1, 2, 3]
-    with pytest.raises(InputError, match="column a: several categories share a row"):
-        joined(old, new, tokens(1, 2, 3, 4, 5), tokens(5, 1, 2, 3, 4, 6))
+    rejects("column a: several categories share a row", joined, old, new, tokens(1, 2, 3, 4, 5), tokens(5, 1, 2, 3, 4, 6))
