@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from builders.loops import StopSignal
 from ranks.checkpoint import local
 from torch import distributed
 from torch.nn import functional
@@ -183,7 +183,7 @@ def train(folder: str, rank: int, configuration: TrainConfig, *, from_step: int 
         progress=progress,
         log=lambda kind, fields: events.append({"kind": kind, **fields}),
         save=save,
-        stop_signal=SimpleNamespace(poll=lambda: (False, False), preempted=lambda: False, urgent=lambda: False),
+        stop_signal=StopSignal(),
     )
     loop.run(training)
     loader.close()

@@ -1,7 +1,6 @@
 """HuggingFace loop, bit-identical in steps, segments and events to rayrec's own."""
 
 import dataclasses
-import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.loops import StopSignal
 from ranks.data_parallel import NextToken, products_by_onednn
 
 from rayrec.checkpoint.state import all_tensors, make_state
@@ -39,25 +39,6 @@ def config(**changes: Any) -> TrainConfig:
         checkpoint=CheckpointConfig(every=4),
     )
     return made.replace(**changes)
-
-
-@dataclass
-class StopSignal:
-    """Stop request or preemption after some trained steps."""
-
-    progress: Progress
-    stop_at: float = math.inf
-    preempt_at: float = math.inf
-
-    def poll(self) -> tuple[bool, bool]:
-        return self.progress.step >= self.stop_at, self.progress.step >= self.preempt_at
-
-    def urgent(self) -> bool:
-        return self.progress.step >= self.stop_at
-
-    def preempted(self) -> bool:
-        self.preempt_at = math.inf
-        return True
 
 
 @dataclass(frozen=True)
@@ -95,7 +76,7 @@ class Attempt:
             progress=progress,
             log=lambda kind, fields: self.events.append((kind, fields)),
             save=save,
-            stop_signal=StopSignal(progress, **stop_signal),
+            stop_signal=StopSignal(lambda: progress.step, **stop_signal),
         )
         self.finished = run(training)
         loader.close()
@@ -129,16 +110,6 @@ def assert_same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tenso
     ids=str,
 )
 def test_huggingface_loop_matches_own_loop(changes: dict[str, Any]) -> None:
-    check_that_both_loops_do_the_same(changes)
-
-
-def test_huggingface_loop_matches_own_loop_with_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = products_by_onednn(monkeypatch)
-    check_that_both_loops_do_the_same({"workload": {"accumulate": 2}})
-    assert products
-
-
-def check_that_both_loops_do_the_same(changes: dict[str, Any]) -> None:
     own, other = (Attempt(run, config(**changes)) for run in (loop.run, huggingface.run))
     assert (own.finished, other.finished) == (True, True)
     assert own.told() == other.told()
@@ -151,6 +122,12 @@ def check_that_both_loops_do_the_same(changes: dict[str, Any]) -> None:
         assert save.loader == other.saves[step].loader
     timeless = {"train_s": 0, "blocked_s": 0}
     assert dataclasses.asdict(own.progress) | timeless == dataclasses.asdict(other.progress) | timeless
+
+
+def test_huggingface_loop_matches_own_loop_with_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = products_by_onednn(monkeypatch)
+    test_huggingface_loop_matches_own_loop({"workload": {"accumulate": 2}})
+    assert products
 
 
 def test_accumulated_parts_match_full_batch() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from builders.logs import learn, open_index
+from builders.loops import StopSignal, fake_setup
 from ranks.data_parallel import Small, config
 
 from rayrec import recipes, storage
@@ -62,13 +63,7 @@ def train(
         log("checkpoint", {"step": progress.step, "stall_s": save_s, "bytes": 1000, "write_s": save_s or 1.0})
 
     training = Training(
-        config=configuration,
-        setup=setup,
-        loader=loader,
-        progress=Progress(),
-        log=log,
-        save=save,
-        stop_signal=SimpleNamespace(poll=lambda: (False, False), preempted=lambda: False, urgent=lambda: False),
+        config=configuration, setup=setup, loader=loader, progress=Progress(), log=log, save=save, stop_signal=StopSignal()
     )
     loop.run(training)
     loader.close()
@@ -166,25 +161,12 @@ class Steps:
 
 
 def click_run(prepared: tuple[LogIndex, Preprocessor]) -> Diagnosis:
-    index, preprocessor = prepared
-    clock = HostTimer()
-    setup: Any = SimpleNamespace(
-        pipeline=Steps(clock),
-        clock=clock,
-        multiply_adds_per_row=None,
-        peak_multiply_adds_per_s=None,
-        model=SimpleNamespace(train=lambda: None, eval=lambda: None),
-        optimizer=SimpleNamespace(param_groups=[]),
-        begin_step=lambda step, total: None,
-        make_metrics=lambda: SimpleNamespace(update=None, compute=lambda: {"auroc": 0.5}),
-        eval_batches={"validation": lambda: iter(())},
-    )
+    (index, preprocessor), clock = prepared, HostTimer()
     order = BlockOrder(tuple(SegmentRange(s, 0, s.rows) for s in index.segments), "window", 0, 3)
     source = TaskSource(InProcess(preprocessor), ThreadEngine(1), SCHEMA, order.max_block_rows, prefetch_blocks=1)
     loader = Loader(order, ClickBatches(source, SCHEMA), BatchSharding(0, 1, 32), epochs=1)
     configuration = recipes.criteo_demo("none").replace(log_every=4, evaluate_every=10**6, early_stopping={"patience": 0})
-    found, _ = train(configuration, setup, loader)
-    return found
+    return train(configuration, fake_setup(Steps(clock), clock=clock), loader)[0]
 
 
 def test_bottleneck_detects_slow_log_storage(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> None:

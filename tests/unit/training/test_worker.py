@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from builders.faults import flip, raising, rejects
+from builders.loops import StopSignal
 from builders.savers import Run, save
 
 from rayrec import recipes
@@ -46,7 +47,7 @@ class Evaluated:
                 torch.nn.init.constant_(self.model.weight, step)
                 save(saver, step, model_tensors(self.model))
         self.expected = TrainedRows()
-        self.stop_signal: Any = SimpleNamespace(poll=lambda: (False, False), urgent=lambda: False)
+        self.stop_signal = StopSignal()
         self.setup: Any = SimpleNamespace(
             model=self.model,
             pipeline=SimpleNamespace(progress=next, reset=lambda: None),
@@ -62,12 +63,7 @@ class Evaluated:
         self.evaluations.append((name, self.weight()))
         return iter(())
 
-    def finish(self, progress: Progress, *, evaluated_step: int | None) -> dict[str, Any]:
-        told = self.finish_or_stop(progress, evaluated_step=evaluated_step)
-        assert told is not None
-        return told
-
-    def finish_or_stop(self, progress: Progress, *, evaluated_step: int | None) -> dict[str, Any] | None:
+    def finish(self, progress: Progress, *, evaluated_step: int | None) -> Any:
         return finish(
             self.attempt,
             self.setup,
@@ -143,10 +139,10 @@ def test_finish_reports_lost_and_repeated_rows(
 
 def test_stop_request_ends_final_test(tmp_path: Path) -> None:
     run = Evaluated(tmp_path, sets=("validation", "test"))
-    run.stop_signal = SimpleNamespace(poll=lambda: (True, False), urgent=lambda: True)
+    run.stop_signal = StopSignal(stop_after_scored=0)
     run.setup.eval_batches["test"] = lambda: iter([object()] * 10)
     run.setup.make_metrics = lambda: SimpleNamespace(update=lambda output: None, compute=dict)
-    assert run.finish_or_stop(STOPPED_EARLY, evaluated_step=7) is None
+    assert run.finish(STOPPED_EARLY, evaluated_step=7) is None
     assert run.events == []
 
 
