@@ -39,7 +39,6 @@ def save_all(saver: Saver, *steps: int) -> None:
 
 
 def restored(saved: Checkpoint | None) -> dict[str, torch.Tensor]:
-    assert saved is not None
     target = values(0)
     checkpoint.restore(saved, target)
     return target

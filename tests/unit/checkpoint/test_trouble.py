@@ -35,7 +35,6 @@ def values(factor: float = 1, num: int = 300_000) -> dict[str, torch.Tensor]:
 
 def assert_good(run: Run, step: int) -> None:
     found = run.newest()
-    assert found is not None
     assert found.step == step
     checkpoint.verify(found)
 

@@ -175,7 +175,6 @@ def test_closed_fork_server_ends_templates(program: Path) -> None:
 
 def test_fork_server_of_killed_owner_leaves_nothing() -> None:
     server = ForkServer(libraries=["colorsys"])
-    assert server._process.stdin is not None
     server._process.stdin.close()  # as the kernel does for a process that is killed
     server._process.wait(60)
     assert not os.path.exists(os.path.dirname(server.address))
@@ -213,8 +212,6 @@ class NodeManager:
 
     def start(self, program: Path, python: str, **added: str) -> str:
         """Run the program and return its output."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         command = f"{python} {program} --temp-dir={self._folder} --session-name=session_1"
         variables = {name: value for name, value in os.environ.items() if name != forked_worker.SOCKET}
         print(json.dumps([command, {**variables, **added}]), file=self._process.stdin, flush=True)

@@ -27,7 +27,6 @@ def ended(status: int | None, *, duration_s: float = 1.0) -> AttemptResult:
 )
 def test_judge_quits_after_final_results(ending: AttemptResult, status: int) -> None:
     tally, decision = judge(POLICY, AttemptHistory(attempts=1), ending, jitter=0.5)
-    assert isinstance(decision, Quit)
     assert decision.status == status
     assert tally == AttemptHistory(attempts=1)
 
@@ -84,7 +83,6 @@ def test_accepted_flags_are_retried() -> None:
     """A recovering cluster may lack nodes or file systems, which fails an attempt like an invalid flag."""
     attempts, decision = run_through(POLICY, [ended(143, duration_s=500.0), *[ended(2)] * 10])
     assert attempts == 4
-    assert decision is not None
     assert decision.status == 2
     assert run_through(POLICY, [ended(None), ended(2)])[0] == 2  # Ray ended the first before the command ran
 

@@ -143,7 +143,6 @@ def test_dataframe_input_accepts_criteo_columns(tmp_path: Path) -> None:
     """Categories of 8 hexadecimal digits, and integers that pandas stores as floats because of missing values."""
     recipe = criteo_demo().replace(name="run", storage_path=str(tmp_path))
     schema = recipe.workload.table_schema
-    assert schema is not None
     frame = pd.DataFrame(
         {"label": [0, 1]} | {name: [None, 3] for name in schema.dense} | dict.fromkeys(schema.sparse, "0000000a")
     )

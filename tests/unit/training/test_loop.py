@@ -509,7 +509,6 @@ def test_rows_count_when_trained(ahead: int, fault: dict[str, int], rows: int, e
     run.loader.steps = rows // 10
     assert run.run()
     assert (run.progress.rows, [fields["rows"] for fields in run.fields if "rows" in fields][-1]) == (rows, rows)
-    assert run.progress.trained is not None
     assert run.progress.trained.lost_and_repeated(tally(10 * batches)) == expected
 
 

@@ -90,7 +90,6 @@ def test_manifest_damaged_after_check_is_skipped(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(worker, "latest_valid_checkpoint", look_and_tear)
     found, setup, loader, progress = resumed.start()
-    assert found is not None
     assert (found.step, progress.step, loader.state) == (1, 1, {"at": 1})
     assert float(setup.model.weight) == 1
     assert (resumed.events, resumed.damaged) == ([("checkpoint_damaged", 2)], {2})
@@ -102,7 +101,6 @@ def test_damage_found_by_reading_is_skipped(tmp_path: Path) -> None:
     tear(resumed.folder, 3, "manifest.json")
     tear(resumed.folder, 2, "data_00000.safetensors")
     found, setup, *_ = resumed.start()
-    assert found is not None
     assert found.step == 1
     assert float(setup.model.weight) == 1
     assert resumed.models_before == [0]  # one model for both
@@ -132,7 +130,6 @@ def test_shared_checkpoint_file_is_repaired_from_run(tmp_path: Path) -> None:
         with pytest.raises(DamagedError, match=r"tokens\.npy: damaged, its checksum does not match"):
             checkpoint.verify(Checkpoint(folder_of(resumed.folder, step)))
     found, setup, loader, _ = resumed.start()
-    assert found is not None
     assert (found.step, loader.state, float(setup.model.weight)) == (3, {"at": 3}, 3)
     assert (resumed.events, resumed.damaged) == ([("checkpoint_repaired", 3)], set())
     checkpoint.verify(found)
@@ -142,7 +139,6 @@ def test_shared_checkpoint_file_is_repaired_from_run(tmp_path: Path) -> None:
     tear(resumed.folder, 3, "data_00000.safetensors")  # so that the one before is needed
     Path(folder_of(resumed.folder, 1), "more/tokens.npy").write_bytes(b"abc")  # shorter: seen without reading
     found, setup, *_ = resumed.start()
-    assert found is not None
     assert (found.step, float(setup.model.weight)) == (2, 2)
     assert resumed.events[1:] == [("checkpoint_damaged", 3), ("checkpoint_repaired", 2)]
 

@@ -26,9 +26,7 @@ def config(**changes: Any) -> TrainConfig:
 
 def stored(config: TrainConfig) -> dict[str, Any]:
     """Return a configuration after a round trip through config.yaml."""
-    settings = yaml.safe_load(config.to_yaml())
-    assert isinstance(settings, dict)
-    return settings
+    return yaml.safe_load(config.to_yaml())
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,6 @@ def test_threads_respect_usable_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout.machine, "usable_cpus", lambda *, granted: 4)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     shares = ProcessLauncher(config(ONE)).allocate_resources(resumes=False, note=print)
-    assert shares.per_worker.max_cpus is not None
     assert 0 < shares.per_worker.max_cpus <= 4
 
 

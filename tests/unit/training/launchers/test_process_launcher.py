@@ -196,7 +196,6 @@ def test_signal_saves_and_same_call_resumes(
     if isinstance(ended.value, SystemExit):
         assert ended.value.code == 143
     saved = latest(str(tmp_path / "run"))
-    assert saved is not None
     assert 3 <= saved.step < STEPS
     stop = events(tmp_path)[-1]
     assert (stop["kind"], stop["cause"], stop["step"], stop["last"]) == ("stop", cause, saved.step, True)
@@ -215,13 +214,11 @@ def test_paused_run_matches_uninterrupted_run(tmp_path: Path) -> None:
     for share in (1 / 12, 1 / 4, 1 / 4, 1 / 2):  # after 1, 3 and 6 of 12 steps, of which 6 is evaluated in any case
         assert trainer.train_until(config(tmp_path, **patient), share, console=QUIET) is None
         saved = latest(str(tmp_path / "run"))
-        assert saved is not None
         reached.append((STATE.number, saved.step))
     assert reached == [(1, 1), (3, 3), (3, 3), (6, 6)]
     stop = events(tmp_path)[-1]
     assert (stop["kind"], stop["cause"], stop["last"], stop["paused"]) == ("stop", "a planned pause", True, True)
     result = trainer.train_until(config(tmp_path, **patient), 1.0, console=QUIET)
-    assert result is not None
     for name in ("weights_sha256", "steps", "rows", "restarts", "rows_lost", "rows_repeated", "validation"):
         assert result.summary[name] == whole[name], name
     assert STATE.number == STEPS

@@ -53,9 +53,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> TorchrunEnv:
     found = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1))}
     for name, value in found.items():
         monkeypatch.setenv(name, value)
-    launched = TorchrunEnv.from_environment()
-    assert launched is not None
-    return launched
+    return TorchrunEnv.from_environment()
 
 
 def meetings(*ranks: int) -> list[StoreRendezvous]:

@@ -7,7 +7,6 @@ from rayrec.models.base import ModelInputs
 from rayrec.sharding.communication import CommunicationVolume, LinkBandwidth, Lookup, estimate_communication
 from rayrec.sharding.placement import TablePlacement
 from rayrec.workloads.recsys.planning import lookups_of
-from rayrec.workloads.recsys.workload import ClickWorkload
 
 ROWS = 10
 """Batch size per worker."""
@@ -152,7 +151,6 @@ def test_text_describes_communication() -> None:
 def test_lookups_of_row() -> None:
     inputs = ModelInputs(2, ("a", "b", "c"), vocabularies=("a", "a", "c"), lists=(("b", 7), ("c", None)), weighted=True)
     workload = recipes.criteo_demo().workload
-    assert isinstance(workload, ClickWorkload)
     found = lookups_of(workload, inputs, None)
     assert found == {"a": [Lookup(1, weighted=True), Lookup(7, weighted=True)], "c": [Lookup(20, weighted=True)]}
     assert lookups_of(workload, inputs, [3, None, 2])["a"] == [Lookup(3, weighted=True), Lookup(7, weighted=True)]

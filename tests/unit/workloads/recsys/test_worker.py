@@ -39,7 +39,6 @@ def test_single_worker_step_has_no_device_sync(single_rank: None, monkeypatch: p
 
         def method(self: torch.Tensor, *arguments: Any, **named: Any) -> Any:
             frame: FrameType | None = sys._getframe(1)
-            assert frame is not None
             if "/torchrec/" in frame.f_code.co_filename or "/rayrec/" in frame.f_code.co_filename:
                 waits.append(f"{name} by {frame.f_code.co_qualname}")
             return plain(self, *arguments, **named)
