@@ -65,16 +65,14 @@ def test_undefined_metric_keeps_checkpoint_valid(tmp_path: Path) -> None:
     """AUROC of a single class is NaN, which JSON lacks."""
     progress = {"step": 12, "metrics": {"auroc": float("nan"), "logloss": 0.5}, "best_metrics": {}}
     saved = save(tmp_path, 12, state={"progress": progress})
-    found = checkpoint.latest_valid_checkpoint(str(tmp_path), log=lambda *_: pytest.fail("it is not damaged"))
-    assert found == saved
+    assert checkpoint.latest_valid_checkpoint(str(tmp_path), log=lambda *_: pytest.fail("it is not damaged")) == saved
     restored = Progress.from_state(saved.manifest()["state"]["progress"], rank=0)
     assert math.isnan(restored.metrics.pop("auroc"))
     assert (restored.step, restored.metrics) == (12, {"logloss": 0.5})
 
 
 def test_files_are_safetensors_without_pickles(tmp_path: Path) -> None:
-    constant = {"a": torch.ones(4, 3), "b": torch.tensor(5)}
-    saved = save(tmp_path, tensors=constant)
+    saved = save(tmp_path, tensors={"a": torch.ones(4, 3), "b": torch.tensor(5)})
     assert sorted(os.listdir(saved.path)) == ["data_00000.safetensors", "manifest.json"]
     for name in os.listdir(saved.path):
         data = Path(saved.path, name).read_bytes()

@@ -36,8 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.Tensor]:
 
 
 def _read(folder: str, rows: tuple[int, int], columns: tuple[int, int], range_bytes: int) -> torch.Tensor:
-    entry = Checkpoint(folder).manifest()["tensors"]["a"]
-    (chunk,) = entry["chunks"]
+    (chunk,) = Checkpoint(folder).manifest()["tensors"]["a"]["chunks"]
     target = torch.zeros(rows[1], columns[1])
     reader = reader_module._Reader(folder, 100)
     reader.range_bytes = range_bytes

@@ -82,8 +82,7 @@ def test_long_outage_raises(run: Run) -> None:
                 late += 1
                 time.sleep(0.02)
 
-        given_up = r"step_00000002: cannot be written for 0 s \(the store was out\)\. Check"
-        with pytest.raises(InputError, match=given_up) as e:
+        with pytest.raises(InputError, match=r"step_00000002: cannot be written for 0 s \(the store was out\)\. Check") as e:
             train()
         assert late > 3
         assert "\n" not in str(e.value)

@@ -169,8 +169,7 @@ def test_nodes_for_tasks_excludes_worker_nodes() -> None:
 def test_user_model_reaches_processes_without_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if only a nested configuration, here the model's, comes from the user's file."""
     shutil.copy(Path(__file__).parents[2] / "builders" / "own_click_model.py", file := tmp_path / "their_model.py")
-    recipe = function_in_file(f"{file}:own_model", returns=TrainConfig)
-    config = recipe()
+    config = function_in_file(f"{file}:own_model", returns=TrainConfig)()
     assert user_modules(config) == {"their_model"}
     assert user_modules(config.workload) == {"their_model"}
     ship_code(config)

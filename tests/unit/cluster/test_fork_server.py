@@ -276,8 +276,7 @@ def test_node_keeps_newest_fork_servers(tmp_path: Path) -> None:
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (1e9 - age_s, 1e9 - age_s))
     forked_worker.leave_newest(str(tmp_path / files[1]), raylet=7)
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {files[0], files[2], "7-00000000.lock", "7-00000000.log", "8-00000000"}
+    assert {path.name for path in tmp_path.iterdir()} == {files[0], files[2], "7-00000000.lock", "7-00000000.log", "8-00000000"}
 
 
 def test_node_without_this_python_uses_ray_python(node_manager: NodeManager, program: Path) -> None:
@@ -308,8 +307,7 @@ def test_python_paths_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_insecure_fork_server_folder_is_rejected(node_manager: NodeManager, tmp_path: Path) -> None:
     (tmp_path / "session_1" / "rayrec").mkdir(mode=0o755)
     (tmp_path / "program.py").write_text(SMALL)
-    found = json.loads(node_manager.start(tmp_path / "program.py", forked_worker.python_of_a_job()))
-    assert found[1:] == [None, False]
+    assert json.loads(node_manager.start(tmp_path / "program.py", forked_worker.python_of_a_job()))[1:] == [None, False]
     assert "rayrec must be accessible to this user only" in node_manager.errors()
 
 

@@ -197,7 +197,6 @@ def test_failed_local_ray_raises_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     timed_out = Exception("The current node timed out during startup.\nThis could happen because")  # Ray's own class
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", raising(timed_out))
-    refused = r"cannot start a local Ray \(The current node timed out.*\. The machine may"
-    with pytest.raises(OSError, match=refused) as raised:
+    with pytest.raises(OSError, match=r"cannot start a local Ray \(The current node timed out.*\. The machine may") as raised:
         connection.connect("local", num_cpus=1, object_store_bytes=None, log_to_driver=False)
     assert "\n" not in str(raised.value)

@@ -65,8 +65,7 @@ class Asked:
         self._answers = list(answers)
         monkeypatch.setattr(node_storage, "_check_nodes", self.ask)
         monkeypatch.setattr(node_storage, "first_error", lambda urls, patience_s: here)
-        joined = SimpleNamespace(is_head=lambda: False)
-        monkeypatch.setattr(ray._private.worker, "_global_node", joined)
+        monkeypatch.setattr(ray._private.worker, "_global_node", SimpleNamespace(is_head=lambda: False))
 
     def ask(self, urls: list[str]) -> list[tuple[str, str | None]]:
         self.urls = urls

@@ -44,8 +44,7 @@ def test_lost_head_counts_only_after_short_attempt() -> None:
     assert judge(POLICY, AttemptHistory(1, short_lived=2), lost, jitter=0.0) == (AttemptHistory(1, 0, True), 0.0)
     short = AttemptResult("lost", duration_s=5.0, ran=True)
     assert judge(POLICY, AttemptHistory(1, short_lived=1), short, jitter=0.5) == (AttemptHistory(1, 2, True), 10.0)
-    unborn = AttemptResult("lost")
-    assert judge(POLICY, AttemptHistory(1), unborn, jitter=0.5)[0] == AttemptHistory(1, 1, accepted=False)
+    assert judge(POLICY, AttemptHistory(1), AttemptResult("lost"), jitter=0.5)[0] == AttemptHistory(1, 1, accepted=False)
 
 
 def test_stop_of_earlier_supervisor_is_retried() -> None:

@@ -78,8 +78,7 @@ def test_dataframe_is_written_as_parquet(tmp_path: Path, monkeypatch: pytest.Mon
     (note,) = write(config(tmp_path), ratings())
     place = tmp_path / "run" / "data" / "train"
     assert note == f"Wrote 600 rows to {place} as Parquet (once); the run reads its train_data from there"
-    table = pq.read_table(place / "part-000000.parquet")
-    assert table.column_names == ["liked", "age", "user", "movie"]
+    assert pq.read_table(place / "part-000000.parquet").column_names == ["liked", "age", "user", "movie"]
     files = [pq.ParquetFile(file.path) for file in storage.list_files(str(place))]
     assert [(file.metadata.num_rows, file.num_row_groups) for file in files] == [(200, 2)] * 3
     written = pd.concat([file.read().to_pandas() for file in files], ignore_index=True)

@@ -150,8 +150,7 @@ def test_changed_data_is_rejected_for_images_and_tokens(tmp_path: Path) -> None:
         before = data_versions(config)
         assert data_difference(before, data_versions(config)) is None
         os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
-        difference = data_difference(before, data_versions(config))
-        assert difference.startswith("train_data still has ")
+        assert data_difference(before, data_versions(config)).startswith("train_data still has ")
         file.unlink()
         assert data_difference(before, data_versions(config))
 

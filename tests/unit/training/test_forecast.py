@@ -35,8 +35,7 @@ def shares_of(shape: ClusterShape, *, workers: int, use_gpu: bool = False) -> La
 
 def of(measured: MeasuredSpeed, text: str, *, workers: int = 2) -> Forecast:
     shape = ClusterShape.parse(text)
-    shares = shares_of(shape, workers=workers, use_gpu=bool(shape.gpus))
-    return extrapolate(measured, shape, shares, threads_per_worker=None)
+    return extrapolate(measured, shape, shares_of(shape, workers=workers, use_gpu=bool(shape.gpus)), threads_per_worker=None)
 
 
 def test_forecast_names_model_bottleneck() -> None:
@@ -90,8 +89,7 @@ def test_forecast_includes_network_between_nodes() -> None:
 
 
 def test_forecast_returns_cpus_per_gpu() -> None:
-    measured = replace(MEASURED, device="cuda", num_workers=1, rows_per_s=1_000_000.0)
-    found = of(measured, "cpus=16,gpus=1,nodes=2,cpu_nodes=3")
+    found = of(replace(MEASURED, device="cuda", num_workers=1, rows_per_s=1_000_000.0), "cpus=16,gpus=1,nodes=2,cpu_nodes=3")
     assert found.model_rows_per_s == pytest.approx(2e6)
     assert found.cpu_rows_per_s is None
     assert found.cpus_per_gpu == pytest.approx(10.0)  # five at work, and as many that Ray Data keeps in reserve

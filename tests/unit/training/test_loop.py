@@ -299,8 +299,7 @@ def test_lowered_rates_scale_schedule() -> None:
             group["lr"] = rate
 
     progress = Progress()
-    setup: Any = SimpleNamespace(begin_step=begin_step, optimizer=optimizer)
-    begin = with_lowered_rates(setup, progress, PlateauConfig(patience=1))
+    begin = with_lowered_rates(SimpleNamespace(begin_step=begin_step, optimizer=optimizer), progress, PlateauConfig(patience=1))
     begin(0, 9)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1e-5, 1e-7]
     progress.learning_rate_scale = 0.01
@@ -476,8 +475,7 @@ def test_long_evaluation_saves_step_before_end(slow_run: Callable[..., Run], bat
 
 
 def test_saved_step_is_not_saved_again_during_evaluation(slow_run: Callable[..., Run]) -> None:
-    progress = Progress(step=8, rows=80, evaluation_due=True)
-    run = slow_run(10.0, progress=progress, stop_after_scored=12, **EVALUATING)
+    run = slow_run(10.0, progress=Progress(step=8, rows=80, evaluation_due=True), stop_after_scored=12, **EVALUATING)
     assert not run.run()
     assert run.saved() == [8, 16]
     assert run.saves[1] == (16, 160, None, True, True)

@@ -68,8 +68,7 @@ def train(
     loop.run(training)
     loader.close()
     # Beside so few steps the evaluation at the end would be the largest part.
-    found = diagnose(RunSummary(event for event in events if event["kind"] != "evaluate"))
-    return found, events
+    return diagnose(RunSummary(event for event in events if event["kind"] != "evaluate")), events
 
 
 class SlowRows(ArrayRows):  # type: ignore[misc]  # final for others
@@ -120,8 +119,7 @@ def test_bottleneck_detects_slow_row_source(work: Callable[[float], None], cause
 def test_bottleneck_detects_slow_model_with_full_accounting() -> None:
     found, events = small_run(model_s=5 * DELAY_S)
     assert found.bottleneck == "model"
-    steps = [event for event in events if event["kind"] == "step"]
-    for before, event in pairwise(steps):
+    for before, event in pairwise([event for event in events if event["kind"] == "step"]):
         assert event["times_s"]["forward"] >= 5 * DELAY_S
         assert event["multiply_adds_per_s"] > 0
         assert sum(event["times_s"].values()) == pytest.approx((event["rows"] - before["rows"]) / event["rows_per_s"])

@@ -178,8 +178,7 @@ def test_foreign_profile_request_is_kept(tmp_path: Path) -> None:
 
 
 def test_profile_request_rejects_idle_run(tmp_path: Path) -> None:
-    ended = [*events(), {"kind": "finish", "time": time.time(), "step": 100}]
-    for of in (ended, events()[:1], []):
+    for of in ([*events(), {"kind": "finish", "time": time.time(), "step": 100}], events()[:1], []):
         rejects("is not training", request_profile, str(tmp_path), of, steps=5, note=print, timeout_s=1.0)
     assert not (tmp_path / "profile").exists()
 

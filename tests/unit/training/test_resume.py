@@ -179,5 +179,4 @@ def test_unreadable_disk_does_not_restart_run(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(storage.files, "with_retries", fails)
     if name != "manifest.json":  # which is streamed
         monkeypatch.setattr(os, "preadv", fail)
-    refused = rf"{name}: cannot be read .*, and there is no other checkpoint to resume from"
-    rejects(refused, resumed.start)
+    rejects(rf"{name}: cannot be read .*, and there is no other checkpoint to resume from", resumed.start)

@@ -20,8 +20,7 @@ class Own(data_parallel.Small):
 
 def config(**changes: Any) -> TrainConfig:
     """Return a click model's configuration for up to four workers with 100 rows each."""
-    base = recipes.criteo_demo("log").replace(batch_size=100, steps=50, scaling={"num_workers": (1, 4)})
-    return base.updated(changes)
+    return recipes.criteo_demo("log").replace(batch_size=100, steps=50, scaling={"num_workers": (1, 4)}).updated(changes)
 
 
 def stored(config: TrainConfig) -> dict[str, Any]:

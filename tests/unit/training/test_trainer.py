@@ -90,8 +90,7 @@ def test_only_more_steps_or_epochs_extend_run(ended: dict[str, Any], asked: dict
     summary = {"config_hash": run_hash(config), "steps": 12, "epochs": ended.get("epochs", 0.4)}
     assert is_longer(config.replace(**asked), summary) is longer
     # Where training stopped early there is nothing to go on with.
-    early = {**summary, "steps": 9, "epochs": 1.3}
-    assert not is_longer(config.replace(**asked), early)
+    assert not is_longer(config.replace(**asked), {**summary, "steps": 9, "epochs": 1.3})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +208,7 @@ def test_rejected_settings_change_no_file(tmp_path: Path, failing: Failing, monk
     failing(InputError("no room"), **longer)  # refused by the workers
     assert storage.read_json(str(tmp_path / "run" / "summary.json")) == summary
     NOTES.clear()
-    result = trainer.train(finished.replace(checkpoint={"every": 7}), console=quiet(monkeypatch))
-    assert result.summary == summary
+    assert trainer.train(finished.replace(checkpoint={"every": 7}), console=quiet(monkeypatch)).summary == summary
     assert NOTES[-1].endswith("ignored, because nothing remains to be trained: checkpoint.every: null -> 7")
 
 

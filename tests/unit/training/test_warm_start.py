@@ -145,8 +145,7 @@ def test_warm_start_keeps_known_rows_and_initializes_new_ones(
         )
         fresh = torch.zeros_like(tensor)
         if name.startswith("model."):
-            rows = len(tensor)
-            TableValues(SEED, vocabulary, rows, DIM).fill(fresh)
+            TableValues(SEED, vocabulary, len(tensor), DIM).fill(fresh)
         for token, row in new_ids.items():
             source = before[name][old_ids[token]] if token in old_ids else fresh[row]
             assert torch.equal(tensor[row], source), (name, row)
@@ -180,8 +179,7 @@ def test_warm_start_without_changes_matches_original_run(tmp_path: Path) -> None
     # What resumes has its own checkpoint, and does not start with the old one again, which may be gone.
     train(runs[2].replace(steps=2))
     shutil.move(old, tmp_path / "moved")
-    resumed = train(runs[2]).summary
-    assert resumed["weights_sha256"] == one["weights_sha256"]
+    assert train(runs[2]).summary["weights_sha256"] == one["weights_sha256"]
     assert [event["step"] for event in events_of(tmp_path / "three", "start")] == [0, 2]
     assert len(events_of(tmp_path / "three", "warm_start")) == 1
     rejects("contains no complete checkpoint", train, runs[0].replace(name="four"))
@@ -197,8 +195,7 @@ def test_warm_start_is_independent_of_sharding_plan(
     train(config(logs[0], tmp_path, "old", **optimizer))
     found = []
     for plan in ("table_wise", "column_wise", "data_parallel"):
-        sharding = {"sharding": {"sharding_types": (plan,), "min_column_width": 4}}
-        new = config(logs[1], tmp_path, plan, **optimizer, **sharding)
+        new = config(logs[1], tmp_path, plan, **optimizer, sharding={"sharding_types": (plan,), "min_column_width": 4})
         train(new.replace(init_from=str(tmp_path / "old"), steps=1, evaluate_every=1))
         start = captured()
         # Columns of a row-wise state have names of their own, and equal values after a start from whole rows.
@@ -239,8 +236,7 @@ def test_warm_start_rejects_mismatch_before_workers_start(tmp_path: Path) -> Non
         "shares? a row|hashing does not match": {"preset": {"min_count": 1, "max_num_embeddings": 20}},
     }
     for message, workload in wrong.items():
-        refused = config(log, tmp_path, "new", **workload).replace(init_from=str(tmp_path / "old"))
-        rejects(message, train, refused)
+        rejects(message, train, config(log, tmp_path, "new", **workload).replace(init_from=str(tmp_path / "old")))
         assert events_of(tmp_path / "new", "attempt") == []
         shutil.rmtree(tmp_path / "new")
 
@@ -297,5 +293,4 @@ def test_warm_start_rejects_damaged_checkpoint(tmp_path: Path) -> None:
 
 
 def test_run_with_lost_checkpoints_does_not_restart_warm() -> None:
-    assignment: Any = SimpleNamespace(folder="runs/new", warm_start=None)
-    rejects("would start again from init_from", worker._start_warm, assignment, None)
+    rejects("would start again from init_from", worker._start_warm, SimpleNamespace(folder="runs/new", warm_start=None), None)

@@ -129,13 +129,11 @@ def test_killed_waves_resume_without_repeating(tmp_path: Path, killed_after: int
 
 
 def test_search_retries_trials_that_failed_for_outside_causes(tmp_path: Path) -> None:
-    whole = Pool(0)
-    expected = searched(tmp_path / "whole", whole)
+    expected = searched(tmp_path / "whole", Pool(0))
     first, second = Pool(1, disk_is_full=True), Pool(2)
     before = searched(tmp_path / "full", first)
     assert {number for number, standing in before.items() if standing.state == "failed"} == {0, 5, 16, 17, 18}
-    after = searched(tmp_path / "full", second)
-    assert after == expected | {13: before[13]}  # 13 replaced 18.
+    assert searched(tmp_path / "full", second) == expected | {13: before[13]}  # 13 replaced 18.
     assert {(0, 3), (16, 1), (18, 0)} <= set(second.trained)
     assert not {5, 17} & {number for number, _ in second.trained}
 
@@ -167,10 +165,8 @@ def test_selected_metric_skips_earlier_pauses() -> None:
     events = [{"auroc": value, "logloss": 0.5, "counted": value != 0.8} for value in (0.7, 0.74, 0.8, 0.75, 0.74, 0.74)]
     assert selected_metric(events, config, "auroc") == 0.75
     assert selected_metric(events[:3], config, "auroc") == 0.8  # It pauses there, so these weights exist.
-    uncounted = [{**event, "counted": False} for event in events]
-    assert selected_metric(uncounted, config, "auroc") == 0.74
-    old = [{"auroc": event["auroc"], "logloss": 0.5} for event in events]
-    assert selected_metric(old, config, "auroc") == 0.8
+    assert selected_metric([{**event, "counted": False} for event in events], config, "auroc") == 0.74
+    assert selected_metric([{"auroc": event["auroc"], "logloss": 0.5} for event in events], config, "auroc") == 0.8
 
 
 @pytest.mark.parametrize(("patience", "expected"), [(0, 0.71), (2, 0.74)])

@@ -67,8 +67,7 @@ def test_tune_compares_best_trial_with_recipe(found: dict[str, Any], config: Tra
     assert [step for step, _ in best["curve"]] == [2, 6, 18, 36, 54]
     assert [step for step, _ in own["curve"]] == [18, 36, 54]
     assert found["trained_share"] == pytest.approx((54 + 54 + 6 + 2 + 2) / (54 * 5))
-    own_best = {"auroc": best["best"], "checkpoint": best["checkpoint"]}
-    assert found["best"] == {"number": 1, "values": {RATE: 0.004}, **own_best}
+    assert found["best"] == {"number": 1, "values": {RATE: 0.004}, "auroc": best["best"], "checkpoint": best["checkpoint"]}
     assert best["best"] == best["curve"][-1][1]
     assert (found["validation_rows"], found["test_rows"]) == (1429, 1428)
     compared = found["compared"]["auroc"]
@@ -95,16 +94,14 @@ def test_paused_trial_matches_uninterrupted_run(found: dict[str, Any], config: T
     summary = json.loads((place / "summary.json").read_text())
     assert trainer.train(alone, console=QUIET).summary["weights_sha256"] == summary["weights_sha256"]
     assert (summary["restarts"], summary["rows_lost"], summary["rows_repeated"]) == (0, 0, 0)
-    starts = [event["step"] for event in read_events(place / "events.jsonl") if event["kind"] == "start"]
-    assert starts == [0, 2, 6, 18]
+    assert [event["step"] for event in read_events(place / "events.jsonl") if event["kind"] == "start"] == [0, 2, 6, 18]
 
 
 def test_repeated_tune_call_trains_nothing(found: dict[str, Any], config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [Path(found["folder"], "trials", f"trial_000{number}", "events.jsonl") for number in range(5)]
     before = [place.read_bytes() for place in events]
     monkeypatch.setattr(of_searches, "InProcessPool", None)
-    again = rayrec.tune(config, search=SEARCH, console=QUIET)
-    assert again == found
+    assert rayrec.tune(config, search=SEARCH, console=QUIET) == found
     assert [place.read_bytes() for place in events] == before
     for changes, message in (
         ({"search": {RATE: {"grid": [0.1]}}}, "contains a search with a different space. Use the same"),

@@ -45,8 +45,7 @@ def test_table_has_one_line_per_trial() -> None:
 
 
 def test_table_omits_unknown_values() -> None:
-    own = {"number": 0, "values": {}, "auroc": 0.74, "checkpoint": "c"}
-    text = table_text(found(best=own, compared=None, trained_share=1.0))
+    text = table_text(found(best={"number": 0, "values": {}, "auroc": 0.74, "checkpoint": "c"}, compared=None, trained_share=1.0))
     assert "It has the settings of the recipe." in text
     assert "differs by" not in text
     assert "stopped early" not in text

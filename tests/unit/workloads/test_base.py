@@ -24,8 +24,7 @@ from rayrec.workloads.worker_setup import learning_rate_factor
 def test_batch_size_follows_policy(policy: str, world_size: int, expected: int) -> None:
     config = recipes.criteo_demo().replace(batch_size=100, scaling={"num_workers": (1, 4), "batch_policy": policy})
     assert effective_batch_size(config, rows=1_000_000, world_size=world_size) == expected
-    fixed = config.replace(scaling={"num_workers": 4})
-    assert effective_batch_size(fixed, rows=1_000_000, world_size=4) == 100
+    assert effective_batch_size(config.replace(scaling={"num_workers": 4}), rows=1_000_000, world_size=4) == 100
 
 
 def test_small_data_shrinks_batches() -> None:
@@ -77,8 +76,7 @@ def test_plateau_lowers_learning_rates(factor: float) -> None:
 
 
 def test_click_workload_rejects_schema_without_sparse(tmp_path: Path) -> None:
-    dense_only = Schema(dense=("age", "price"), tokens="any", delimiter=",")
-    config = recipes.clicks(str(tmp_path), dense_only)
+    config = recipes.clicks(str(tmp_path), Schema(dense=("age", "price"), tokens="any", delimiter=","))
     rejects(r"must have a sparse column for a click model. Name a column of categ", config.workload.check, config)
     buckets = config.replace(workload={"preset": {"dense": "buckets"}})
     buckets.workload.check(buckets)
@@ -92,8 +90,7 @@ def test_click_workload_rejects_schema_without_sparse(tmp_path: Path) -> None:
     ],
 )
 def test_click_workload_rejects_unsupported_columns(tmp_path: Path, model: ClickModelConfig, message: str) -> None:
-    schema = Schema(dense=("age",), sparse=("shop",), tokens="any", delimiter=",")
-    config = recipes.clicks(str(tmp_path), schema)
+    config = recipes.clicks(str(tmp_path), Schema(dense=("age",), sparse=("shop",), tokens="any", delimiter=","))
     config.workload.check(config)
     refused = config.replace(workload={"model": model})
     rejects(f"^{message}", refused.workload.check, refused)

@@ -77,8 +77,7 @@ def test_uncountable_model_trains(caplog: pytest.LogCaptureFixture) -> None:
     workload: Any = configuration.workload
     sets = {"validation": workload.open_set(None, None, "validation")}
     context: Any = SimpleNamespace(device=torch.device("cpu"))
-    countable = workload.build(None)
-    assert multiply_adds_per_row(workload, countable, sets, context) == 4 * 36  # four layers of 6 by 6
+    assert multiply_adds_per_row(workload, workload.build(None), sets, context) == 4 * 36  # four layers of 6 by 6
     model = _Uncountable()
     with caplog.at_level(logging.WARNING):
         assert multiply_adds_per_row(workload, model, sets, context) is None
@@ -116,8 +115,7 @@ def test_one_worker_matches_plain_torch(alone: tuple[Path, list[dict[str, Any]]]
         for group in optimizer.param_groups:
             group["lr"] = 0.02 * min(1.0, (step + 1) / 3)
         arrays = rows.read(order[step].numpy())
-        logits = model(torch.from_numpy(arrays["x"]))
-        loss = functional.cross_entropy(logits, torch.from_numpy(arrays["label"]))
+        loss = functional.cross_entropy(model(torch.from_numpy(arrays["x"])), torch.from_numpy(arrays["label"]))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)

@@ -99,14 +99,12 @@ def test_onednn_layers_support_copy_pickle_and_checkpointing(monkeypatch: pytest
     products_by_onednn(monkeypatch)
     tokens = torch.randint(0, 50, (2, 24))
     model, _ = pair(50)
-    expected = model(tokens, labels=tokens).loss
-    expected.backward()
+    model(tokens, labels=tokens).loss.backward()
     model.eval()
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(again(tokens).logits, model(tokens).logits)
     model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
-    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
+    torch.testing.assert_close(type(model).from_pretrained(tmp_path)(tokens).logits, model(tokens).logits)
     model.train()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()

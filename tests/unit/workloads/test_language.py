@@ -127,8 +127,7 @@ def test_row_cost_counts_matrix_products() -> None:
 def prompts_of(*rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-align prompts, padded with a token that must not matter."""
     width = max(map(len, rows))
-    padded = [[7] * (width - len(row)) + row for row in rows]
-    return torch.tensor(padded), torch.tensor([len(row) for row in rows])
+    return torch.tensor([[7] * (width - len(row)) + row for row in rows]), torch.tensor([len(row) for row in rows])
 
 
 def made(model: torch.nn.Module, *rows: list[int], count: int, temperature: float = 0.0, **how: Any) -> list[list[int]]:
@@ -194,8 +193,7 @@ def test_sampling_follows_probabilities() -> None:
 
 
 def test_generation_stops_at_end_token() -> None:
-    tokenizer = tokenizer_of(bytes_bpe([TEXT * 20], 280))
-    model = model_of(tokenizer.vocabulary_size)
+    model = model_of(tokenizer_of(bytes_bpe([TEXT * 20], 280)).vocabulary_size)
     free = made(model, [3, 1, 4], [5, 9], count=30)
     end = free[0][4]
     stopped = made(model, [3, 1, 4], [5, 9], count=30, end_token=end)
@@ -290,8 +288,7 @@ def test_scoring_uses_checkpoint_tokenizer(saved: tuple[TrainConfig, str, Any], 
     source = config.workload.open_labelled(config, checkpoint=folder, path=str(tmp_path / "more.txt"))
     rows = source.read(np.arange(len(source)))["tokens"]
     assert rows.shape[1] == BLOCK
-    decoded = load_tokenizer(f"{folder}/tokenizer").decode(rows.reshape(-1))
-    assert (TEXT * 3).startswith(decoded)
+    assert (TEXT * 3).startswith(load_tokenizer(f"{folder}/tokenizer").decode(rows.reshape(-1)))
     folder_of(tmp_path / "other", files=characters(set("other characters")))
     with pytest.raises(InputError, match="tokenizer does not match the model"):
         config.workload.open_labelled(config, checkpoint=folder, path=str(tmp_path / "other"))
@@ -376,8 +373,7 @@ def test_pretrained_weights_reject_mismatch(
     torch.manual_seed(5)
     built = begun.replace(workload={"weights": "export"}).workload.build(prepared)
     assert torch.equal(built.transformer.wte.weight, model.transformer.wte.weight)
-    wider = begun.replace(workload={"model": {"n_embd": 32}})
-    rejects("n_embd must be 32, as in the model, got 16", prepare, wider, tmp_path)
+    rejects("n_embd must be 32, as in the model, got 16", prepare, begun.replace(workload={"model": {"n_embd": 32}}), tmp_path)
 
 
 # -- the run around it
@@ -386,16 +382,14 @@ def test_pretrained_weights_reject_mismatch(
 def test_summary_describes_tokens(tmp_path: Path) -> None:
     folder_of(tmp_path)
     config = small(tmp_path)
-    prepared = prepare(config, tmp_path)
-    told = config.workload.summarize(prepared, {})
+    told = config.workload.summarize(prepare(config, tmp_path), {})
     assert told["rows_of_sets"] == {"train": 20, "validation": 4}
     assert (told["tokens_per_row"], told["vocabulary_size"]) == (BLOCK, len(set(TEXT)))
     assert told["num_parameters"] == SMALL.num_parameters(len(set(TEXT)))
 
 
 def test_samples_continue_validation_text(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path)
-    tokenizer = load_tokenizer(folder.tokenizer)
+    tokenizer = load_tokenizer(folder_of(tmp_path).tokenizer)
     config = small(tmp_path)
     prepared = prepare(config, tmp_path)
     rows = np.stack([tokenizer.encode(TEXT)[start : start + BLOCK] for start in range(4)]).astype(np.int64)
@@ -422,8 +416,7 @@ def test_shard_cache_respects_limit(saved: tuple[TrainConfig, str, Any], tmp_pat
     rows = np.arange(4 * BLOCK, dtype=np.uint16).reshape(4, BLOCK)
     folder_of(token_folder, files=read_tokenizer(f"{checkpoint_folder}/tokenizer"), sets={"train": 4, "validation": 4})
     for name in ("train", "validation"):
-        shard = mds.write_shard(rows, str(token_folder / name / "shard.00000.mds"))
-        mds.write_index(str(token_folder / name), [shard])
+        mds.write_index(str(token_folder / name), [mds.write_shard(rows, str(token_folder / name / "shard.00000.mds"))])
     url = f"file://{token_folder}"
 
     def open_with(opened: str, **limits: int) -> None:

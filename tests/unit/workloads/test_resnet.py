@@ -92,8 +92,7 @@ def spelt_out(state: dict[str, torch.Tensor], images: torch.Tensor, *, training:
     for stage in range(1, 5):
         values = block(f"layer{stage}.0", values, 1 if stage == 1 else 2)
         values = block(f"layer{stage}.1", values, 1)
-    pooled = functional.adaptive_avg_pool2d(values, 1).flatten(1)
-    return pooled @ state["fc.weight"].T + state["fc.bias"]
+    return functional.adaptive_avg_pool2d(values, 1).flatten(1) @ state["fc.weight"].T + state["fc.bias"]
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -108,8 +107,7 @@ def test_forward_matches_explicit_network(training: bool) -> None:
     with torch.no_grad():
         logits = model.train(training)(images)
         torch.testing.assert_close(logits, spelt_out(state, images, training=training), rtol=1e-4, atol=1e-4)
-    counted = model.bn1.num_batches_tracked.item()
-    assert counted == (1 if training else 0)
+    assert model.bn1.num_batches_tracked.item() == (1 if training else 0)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -133,8 +131,7 @@ def test_three_channel_weights_load_for_gray() -> None:
     images = torch.randn(4, 1, 28, 28)
     torch.testing.assert_close(gray(images), coloured(images.expand(-1, 3, -1, -1)), rtol=1e-4, atol=1e-5)
     # Files of the first years have no counters.
-    old = {name: value for name, value in coloured.state_dict().items() if "num_batches" not in name}
-    load_weights(gray, old, where="a.pt")
+    load_weights(gray, {name: value for name, value in coloured.state_dict().items() if "num_batches" not in name}, where="a.pt")
 
 
 @pytest.mark.parametrize(

@@ -143,8 +143,7 @@ def test_sparse_adam_skips_other_rows_under_every_plan(tmp_path: Path) -> None:
         moved = (ends[-1][table] != start[table]).any(dim=1)
         touched = torch.zeros(900, dtype=torch.bool)
         for step in range(STEPS):
-            features = click.batch(TABLES, step, 0, 1).sparse_features
-            touched[features["cat_1"].values().long()] = True
+            touched[click.batch(TABLES, step, 0, 1).sparse_features["cat_1"].values().long()] = True
         assert torch.equal(moved, touched)
     for other in ends[1:]:
         assert other.keys() == ends[0].keys()

@@ -39,8 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepare(config: TrainConfig) -> Prepared:
-    context = RunContext(config, "run", ThreadEngine(1), lambda text: None, lambda what, done, total: None)
-    return config.workload.prepare(context)
+    return config.workload.prepare(RunContext(config, "run", ThreadEngine(1), lambda text: None, lambda what, done, total: None))
 
 
 def on_worker(config: TrainConfig) -> WorkerContext:
@@ -174,8 +173,7 @@ def test_sets_match_file_rows(without_ray: None, folder: Path, tmp_path: Path) -
     for name in ("images", "labels"):
         assert np.array_equal(np.concatenate([part[name] for part in joined]), rows[name])
     assert (rows["images"].dtype, rows["labels"].dtype) == (np.uint8, np.int64)
-    other = write_digits(tmp_path / "other", train=20, test=10)
-    elsewhere = config.replace(eval_data={"path": str(other)})
+    elsewhere = config.replace(eval_data={"path": str(write_digits(tmp_path / "other", train=20, test=10))})
     assert elsewhere.workload.set_rows(prepare(elsewhere)) == {"train": 60, "validation": 10, "test": 10}
 
 
@@ -293,13 +291,11 @@ def test_read_weights_rejects_damaged_and_unsafe_files(tmp_path: Path, name: str
     else:
         write_weights(str(good), {"a": torch.ones(100)})
     whole = good.read_bytes()
-    contents = [b"", b"\xff" * 40, whole[:-7], whole[: len(whole) // 2], pickle.dumps(Trap())]
-    for content in contents:
+    for content in [b"", b"\xff" * 40, whole[:-7], whole[: len(whole) // 2], pickle.dumps(Trap())]:
         path.write_bytes(content)
         rejects(rf"{name}: (damaged|must contain only tensors)", read_weights, str(path))
     if name == "w.safetensors":
-        too_long = b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}'
-        for head in (too_long, b'{"a":{"dtype":"F9"}}', b"[1]", b'{"a":3}'):
+        for head in (b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}', b'{"a":{"dtype":"F9"}}', b"[1]", b'{"a":3}'):
             path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(8))
             rejects("damaged, must be a complete safetensors file", read_weights, str(path))
     else:

@@ -132,8 +132,7 @@ def test_threads_respect_usable_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Container with a quota of 4 CPUs on a machine with 64."""
     monkeypatch.setattr(layout.machine, "usable_cpus", lambda *, granted: 4)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
-    shares = ProcessLauncher(config(ONE)).allocate_resources(resumes=False, note=print)
-    assert 0 < shares.per_worker.max_cpus <= 4
+    assert 0 < ProcessLauncher(config(ONE)).allocate_resources(resumes=False, note=print).per_worker.max_cpus <= 4
 
 
 @pytest.mark.parametrize(("own", "num_nodes"), [(True, 1), (False, 1), (False, 2)])

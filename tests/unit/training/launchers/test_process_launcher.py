@@ -213,8 +213,7 @@ def test_paused_run_matches_uninterrupted_run(tmp_path: Path) -> None:
     reached = []
     for share in (1 / 12, 1 / 4, 1 / 4, 1 / 2):  # after 1, 3 and 6 of 12 steps, of which 6 is evaluated in any case
         assert trainer.train_until(config(tmp_path, **patient), share, console=QUIET) is None
-        saved = latest(str(tmp_path / "run"))
-        reached.append((STATE.number, saved.step))
+        reached.append((STATE.number, latest(str(tmp_path / "run")).step))
     assert reached == [(1, 1), (3, 3), (3, 3), (6, 6)]
     stop = events(tmp_path)[-1]
     assert (stop["kind"], stop["cause"], stop["last"], stop["paused"]) == ("stop", "a planned pause", True, True)

@@ -113,8 +113,7 @@ def test_signal_without_last_save_ends_run(nodes: Cluster, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("ending", [raising(KeyboardInterrupt()), raising(InputError("no such column")), lambda: None])
 def test_abandoned_workers_are_ended(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ending: Any) -> None:
-    groups = {"another's"}
-    monkeypatch.setattr(ray_launcher, "_placement_groups", groups.copy)
+    monkeypatch.setattr(ray_launcher, "_placement_groups", {"another's"}.copy)
     freed: list[set[str]] = []
     monkeypatch.setattr(ray_launcher, "_free_workers", freed.append)
     run = Attempts(monkeypatch, [ending], config(), tmp_path)
@@ -152,8 +151,7 @@ def test_scale_up_counts_only_joined_nodes(nodes: Cluster, monkeypatch: pytest.M
             found.append(growth.possible())
         return found
 
-    alone = ray_launcher._ScaleUpDetector(config(), 1, is_shared=False)
-    assert looks(alone) == [False, True]  # seen twice
+    assert looks(ray_launcher._ScaleUpDetector(config(), 1, is_shared=False)) == [False, True]  # seen twice
     crowded = ray_launcher._ScaleUpDetector(config(), 1, is_shared=True)  # the second slot is there, but another's
     assert looks(crowded) == [False, False]
     nodes.slots.append((1, 1))

@@ -120,8 +120,7 @@ def test_torchrun_with_one_process_matches_plain_run(click_log: Path, tmp_path: 
     assert launched.summary["weights_sha256"] == plain.summary["weights_sha256"]
     with pytest.raises(InputError, match=r"train_data\.path: must be a training log"):
         trainer.train(config.replace(name="other", train_data={"path": None}), console=quiet)
-    stored = json.loads((tmp_path / "launched" / "summary.json").read_text())
-    assert stored == launched.summary
+    assert json.loads((tmp_path / "launched" / "summary.json").read_text()) == launched.summary
 
 
 def test_closed_rendezvous_raises_in_threads(alone: TorchrunEnv, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,8 +61,7 @@ def test_counts_show_last_evaluation_only() -> None:
 def test_wrapped_ids_report_no_unknown() -> None:
     counts = EvaluationCounts({"colour": SparseColumn(num_embeddings=10, num_tokens=9)}, label_heads("label"))
     ids = np.zeros((1, 4), np.int32)
-    features = sparse_features(("colour",), list(ids), 4)
-    only = Batch({"dense": torch.zeros(4, 0)}, 1.0, features, {"label": torch.ones(4)})
+    only = Batch({"dense": torch.zeros(4, 0)}, 1.0, sparse_features(("colour",), list(ids), 4), {"label": torch.ones(4)})
     metrics = counts.make_metrics()
     for _ in counts.counted("test", iter([only])):
         metrics.update(StepOutput(torch.tensor(0.0), {"label": torch.tensor([-40.0, 0.0, 0.0, 40.0])}, {"label": torch.ones(4)}))

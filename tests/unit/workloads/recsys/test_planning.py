@@ -72,8 +72,7 @@ def test_adam_triples_table_memory() -> None:
 
 def test_plan_includes_bucketized_columns() -> None:
     config = recipes.criteo_demo().replace(workload={"preset": FUXICTR_X4.to_dict()})
-    text = rayrec.plan(config, tables=[10] * 39)
-    assert "int_12" in text
+    assert "int_12" in rayrec.plan(config, tables=[10] * 39)
     rejects("must have one table size per sparse column \(39\), got 26", rayrec.plan, config, tables=[10] * 26)
 
 
@@ -82,8 +81,7 @@ def test_plan_includes_bucketized_columns() -> None:
     [(["--tables", "mlperf"], {"tables": MLPERF_NUM_EMBEDDINGS}), (["--tables=3,20"], {"tables": (3, 20)}), ([], {})],
 )
 def test_plan_command_accepts_sizes(arguments: list[str], expected: Any) -> None:
-    seen = parse(COMMANDS["plan"], ["criteo_demo", *arguments, "--cluster=cpus=2"]).keywords
-    assert seen == {"cluster": "cpus=2", **expected}
+    assert parse(COMMANDS["plan"], ["criteo_demo", *arguments, "--cluster=cpus=2"]).keywords == {"cluster": "cpus=2", **expected}
     with pytest.raises(InputError, match=r"must be mlperf or row counts of at least 1, .* got '3,x'"):
         parse(COMMANDS["plan"], ["criteo_demo", "--tables", "3,x"])
 
@@ -107,8 +105,7 @@ def test_worker_memory_is_sum_of_parts() -> None:
     assert first.host_bytes("cpu") == parts + PROCESS_BYTES
     assert first.host_bytes("cuda") == first.checkpoint + PROCESS_BYTES
     assert first.device_bytes("cuda") == parts - first.checkpoint
-    cached = [replace(rows[0], device_share=0.25), rows[1]]
-    moved, _ = worker_memories(cached, **settings)
+    moved, _ = worker_memories([replace(rows[0], device_share=0.25), rows[1]], **settings)
     assert moved.device_bytes("cuda") == first.device_bytes("cuda") - 120
     assert moved.host_bytes("cuda") == first.host_bytes("cuda") + 160
     assert "tables 160 B" in moved.text("cuda")
@@ -157,5 +154,4 @@ def test_plan_uses_preprocessor_columns(tmp_path: Path) -> None:
     lines = ("\t".join(["1", *map(str, range(13)), *(f"{value:08x}" for value in row)]) for row in values)
     (tmp_path / "log.txt").write_text("\n".join(lines) + "\n")
     learn(open_index(tmp_path / "log.txt"), preset=FUXICTR_X4).save(str(tmp_path / "preprocessor"))
-    config = recipes.criteo_demo().replace(workload={"preprocessor": str(tmp_path / "preprocessor")})
-    assert "int_12" in rayrec.plan(config)
+    assert "int_12" in rayrec.plan(recipes.criteo_demo().replace(workload={"preprocessor": str(tmp_path / "preprocessor")}))

@@ -88,8 +88,7 @@ def test_scores_match_saved_model(both: tuple[Saved, Saved], run: Path, config: 
     single, _ = parse(preprocessor.schema, _text(1, labelled=True))
     np.testing.assert_allclose(loaded.score(preprocessor.encode(single)), scores[:1], atol=1e-6)
 
-    older = open_served(str(run / "checkpoints" / "step_00000001"), config=config)
-    assert not np.allclose(older.score(rows), scores)
+    assert not np.allclose(open_served(str(run / "checkpoints" / "step_00000001"), config=config).score(rows), scores)
 
 
 def test_weight_bytes_exclude_optimizer(both: tuple[Saved, Saved]) -> None:
@@ -151,8 +150,8 @@ def test_loading_never_unpickles(copied: Path, config: TrainConfig, monkeypatch:
     refuse = raising(AssertionError("unpickled"))
     for module, function in ((pickle, "load"), (pickle, "loads"), (torch, "load")):
         monkeypatch.setattr(module, function, refuse)
-    names = "model.pt data.pkl .metadata __0_0.distcp preprocessor/preprocessor.pkl weights data_00000-1.pkl"
-    for name in names.split():
+    names = ("model.pt", "data.pkl", ".metadata", "__0_0.distcp", "preprocessor/preprocessor.pkl", "weights", "data_00000-1.pkl")
+    for name in names:
         (copied / name).write_bytes(trap)
         for open_it in (
             lambda: open_served(str(copied), config=config),
@@ -166,8 +165,7 @@ def test_loading_never_unpickles(copied: Path, config: TrainConfig, monkeypatch:
     (copied / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")  # harmless, as is what an attempt left that lost
     (copied / "data_00000-1.safetensors.1234.partial").write_bytes(trap)
     open_served(str(copied), config=config)
-    tokens = copied / "preprocessor" / "tokens.npy"
-    np.save(tokens, np.array([_Trap(str(mark))], object), allow_pickle=True)
+    np.save(copied / "preprocessor" / "tokens.npy", np.array([_Trap(str(mark))], object), allow_pickle=True)
     with pytest.raises(ValueError, match="allow_pickle"):
         open_served(str(copied), config=config)
     assert not mark.exists()

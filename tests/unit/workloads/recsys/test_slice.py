@@ -100,8 +100,7 @@ def test_probe_trains_with_training_loop(config: TrainConfig, tmp_path: Path, mo
 
 def test_ids_wrap_in_smaller_table() -> None:
     ids = (np.array([0, 5, 9]), np.array([[1, 7], [2, 8], [3, 3]]), JaggedIds(np.array([4, 6]), np.array([0, 2, 0])))
-    rows = EncodedRows(np.zeros((3, 1), np.float32), ids)
-    one, two, bags = folded(rows, [5, 4, 10]).ids
+    one, two, bags = folded(EncodedRows(np.zeros((3, 1), np.float32), ids), [5, 4, 10]).ids
     assert one.tolist() == [0, 0, 4]
     assert two.tolist() == [[1, 3], [2, 0], [3, 3]]
     assert bags.values.tolist() == [4, 6]
