@@ -1,5 +1,6 @@
 """Functions that fail, bytes that change, and waiting for what comes of it."""
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rayrec import storage
 from rayrec.config import InputError
 
 
@@ -34,6 +36,32 @@ def at_first(
         return function(*arguments, **named)
 
     return call
+
+
+def unreadable(patch: pytest.MonkeyPatch, end: str, error: Exception) -> None:
+    """Make every read of a file whose path ends so raise an error."""
+    with_retries = storage.files.with_retries
+
+    def fails(path: str, call: Any) -> Any:
+        if path.endswith(end) and call.__name__ == "read":
+            raise error
+        return with_retries(path, call)
+
+    patch.setattr(storage.files, "with_retries", fails)
+    if "data_" in end:  # others are streamed
+        patch.setattr(os, "preadv", raising(error))
+
+
+def watched(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, ...]]:
+    """Record each call of a function: its arguments, then its result."""
+    function, calls = getattr(owner, name), list[tuple[Any, ...]]()
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        calls.append((*arguments, result := function(*arguments, **named)))
+        return result
+
+    patch.setattr(owner, name, call)
+    return calls
 
 
 def rejects(message: str, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from builders.faults import flip, raising, rejects
+from builders.faults import flip, raising, rejects, watched
+from ranks.checkpoint import same
 
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import Checkpoint, DamagedError, reader
@@ -42,10 +43,6 @@ def save(folder: Path, step: int = 1, **arguments: Any) -> Checkpoint:
     saved = Checkpoint(checkpoint.folder_of(str(folder), step))
     checkpoint.save(saved.path, **{"tensors": tensors(), "state": {"step": step}, **arguments})
     return saved
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_restore_returns_saved_tensors(tmp_path: Path) -> None:
@@ -261,17 +258,10 @@ def test_weights_hash_is_stable_and_reads_bounded_ranges(tmp_path: Path, monkeyp
         tensor = weights[name]
         expected.update(f"{name}\0{dtypes[tensor.dtype]}\0{list(tensor.shape)}\0".encode())
         expected.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    sizes: list[int] = []
-    read = reader.TableReader.rows
-
-    def noting(*arguments: Any) -> torch.Tensor:
-        rows = read(*arguments)
-        sizes.append(rows.nbytes)
-        return rows
-
-    monkeypatch.setattr(reader.TableReader, "rows", noting)
+    reads = watched(monkeypatch, reader.TableReader, "rows")
     monkeypatch.setattr(reader, "_WINDOW_BYTES", 1000)
     assert checkpoint.weights_sha256(saved) == expected.hexdigest()
+    sizes = [rows.nbytes for *_, rows in reads]
     assert max(sizes) <= 1000
     assert sum(sizes) == sum(weights[name].nbytes for name in weights if name.startswith("model."))
 

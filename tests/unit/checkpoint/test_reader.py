@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders.faults import flip, raising, rejects
+from builders.faults import flip, raising, rejects, unreadable, watched
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,18 +82,11 @@ def test_aligned_blocks_are_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
     values = torch.randn(512, 8)  # 16 KiB
     path = f"file://{tmp_path}/step_00000001"
     checkpoint.save(path, {"a": values}, state={})
-    sizes: list[int] = []
-    read_into = storage.read_into
-
-    def counted(path: str, start: int, buffer: np.ndarray) -> int:
-        sizes.append(len(buffer))
-        return read_into(path, start, buffer)
-
-    monkeypatch.setattr(storage, "read_into", counted)
+    reads = watched(monkeypatch, storage, "read_into")
     target: dict[str, Any] = {"a": torch.zeros(512, 8)}
     checkpoint.restore(Checkpoint(path), target)
     assert torch.equal(target["a"], values)
-    assert sizes == [4096] * 4
+    assert [len(buffer) for _, _, buffer, _ in reads] == [4096] * 4
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
@@ -108,19 +101,7 @@ def test_unreadable_disk_sector_is_damage(tmp_path: Path, monkeypatch: pytest.Mo
             state={},
             extra_files=lambda path: storage.write_bytes(f"{path}/config.yaml", b"a: 1"),
         )
-    resolve, error = storage.files.with_retries, OSError(number, os.strerror(number))
-
-    def with_retries(path: str, call: Any) -> Any:
-        if path == f"{second.path}/{name}" and call.__name__ == "read":
-            raise error
-        return resolve(path, call)
-
-    def preadv(*_: Any) -> int:
-        raise error
-
-    monkeypatch.setattr(storage.files, "with_retries", with_retries)
-    if name.startswith("data_"):  # others are streamed
-        monkeypatch.setattr(os, "preadv", preadv)
+    unreadable(monkeypatch, f"{second.path}/{name}", OSError(number, os.strerror(number)))
     target, told = {"a": torch.zeros(3)}, []
     with pytest.raises(UnreadableError, match=rf"{name}: cannot be read \(.+\); use an earlier checkpoint"):
         checkpoint.restore(second, target)
@@ -129,7 +110,7 @@ def test_unreadable_disk_sector_is_damage(tmp_path: Path, monkeypatch: pytest.Mo
         assert (found, told) == (first, [("checkpoint_damaged", second.path)])
     else:
         assert (found, told) == (second, [])
-    error = OSError("the store was out for 60 s")
+    unreadable(monkeypatch, f"{second.path}/{name}", OSError("the store was out for 60 s"))
     with pytest.raises(OSError, match="the store was out"):
         checkpoint.restore(second, target)
 
@@ -198,18 +179,11 @@ def test_restore_rows_matches_full_table_under_any_plan(
 def test_restore_rows_reads_only_needed_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_module, "_WINDOW_BYTES", 5 * COLUMNS * 4)
     saved, _ = stored(tmp_path)
-    read: list[tuple[int, int]] = []
-    rows = TableReader.rows
-
-    def noted(self: TableReader, name: str, first: int, stop: int, *, columns: tuple[int, int] | None = None) -> torch.Tensor:
-        read.append((first, stop))
-        return rows(self, name, first, stop, columns=columns)
-
-    monkeypatch.setattr(TableReader, "rows", noted)
+    reads = watched(monkeypatch, TableReader, "rows")
     sources = np.full(ROWS, -1, np.int32)
     sources[[3, 40, 41]] = [12, 33, 31]
     restore_rows(saved, {"model.a": (torch.zeros(ROWS, COLUMNS), RowMap(ROWS, STORED, sources))})
-    assert read == [(12, 13), (31, 34)]
+    assert [(first, stop) for _, _, first, stop, _ in reads] == [(12, 13), (31, 34)]
 
 
 def test_restore_rows_rejects_another_shape(tmp_path: Path) -> None:

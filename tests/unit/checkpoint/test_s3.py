@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from builders.faults import rejects
+from builders.faults import rejects, until
 from builders.savers import Run, save
 
 from rayrec import checkpoint, storage
@@ -64,11 +63,8 @@ def test_s3_saver_waits_out_outage(s3_server: S3Store, bucket: str, monkeypatch:
     save(saver, 1, values(1))
     s3_server.kill()
     assert saver.begin(2, values(2), state={}, score=None)
-    deadline_s = time.monotonic() + 50
-    while run.kinds()[-1] != "checkpoint_late":
-        assert time.monotonic() < deadline_s
-        assert not saver.begin(3, values(3), state={}, score=None)
-        time.sleep(0.2)
+    until(lambda: run.kinds()[-1] == "checkpoint_late")
+    assert not saver.begin(3, values(3), state={}, score=None)
     s3_server.start()
     saver.wait()
     saver.close()

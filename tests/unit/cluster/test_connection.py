@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,14 +22,8 @@ from rayrec.workloads.base import TrainConfig
 
 def shared(*resources: dict[str, float], **changes: Any) -> Layout:
     nodes = [Node(str(number), {"object_store_memory": 1000.0, **each}) for number, each in enumerate(resources)]
-    fields: dict[str, Any] = {
-        "num_workers": 2,
-        "use_gpu": False,
-        "cpus_per_worker": None,
-        "resources_per_worker": {},
-        "data_nodes": "auto",
-    }
-    return layout(nodes, **{**fields, **changes})
+    default = partial(layout, num_workers=2, use_gpu=False, cpus_per_worker=None, resources_per_worker={}, data_nodes="auto")
+    return default(nodes, **changes)
 
 
 def test_cpu_workers_reserve_half() -> None:
@@ -125,8 +120,6 @@ def test_layout_rejects_unfit_workers(nodes: list[dict[str, float]], changes: di
 
 def test_draining_nodes_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray places nothing on draining nodes, although they are alive."""
-    import ray
-
     nodes = [{"NodeID": name, "Alive": name != "dead", "Resources": {"CPU": 4.0}} for name in ("one", "leaving", "dead", "two")]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     state = SimpleNamespace(

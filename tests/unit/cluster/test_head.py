@@ -28,7 +28,7 @@ class Head(gcs_service_pb2_grpc.NodeInfoGcsServiceServicer):
 
     def __init__(self) -> None:
         self.token: str | None = None
-        self.version = ray.__version__
+        self.version, self.address = ray.__version__, ""
         self.presented: list[str | None] = []
 
     def CheckAlive(
@@ -62,30 +62,27 @@ def user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def served() -> Iterator[tuple[Head, str]]:
-    """Start a head; yield it and its address."""
+def head() -> Iterator[Head]:
     service, server = Head(), grpc.server(ThreadPoolExecutor(2))
     gcs_service_pb2_grpc.add_NodeInfoGcsServiceServicer_to_server(service, server)
-    port = server.add_insecure_port("0.0.0.0:0")
+    service.address = f"127.0.0.1:{server.add_insecure_port('0.0.0.0:0')}"
     server.start()
-    yield service, f"127.0.0.1:{port}"
+    yield service
     server.stop(None)
 
 
-def test_cluster_without_token_receives_no_token(user: Path, served: tuple[Head, str]) -> None:
-    service, address = served
+def test_cluster_without_token_receives_no_token(user: Path, head: Head) -> None:
     user.write_text(TOKEN)
-    require_head(address, source=address)
-    assert service.presented == [None]
+    require_head(head.address, source="")
+    assert head.presented == [None]
     assert "RAY_AUTH_MODE" not in os.environ
 
 
-def test_cluster_with_token_receives_user_token(user: Path, served: tuple[Head, str]) -> None:
-    service, address = served
-    service.token = TOKEN
+def test_cluster_with_token_receives_user_token(user: Path, head: Head) -> None:
+    head.token = TOKEN
     user.write_text(TOKEN)
-    require_head(address, source=address)
-    assert service.presented == [None, f"Bearer {TOKEN}"]
+    require_head(head.address, source="")
+    assert head.presented == [None, f"Bearer {TOKEN}"]
     assert os.environ["RAY_AUTH_MODE"] == "token"  # from here on Ray presents it too
 
 
@@ -100,31 +97,22 @@ def test_cluster_with_token_receives_user_token(user: Path, served: tuple[Head, 
     ],
 )
 def test_rejected_token_is_reported(
-    user: Path,
-    served: tuple[Head, str],
-    monkeypatch: pytest.MonkeyPatch,
-    environment: dict[str, str],
-    token: str | None,
-    message: str,
+    user: Path, head: Head, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], token: str | None, message: str
 ) -> None:
-    service, address = served
-    service.token = TOKEN
+    head.token = TOKEN
     if token is not None:
         user.write_text(token)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     forget_tokens()
-    with pytest.raises(InputError, match=message) as raised:
-        require_head(address, source=f"RAY_ADDRESS={address}")
-    assert str(raised.value).startswith(f"RAY_ADDRESS={address}: ")
-    assert "\n" not in str(raised.value)
+    with pytest.raises(InputError, match=f"^RAY_ADDRESS=there: [^\n]*{message}[^\n]*$") as raised:
+        require_head(head.address, source="RAY_ADDRESS=there")
     assert (token or "f" * 64) not in str(raised.value)
 
 
-def test_other_ray_version_is_rejected(user: Path, served: tuple[Head, str]) -> None:
-    service, address = served
-    service.version = "2.9.0"
-    rejects(r"runs Ray 2\.9\.0, but this environment has Ray 2\.", require_head, address, source=address)
+def test_other_ray_version_is_rejected(user: Path, head: Head) -> None:
+    head.version = "2.9.0"
+    rejects(r"runs Ray 2\.9\.0, but this environment has Ray 2\.", require_head, head.address, source="")
 
 
 @pytest.mark.usefixtures("user")

@@ -1,12 +1,13 @@
 """Forecasts computed from synthetic measurements."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from builders.faults import rejects
 
 from rayrec import recipes
-from rayrec.cluster.layout import Layout, layout
+from rayrec.cluster.layout import layout
 from rayrec.config import InputError
 from rayrec.sharding.communication import CommunicationVolume, Exchange, ExchangeBytes, LinkBandwidth
 from rayrec.training.forecast import ClusterShape, Forecast, extrapolate, forecast, train_locally
@@ -27,15 +28,11 @@ MEASURED = MeasuredSpeed(
 )
 
 
-def shares_of(shape: ClusterShape, *, workers: int, use_gpu: bool = False) -> Layout:
-    return layout(
-        shape.resources(), num_workers=workers, use_gpu=use_gpu, cpus_per_worker=None, resources_per_worker={}, data_nodes="auto"
-    )
-
-
 def of(measured: MeasuredSpeed, text: str, *, workers: int = 2) -> Forecast:
     shape = ClusterShape.parse(text)
-    return extrapolate(measured, shape, shares_of(shape, workers=workers, use_gpu=bool(shape.gpus)), threads_per_worker=None)
+    default = partial(layout, cpus_per_worker=None, resources_per_worker={}, data_nodes="auto")
+    shares = default(shape.resources(), num_workers=workers, use_gpu=bool(shape.gpus))
+    return extrapolate(measured, shape, shares, threads_per_worker=None)
 
 
 def test_forecast_names_model_bottleneck() -> None:

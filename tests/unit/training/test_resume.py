@@ -1,19 +1,17 @@
 """Resume from the latest readable checkpoint, regardless of when damage is found."""
 
 import errno
-import os
 import weakref
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from builders.faults import at_first, flip, raising, rejects
+from builders.faults import flip, rejects, unreadable
 
-from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, DamagedError, acquire_lease, folder_of, latest_valid_checkpoint, save_retry
+from rayrec import checkpoint
+from rayrec.checkpoint import Checkpoint, DamagedError, folder_of, latest_valid_checkpoint
 from rayrec.checkpoint.writer import ExtraFiles
 from rayrec.observe.timing import Stopwatch
 from rayrec.training import worker
@@ -157,26 +155,8 @@ def test_shared_file_is_not_repaired_from_different_source(tmp_path: Path) -> No
     assert found is None
 
 
-def test_lease_is_written_after_full_disk_has_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.01)
-    full, acquire = OSError(errno.ENOSPC, "No space left on device"), partial(acquire_lease, str(tmp_path))
-    monkeypatch.setattr(storage, "write_json", at_first([full] * 2, storage.write_json))
-    assert save_retry.retry_write(acquire, path="run", max_outage_s=30.0).valid()
-    monkeypatch.setattr(storage, "write_json", raising(full))
-    rejects(r"no space left\. Free some", save_retry.retry_write, acquire, path="run", max_outage_s=0.1)
-
-
 @pytest.mark.parametrize("name", ["manifest.json", "data_00000.safetensors"])
 def test_unreadable_disk_does_not_restart_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     resumed = Resumed(tmp_path, 1)
-    with_retries = storage.files.with_retries
-
-    fail = raising(OSError(errno.EIO, "Input/output error"))
-
-    def fails(path: str, call: Any) -> Any:
-        return (fail if path.endswith(name) and call.__name__ == "read" else with_retries)(path, call)
-
-    monkeypatch.setattr(storage.files, "with_retries", fails)
-    if name != "manifest.json":  # which is streamed
-        monkeypatch.setattr(os, "preadv", fail)
+    unreadable(monkeypatch, name, OSError(errno.EIO, "Input/output error"))
     rejects(rf"{name}: cannot be read .*, and there is no other checkpoint to resume from", resumed.start)
