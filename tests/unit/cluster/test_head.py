@@ -105,7 +105,7 @@ def test_rejected_token_is_reported(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     forget_tokens()
-    with pytest.raises(InputError, match=f"^RAY_ADDRESS=there: [^\n]*{message}[^\n]*$") as raised:
+    with pytest.raises(InputError, match=f"^RAY_ADDRESS=there: [^\n]*{message}[^\n]*\\Z") as raised:
         require_head(head.address, source="RAY_ADDRESS=there")
     assert (token or "f" * 64) not in str(raised.value)
 

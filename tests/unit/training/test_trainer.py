@@ -106,9 +106,6 @@ class Prepared(data_parallel.Small):
         if self.wrong:
             raise InputError(self.wrong)
 
-    def check(self, config: TrainConfig) -> None:
-        pass
-
 
 @pytest.fixture
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:

@@ -3,7 +3,6 @@
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from builders.faults import flip, rejects
-from builders.runs import QUIET, events_of, train
+from builders.runs import LEAN, QUIET, events_of, train
 from ranks import data_parallel
 
 import rayrec
@@ -30,7 +29,6 @@ from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.observe.console import Console
 from rayrec.schema import Feature, Schema
 from rayrec.training import worker
-from rayrec.workloads.base import RunContext
 
 ROWS, SEED = 600, 3
 SCHEMA = Schema(
@@ -86,8 +84,7 @@ def config(path: str, folder: Path, name: str, **workload: Any) -> rayrec.TrainC
         evaluate_every=8,
         early_stopping={"patience": 0},  # the last weights: a resumed run has more evaluations to choose from
         seed=SEED,
-        trackers={"prometheus": False, "tensorboard": False},
-        observe={"times": False},
+        **LEAN,
     )
 
 
@@ -241,28 +238,10 @@ def test_warm_start_rejects_mismatch_before_workers_start(tmp_path: Path) -> Non
         shutil.rmtree(tmp_path / "new")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SmallNetwork(data_parallel.Small):
-    """Data-parallel model."""
-
-    def check(self, config: rayrec.TrainConfig) -> None:
-        pass
-
-    def prepare(self, context: RunContext) -> None:
-        pass
-
-
 def test_warm_start_of_other_models_matches_by_name(tmp_path: Path) -> None:
     plain = data_parallel.config(1, steps=6)
-    workload = SmallNetwork(optimizer=plain.workload.optimizer, batch_norm=True)  # type: ignore[attr-defined]
-    settings = plain.replace(
-        name="old",
-        storage_path=str(tmp_path),
-        workload=workload,
-        trackers={"prometheus": False, "tensorboard": False},
-        scaling={"num_workers": 1},
-        observe={"times": False},
-    )
+    workload = data_parallel.Small(optimizer=plain.workload.optimizer, batch_norm=True)  # type: ignore[attr-defined]
+    settings = plain.replace(name="old", storage_path=str(tmp_path), workload=workload, **LEAN)
     first = train(settings).summary
     still = settings.replace(
         name="kept", init_from=str(tmp_path / "old"), steps=1, workload={"optimizer": {"learning_rate": 0.0}}

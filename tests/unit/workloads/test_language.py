@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders.faults import rejects
+from builders.faults import rejects, watched
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from rayrec import checkpoint, storage
+from rayrec import checkpoint
 from rayrec.checkpoint.writer import ExtraFiles
 from rayrec.config import InputError
 from rayrec.data.engine import ThreadEngine
@@ -39,10 +39,7 @@ BLOCK = 16
 PART_BYTES = 1024
 TEXT = "the quick brown fox jumps over the lazy dog.\n"
 SMALL = GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=BLOCK, dropout=0.0)
-
-
-def tokenizer_of(files: Files) -> TextTokenizer:
-    return TextTokenizer(files, "tokenizer")
+Saved = tuple[TrainConfig, str, Any]
 
 
 def folder_of(
@@ -51,7 +48,7 @@ def folder_of(
     """Write a folder as `rayrec preprocess` does, without the rows."""
     path.mkdir(exist_ok=True)
     files = characters(set(TEXT)) if files is None else files
-    tokenizer = tokenizer_of(files)
+    tokenizer = TextTokenizer(files, "tokenizer")
     write_tokenizer(files, str(path / "tokenizer"))
     rows = {"train": 20, "validation": 4} if sets is None else sets
     manifest = {
@@ -193,7 +190,7 @@ def test_sampling_follows_probabilities() -> None:
 
 
 def test_generation_stops_at_end_token() -> None:
-    model = model_of(tokenizer_of(bytes_bpe([TEXT * 20], 280)).vocabulary_size)
+    model = model_of(TextTokenizer(bytes_bpe([TEXT * 20], 280), "tokenizer").vocabulary_size)
     free = made(model, [3, 1, 4], [5, 9], count=30)
     end = free[0][4]
     stopped = made(model, [3, 1, 4], [5, 9], count=30, end_token=end)
@@ -204,9 +201,8 @@ def test_generation_stops_at_end_token() -> None:
 
 
 def test_sampling_depends_on_prompt_only() -> None:
-    tokenizer = tokenizer_of(characters(set(TEXT)))
+    tokenizer = TextTokenizer(characters(set(TEXT)), "tokenizer")
     model = model_of(tokenizer.vocabulary_size, scale=1.0)
-
     settings: dict[str, Any] = {"tokenizer": tokenizer, "window": BLOCK, "max_new_tokens": 8, "temperature": 1.0}
 
     def texts(*prompts: str) -> list[str]:
@@ -221,7 +217,7 @@ def test_sampling_depends_on_prompt_only() -> None:
 
 
 def test_prompts_are_read_from_lines(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(characters(set(TEXT)))
+    tokenizer = TextTokenizer(characters(set(TEXT)), "tokenizer")
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"the fox\r\n\n" + b"the lazy dog " * 3)
     arrays = read_prompts(str(path), tokenizer, window=BLOCK).read(np.arange(3))
@@ -238,7 +234,7 @@ def test_prompts_are_read_from_lines(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module", params=["characters", "bytes_bpe"])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, str, Any]:
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Save a model. Returns the configuration, the checkpoint folder and the model."""
     folder = tmp_path_factory.mktemp("saved")
     files = characters(set(TEXT)) if request.param == "characters" else bytes_bpe([TEXT * 20], 280)
@@ -254,7 +250,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return config, str(folder / "step"), model
 
 
-def test_checkpoint_stores_tied_weights_once(saved: tuple[TrainConfig, str, Any]) -> None:
+def test_checkpoint_stores_tied_weights_once(saved: Saved) -> None:
     config, folder, model = saved
     names = list(checkpoint.Checkpoint(folder).manifest()["tensors"])
     assert "model.transformer.wte.weight" in names
@@ -264,7 +260,7 @@ def test_checkpoint_stores_tied_weights_once(saved: tuple[TrainConfig, str, Any]
     assert torch.equal(loaded(text_blocks).logits, model.eval()(text_blocks).logits)
 
 
-def test_predictions_continue_prompts(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
+def test_predictions_continue_prompts(saved: Saved, tmp_path: Path) -> None:
     config, folder, _ = saved
     path = tmp_path / "prompts.txt"
     path.write_text("the fox\n\nquick\n")
@@ -282,7 +278,7 @@ def test_predictions_continue_prompts(saved: tuple[TrainConfig, str, Any], tmp_p
     assert all(columns["text"])
 
 
-def test_scoring_uses_checkpoint_tokenizer(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
+def test_scoring_uses_checkpoint_tokenizer(saved: Saved, tmp_path: Path) -> None:
     config, folder, _ = saved
     (tmp_path / "more.txt").write_text(TEXT * 3)
     source = config.workload.open_labelled(config, checkpoint=folder, path=str(tmp_path / "more.txt"))
@@ -294,18 +290,9 @@ def test_scoring_uses_checkpoint_tokenizer(saved: tuple[TrainConfig, str, Any], 
         config.workload.open_labelled(config, checkpoint=folder, path=str(tmp_path / "other"))
 
 
-def test_scoring_cuts_text_as_training(
-    saved: tuple[TrainConfig, str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scoring_cuts_text_as_training(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, folder, _ = saved
-    cut: list[int] = []
-    read_texts = text_blocks.read_texts
-
-    def noting(file: storage.File, part_bytes: int) -> list[str]:
-        cut.append(part_bytes)
-        return read_texts(file, part_bytes)
-
-    monkeypatch.setattr(text_blocks, "read_texts", noting)
+    reads = watched(monkeypatch, text_blocks, "read_texts")
     (tmp_path / "more.txt").write_text(TEXT * 3)
     older = tmp_path / "older"
     shutil.copytree(folder, older)
@@ -314,10 +301,10 @@ def test_scoring_cuts_text_as_training(
     (older / "config.json").write_text(json.dumps(described))
     for checkpoint_folder in (folder, str(older)):
         config.workload.open_labelled(config, checkpoint=checkpoint_folder, path=str(tmp_path / "more.txt"))
-    assert cut == [PART_BYTES, 4 << 20]
+    assert [part_bytes for _, part_bytes, _ in reads] == [PART_BYTES, 4 << 20]
 
 
-def test_export_loads_in_transformers(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
+def test_export_loads_in_transformers(saved: Saved, tmp_path: Path) -> None:
     config, folder, model = saved
     told = config.workload.export(config, checkpoint=folder, out=str(tmp_path / "out"))
     assert told["bytes"] == (tmp_path / "out" / "model.safetensors").stat().st_size
@@ -331,7 +318,7 @@ def test_export_loads_in_transformers(saved: tuple[TrainConfig, str, Any], tmp_p
     assert tokenizer.eos_token_id == ours.end_token == other.config.eos_token_id
 
 
-def test_training_starts_from_pretrained_weights(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
+def test_training_starts_from_pretrained_weights(saved: Saved, tmp_path: Path) -> None:
     """Covers exports, save_pretrained, and hub weights without the name prefix and with masks."""
     from safetensors.torch import load_file, save_file
 
@@ -354,13 +341,15 @@ def test_training_starts_from_pretrained_weights(saved: tuple[TrainConfig, str, 
     with pytest.raises(InputError, match=r"ln_f.bias must have shape \[16\], as in the model, got None"):
         load_weights(SMALL.build(model.config.vocab_size), str(hub))
     (hub / "model.safetensors").rename(hub / "pytorch_model.bin")
-    missing = r"model.safetensors not found. Other formats may contain code and are not read"
-    rejects(missing, load_weights, SMALL.build(model.config.vocab_size), str(hub))
+    rejects(
+        "model.safetensors not found. Other formats may contain code",
+        load_weights,
+        SMALL.build(model.config.vocab_size),
+        str(hub),
+    )
 
 
-def test_pretrained_weights_reject_mismatch(
-    saved: tuple[TrainConfig, str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pretrained_weights_reject_mismatch(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, folder, model = saved
     config.workload.export(config, checkpoint=folder, out=str(tmp_path / "export"))
     begun = config.replace(workload={"weights": str(tmp_path / "export")})
@@ -407,7 +396,7 @@ def test_samples_continue_validation_text(tmp_path: Path) -> None:
     json.dumps(made)
 
 
-def test_shard_cache_respects_limit(saved: tuple[TrainConfig, str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shard_cache_respects_limit(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rayrec.data.text import mds
 
     _, checkpoint_folder, _ = saved
@@ -491,7 +480,4 @@ def test_recipes_match_descriptions() -> None:
 
 @pytest.mark.parametrize("fields", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": math.inf}])
 def test_generation_settings_are_validated(fields: dict[str, float]) -> None:
-    with pytest.raises(
-        InputError, match=r"max_new_tokens: must be at least 1, got 0|temperature: must be at least 0 and below inf, got"
-    ):
-        LanguageWorkload(**fields)  # type: ignore[arg-type]
+    rejects("(max_new_tokens: must be at least 1|temperature: must be at least 0 and below inf), got", LanguageWorkload, **fields)

@@ -16,7 +16,7 @@ import pytest
 import ray
 import torch
 from builders.faults import raising, rejects
-from builders.runs import QUIET, events_of
+from builders.runs import LEAN, QUIET, events_of
 from ranks import data_parallel
 from torch import distributed
 
@@ -36,24 +36,17 @@ WAIT_S = 60.0
 class Small(data_parallel.Small):
     """Model that calls `AT_STEP` in the forward pass of every training step, numbered from 1 in this process."""
 
-    def check(self, config: TrainConfig) -> None:
-        pass
-
     def prepare(self, context: RunContext) -> None:
         assert isinstance(context.engine, ThreadEngine)
 
     def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if model.training:
-            at_step()
+            STATE.number += 1
+            STATE.act(STATE.number)
         return super().measure(model, tensors)
 
 
 STATE = SimpleNamespace(number=0, act=lambda number: None)
-
-
-def at_step() -> None:
-    STATE.number += 1
-    STATE.act(STATE.number)
 
 
 @pytest.fixture(autouse=True)
@@ -92,9 +85,8 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
         storage_path=str(folder),
         workload=workload,
         evaluate_every=6,
-        trackers={"prometheus": False, "tensorboard": False},
         scaling={"num_workers": 1, "threads_per_worker": torch.get_num_threads() + 1},
-        observe={"times": False},
+        **LEAN,
     ).updated(changes)
 
 
@@ -170,7 +162,7 @@ def test_worker_error_is_raised_unchanged(tmp_path: Path, error: Exception, caus
         run(tmp_path)
     assert raised.value is error
     assert raised.value.__cause__ is None
-    assert [frame.name for frame in traceback.extract_tb(error.__traceback__)][-2:] == ["at_step", "act"]
+    assert [frame.name for frame in traceback.extract_tb(error.__traceback__)][-2:] == ["measure", "act"]
     found = events(tmp_path)
     assert (found[-1]["kind"], found[-1]["cause"], found[-1]["last"]) == ("failure", cause or str(error), True)
     assert [event["kind"] for event in found].count("attempt") == 1  # it is not tried again

@@ -7,15 +7,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from builders.faults import flip, rejects
+from builders.faults import flip, raising, rejects
+from builders.runs import QUIET
 from builders.scored_rows import Net, rows_file, scored, trained
 
 from rayrec import recipes
 from rayrec.checkpoint import Checkpoint
 from rayrec.config import InputError
-from rayrec.data.engine import StreamEngine
-from rayrec.observe.console import Console
-from rayrec.workloads.base import ScoringContext, TrainConfig
+from rayrec.workloads.base import ScoringContext
 from rayrec.workloads.data_parallel.scoring import load_model
 from rayrec.workloads.scoring import Scoring
 
@@ -25,30 +24,23 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Net]:
     return trained(tmp_path_factory.mktemp("run"))
 
 
-def _never() -> StreamEngine:
-    raise AssertionError("opening rows needs no data tasks")
-
-
-def _open(
-    checkpoint: str, path: str, *, evaluating: bool = False, batch_rows: int | None = None, config: TrainConfig | None = None
-) -> Scoring:
-    config = config or scored()
-    return config.workload.open_scoring(
-        ScoringContext(
-            config=config,
-            checkpoint=checkpoint,
-            path=path,
-            evaluating=evaluating,
-            batch_rows=batch_rows,
-            engine=_never,
-            console=Console(quiet=True),
-        )
-    )
+def _open(checkpoint: str, path: str, **changes: Any) -> Scoring:
+    context: dict[str, Any] = {"config": scored(), "evaluating": False, "batch_rows": None, "console": QUIET, **changes}
+    never = raising(AssertionError("opening rows needs no data tasks"))
+    return context["config"].workload.open_scoring(ScoringContext(checkpoint=checkpoint, path=path, engine=never, **context))
 
 
 def _tables(scoring: Scoring) -> list[pa.Table]:
     score = scoring.load("cpu")
     return [score(block) for block in range(scoring.num_blocks)]
+
+
+def _metrics(scoring: Scoring, rows: int) -> dict[str, float]:
+    totals = scoring.make_totals()
+    for table in _tables(scoring):
+        totals.update(table)
+    assert totals.rows == rows
+    return totals.compute()
 
 
 @pytest.mark.parametrize(
@@ -74,17 +66,12 @@ def test_rows_are_predicted_once_in_order(
 
 def test_means_cover_all_rows(saved: tuple[str, Net], tmp_path: Path) -> None:
     path = rows_file(tmp_path, 1003)
-    scoring = _open(saved[0], path, evaluating=True)
-    totals = scoring.make_totals()
-    for table in _tables(scoring):
-        totals.update(table)
-    assert totals.rows == 1003
     arrays = np.load(path)
     with torch.no_grad():
         losses = torch.nn.functional.cross_entropy(
             saved[1](torch.from_numpy(arrays["x"])), torch.from_numpy(arrays["label"]), reduction="none"
         )
-    metrics = totals.compute()
+    metrics = _metrics(_open(saved[0], path, evaluating=True), 1003)
     assert metrics["loss"] == pytest.approx(losses.double().mean().item(), rel=1e-7)
     assert metrics["perplexity"] == pytest.approx(np.exp(metrics["loss"]))
     assert metrics["bits"] == 32
@@ -92,10 +79,7 @@ def test_means_cover_all_rows(saved: tuple[str, Net], tmp_path: Path) -> None:
 
 def test_scoring_uses_training_precision(saved: tuple[str, Net], tmp_path: Path) -> None:
     scoring = _open(saved[0], rows_file(tmp_path, 5), evaluating=True, config=scored().replace(precision="bf16"))
-    totals = scoring.make_totals()
-    for table in _tables(scoring):
-        totals.update(table)
-    assert totals.compute()["bits"] == 16
+    assert _metrics(scoring, 5)["bits"] == 16
 
 
 def test_scoring_rejects_unusable_input(saved: tuple[str, Net], tmp_path: Path) -> None:
@@ -113,38 +97,20 @@ def test_loaded_model_matches_saved(saved: tuple[str, Net]) -> None:
     assert not any(name.startswith("model.outer.weight") for name in Checkpoint(saved[0]).manifest()["tensors"])
 
 
-class _Wider(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.BatchNorm1d(9)
-
-
-class _Deeper(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = torch.nn.Linear(2, 2)
-
-
-class _Untied(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.outer = torch.nn.Linear(4, 4)
-
-
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("part", "module", "message"),
     [
-        (_Wider, r": norm.bias: shape must be \[9\], got \[4\]"),
-        (_Deeper, r": more.bias: shape must be \[2\], got absent"),
-        (_Untied, r": outer.weight: shape must be \[4, 4\], got absent"),
-        (lambda: torch.nn.Linear(1, 1), r": bias: shape must be \[1\], got absent"),
+        ("norm", torch.nn.BatchNorm1d(9), r": norm.bias: shape must be \[9\], got \[4\]"),
+        ("more", torch.nn.Linear(2, 2), r": more.bias: shape must be \[2\], got absent"),
+        ("outer", torch.nn.Linear(4, 4), r": outer.weight: shape must be \[4, 4\], got absent"),
     ],
 )
 def test_load_model_rejects_other_weights(
-    saved: tuple[str, Net], monkeypatch: pytest.MonkeyPatch, other: Any, message: str
+    saved: tuple[str, Net], monkeypatch: pytest.MonkeyPatch, part: str, module: torch.nn.Module, message: str
 ) -> None:
-    config = scored()
-    monkeypatch.setattr(type(config.workload), "build_from", lambda *_, **__: other())
+    config, other = scored(), Net()
+    setattr(other, part, module)
+    monkeypatch.setattr(type(config.workload), "build_from", lambda *_, **__: other)
     rejects(message, load_model, config.workload, config, checkpoint=saved[0])
 
 
