@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from builders.faults import rejects, watched
+from ranks.checkpoint import same
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from rayrec import checkpoint
@@ -334,8 +335,7 @@ def test_training_starts_from_pretrained_weights(saved: Saved, tmp_path: Path) -
     for place in (export, tmp_path / "saved", hub):
         other = SMALL.build(model.config.vocab_size)
         load_weights(other, str(place))
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(other.state_dict()[name], tensor), (place, name)
+        assert same(other.state_dict(), model.state_dict()), place
     del plain["ln_f.bias"]
     save_file(plain, hub / "model.safetensors")
     with pytest.raises(InputError, match=r"ln_f.bias must have shape \[16\], as in the model, got None"):

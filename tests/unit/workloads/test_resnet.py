@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from builders.faults import rejects
+from ranks.checkpoint import same
 from torch.nn import functional
 
 from rayrec.config import InputError
@@ -48,8 +49,7 @@ def test_names_and_shapes_match_torchvision() -> None:
 
 def test_initial_values_have_torchvision_distribution() -> None:
     model = built()
-    again = built()
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+    assert same(model.state_dict(), built().state_dict())
     torch.manual_seed(1)
     assert not torch.equal(ResNetConfig().build().conv1.weight, model.conv1.weight)
     state = model.state_dict()
@@ -149,7 +149,7 @@ def test_load_weights_rejects_other_networks(other: dict[str, Any], message: str
     model, weights = built(), ResNetConfig(**other).build().state_dict()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     rejects(message, load_weights, model, weights, where="a.pt")
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert same(model.state_dict(), before)
     with pytest.raises(InputError, match=r"conv1\.weight must have shape \(64, 3, 7, 7\), got \(64, 1, 7, 7\)"):
         load_weights(built(num_channels=3), before, where="a.pt")
 

@@ -10,6 +10,7 @@ import torch
 from builders.faults import flip, raising, rejects
 from builders.runs import QUIET
 from builders.scored_rows import Net, rows_file, scored, trained
+from ranks.checkpoint import same
 
 from rayrec import recipes
 from rayrec.checkpoint import Checkpoint
@@ -92,8 +93,7 @@ def test_loaded_model_matches_saved(saved: tuple[str, Net]) -> None:
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert model.outer.weight is model.inner.weight
-    for name, tensor in saved[1].state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
+    assert same(model.state_dict(), saved[1].state_dict())
     assert not any(name.startswith("model.outer.weight") for name in Checkpoint(saved[0]).manifest()["tensors"])
 
 
