@@ -282,14 +282,3 @@ def test_weights_hash_changes_only_with_weights(tmp_path: Path) -> None:
     reshaped = {**tensors(), "model.weight": tensors()["model.weight"].reshape(3, 5)}
     seen.add(checkpoint.weights_sha256(save(tmp_path, 4, tensors=reshaped)))
     assert len(seen) == 6
-
-
-def test_restore_reads_file_url(tmp_path: Path) -> None:
-    saved = Checkpoint(f"file://{tmp_path}/checkpoints/step_00000001")
-    checkpoint.save(saved.path, tensors(), state={})
-    target = zeros()
-    checkpoint.restore(checkpoint.open_checkpoint(f"file://{tmp_path}"), target)
-    assert same(target, tensors())
-    path = tmp_path / "checkpoints" / "step_00000001" / "data_00000.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    rejects("truncated", checkpoint.restore, saved, target)

@@ -122,12 +122,13 @@ def test_unreadable_only_checkpoint_raises(tmp_path: Path, monkeypatch: pytest.M
     rejects(nothing, checkpoint.latest_valid_checkpoint, str(tmp_path), log=lambda *_: None)
 
 
-def test_truncated_file_raises_instead_of_crashing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_truncated_file_raises_instead_of_crashing(tmp_path: Path, scheme: str) -> None:
     """Truncated during the read, which would raise SIGBUS in a memory map."""
-    path = str(tmp_path / "step_00000001")
-    checkpoint.save(path, {"a": torch.ones(100_000)}, state={})
-    tensors = checkpoint.full_tensors(Checkpoint(path))
-    os.truncate(f"{path}/data_00000.safetensors", 1000)
+    saved = Checkpoint(checkpoint.folder_of(f"{scheme}{tmp_path}", 1))
+    checkpoint.save(saved.path, {"a": torch.ones(100_000)}, state={})
+    tensors = checkpoint.full_tensors(checkpoint.open_checkpoint(f"{scheme}{tmp_path}"))
+    os.truncate(f"{saved.path.removeprefix('file://')}/data_00000.safetensors", 1000)
     with pytest.raises(DamagedError, match="truncated"):
         next(tensors)
 

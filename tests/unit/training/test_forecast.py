@@ -48,24 +48,17 @@ def test_forecast_names_model_bottleneck() -> None:
 
 def test_forecast_scales_with_cores_and_nodes() -> None:
     assert of(MEASURED, "cpus=8").model_rows_per_s == pytest.approx(4 * 40_000)
-    assert of(MEASURED, "cpus=8,nodes=4", workers=8).model_rows_per_s == pytest.approx(16 * 40_000)
-
-
-def test_cluster_shape_without_gpus_merges_cpu_nodes() -> None:
-    found, same = of(MEASURED, "cpus=8,nodes=1,cpu_nodes=3", workers=8), of(MEASURED, "cpus=8,nodes=4", workers=8)
-    assert found == same
+    found = of(MEASURED, "cpus=8,nodes=4", workers=8)
+    assert found.model_rows_per_s == pytest.approx(16 * 40_000)
+    assert found == of(MEASURED, "cpus=8,nodes=1,cpu_nodes=3", workers=8)  # without GPUs all nodes are alike
     assert found.cpu_rows_per_s == pytest.approx(32 / 49.5e-6)
     assert "On 4 nodes of 8 CPUs:" in found.text()
 
 
-def test_forecast_names_data_bottleneck() -> None:
-    found = of(replace(MEASURED, stage_wall_s={"read": 100e-6}, stage_cpu_s={"read": 1e-6}), "cpus=2")
-    assert (found.bottleneck, found.rows_per_s) == ("data", pytest.approx(20_000))
-
-
-def test_forecast_names_shared_cpu_bottleneck() -> None:
-    found = of(replace(MEASURED, stage_wall_s={"parse": 40e-6}, stage_cpu_s={"parse": 40e-6}), "cpus=2")
-    assert (found.bottleneck, found.rows_per_s) == ("cpus", pytest.approx(2 / 85e-6))
+def test_forecast_names_data_or_shared_cpu_bottleneck() -> None:
+    for wall_s, cpu_s, bottleneck, rows_per_s in ((100e-6, 1e-6, "data", 20_000), (40e-6, 40e-6, "cpus", 2 / 85e-6)):
+        found = of(replace(MEASURED, stage_wall_s={"read": wall_s}, stage_cpu_s={"read": cpu_s}), "cpus=2")
+        assert (found.bottleneck, found.rows_per_s) == (bottleneck, pytest.approx(rows_per_s))
 
 
 def test_forecast_includes_network_between_nodes() -> None:

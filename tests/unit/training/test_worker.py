@@ -31,6 +31,11 @@ CPU = torch.device("cpu")
 # -- the end
 
 
+STOPPED_EARLY = Progress(
+    step=7, rows=70, best=4.0, best_step=4, since_best=3, metrics={"auroc": 7.0}, best_metrics={"auroc": 4.0}
+)
+
+
 class Evaluated:
     """Model whose only weight is its step, with a metric equal to the weight."""
 
@@ -63,7 +68,7 @@ class Evaluated:
         self.evaluations.append((name, self.weight()))
         return iter(())
 
-    def finish(self, progress: Progress, *, evaluated_step: int | None) -> Any:
+    def finish(self, progress: Progress = STOPPED_EARLY, *, evaluated_step: int | None = 7) -> Any:
         return finish(
             self.attempt,
             self.setup,
@@ -75,44 +80,35 @@ class Evaluated:
         )
 
 
-STOPPED_EARLY = Progress(
-    step=7, rows=70, best=4.0, best_step=4, since_best=3, metrics={"auroc": 7.0}, best_metrics={"auroc": 4.0}
+VALIDATION = ("validation",)
+
+
+@pytest.mark.parametrize(
+    ("sets", "patience", "evaluated_step", "chosen", "evaluations"),
+    [
+        (VALIDATION, 3, 7, 4, [("validation", 4.0)]),  # the best weights
+        (("validation", "test"), 3, 7, 4, [("test", 4.0)]),
+        (VALIDATION, 0, 7, 7, []),  # the last weights, at most once
+        (VALIDATION, 0, None, 7, [("validation", 7.0)]),
+    ],
 )
-
-
-def test_finish_without_test_rows_uses_best_weights(tmp_path: Path) -> None:
-    run = Evaluated(tmp_path)
-    told = run.finish(STOPPED_EARLY, evaluated_step=7)
-    assert (told["step"], told["chosen_step"], told["checkpoint"]) == (7, 4, folder_of(str(tmp_path), 4))
-    assert told["weights_sha256"] == weights_sha256(Checkpoint(told["checkpoint"]))
-    assert told["metrics"] == told["validation"] == {"auroc": 4.0}
-    assert run.evaluations == [("validation", 4.0)]
-    assert run.events == [("finish", told), ("samples", {"samples": [{"of": [("validation", 4.0)]}]})]
-
-
-def test_finish_scores_test_rows_with_best_weights(tmp_path: Path) -> None:
-    run = Evaluated(tmp_path, sets=("validation", "test"))
-    told = run.finish(STOPPED_EARLY, evaluated_step=7)
-    assert (told["metrics"], told["validation"]) == ({"auroc": 4.0}, {"auroc": 4.0})
-    assert run.evaluations == [("test", 4.0)]
-
-
-@pytest.mark.parametrize(("evaluated_step", "again"), [(7, []), (None, [("validation", 7.0)])])
-def test_finish_evaluates_last_weights_at_most_once(
-    tmp_path: Path, evaluated_step: int | None, again: list[tuple[str, float]]
+def test_finish_evaluates_chosen_weights(
+    tmp_path: Path, sets: tuple[str, ...], patience: int, evaluated_step: int | None, chosen: int, evaluations: list[Any]
 ) -> None:
-    run = Evaluated(tmp_path, patience=0)
-    told = run.finish(STOPPED_EARLY, evaluated_step=evaluated_step)
-    assert told["chosen_step"] == 7
-    assert told["metrics"] == told["validation"] == {"auroc": 7.0}
-    assert run.evaluations == again
+    run = Evaluated(tmp_path, sets=sets, patience=patience)
+    told = run.finish(evaluated_step=evaluated_step)
+    assert (told["step"], told["chosen_step"], told["checkpoint"]) == (7, chosen, folder_of(str(tmp_path), chosen))
+    assert told["weights_sha256"] == weights_sha256(Checkpoint(told["checkpoint"]))
+    assert told["metrics"] == told["validation"] == {"auroc": float(chosen)}
+    assert run.evaluations == evaluations
+    assert run.events == [("finish", told), ("samples", {"samples": [{"of": evaluations}]})]
 
 
 def test_damaged_best_weights_raise_input_error(tmp_path: Path) -> None:
     run = Evaluated(tmp_path)
     (file,) = Path(folder_of(str(tmp_path), 4)).glob("data_*.safetensors")
     flip(file, -1)
-    rejects(r"best weights of the run\. Train it again", run.finish, STOPPED_EARLY, evaluated_step=7)
+    rejects(r"best weights of the run\. Train it again", run.finish)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +129,7 @@ def test_finish_reports_lost_and_repeated_rows(
     progress = dataclasses.replace(STOPPED_EARLY, trained=None if trained == [None] else TrainedRows())
     for numbers in trained:
         progress.count(None if numbers is None else RowNumbers(0, np.array(numbers)))
-    told = run.finish(progress, evaluated_step=7)
+    told = run.finish(progress)
     assert (told["rows_lost"], told["rows_repeated"]) == expected
 
 
@@ -142,7 +138,7 @@ def test_stop_request_ends_final_test(tmp_path: Path) -> None:
     run.stop_signal = StopSignal(stop_after_scored=0)
     run.setup.eval_batches["test"] = lambda: iter([object()] * 10)
     run.setup.make_metrics = lambda: SimpleNamespace(update=lambda output: None, compute=dict)
-    assert run.finish(STOPPED_EARLY, evaluated_step=7) is None
+    assert run.finish() is None
     assert run.events == []
 
 
@@ -151,7 +147,7 @@ def test_samples_use_evaluation_mode(tmp_path: Path, evaluated_step: int | None)
     run = Evaluated(tmp_path, patience=0)
     run.model.train()
     run.setup.make_samples = lambda: [{"training": run.model.training}]
-    run.finish(STOPPED_EARLY, evaluated_step=evaluated_step)
+    run.finish(evaluated_step=evaluated_step)
     assert run.events[-1] == ("samples", {"samples": [{"training": False}]})
 
 

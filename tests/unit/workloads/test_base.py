@@ -7,7 +7,6 @@ import pytest
 from builders.faults import rejects
 
 from rayrec import recipes
-from rayrec.config import InputError
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.finalmlp import FinalMLPConfig
@@ -53,26 +52,11 @@ def test_scaling_config_rejects_invalid_values(changes: dict[str, Any], message:
     rejects(message, ScalingConfig, **changes)
 
 
-def test_worker_range_loads_from_yaml_and_flags() -> None:
-    from rayrec.cli.parser import parse
-    from rayrec.commands import COMMANDS
-
-    config = recipes.criteo_demo().replace(scaling={"num_workers": (1, 4)})
-    assert recipes.load_config(config.to_yaml()) == config
-    (parsed,) = parse(COMMANDS["train"], ["criteo_demo", "--scaling.num-workers", "1", "4"]).arguments
-    assert parsed.scaling.num_workers == (1, 4)
-    (parsed,) = parse(COMMANDS["train"], ["criteo_demo", "--scaling.num-workers", "3"]).arguments
-    assert parsed.scaling.num_workers == 3
-
-
-def test_early_stopping_requires_keep_best() -> None:
-    with pytest.raises(InputError, match="must be at least 1, because early stopping uses the best weights"):
-        recipes.criteo_demo().replace(checkpoint={"keep_best": 0}, early_stopping={"patience": 2})
-
-
-@pytest.mark.parametrize("factor", [0.0, 1.0])
-def test_plateau_lowers_learning_rates(factor: float) -> None:
-    rejects("above 0 and below 1", recipes.criteo_demo().replace, plateau={"factor": factor})
+def test_early_stopping_and_plateau_reject_invalid_values() -> None:
+    unkept = {"checkpoint": {"keep_best": 0}, "early_stopping": {"patience": 2}}
+    rejects("must be at least 1, because early stopping uses the best weights", recipes.criteo_demo().replace, **unkept)
+    for factor in (0.0, 1.0):
+        rejects("above 0 and below 1", recipes.criteo_demo().replace, plateau={"factor": factor})
 
 
 def test_click_workload_rejects_schema_without_sparse(tmp_path: Path) -> None:

@@ -368,15 +368,6 @@ def test_pretrained_weights_reject_mismatch(saved: Saved, tmp_path: Path, monkey
 # -- the run around it
 
 
-def test_summary_describes_tokens(tmp_path: Path) -> None:
-    folder_of(tmp_path)
-    config = small(tmp_path)
-    told = config.workload.summarize(prepare(config, tmp_path), {})
-    assert told["rows_of_sets"] == {"train": 20, "validation": 4}
-    assert (told["tokens_per_row"], told["vocabulary_size"]) == (BLOCK, len(set(TEXT)))
-    assert told["num_parameters"] == SMALL.num_parameters(len(set(TEXT)))
-
-
 def test_samples_continue_validation_text(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folder_of(tmp_path).tokenizer)
     config = small(tmp_path)
