@@ -32,13 +32,6 @@ def test_cpu_workers_reserve_half() -> None:
     assert (shares.per_worker.max_cpus, shares.per_worker.label_selector) == (0.5, None)
 
 
-def test_data_tasks_avoid_worker_nodes() -> None:
-    shares = shared({"CPU": 4.0}, {"CPU": 2.0, "GPU": 2.0}, use_gpu=True)
-    assert shares.worker_resources == {"CPU": 1.0, "GPU": 1.0}
-    assert shares.per_worker.max_cpus == 2.0
-    assert shares.per_worker.label_selector == {"ray.io/node-id": "!in(1)"}
-
-
 GPU_NODES = [{"CPU": 96.0, "GPU": 8.0}] * 4
 
 
@@ -71,13 +64,15 @@ def test_fewer_workers_need_fewer_other_nodes() -> None:
     assert shared(*nodes[:1], {"CPU": 96.0, "GPU": 4.0}, num_workers=(1, 32), use_gpu=True).workers_only == {"1"}
 
 
-def test_layout_text_is_one_line() -> None:
+def test_data_tasks_avoid_worker_nodes() -> None:
     shares = shared({"CPU": 8.0}, *GPU_NODES, num_workers=32, use_gpu=True)
     assert shares.text() == (
         "32 workers, each with 1 CPU, 1 GPU; data tasks on all 5 nodes, 11.2 CPUs for each worker (nodes without workers have "
         "0.25 for each; --cluster.data-nodes separate uses those alone)"
     )
     apart = shared({"CPU": 4.0}, {"CPU": 2.0, "GPU": 2.0}, use_gpu=True)
+    assert apart.worker_resources == {"CPU": 1.0, "GPU": 1.0}
+    assert (apart.per_worker.max_cpus, apart.per_worker.label_selector) == (2.0, {"ray.io/node-id": "!in(1)"})
     assert apart.text() == (
         "2 workers, each with 1 CPU, 1 GPU; data tasks on 1 of 2 nodes, without workers, 2 CPUs for each worker"
     )

@@ -58,8 +58,6 @@ def test_refusal_contains_node_and_settings_without_values() -> None:
 
 
 class Asked:
-    """Nodes with prepared answers."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: tuple[str, str | None], here: str | None = None) -> None:
         self.urls: list[str] = []
         self._answers = list(answers)

@@ -55,7 +55,6 @@ def test_stop_of_earlier_supervisor_is_retried() -> None:
 
 
 def run_through(policy: Policy, endings: list[AttemptResult]) -> tuple[int, Quit | None]:
-    """Return the number of attempts and the final decision."""
     tally = AttemptHistory()
     for number, ending in enumerate(endings, start=1):
         tally, decision = judge(policy, tally, ending, jitter=0.5)

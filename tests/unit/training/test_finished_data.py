@@ -22,7 +22,6 @@ from rayrec.training.resume import data_difference, data_versions
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train on a log of two days; return the folder with log, schema and finished run."""
     folder = tmp_path_factory.mktemp("trained")
     write_days(folder, 0, 1)
     assert train(folder) == 0

@@ -134,7 +134,6 @@ def test_accumulated_parts_match_full_batch() -> None:
 
 @pytest.fixture(scope="module")
 def whole() -> Attempt:
-    """Run one attempt from start to end."""
     return Attempt(huggingface.run, config())
 
 
@@ -178,7 +177,6 @@ def test_non_finite_loss_raises_input_error() -> None:
 
 
 def test_loss_matches_plain_trainer_script(tmp_path: Path) -> None:
-    """Plain Trainer on the same rows in the same order."""
     from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
     wanted = config(

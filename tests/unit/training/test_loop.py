@@ -491,7 +491,6 @@ def test_preemption_notice_during_evaluation_saves() -> None:
 
 
 def tally(rows: int) -> TrainedRows:
-    """Return a tally of the first rows, once each."""
     held = TrainedRows()
     held.add_ranges([(0, rows)], epoch=0)
     return held

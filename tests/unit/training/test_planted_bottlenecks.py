@@ -72,8 +72,6 @@ def train(
 
 
 class SlowRows(ArrayRows):  # type: ignore[misc]  # final for others
-    """Row source with a read delay."""
-
     delay: Callable[[], None] = staticmethod(lambda: None)
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
@@ -82,8 +80,6 @@ class SlowRows(ArrayRows):  # type: ignore[misc]  # final for others
 
 
 class Slow(Small):
-    """`Small` with a slow source or model."""
-
     def open_set(self, context: WorkerContext, prepared: Any, name: str) -> Any:
         rows = super().open_set(context, prepared, name)
         if name != "train":

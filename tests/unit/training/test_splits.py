@@ -12,7 +12,6 @@ from rayrec.data import synthetic
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a log of four days."""
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     write_days(tmp_path, 0, 1, 2, 3)

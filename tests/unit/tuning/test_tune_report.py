@@ -6,8 +6,6 @@ from rayrec.tuning.report import render, table_text
 
 
 def found(**changes: Any) -> dict[str, Any]:
-    """Return the result of a search with three trials, one of them failed."""
-
     def trial(number: int, values: dict[str, Any], best: float | None, **others: Any) -> dict[str, Any]:
         curve = [] if best is None else [[10, best - 0.01], [20, best]]
         told = {"state": "finished", "error": None, "step": 20, "rows": 2000, "seconds": 3.4, "checkpoint": "c"}

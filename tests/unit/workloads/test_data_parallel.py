@@ -24,8 +24,6 @@ from rayrec.workloads.worker_setup import seed_generators, step_seed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoRates(DenseOptimizerConfig):
-    """Custom optimizer with a learning rate per parameter group."""
-
     bias_rate: float = 0.1
 
     def build_named(self, named_parameters: Mapping[str, torch.nn.Parameter]) -> NamedOptimizer:
@@ -64,8 +62,6 @@ def test_custom_optimizer_and_schedule_are_used(tmp_path: Path, monkeypatch: pyt
 
 
 class _Uncountable(torch.nn.Module):
-    """Model that fails under torch's dispatch modes."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
             raise TypeError("no dispatch here")
@@ -101,7 +97,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
 
 
 def test_one_worker_matches_plain_torch(alone: tuple[Path, list[dict[str, Any]]]) -> None:
-    """Compare bit for bit with a plain torch loop over the same rows."""
     folder, events = alone
     configuration = data_parallel.config(1)
     torch.manual_seed(configuration.seed)

@@ -78,7 +78,6 @@ def test_small_products_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_onednn_layers_support_copy_pickle_and_checkpointing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also covers pickles and saved files."""
     products_by_onednn(monkeypatch)
     tokens = torch.randint(0, 50, (2, 24))
     model, _ = pair()

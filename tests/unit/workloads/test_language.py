@@ -79,7 +79,6 @@ def prepare(config: TrainConfig, folder: Path) -> Prepared:
 
 
 def model_of(vocabulary_size: int = 30, *, seed: int = 0, scale: float = 5.0) -> GPT2LMHeadModel:
-    """Build a random model with distinct predictions."""
     torch.manual_seed(seed)
     model = SMALL.build(vocabulary_size).eval().requires_grad_(False)
     for parameter in model.parameters():
@@ -236,7 +235,6 @@ def test_prompts_are_read_from_lines(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", params=["characters", "bytes_bpe"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Save a model. Returns the configuration, the checkpoint folder and the model."""
     folder = tmp_path_factory.mktemp("saved")
     files = characters(set(TEXT)) if request.param == "characters" else bytes_bpe([TEXT * 20], 280)
     config = small(folder / "tokens")

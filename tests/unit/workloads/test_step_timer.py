@@ -77,8 +77,6 @@ def test_error_leaves_phase() -> None:
 
 
 class FakeEvent:
-    """Fake CUDA event with a manual clock."""
-
     now_ms = 0.0
 
     def __init__(self, enable_timing: bool) -> None:
@@ -177,8 +175,6 @@ SLEEP_S = 1.5
 
 
 class Slow(torch.autograd.Function):
-    """Model with a slower backward pass on rank 1."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x * 1.0

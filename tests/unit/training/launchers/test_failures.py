@@ -1,6 +1,7 @@
 """Failure policy and causes of failed attempts."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import ray
@@ -45,34 +46,30 @@ def test_cause_of_describes_attempt_failure(error: Exception, preemption: bool, 
 
 
 CONNECTION = RuntimeError("connection closed by peer")
+failed = partial(WorkerGroupError, "failed")
 
 
 @pytest.mark.parametrize(
-    ("failures", "expected"),
+    ("error", "expected"),
     [
-        ({0: KeyError("items")}, ["KeyError: 'items'"]),
-        ({0: TypeError("a"), 1: CONNECTION}, ["TypeError: a"]),
-        ({0: ValueError("x\ny"), 1: ValueError("x\ny")}, ["ValueError: y"]),
-        ({0: TypeError("a"), 1: AttributeError("b")}, ["TypeError: a", "AttributeError: b"]),
-        ({0: ray.exceptions.RayTaskError("f", "", IndexError("c"))}, ["IndexError: c"]),
-        ({0: CONNECTION}, None),
-        ({0: OSError("no space left"), 1: MemoryError()}, None),
-        ({0: ValueError("connection reset"), 1: ray.exceptions.RayActorError()}, None),
-        ({}, None),
+        (failed({0: KeyError("items")}), {"KeyError: 'items'"}),
+        (failed({0: TypeError("a"), 1: CONNECTION}), {"TypeError: a"}),
+        (failed({0: ValueError("x\ny"), 1: ValueError("x\ny")}), {"ValueError: y"}),
+        (failed({0: TypeError("a"), 1: AttributeError("b")}), {"TypeError: a", "AttributeError: b"}),
+        (failed({0: ray.exceptions.RayTaskError("f", "", IndexError("c"))}), {"IndexError: c"}),
+        (failed({0: CONNECTION}), None),
+        (failed({0: OSError("no space left"), 1: MemoryError()}), None),
+        (failed({0: ValueError("connection reset"), 1: ray.exceptions.RayActorError()}), None),
+        (failed({}), None),
+        *((error, None) for error in (ANNOUNCED, NO_ROOM, NOT_STARTED, ray.exceptions.RayActorError())),
     ],
-    ids=str,
 )
-def test_errors_in_code_returns_repeatable_errors(failures: dict[int, Exception], expected: list[str] | None) -> None:
-    assert errors_in_code(WorkerGroupError("failed", failures)) == (None if expected is None else {*expected})
-
-
-@pytest.mark.parametrize("error", [ANNOUNCED, NO_ROOM, NOT_STARTED, ray.exceptions.RayActorError()])
-def test_errors_in_code_ignores_other_failures(error: Exception) -> None:
-    assert errors_in_code(error) is None
+def test_errors_in_code_returns_repeatable_errors(error: Exception, expected: set[str] | None) -> None:
+    assert errors_in_code(error) == expected
 
 
 def wrong(message: str = "no column 'items'") -> WorkerGroupError:
-    return WorkerGroupError("failed", {0: KeyError(message), 1: CONNECTION})
+    return failed({0: KeyError(message), 1: CONNECTION})
 
 
 def test_failure_policy_rejects_same_code_error_from_same_step() -> None:

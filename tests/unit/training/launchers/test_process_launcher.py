@@ -115,7 +115,6 @@ def terminate() -> None:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Weights of an uninterrupted run."""
     return run(tmp_path_factory.mktemp("uninterrupted")).summary["weights_sha256"]
 
 

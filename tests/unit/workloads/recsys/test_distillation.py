@@ -23,7 +23,6 @@ from rayrec.workloads.recsys.distillation import RECORD, Teacher, TeacherConfig,
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Saved, Saved]:
-    """Train teachers and return their checkpoints."""
     return save_two(tmp_path_factory.mktemp("teacher"))
 
 

@@ -48,7 +48,6 @@ def config(both: tuple[Saved, Saved]) -> TrainConfig:
 
 @pytest.fixture
 def copied(both: tuple[Saved, Saved], tmp_path: Path) -> Path:
-    """Copy the checkpoint, so that a test can damage it."""
     return Path(shutil.copytree(both[1].checkpoint, tmp_path / "step_00000002"))
 
 
@@ -119,8 +118,6 @@ def test_scoring_rejects_other_model_or_version(copied: Path, config: TrainConfi
 
 
 class _Trap:
-    """Object that creates a file when unpickled."""
-
     def __init__(self, mark: str) -> None:
         self._mark = mark
 

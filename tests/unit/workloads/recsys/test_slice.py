@@ -31,8 +31,6 @@ def config(tmp_path: Path) -> TrainConfig:
 
 
 class Trained:
-    """Stub that trains nothing."""
-
     def __init__(self) -> None:
         self.num_embeddings: list[list[int]] = []
 
