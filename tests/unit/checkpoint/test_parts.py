@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -110,36 +111,21 @@ def test_old_leases_are_removed_and_numbering_continues(tmp_path: Path) -> None:
 # Host memory of a checkpoint's copy next to a GPU: pinned, or not if the system refuses ------------------------------
 
 
-PART: Any = Part(None, "model.weight", torch.float32, (4,), (0,), (4,), 0, 16)  # type: ignore[arg-type]
-
-
-class Source:
-    def data(self, part: Part) -> Any:
-        return SimpleNamespace(device=torch.device("cuda", 3))
-
-
 @pytest.mark.parametrize(("code", "unpinned"), [(0, 1), (2, 0)])
 def test_unpinnable_memory_is_logged_and_used(
     code: int, unpinned: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calls: list[tuple[str, int]] = []
-
-    class Runtime:
-        def cudaHostRegister(self, place: int, size: int, flags: int) -> int:
-            calls.append(("register", size))
-            return code
-
-        def cudaHostUnregister(self, place: int) -> int:
-            calls.append(("unregister", place))
-            return 700  # as after an error of the device, which is reported elsewhere
-
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    register, unregister = Mock(return_value=code), Mock(return_value=700)  # an error of the device, which is reported elsewhere
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
     with caplog.at_level(logging.WARNING):
-        copy = HostCopy(Plan((PART,), {"model.weight": (4,)}), Source().data)
-    assert calls == [("register", 16)]
+        part: Any = Part(None, "model.weight", torch.float32, (4,), (0,), (4,), 0, 16)  # type: ignore[arg-type]
+        source: Any = SimpleNamespace(device=torch.device("cuda", 3))
+        copy = HostCopy(Plan((part,), {"model.weight": (4,)}), lambda _: source)
+    assert [call.args[1] for call in register.call_args_list] == [16]
     assert ("of host memory for checkpoints (CUDA error 2). Saves stall training for longer" in caplog.text) == bool(code)
     assert len(copy.body()) == 16
     copy.free()
     copy.free()
-    assert [name for name, _ in calls].count("unregister") == unpinned
+    assert unregister.call_count == unpinned

@@ -1,6 +1,7 @@
 """Row-wise optimizer state under other column splits. integration/test_resharding.py tests all plans."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -88,13 +89,10 @@ def test_make_state_runs_once() -> None:
 def test_restore_clears_table_caches(tmp_path: Path) -> None:
     purged = []
 
-    class Lookup:
-        def purge(self) -> None:
-            purged.append(model.weight[0, 0].item())
-
     model, optimizer = table()
     save(str(tmp_path / "run"), all_tensors(model, optimizer), state={})
-    model._lookups = [Lookup(), object()]  # type: ignore[assignment]
+    lookup = SimpleNamespace(purge=lambda: purged.append(model.weight[0, 0].item()))
+    model._lookups = [lookup, object()]  # type: ignore[assignment]
     stored = model.weight[0, 0].item()
     for restore in (lambda at: restore_all(at, model, optimizer), lambda at: restore_model(at, model)):
         with torch.no_grad():

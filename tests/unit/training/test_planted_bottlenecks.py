@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,7 +80,10 @@ class SlowRows(ArrayRows):  # type: ignore[misc]  # final for others
         return super().read(indices)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Slow(Small):
+    model_s: float = 0.0
+
     def open_set(self, context: WorkerContext, prepared: Any, name: str) -> Any:
         rows = super().open_set(context, prepared, name)
         if name != "train":
@@ -93,12 +97,9 @@ class Slow(Small):
             time.sleep(self.model_s)
         return super().measure(model, tensors)
 
-    model_s = 0.0
-
 
 def small_run(*, read: Callable[[], None] = lambda: None, model_s: float = 0.0, save_s: float = 0.0) -> Any:
-    workload = Slow(optimizer=config(1).workload.optimizer)  # type: ignore[attr-defined]
-    object.__setattr__(workload, "model_s", model_s)
+    workload = Slow(optimizer=config(1).workload.optimizer, model_s=model_s)  # type: ignore[attr-defined]
     configuration = config(1).replace(workload=workload)
     context = WorkerContext(configuration, 0, 1, torch.device("cpu"), ThreadEngine(1))
     prepared = {"read": read}

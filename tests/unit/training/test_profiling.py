@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.faults import rejects, until
+from builders.faults import at_first, rejects, until
 
 from rayrec import recipes, storage
 from rayrec.observe.events import EventWriter, read_events
@@ -88,29 +88,20 @@ def test_profile_request_rejects_invalid_steps(tmp_path: Path, steps: int) -> No
     assert not (tmp_path / "profile").exists()
 
 
-def worker(rank: int, **changes: Any) -> WorkerContext:
-    config = recipes.criteo_demo("none").replace(**changes)
-    return WorkerContext(config, rank, 2, torch.device("cpu"), None)  # type: ignore[arg-type]
-
-
 def test_profile_request_reports_worker_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a full disk on rank 1, the caller and the events get the error at once."""
-    writing = step_profiler.storage.writing_folder
-
-    def full(path: str) -> Any:
-        if path.endswith("rank_1"):
-            raise OSError(28, "No space left on device")
-        return writing(path)
-
-    monkeypatch.setattr(step_profiler.storage, "writing_folder", full)
-    place = tmp_path / "events.jsonl"
+    full = at_first([OSError(28, "No space left on device")], storage.writing_folder, end="rank_1")
+    monkeypatch.setattr(storage, "writing_folder", full)
+    place, config = tmp_path / "events.jsonl", recipes.criteo_demo("none")
 
     def train(wish: dict[str, Any]) -> None:
         with EventWriter(place) as log_of_first:
             for rank in range(2):
-                log: Callable[..., object] = log_of_first.write if rank == 0 else lambda *_, **__: None
+                log: Any = log_of_first.write if rank == 0 else lambda *_, **__: None
+                worker: Any = WorkerContext(config, rank, 2, torch.device("cpu"), None)  # type: ignore[arg-type]
+                channel: Any = SimpleNamespace(subscribe=id)
                 profiler = step_profiler.make_profiler(
-                    worker(rank), str(tmp_path), SimpleNamespace(subscribe=id), lambda kind, fields, log=log: log(kind, **fields)
+                    worker, str(tmp_path), channel, lambda kind, fields, log=log: log(kind, **fields)
                 )
                 profiler.request(profiling.Window(**wish))
                 for step in range(40, 50):

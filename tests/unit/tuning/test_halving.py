@@ -137,10 +137,8 @@ def test_search_retries_trials_that_failed_for_outside_causes(tmp_path: Path) ->
 def test_failed_trial_records_whether_it_can_retry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, cause: Exception | None, can_retry: bool
 ) -> None:
-    def fail(*arguments: Any, **options: Any) -> None:
-        raise error from cause
-
-    monkeypatch.setattr(trials, "train_until", fail)
+    error.__cause__ = cause
+    monkeypatch.setattr(trials, "train_until", raising(error))
     (config,) = configs(tmp_path, 1)
     trials.train_part(trials.Job(0, config, 0, 1.0, "auroc"))
     found = trials.TrialState.of(trials.folder_of(config))

@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -83,14 +84,8 @@ class FakeEvent:
 
 
 def test_device_timer_uses_events_in_compute_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[FakeEvent] = []
-
-    def event(enable_timing: bool) -> FakeEvent:
-        made.append(FakeEvent(enable_timing))
-        return made[-1]
-
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "computing")
-    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "Event", made := Mock(side_effect=FakeEvent))
     clock = step_timer.DeviceTimer(torch.device("cuda"))
 
     def passes(milliseconds: float) -> None:
@@ -114,7 +109,7 @@ def test_device_timer_uses_events_in_compute_stream(monkeypatch: pytest.MonkeyPa
             expected = {"other": 3e-3, "backward": (10 * interval + 10) / 1e3, "collectives": 5e-3}
             assert {name: seconds for name, seconds in times_s.items() if seconds} == pytest.approx(expected)
         clock.stop()
-    assert len(made) < 15  # they are used again
+    assert made.call_count < 15  # they are used again
 
 
 def test_model_and_optimizer_phases_are_timed() -> None:

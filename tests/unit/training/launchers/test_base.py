@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from builders.faults import rejects
@@ -97,19 +98,14 @@ def test_connect_rejects_address_none_even_if_connected(monkeypatch: pytest.Monk
 
 
 def test_worker_modules_are_imported_during_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def load(name: str) -> None:
-        asked.append(name)
-        if len(asked) > 1:
-            raise ImportError(name)  # the worker reports it
-
+    load = Mock(side_effect=[None, ImportError("which the worker reports")])
     monkeypatch.setattr(process_launcher.importlib, "import_module", load)
     ProcessLauncher(config(ONE)).connect("runs", Console(quiet=True))
     for thread in threading.enumerate():
         if thread.name == "imports":
             thread.join(60)
-    assert asked == ["rayrec.training.launchers.process_worker", "rayrec.workloads.recsys.worker"]
+    modules = ["rayrec.training.launchers.process_worker", "rayrec.workloads.recsys.worker"]
+    assert load.call_args_list == [call(module) for module in modules]
 
 
 def test_threads_respect_usable_cpus(monkeypatch: pytest.MonkeyPatch) -> None:

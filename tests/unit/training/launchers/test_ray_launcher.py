@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from rayrec.cluster.layout import Node
 from rayrec.config import InputError
 from rayrec.data.engine import TaskPlacement
 from rayrec.training.launchers import ray_launcher
-from rayrec.training.launchers.base import AttemptContext, Driver, PreparedRun
+from rayrec.training.launchers.base import Driver, PreparedRun
 from rayrec.training.stop_monitor import Signals
 from rayrec.workloads.base import TrainConfig
 
@@ -180,20 +181,25 @@ class Request:
         self.closed = True
 
 
+def attempt(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, wanted: TrainConfig, *, fit: Any, request: Request, signals: Signals
+) -> Any:
+    """Make an attempt with replaced workers and control channel."""
+    monkeypatch.setattr(ray_launcher, "StopRequest", lambda: request)
+    monkeypatch.setattr(ray_launcher, "_fit", fit)
+    monkeypatch.setattr(ray_launcher, "watched_requests", lambda *_: contextlib.nullcontext())
+    shares: Any = SimpleNamespace(per_worker=TaskPlacement(), num_workers=4)
+    return ray_launcher._attempt(PreparedRun(wanted, str(folder), None, shares, 0.0), signals, is_shared=False)
+
+
 @pytest.mark.parametrize("bytes_written", [[0] * 1000, [0]])
 def test_control_channel_ends_with_attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bytes_written: list[int]) -> None:
-    request, ended = Request(bytes_written), threading.Event()
-    monkeypatch.setattr(ray_launcher, "StopRequest", lambda: request)
-    monkeypatch.setattr(ray_launcher, "_fit", lambda *_: ended.wait(60))
-    monkeypatch.setattr(ray_launcher, "watched_requests", lambda *_: contextlib.nullcontext())
+    request, ended, signals = Request(bytes_written), threading.Event(), Signals()
     monkeypatch.setattr("rayrec.training.launchers.base._POLL_S", 0.001)
-    shares = SimpleNamespace(per_worker=TaskPlacement(), num_workers=4)
-    signals = Signals()
     signals.cause = "SIGINT"
     wanted = config(grace_s=0.05 if len(bytes_written) > 1 else 60.0)
     with contextlib.suppress(KeyboardInterrupt):
-        run = PreparedRun(wanted, str(tmp_path), None, shares, 0.0)  # type: ignore[arg-type]
-        assert ray_launcher._attempt(run, signals, is_shared=False) is None
+        assert not attempt(monkeypatch, tmp_path, wanted, fit=lambda *_: ended.wait(60), request=request, signals=signals)
     assert request.closed
     ended.set()
 
@@ -201,21 +207,21 @@ def test_control_channel_ends_with_attempt(monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.parametrize("possible", [True, False])
 def test_job_hook_reaches_data_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, possible: bool) -> None:
     """Data tasks omit only the workers' hook: a job's own hook may set their credentials."""
-    assigned: list[AttemptContext] = []
-
-    def fit(attempt: AttemptContext, layout: Any) -> dict[str, Any]:
-        assigned.append(attempt)
-        return {}
-
-    monkeypatch.setattr(ray_launcher, "StopRequest", lambda: Request([]))
-    monkeypatch.setattr(ray_launcher, "_fit", fit)
-    monkeypatch.setattr(ray_launcher, "watched_requests", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(prestart, "is_possible", lambda: possible)
-    shares = SimpleNamespace(per_worker=TaskPlacement(), num_workers=4)
-    run = PreparedRun(config(), str(tmp_path), None, shares, 0.0)  # type: ignore[arg-type]
-    ray_launcher._attempt(run, Signals(), is_shared=False)
+    attempt(monkeypatch, tmp_path, config(), fit=(fit := Mock(return_value={})), request=Request([]), signals=Signals())
     assert (prestart.HOOK in ray_launcher.worker_environment(config())) is possible
-    assert assigned[0].engine.environment == ({prestart.HOOK: "", prestart.MODULES: ""} if possible else {})
+    assert fit.call_args.args[0].engine.environment == ({prestart.HOOK: "", prestart.MODULES: ""} if possible else {})
+
+
+def first_missing_s(monkeypatch: pytest.MonkeyPatch, watch: Any) -> int | None:
+    """Return the first second of a minute at which data nodes are missing."""
+    clock = [0.0]
+    monkeypatch.setattr(ray_launcher.time, "monotonic", lambda: clock[0])
+    for now_s in range(60):
+        clock[0] = float(now_s)
+        if watch.are_missing():
+            return now_s
+    return None
 
 
 @pytest.mark.parametrize(
@@ -225,31 +231,19 @@ def test_missing_data_nodes_end_attempt_if_replaceable(
     monkeypatch: pytest.MonkeyPatch, nodes_left: bool, other_layout: bool, expected: bool
 ) -> None:
     here = [Node("data", {"CPU": 8.0}), Node("worker", {"CPU": 8.0, "slot": 2.0})]
-    clock = [0.0]
-    monkeypatch.setattr(ray_launcher.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(connection, "alive_nodes", lambda **_: here)
     wanted = config().replace(scaling={"num_workers": 2}, cluster={"data_nodes": "separate"})
     shares = ray_launcher.allocate_resources(wanted)
     monkeypatch.setattr(connection, "data_nodes", lambda shares, **_: here[:1] if nodes_left else [])
     monkeypatch.setattr(connection, "alive_nodes", lambda **_: here[1:])
     watch = ray_launcher._DataNodes(wanted.replace(cluster={"data_nodes": "auto" if other_layout else "separate"}), shares)
-    ends = []
-    for now_s in range(0, 60):
-        clock[0] = float(now_s)
-        if watch.are_missing():
-            ends.append(now_s)
-    assert bool(ends) == expected
-    assert not ends or ends[0] == 25
+    assert first_missing_s(monkeypatch, watch) == (25 if expected else None)
 
 
 def test_unreachable_head_does_not_end_attempt(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(ray_launcher.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(connection, "data_nodes", raising(ray_launcher.ray.exceptions.RaySystemError("gone")))
     watch = ray_launcher._DataNodes(config(), ray_launcher.allocate_resources(config()))
-    for now_s in range(0, 60):
-        clock[0] = float(now_s)
-        assert not watch.are_missing()
+    assert first_missing_s(monkeypatch, watch) is None
 
 
 # -- the process group

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders.faults import rejects, until
+from builders.faults import raising, rejects, until
 from hosts.ports import free_ports
 from torch.distributed import DistStoreError, HashStore
 
@@ -80,11 +80,7 @@ def test_store_channel_delivers_messages(monkeypatch: pytest.MonkeyPatch) -> Non
     channel.send_profile_request({"steps": 2})
     until(lambda: len(requests) > 1)
     assert requests == [{"steps": 1}, {"steps": 2}]
-
-    def gone(key: str) -> bytes:
-        raise DistStoreError("Connection reset")
-
-    monkeypatch.setattr(meeting, "get", gone)
+    monkeypatch.setattr(meeting, "get", raising(DistStoreError("Connection reset")))
     with pytest.raises(OSError, match="the store of the run's processes is gone"):
         channel.stop_reason()
 

@@ -5,19 +5,21 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from builders.click_models import SMALL, Saved, make_preprocessor, row_text, save_clicks, save_two
+from builders.click_models import SMALL, Saved, hashed_preprocessor, make_preprocessor, row_text, save_clicks, save_two
 from builders.faults import flip, raising, rejects
 from builders.own_click_model import WithoutLabelConfig
 from builders.runs import QUIET
 from torch import nn
 
 from rayrec import checkpoint as checkpoints
-from rayrec import recipes
-from rayrec.checkpoint.format import seal
+from rayrec import recipes, storage
+from rayrec.checkpoint.format import seal, sha256_of
+from rayrec.checkpoint.writer import ExtraFiles
 from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
@@ -151,6 +153,19 @@ def test_loading_never_unpickles(copied: Path, config: TrainConfig, monkeypatch:
     with pytest.raises(ValueError, match="allow_pickle"):
         open_served(str(copied), config=config)
     assert not mark.exists()
+
+
+def test_checkpoint_files_include_preprocessor(tmp_path: Path) -> None:
+    config = recipes.criteo_demo("none")
+    made = hashed_preprocessor([7] * 26, config.workload.schema)  # type: ignore[attr-defined]
+    made.save(str(tmp_path / "cache" / "abc"))
+    sources = config.workload.checkpoint_files(SimpleNamespace(folder=str(tmp_path / "cache" / "abc")))
+    assert sources == {f"preprocessor/{name}": f"{tmp_path}/cache/abc/{name}" for name in ("preprocessor.json", "tokens.npy")}
+    place = str(tmp_path / "step_00000001")
+    described = ExtraFiles({**sources, "config.yaml": b"a: 1"}).write(place)
+    assert Preprocessor.load(storage.join(place, "preprocessor")).hash() == made.hash()
+    for name, file in described.items():
+        assert file == {"bytes": len(Path(place, name).read_bytes()), "sha256": sha256_of(storage.join(place, name))}
 
 
 def test_load_config_keeps_unnamed_fields() -> None:

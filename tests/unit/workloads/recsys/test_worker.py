@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -66,27 +67,19 @@ def test_single_worker_step_has_no_device_sync(single_rank: None, monkeypatch: p
 
 
 def test_closed_evaluation_stops_batch_thread(single_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Loader:
-        closed = 0
-
-        def __iter__(self) -> Any:
-            return iter([click.batch(click.EQUAL, step, 0, 1) for step in range(3)])
-
-        def close(self) -> None:
-            self.closed += 1
-
-    loader = Loader()
+    loader = MagicMock()
+    loader.__iter__.side_effect = lambda: iter([click.batch(click.EQUAL, step, 0, 1) for step in range(3)])
     monkeypatch.setattr(worker, "_loader", lambda *_, **__: loader)
     config, prepared = click.config(click.EQUAL, 1), click.prepared(click.EQUAL)
     prepared.sets["validation"] = prepared.sets["train"]
     setup = config.workload.set_up(click.context(config, 0, 1), prepared)
     batches: Any = setup.eval_batches["validation"]()
     next(batches)
-    assert not loader.closed
+    loader.close.assert_not_called()
     batches.close()
-    assert loader.closed == 1
+    assert loader.close.call_count == 1
     assert len(list(setup.eval_batches["validation"]())) == 3
-    assert loader.closed == 2
+    assert loader.close.call_count == 2
 
 
 @pytest.mark.slow
