@@ -80,10 +80,8 @@ def test_files_are_safetensors_without_pickles(tmp_path: Path) -> None:
     assert (8 + length) % 64 == 0
     header = json.loads(data[8 : 8 + length])
     body = data[8 + length :]
-    assert {name.split("@")[0]: (entry["dtype"], entry["shape"]) for name, entry in header.items()} == {
-        "a": ("F32", [4, 3]),
-        "b": ("I64", []),
-    }
+    described = {name.split("@")[0]: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
+    assert described == {"a": ("F32", [4, 3]), "b": ("I64", [])}
     (first, border), (second, end) = sorted(entry["data_offsets"] for entry in header.values())
     assert (first, border, end) == (0, second, len(body))
     start, stop = next(entry["data_offsets"] for name, entry in header.items() if name.startswith("a@"))
@@ -213,10 +211,11 @@ def test_damage_is_logged_once(tmp_path: Path) -> None:
     harm(Path(checkpoint.folder_of(folder, 2), "manifest.json"), "cut")
     told: list[int] = []
 
+    def log(kind: str, fields: dict[str, Any]) -> None:
+        told.append(checkpoint.step_of(fields["path"]))
+
     def newest(*exclude: str) -> int | None:
-        found = checkpoint.latest_valid_checkpoint(
-            folder, log=lambda _, fields: told.append(checkpoint.step_of(fields["path"])), exclude=exclude
-        )
+        found = checkpoint.latest_valid_checkpoint(folder, log=log, exclude=exclude)
         return found and found.step
 
     third = checkpoint.folder_of(folder, 3)

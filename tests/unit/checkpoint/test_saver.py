@@ -412,7 +412,6 @@ def test_copy_of_wrong_size_is_repeated(run: Run, source: Path, monkeypatch: pyt
     monkeypatch.setattr(storage, "copy_file", copy)
     saved = save(run.saver(extra_files={"words.txt": str(source)}), 1, values())
     assert run.kinds() == ["checkpoint_late", "checkpoint"]
-    assert run.events[0][1]["cause"].endswith(
-        "words.txt: damaged, has 2 bytes instead of 3 after it was written. storage_path must be shared by all workers"
-    )
+    damage = "words.txt: damaged, has 2 bytes instead of 3 after it was written. storage_path must be shared by all workers"
+    assert run.events[0][1]["cause"].endswith(damage)
     checkpoint.verify(saved)

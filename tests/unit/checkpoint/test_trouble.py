@@ -2,7 +2,6 @@
 
 import os
 import resource
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -90,10 +89,7 @@ def test_long_outage_raises(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("error", [InputError("s3://bucket: access denied"), ValueError("a defect"), KeyError("odd")])
 def test_permanent_error_raises_at_once(run: Run, error: Exception) -> None:
     saver = run.saver()
-    with (
-        writes(raising(error)),
-        pytest.raises((InputError, ValueError, RuntimeError), match=r"access denied|a defect|KeyError: 'odd'"),
-    ):
+    with writes(raising(error)), pytest.raises(Exception, match=r"access denied|a defect|KeyError: 'odd'"):
         save(saver, 1, values())
     assert run.events == []
     saver.wait()  # it was told
@@ -110,20 +106,7 @@ def test_close_returns_during_outage(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert time.monotonic() - start_s < 25
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """File system of 4 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
+@pytest.mark.parametrize("small_disk", [4], indirect=True)
 def test_full_disk_delays_save_then_raises(run: Run, small_disk: Path) -> None:
     run.folder = str(small_disk)
     saver = run.saver()

@@ -83,11 +83,8 @@ def test_processes_with_same_modules_share_template(server: ForkServer, program:
         for each in (names, {**names, "FROM_HERE": "x"}, {MODULES: "chunk"}, {"FROM_HERE": "${AWAY}"})
     )
     assert one["imported"] == again["imported"] == ["colorsys", "sndhdr"]
-    assert [found["variables"] for found in (one, again, plain)] == [
-        ["here", "from here", None],
-        ["here", "x", None],
-        ["here", "", None],
-    ]
+    variables = [found["variables"] for found in (one, again, plain)]
+    assert variables == [["here", "from here", None], ["here", "x", None], ["here", "", None]]
     assert other["imported"] == ["chunk", "colorsys"]
     assert plain["imported"] == ["colorsys"]
     assert one["parent"] == again["parent"]
@@ -243,10 +240,8 @@ def test_node_has_one_fork_server_until_ray_ends(node_manager: NodeManager, tmp_
     module.write_text("SAID = 'old'")
 
     def started(**added: str) -> list[Any]:
-        found: list[Any] = json.loads(
-            node_manager.start(program, forked_worker.python_of_a_job(), PYTHONPATH=str(tmp_path), **added)
-        )
-        return found
+        said = node_manager.start(program, forked_worker.python_of_a_job(), PYTHONPATH=str(tmp_path), **added)
+        return json.loads(said)
 
     server, *found = started()
     assert found == [None, True]

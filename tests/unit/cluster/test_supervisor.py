@@ -137,14 +137,12 @@ Supervise = Callable[..., Outcome]
 @pytest.fixture
 def supervise(head: FakeHead, tmp_path: Path) -> Supervise:
     def run(*, policy: Policy | None = None, config_hash: str = "c0ffee", **changes: Any) -> Outcome:
-        config = SuperviseConfig(
-            **{"address": head.url, "state": str(tmp_path / "run.json"), "policy": policy or Policy(), **changes}
-        )
+        settings = {"address": head.url, "state": str(tmp_path / "run.json"), "policy": policy or Policy(), **changes}
         return supervisor.supervise(
             ["criteo_demo", "--name", "run", "--train-data.path", "a log's name"],
             name="run",
             config_hash=config_hash,
-            config=config,
+            config=SuperviseConfig(**settings),
             stop_wait_s=90.0,
             note=head.notes.append,
             show=None,

@@ -163,11 +163,8 @@ def test_distributed_metrics_match_one_process(world_size: int, tmp_path: Path) 
     loaded = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
     assert all(refused for refused, _ in loaded)
     results = [result for _, result in loaded]
-    expected = [
-        metrics.binary_metrics(logits, labels)
-        for logits, labels in metric.cases()
-        for _ in metric.bounds(len(labels), world_size)
-    ]
+    cases = ((logits, labels) for logits, labels in metric.cases() for _ in metric.bounds(len(labels), world_size))
+    expected = [metrics.binary_metrics(*case) for case in cases]
     assert len(expected) == len(results[0])
     for index, wanted in enumerate(expected):
         for ranks_result in results:

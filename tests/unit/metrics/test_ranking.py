@@ -97,12 +97,8 @@ def test_ndcg_matches_scikit_learn(k: int) -> None:
 
 
 def test_spilling_and_rounds_do_not_change_ranking_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    chance = np.random.default_rng(1)
-    case = (
-        chance.integers(-300, 300, 100_000),
-        chance.integers(-50, 50, 100_000).astype(np.float32),
-        chance.integers(0, 2, 100_000),
-    )
+    chance, rows = np.random.default_rng(1), 100_000
+    case = chance.integers(-300, 300, rows), chance.integers(-50, 50, rows).astype(np.float32), chance.integers(0, 2, rows)
     expected = ranking_metrics(*case, ks=(2, 10))
     assert expected["ranked_groups"] == 599
     monkeypatch.setattr(ranking, "_PART_ROWS", 1 << 30)  # One part, one thread
@@ -155,11 +151,8 @@ def test_ranking_metrics_do_not_depend_on_row_placement(tmp_path: Path) -> None:
 
 def test_ranking_metrics_reject_invalid_arguments() -> None:
     rejects("groups: must have one per row, 2, got 3", gauc, np.zeros(3, np.int64), np.zeros(2), np.zeros(2))
-    for ks, message in (
-        ((0,), "ranking_k: must be from 1 to 1,000,000, got 0"),
-        ((5, 5), "ranking_k: must be distinct, got 5, 5"),
-    ):
-        rejects(message, ranking_metrics, np.zeros(3, np.int64), np.zeros(3), np.zeros(3), ks=ks)
+    for ks, message in (((0,), "must be from 1 to 1,000,000, got 0"), ((5, 5), "must be distinct, got 5, 5")):
+        rejects(f"ranking_k: {message}", ranking_metrics, np.zeros(3, np.int64), np.zeros(3), np.zeros(3), ks=ks)
     rejects("NaN", gauc, np.zeros(1, np.int64), np.array([np.nan]), np.zeros(1))
     kept = RankingAccumulator()
     rejects("groups: must have one per row, 2, got 3", kept.update, np.zeros(3, np.int64), np.zeros(2), np.zeros(2))

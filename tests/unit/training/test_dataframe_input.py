@@ -59,10 +59,8 @@ def test_dataframe_run_matches_parquet_run(tmp_path: Path) -> None:
     result = rayrec.train(small, data=frame, eval_data=held_out, console=QUIET)
     for name, rows in (("train", frame), ("eval", held_out)):
         rows.drop(columns="unused").to_parquet(tmp_path / f"{name}.parquet", index=False)
-    of_files = small.updated(
-        {"name": "files", **{f"{name}_data": {"path": f"{tmp_path}/{name}.parquet"} for name in ("train", "eval")}}
-    )
-    expected = rayrec.train(of_files, console=QUIET)
+    paths = {f"{name}_data": {"path": f"{tmp_path}/{name}.parquet"} for name in ("train", "eval")}
+    expected = rayrec.train(small.updated({"name": "files", **paths}), console=QUIET)
     assert result.summary["weights_sha256"] == expected.summary["weights_sha256"]
     assert result.metrics == expected.metrics
     longer = small.replace(steps=6)
@@ -93,10 +91,8 @@ def test_resumed_run_keeps_written_data(tmp_path: Path) -> None:
     (note,) = write(config(tmp_path), ratings(seed=1), resumes=True)  # other values are not noticed
     assert note.endswith("the given data is not read again")
     assert written.read_bytes() == before
-    for changed, message in (
-        (ratings(601), r"rows: 600 -> 601"),
-        (ratings().assign(age=1), r"columns: {.*'age': 'double'.*} -> {.*'age': 'int64'.*}"),
-    ):
+    retyped = r"columns: {.*'age': 'double'.*} -> {.*'age': 'int64'.*}"
+    for changed, message in ((ratings(601), r"rows: 600 -> 601"), (ratings().assign(age=1), retyped)):
         with pytest.raises(InputError, match=rf"{tmp_path}/run/data/train: .* other data \({message}\). Use the same"):
             write(config(tmp_path), changed, resumes=True)
     write(config(tmp_path), ratings(601))  # nothing is trained yet
@@ -142,10 +138,8 @@ def test_dataframe_input_accepts_criteo_columns(tmp_path: Path) -> None:
     """Categories of 8 hexadecimal digits, and integers that pandas stores as floats because of missing values."""
     recipe = criteo_demo().replace(name="run", storage_path=str(tmp_path))
     schema = recipe.workload.table_schema
-    frame = pd.DataFrame(
-        {"label": [0, 1]} | {name: [None, 3] for name in schema.dense} | dict.fromkeys(schema.sparse, "0000000a")
-    )
-    write(recipe, frame.rename(columns={"label": schema.label}))
+    columns = {schema.label: [0, 1], **{name: [None, 3] for name in schema.dense}, **dict.fromkeys(schema.sparse, "0000000a")}
+    write(recipe, pd.DataFrame(columns))
     assert pq.read_schema(tmp_path / "run/data/train/part-000000.parquet").names == list(schema.columns)
 
 

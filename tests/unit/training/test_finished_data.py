@@ -10,10 +10,10 @@ import pytest
 from builders.csv_runs import train, write_days
 from builders.digits import write_digits
 from builders.faults import raising, rejects
+from builders.runs import QUIET
 
 import rayrec
 from rayrec import recipes
-from rayrec.observe.console import Console
 from rayrec.recipes.mnist import mnist_resnet18
 from rayrec.schema import Schema
 from rayrec.training import resume
@@ -99,7 +99,7 @@ def test_summary_without_data_versions_is_accepted(finished: Path) -> None:
 def test_changed_data_is_rejected_for_preprocessed_rows(trained: Path, tmp_path: Path) -> None:
     schema = Schema(label="click", dense=("age",), sparse=("user", "item"), tokens="any", delimiter=",")
     for name in ("first", "second"):
-        options = {"schema": schema, "split": "sevenths", "console": Console(quiet=True)}
+        options = {"schema": schema, "split": "sevenths", "console": QUIET}
         rayrec.preprocess(str(trained / "log"), out=str(tmp_path / name), format="parquet", **options)
     before = data_versions(recipes.clicks(str(tmp_path / "first"), schema=schema))
     assert before["train_data"]["files"] > 3  # in folders
@@ -111,14 +111,10 @@ def test_changed_data_is_rejected_for_images_and_tokens(tmp_path: Path) -> None:
     digits = write_digits(tmp_path / "digits", train=20, test=10)
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
     small = {"vocabulary_size": 300, "block_size": 16, "shard_bytes": 2000, "validation_fraction": 0.2}
-    rayrec.preprocess(
-        str(tmp_path / "text.txt"), out=str(tmp_path / "tokens"), format="mds", console=Console(quiet=True), **small
-    )
+    rayrec.preprocess(str(tmp_path / "text.txt"), out=str(tmp_path / "tokens"), format="mds", console=QUIET, **small)
     shard = next((tmp_path / "tokens" / "validation").glob("*.mds"))
-    for config, file in (
-        (mnist_resnet18(str(digits)), digits / "t10k-labels-idx1-ubyte.gz"),
-        (recipes.gpt2_tiny(str(tmp_path / "tokens")), shard),
-    ):
+    labels, text = digits / "t10k-labels-idx1-ubyte.gz", recipes.gpt2_tiny(str(tmp_path / "tokens"))
+    for config, file in ((mnist_resnet18(str(digits)), labels), (text, shard)):
         before = data_versions(config)
         assert data_difference(before, data_versions(config)) is None
         os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))

@@ -19,7 +19,6 @@ from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.training import huggingface, loop
 from rayrec.training.progress import Progress, Training
 from rayrec.workloads.base import TrainConfig, WorkerContext
-from rayrec.workloads.run_config import CheckpointConfig
 
 
 def config(**changes: Any) -> TrainConfig:
@@ -29,16 +28,8 @@ def config(**changes: Any) -> TrainConfig:
         optimizer=DenseOptimizerConfig(kind="adamw", learning_rate=0.01, max_gradient_norm=0.5),
         schedule=LearningRateSchedule(warmup_steps=3, decay_fraction=0.5),
     )
-    made = TrainConfig(
-        recipe="next_token",
-        workload=workload,
-        steps=13,
-        batch_size=8,
-        evaluate_every=5,
-        log_every=2,
-        checkpoint=CheckpointConfig(every=4),
-    )
-    return made.replace(**changes)
+    made = TrainConfig(recipe="next_token", workload=workload, steps=13, batch_size=8, evaluate_every=5, log_every=2)
+    return made.replace(checkpoint={"every": 4}).replace(**changes)
 
 
 @dataclass(frozen=True)
@@ -142,9 +133,8 @@ def test_resumed_attempt_matches_uninterrupted_weights(whole: Attempt, step: int
     rest = Attempt(huggingface.run, config(), start=whole.saves[step])
     assert rest.finished
     assert same(rest.tensors(), whole.tensors())
-    assert [event for event in rest.told() if event[0] == "evaluate"] == [
-        event for event in whole.told() if event[0] == "evaluate" and event[1]["step"] > step
-    ]
+    found, expected = ([event for event in each.told() if event[0] == "evaluate"] for each in (rest, whole))
+    assert found == [event for event in expected if event[1]["step"] > step]
 
 
 def test_stop_request_saves_step_and_resumes(whole: Attempt) -> None:

@@ -63,10 +63,8 @@ def train(
         time.sleep(save_s)
         log("checkpoint", {"step": progress.step, "stall_s": save_s, "bytes": 1000, "write_s": save_s or 1.0})
 
-    training = Training(
-        config=configuration, setup=setup, loader=loader, progress=Progress(), log=log, save=save, stop_signal=StopSignal()
-    )
-    loop.run(training)
+    parts: dict[str, Any] = {"progress": Progress(), "log": log, "save": save, "stop_signal": StopSignal()}
+    loop.run(Training(config=configuration, setup=setup, loader=loader, **parts))
     loader.close()
     # Beside so few steps the evaluation at the end would be the largest part.
     return diagnose(RunSummary(event for event in events if event["kind"] != "evaluate")), events

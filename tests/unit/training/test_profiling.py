@@ -97,12 +97,10 @@ def test_profile_request_reports_worker_failure(tmp_path: Path, monkeypatch: pyt
     def train(wish: dict[str, Any]) -> None:
         with EventWriter(place) as log_of_first:
             for rank in range(2):
-                log: Any = log_of_first.write if rank == 0 else lambda *_, **__: None
+                write: Any = (lambda kind, fields: log_of_first.write(kind, **fields)) if rank == 0 else lambda *_: None
                 worker: Any = WorkerContext(config, rank, 2, torch.device("cpu"), None)  # type: ignore[arg-type]
                 channel: Any = SimpleNamespace(subscribe=id)
-                profiler = step_profiler.make_profiler(
-                    worker, str(tmp_path), channel, lambda kind, fields, log=log: log(kind, **fields)
-                )
+                profiler = step_profiler.make_profiler(worker, str(tmp_path), channel, write)
                 profiler.request(profiling.Window(**wish))
                 for step in range(40, 50):
                     profiler.begin_step(step)

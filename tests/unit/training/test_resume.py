@@ -57,10 +57,7 @@ class Resumed:
         model = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.zeros_(model.weight)
         self.models.append(weakref.ref(model))
-        optimizer = SimpleNamespace(
-            state={}, param_groups=[], step=lambda: None, zero_grad=lambda: None, state_dict=lambda: {"state": {}}
-        )
-        return SimpleNamespace(model=model, optimizer=optimizer)
+        return SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters()))
 
     def start(self) -> tuple[Checkpoint | None, Any, Any, Progress]:
         config = SimpleNamespace(workload=self, to_yaml=lambda: "a: 1", init_from=None)

@@ -32,6 +32,7 @@ from rayrec.schema import Feature, Schema
 from rayrec.training import worker
 
 ROWS, SEED = 600, 3
+Captured = Callable[[], dict[str, torch.Tensor]]
 SCHEMA = Schema(
     label="click",
     dense=("price",),
@@ -95,7 +96,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], dict[str, torch.Tensor]]:
+def captured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Captured:
     """Return weights and optimizer state after a warm start, before the first step."""
     places: list[str] = []
 
@@ -117,13 +118,11 @@ OPTIMIZERS = {"rowwise_adagrad": "adam", "adagrad": "adagrad", "adam": "adamw", 
 
 @pytest.mark.parametrize(("sparse", "dense"), OPTIMIZERS.items())
 def test_warm_start_keeps_known_rows_and_initializes_new_ones(
-    tmp_path: Path, captured: Callable[[], dict[str, torch.Tensor]], sparse: str, dense: str
+    tmp_path: Path, captured: Captured, sparse: str, dense: str
 ) -> None:
     decay = {"weight_decay": 0.01} if sparse in ("adam", "adamw") else {}
-    optimizers = {
-        "sparse_optimizer": {"kind": sparse, "learning_rate": 0.1, **decay},
-        "dense_optimizer": {"kind": dense, "learning_rate": 0.02},
-    }
+    optimizers = {"sparse_optimizer": {"kind": sparse, "learning_rate": 0.1, **decay}}
+    optimizers["dense_optimizer"] = {"kind": dense, "learning_rate": 0.02}
     train(config(day(tmp_path, 0), tmp_path, "old", **optimizers))
     # Counted again, so that ids are in another order, some categories are new, and others dropped.
     new = config(day(tmp_path, 1), tmp_path, "new", **optimizers)
@@ -185,9 +184,7 @@ def test_warm_start_without_changes_matches_original_run(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("sparse", ["rowwise_adagrad", "adamw"])
-def test_warm_start_is_independent_of_sharding_plan(
-    tmp_path: Path, captured: Callable[[], dict[str, torch.Tensor]], sparse: str
-) -> None:
+def test_warm_start_is_independent_of_sharding_plan(tmp_path: Path, captured: Captured, sparse: str) -> None:
     optimizer = {"sparse_optimizer": {"kind": sparse, "learning_rate": 0.1}}
     logs = [day(tmp_path, number) for number in (0, 1)]
     train(config(logs[0], tmp_path, "old", **optimizer))
@@ -203,7 +200,7 @@ def test_warm_start_is_independent_of_sharding_plan(
 
 
 def test_warm_start_supports_sequences_and_ensembles(
-    tmp_path: Path, captured: Callable[[], dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, captured: Captured, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = {"model": DINConfig(embedding_dim=4, attention=(8,), mlp=(8,), members=2)}
     train(config(day(tmp_path, 0), tmp_path, "old", **model))
@@ -243,20 +240,16 @@ def test_warm_start_of_other_models_matches_by_name(tmp_path: Path) -> None:
     workload = data_parallel.Small(optimizer=plain.workload.optimizer, batch_norm=True)  # type: ignore[attr-defined]
     settings = plain.replace(name="old", storage_path=str(tmp_path), workload=workload, **LEAN)
     first = train(settings).summary
-    still = settings.replace(
-        name="kept", init_from=str(tmp_path / "old"), steps=1, workload={"optimizer": {"learning_rate": 0.0}}
-    )
+    unmoved = {"optimizer": {"learning_rate": 0.0}}
+    still = settings.replace(name="kept", init_from=str(tmp_path / "old"), steps=1, workload=unmoved)
     assert train(still).summary["validation"]["loss"] != first["validation"]["loss"]  # batch norm has seen another batch
     before, after = tensors(tmp_path / "old"), tensors(tmp_path / "kept")
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items() if name.endswith("weight"))
     (steps,) = {int(tensor) for name, tensor in after.items() if name.endswith(".step")}
     assert steps == 7  # Adam's own, which goes with its moments
-    refused = {
-        "bias: shape must be absent, got .6.": {"batch_norm": False},
-        "optimizer.kind adamw, this run has sgd": {"optimizer": {"kind": "sgd"}},
-    }
-    for message, changes in refused.items():
+    absent, rule = "bias: shape must be absent, got .6.", "optimizer.kind adamw, this run has sgd"
+    for message, changes in ((absent, {"batch_norm": False}), (rule, {"optimizer": {"kind": "sgd"}})):
         rejects(message, train, still.replace(name="refused", workload=changes))
 
 

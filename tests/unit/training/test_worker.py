@@ -31,9 +31,8 @@ CPU = torch.device("cpu")
 # -- the end
 
 
-STOPPED_EARLY = Progress(
-    step=7, rows=70, best=4.0, best_step=4, since_best=3, metrics={"auroc": 7.0}, best_metrics={"auroc": 4.0}
-)
+LAST, BEST = {"auroc": 7.0}, {"auroc": 4.0}
+STOPPED_EARLY = Progress(step=7, rows=70, best=4.0, best_step=4, since_best=3, metrics=LAST, best_metrics=BEST)
 
 
 class Evaluated:

@@ -42,9 +42,8 @@ def test_loss_and_gradients_match_huggingface(monkeypatch: pytest.MonkeyPatch) -
     tokens = torch.randint(0, 50, (4, 24))
     model, other = pair()
     assert [*model.state_dict()] == [*other.state_dict()]
-    assert {name: value.shape for name, value in model.named_parameters()} == {
-        name: value.shape for name, value in other.named_parameters()
-    }
+    shapes, expected = ({name: value.shape for name, value in each.named_parameters()} for each in (model, other))
+    assert shapes == expected
     losses = [each(tokens, labels=tokens).loss for each in (model, other)]
     assert len(products) == 4 * WIDE.n_layer + 1  # and none in the other
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)

@@ -74,9 +74,8 @@ class Attempts:
 
     def run(self) -> dict[str, Any] | None:
         shares = ray_launcher.allocate_resources(self._config)
-        return ray_launcher.run_attempts(
-            PreparedRun(self._config, self._folder, None, shares, 0.0), Driver(self.events, self.signals, self.notes.append)
-        )
+        driver = Driver(self.events, self.signals, self.notes.append)
+        return ray_launcher.run_attempts(PreparedRun(self._config, self._folder, None, shares, 0.0), driver)
 
 
 def test_failures_with_progress_do_not_accumulate(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -69,9 +69,8 @@ def test_means_cover_all_rows(saved: tuple[str, Net], tmp_path: Path) -> None:
     path = rows_file(tmp_path, 1003)
     arrays = np.load(path)
     with torch.no_grad():
-        losses = torch.nn.functional.cross_entropy(
-            saved[1](torch.from_numpy(arrays["x"])), torch.from_numpy(arrays["label"]), reduction="none"
-        )
+        logits = saved[1](torch.from_numpy(arrays["x"]))
+        losses = torch.nn.functional.cross_entropy(logits, torch.from_numpy(arrays["label"]), reduction="none")
     metrics = _metrics(_open(saved[0], path, evaluating=True), 1003)
     assert metrics["loss"] == pytest.approx(losses.double().mean().item(), rel=1e-7)
     assert metrics["perplexity"] == pytest.approx(np.exp(metrics["loss"]))

@@ -118,10 +118,7 @@ def test_several_teachers_match_ensemble(click_log: Path, tmp_path: Path) -> Non
     assert stored.workload.teacher.checkpoint == (first, second)  # type: ignore[attr-defined]
 
     elsewhere = save_clicks(tmp_path / "elsewhere", preprocessor=hashed_preprocessor([5] * 26))
-    with pytest.raises(InputError, match=r"teacher.checkpoint: .*elsewhere.*: Preprocessor does not match .*first"):
-        student("refused", first, str(elsewhere.run))
+    other = r"teacher.checkpoint: .*elsewhere.*: Preprocessor does not match .*first"
+    rejects(other, student, "refused", first, str(elsewhere.run))
     rounded = trained("rounded", precision="bf16").folder
-    with pytest.raises(
-        InputError, match=r"rounded.*: precision bf16 does not match fp32 of .*first.*. Use models with one precision"
-    ):
-        student("mixed", first, rounded)
+    rejects(r"rounded.*: precision bf16 does not match fp32 of .*first.*. Use models with one", student, "mixed", first, rounded)

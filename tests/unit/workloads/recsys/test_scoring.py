@@ -251,11 +251,9 @@ def test_custom_network_keeps_constants() -> None:
 def test_model_without_label_measures_and_predicts(tmp_path: Path) -> None:
     """Its items are ids 3 and 1: the second token and none. Numbers above 1 are measured."""
     schema = Schema(label=None, dense=("number",), sparse=("item",), tokens="any", delimiter=",")
-    tokens = np.array([70, 80, 90], np.uint64)
-    columns = (SparseColumn(num_embeddings=5, num_tokens=3),)
-    preprocessor = Preprocessor(
-        preset="rayrec", schema=schema, dense=(DenseColumn(mean=0.0, scale=1.0, kind="identity"),), sparse=columns, tokens=tokens
-    )
+    tokens, items = np.array([70, 80, 90], np.uint64), (SparseColumn(num_embeddings=5, num_tokens=3),)
+    numbers = (DenseColumn(mean=0.0, scale=1.0, kind="identity"),)
+    preprocessor = Preprocessor(preset="rayrec", schema=schema, dense=numbers, sparse=items, tokens=tokens)
     model = WithoutLabelConfig(embedding_dim=2)
     saved = save_clicks(tmp_path, model=model, preprocessor=preprocessor, cluster={"address": "none"})
     log = tmp_path / "log.csv"
@@ -273,6 +271,5 @@ def test_model_without_label_measures_and_predicts(tmp_path: Path) -> None:
     (predicted,) = tables[1]
     assert predicted.column_names == ["row", "best", "scores", "user"]
     assert predicted["best"].to_pylist() == [[80, -1]] * 4
-    assert open_served(str(saved.checkpoint), config=saved.config).scorer.heads == model.output_heads(
-        ModelInputs.of(preprocessor.inputs)
-    )
+    heads = open_served(str(saved.checkpoint), config=saved.config).scorer.heads
+    assert heads == model.output_heads(ModelInputs.of(preprocessor.inputs))
