@@ -24,9 +24,11 @@ from rayrec.checkpoint.state import restore_rows
 from rayrec.checkpoint.writer import ExtraFiles
 from rayrec.config import InputError
 
+Saved = tuple[str, torch.Tensor]
+
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.Tensor]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Save a tensor in one chunk whose rows (12 bytes) span its blocks (100 bytes)."""
     folder = str(tmp_path_factory.mktemp("run") / "step_00000001")
     values = torch.randn(83, 3)
@@ -53,7 +55,7 @@ def _read(folder: str, rows: tuple[int, int], columns: tuple[int, int], range_by
     scheme=st.sampled_from(["", "file://"]),
 )
 def test_reader_returns_any_rows(
-    saved: tuple[str, torch.Tensor], first: int, count: int, columns: tuple[int, int], range_bytes: int, scheme: str
+    saved: Saved, first: int, count: int, columns: tuple[int, int], range_bytes: int, scheme: str
 ) -> None:
     folder, values = saved
     count = min(count, 83 - first)
@@ -62,7 +64,7 @@ def test_reader_returns_any_rows(
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_unread_damage_is_ignored(saved: tuple[str, torch.Tensor], scheme: str) -> None:
+def test_unread_damage_is_ignored(saved: Saved, scheme: str) -> None:
     folder, values = saved
     (chunk,) = Checkpoint(folder).manifest()["tensors"]["a"]["chunks"]
     assert len(chunk["sha256"]) == 10

@@ -47,9 +47,7 @@ GPU_NODES = [{"CPU": 96.0, "GPU": 8.0}] * 4
         ([], "auto", False, 11.0),
     ],
 )
-def test_data_tasks_separate_if_other_nodes_suffice(
-    others: list[dict[str, float]], data_nodes: str, apart: bool, cpus_each: float
-) -> None:
+def test_data_tasks_separate_if_other_nodes_suffice(others: list[Any], data_nodes: str, apart: bool, cpus_each: float) -> None:
     shares = shared(*others, *GPU_NODES, num_workers=32, use_gpu=True, data_nodes=data_nodes)
     assert bool(shares.workers_only) is apart
     assert (shares.per_worker.label_selector is not None) is apart
@@ -139,9 +137,7 @@ WORKERS = {"state": "CREATED", "bundles": {0: {"CPU": 2.0}, 1: {"CPU": 2.0}}, "b
         ([{"CPU": 2.0}, {"CPU": 4.0}], {**WORKERS, "bundles_to_node_id": {}}, {"0": 2.0, "1": 4.0}),  # not placed yet
     ],
 )
-def test_nodes_for_tasks_subtracts_placement_groups(
-    nodes: list[dict[str, float]], group: dict[str, Any], expected: dict[str, float]
-) -> None:
+def test_nodes_for_tasks_subtracts_placement_groups(nodes: list[Any], group: dict[str, Any], expected: dict[str, float]) -> None:
     found = [Node(str(number), each) for number, each in enumerate(nodes)]
     left = nodes_for_tasks(found, [group], shared(*nodes, cpus_per_worker=0.5))
     assert {node.node_id: node.resources["CPU"] for node in left} == expected
@@ -172,10 +168,7 @@ def test_user_model_reaches_processes_without_its_file(tmp_path: Path, monkeypat
         ray.cloudpickle.loads(by_reference)
 
 
-@pytest.mark.parametrize(
-    ("submitted", "forked"),
-    [(None, True), ({"working_dir": "gcs://x.zip", "env_vars": {"A": "b"}}, True), ({"pip": ["x"]}, False)],
-)
+@pytest.mark.parametrize(("submitted", "forked"), [(None, True), ({"env_vars": {"A": "b"}}, True), ({"pip": ["x"]}, False)])
 def test_python_of_workers_depends_on_job(submitted: dict[str, object] | None, *, forked: bool) -> None:
     environment = {} if submitted is None else {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": submitted})}
     assert bool(connection._python_of_workers(environment)) is forked

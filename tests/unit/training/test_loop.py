@@ -465,13 +465,11 @@ EVALUATING: dict[str, Any] = {"evaluation": 10, "ahead": 1, "evaluate_every": 8}
 
 
 # A quarter of 60 s of grace are over at the second batch of 10 s, and the score is not lost to a save in progress.
-@pytest.mark.parametrize(
-    ("batch_s", "expected"), [(10.0, [(None, True, False), (0.58, True, False)]), (1.0, [(0.58, False, False)])]
-)
-def test_long_evaluation_saves_step_before_end(slow_run: Callable[..., Run], batch_s: float, expected: list[Any]) -> None:
+@pytest.mark.parametrize(("batch_s", "saves"), [(10, [(None, True, False), (0.58, True, False)]), (1, [(0.58, False, False)])])
+def test_long_evaluation_saves_step_before_end(slow_run: Callable[..., Run], batch_s: float, saves: list[Any]) -> None:
     run = slow_run(batch_s, **EVALUATING)
     assert run.run()
-    assert [save[2:] for save in run.saves if save[0] == 8] == expected
+    assert [save[2:] for save in run.saves if save[0] == 8] == saves
 
 
 def test_saved_step_is_not_saved_again_during_evaluation(slow_run: Callable[..., Run]) -> None:
@@ -498,15 +496,15 @@ def tally(rows: int) -> TrainedRows:
 
 @pytest.mark.parametrize("ahead", [1, 3])
 @pytest.mark.parametrize(
-    ("fault", "rows", "expected"), [({}, 200, (0, 0)), ({"skip": 7}, 190, (10, 0)), ({"again": 7}, 200, (0, 10))]
+    ("fault", "rows", "wrong"), [({}, 200, (0, 0)), ({"skip": 7}, 190, (10, 0)), ({"again": 7}, 200, (0, 10))]
 )
-def test_rows_count_when_trained(ahead: int, fault: dict[str, int], rows: int, expected: tuple[int, int]) -> None:
+def test_rows_count_when_trained(ahead: int, fault: dict[str, int], rows: int, wrong: tuple[int, int]) -> None:
     run, batches = Run(ahead=ahead, checkpoint={"every": 5}), 19 if "again" in fault else 20
     run.loader = Loader(0, batches, numbered=True, **fault)
     run.loader.steps = rows // 10
     assert run.run()
     assert (run.progress.rows, [fields["rows"] for fields in run.fields if "rows" in fields][-1]) == (rows, rows)
-    assert run.progress.trained.lost_and_repeated(tally(10 * batches)) == expected
+    assert run.progress.trained.lost_and_repeated(tally(10 * batches)) == wrong
 
 
 def test_trained_rows_span_attempts_on_worker_0() -> None:

@@ -51,9 +51,7 @@ def spin(seconds: float) -> None:
         hashlib.sha256(block).digest()
 
 
-def train(
-    configuration: TrainConfig, setup: WorkerSetup, loader: Any, *, save_s: float = 0.0
-) -> tuple[Diagnosis, list[dict[str, Any]]]:
+def train(configuration: TrainConfig, setup: WorkerSetup, loader: Any, *, save_s: float = 0.0) -> tuple[Diagnosis, list[Any]]:
     events: list[dict[str, Any]] = [{"time": time.time(), "kind": "start", "step": 0, "rows": 0}]
 
     def log(kind: str, fields: dict[str, Any]) -> None:

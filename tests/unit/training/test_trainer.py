@@ -151,9 +151,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
         (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
     ],
 )
-def test_error_that_ends_run_is_recorded_and_reported(
-    tmp_path: Path, failing: Failing, error: Exception, cause: str | None
-) -> None:
+def test_error_that_ends_run_is_recorded_and_reported(tmp_path: Path, failing: Failing, error: Exception, cause: Any) -> None:
     events = failing(error)
     cause = cause or str(error)
     assert [event["kind"] for event in events] == ["run", "prepared", "start_up", "start", "step", "failure"]
@@ -169,9 +167,7 @@ def test_error_before_training_is_recorded(tmp_path: Path, failing: Failing) -> 
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_resumed_run_waits_longer_for_store_than_new_run(
-    tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_run_waits_longer_for_store(tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "30")
     for waits_s in (30, 900):
         failing(InputError("no such log"), wrong=True)

@@ -118,7 +118,7 @@ OPTIMIZERS = {"rowwise_adagrad": "adam", "adagrad": "adagrad", "adam": "adamw", 
 
 @pytest.mark.parametrize(("sparse", "dense"), OPTIMIZERS.items())
 def test_warm_start_keeps_known_rows_and_initializes_new_ones(
-    tmp_path: Path, captured: Captured, sparse: str, dense: str
+    tmp_path: Path, captured: Captured, sparse: Any, dense: Any
 ) -> None:
     decay = {"weight_decay": 0.01} if sparse in ("adam", "adamw") else {}
     optimizers = {"sparse_optimizer": {"kind": sparse, "learning_rate": 0.1, **decay}}

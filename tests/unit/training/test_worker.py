@@ -120,9 +120,7 @@ def test_damaged_best_weights_raise_input_error(tmp_path: Path) -> None:
         ([None], (None, None)),  # of a loader that does not number its rows
     ],
 )
-def test_finish_reports_lost_and_repeated_rows(
-    tmp_path: Path, trained: list[list[int] | None], expected: tuple[int | None, int | None]
-) -> None:
+def test_finish_reports_lost_and_repeated_rows(tmp_path: Path, trained: list[Any], expected: tuple[Any, Any]) -> None:
     run = Evaluated(tmp_path, patience=0)
     run.expected.add_ranges([(0, 4)], epoch=0)
     progress = dataclasses.replace(STOPPED_EARLY, trained=None if trained == [None] else TrainedRows())

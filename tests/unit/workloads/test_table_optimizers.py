@@ -23,6 +23,7 @@ from rayrec.workloads.base import WorkerSetup
 TABLES, STEPS = click.SHARED, 4
 SPARSE: dict[str, Any] = {"learning_rate": 0.01, "eps": 1e-3}
 DENSE = DenseOptimizerConfig(kind="adam", learning_rate=0.01, eps=1e-3)
+ADAM, CLIPPED = SparseOptimizerConfig(kind="adam"), DenseOptimizerConfig(max_gradient_norm=1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -68,9 +69,7 @@ def saved(setup: WorkerSetup, folder: Path) -> dict[str, torch.Tensor]:
     return dict(full_tensors(Checkpoint(str(folder))))
 
 
-def by_torch(
-    kind: str, weight_decay: float, *, max_gradient_norm: float | None = None
-) -> tuple[list[float], dict[str, torch.Tensor]]:
+def by_torch(kind: str, weight_decay: float, *, max_gradient_norm: float | None = None) -> tuple[list[float], dict[str, Any]]:
     """Train the model with plain tables and torch's optimizer. Returns losses and weights."""
     workload = click.workload(TABLES)
     model = build_click_model(workload.model, ModelInputs.of(workload.schema), num_embeddings=TABLES, embedding_device="cpu")
@@ -120,14 +119,7 @@ def test_joint_clipping_covers_all_gradients(max_gradient_norm: float, plan: str
     [
         ({"max_gradient_norm": 1.0}, "sgd updates tables during the backward pass"),
         ({"max_gradient_norm": 0.0}, "max_gradient_norm: must be above 0, or None for no clipping, got 0.0"),
-        (
-            {
-                "max_gradient_norm": 1.0,
-                "sparse_optimizer": SparseOptimizerConfig(kind="adam"),
-                "dense_optimizer": DenseOptimizerConfig(max_gradient_norm=1.0),
-            },
-            "Set only one",
-        ),
+        ({"max_gradient_norm": 1.0, "sparse_optimizer": ADAM, "dense_optimizer": CLIPPED}, "Set only one"),
     ],
 )
 def test_joint_clipping_rejects_unsupported_settings(settings: dict[str, Any], message: str) -> None:

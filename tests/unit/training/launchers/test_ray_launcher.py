@@ -180,9 +180,7 @@ class Request:
         self.closed = True
 
 
-def attempt(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, wanted: TrainConfig, *, fit: Any, request: Request, signals: Signals
-) -> Any:
+def attempt(monkeypatch: pytest.MonkeyPatch, folder: Path, wanted: Any, *, fit: Any, request: Request, signals: Signals) -> Any:
     """Make an attempt with replaced workers and control channel."""
     monkeypatch.setattr(ray_launcher, "StopRequest", lambda: request)
     monkeypatch.setattr(ray_launcher, "_fit", fit)
@@ -224,10 +222,10 @@ def first_missing_s(monkeypatch: pytest.MonkeyPatch, watch: Any) -> int | None:
 
 
 @pytest.mark.parametrize(
-    ("nodes_left", "other_layout", "expected"), [(False, True, True), (True, True, False), (False, False, False)]
+    ("nodes_left", "other_layout", "missing"), [(False, True, True), (True, True, False), (False, False, False)]
 )
 def test_missing_data_nodes_end_attempt_if_replaceable(
-    monkeypatch: pytest.MonkeyPatch, nodes_left: bool, other_layout: bool, expected: bool
+    monkeypatch: pytest.MonkeyPatch, nodes_left: bool, other_layout: bool, missing: bool
 ) -> None:
     here = [Node("data", {"CPU": 8.0}), Node("worker", {"CPU": 8.0, "slot": 2.0})]
     monkeypatch.setattr(connection, "alive_nodes", lambda **_: here)
@@ -236,7 +234,7 @@ def test_missing_data_nodes_end_attempt_if_replaceable(
     monkeypatch.setattr(connection, "data_nodes", lambda shares, **_: here[:1] if nodes_left else [])
     monkeypatch.setattr(connection, "alive_nodes", lambda **_: here[1:])
     watch = ray_launcher._DataNodes(wanted.replace(cluster={"data_nodes": "auto" if other_layout else "separate"}), shares)
-    assert first_missing_s(monkeypatch, watch) == (25 if expected else None)
+    assert first_missing_s(monkeypatch, watch) == (25 if missing else None)
 
 
 def test_unreachable_head_does_not_end_attempt(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,11 @@ from rayrec.workloads.base import ScoringContext
 from rayrec.workloads.data_parallel.scoring import load_model
 from rayrec.workloads.scoring import Scoring
 
+Saved = tuple[str, Net]
+
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Net]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return trained(tmp_path_factory.mktemp("run"))
 
 
@@ -44,15 +46,11 @@ def _metrics(scoring: Scoring, rows: int) -> dict[str, float]:
     return totals.compute()
 
 
-@pytest.mark.parametrize(
-    ("rows", "batch_rows", "num_blocks"), [(1, None, 1), (10, None, 1), (11, None, 2), (1000, 10, 17), (1000, 3, 42)]
-)
-def test_rows_are_predicted_once_in_order(
-    saved: tuple[str, Net], tmp_path: Path, rows: int, batch_rows: int | None, num_blocks: int
-) -> None:
+@pytest.mark.parametrize(("rows", "batch", "blocks"), [(1, None, 1), (10, None, 1), (11, None, 2), (1000, 10, 17), (1000, 3, 42)])
+def test_rows_are_predicted_once_in_order(saved: Saved, tmp_path: Path, rows: int, batch: int | None, blocks: int) -> None:
     path = rows_file(tmp_path, rows, labelled=False)
-    scoring = _open(saved[0], path, batch_rows=batch_rows)
-    assert (scoring.rows, scoring.num_blocks) == (rows, num_blocks)
+    scoring = _open(saved[0], path, batch_rows=batch)
+    assert (scoring.rows, scoring.num_blocks) == (rows, blocks)
     table = pa.concat_tables(_tables(scoring))
     assert table.column("row").to_pylist() == list(range(rows))
     assert table.column("row").type == pa.int64()
@@ -65,7 +63,7 @@ def test_rows_are_predicted_once_in_order(
     assert table.column("named").to_pylist() == [f"class {number}" for number in best]
 
 
-def test_means_cover_all_rows(saved: tuple[str, Net], tmp_path: Path) -> None:
+def test_means_cover_all_rows(saved: Saved, tmp_path: Path) -> None:
     path = rows_file(tmp_path, 1003)
     arrays = np.load(path)
     with torch.no_grad():
@@ -77,17 +75,17 @@ def test_means_cover_all_rows(saved: tuple[str, Net], tmp_path: Path) -> None:
     assert metrics["bits"] == 32
 
 
-def test_scoring_uses_training_precision(saved: tuple[str, Net], tmp_path: Path) -> None:
+def test_scoring_uses_training_precision(saved: Saved, tmp_path: Path) -> None:
     scoring = _open(saved[0], rows_file(tmp_path, 5), evaluating=True, config=scored().replace(precision="bf16"))
     assert _metrics(scoring, 5)["bits"] == 16
 
 
-def test_scoring_rejects_unusable_input(saved: tuple[str, Net], tmp_path: Path) -> None:
+def test_scoring_rejects_unusable_input(saved: Saved, tmp_path: Path) -> None:
     rejects("has no labels", _open, saved[0], rows_file(tmp_path, 5, labelled=False), evaluating=True)
     rejects("has no rows to score", _open, saved[0], rows_file(tmp_path, 0))
 
 
-def test_loaded_model_matches_saved(saved: tuple[str, Net]) -> None:
+def test_loaded_model_matches_saved(saved: Saved) -> None:
     model = load_model(scored().workload, scored(), checkpoint=saved[0])  # type: ignore[arg-type]
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -105,7 +103,7 @@ def test_loaded_model_matches_saved(saved: tuple[str, Net]) -> None:
     ],
 )
 def test_load_model_rejects_other_weights(
-    saved: tuple[str, Net], monkeypatch: pytest.MonkeyPatch, part: str, module: torch.nn.Module, message: str
+    saved: Saved, monkeypatch: pytest.MonkeyPatch, part: str, module: Any, message: str
 ) -> None:
     config, other = scored(), Net()
     setattr(other, part, module)

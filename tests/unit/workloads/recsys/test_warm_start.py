@@ -1,5 +1,7 @@
 """Tests of row mappings between old and new tables."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from builders.faults import rejects
@@ -42,9 +44,7 @@ GAP = SparseColumn(num_embeddings=6, num_tokens=5, first_id=0, unknown_id=3, mis
         (SHARED, EXTENDED, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6], [0, 1, 2, 3]),
     ],
 )
-def test_rows_follow_categories(
-    old: SparseColumn, new: SparseColumn, old_tokens: list[int], new_tokens: list[int], rows: list[int]
-) -> None:
+def test_rows_follow_categories(old: SparseColumn, new: SparseColumn, old_tokens: Any, new_tokens: Any, rows: list[int]) -> None:
     assert joined(old, new, tokens(*old_tokens), tokens(*new_tokens)).row_map.of(0, len(rows)).tolist() == rows
 
 
