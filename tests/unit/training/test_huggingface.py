@@ -3,8 +3,8 @@
 import dataclasses
 import os
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,21 +32,13 @@ def config(**changes: Any) -> TrainConfig:
     return made.replace(checkpoint={"every": 4}).replace(**changes)
 
 
-@dataclass(frozen=True)
-class Save:
-    progress: dict[str, Any]
-    loader: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
-
-
 class Attempt:
     """One call of a loop, from the start or from a save."""
 
-    def __init__(self, run: Any, wanted: TrainConfig, *, start: Save | None = None, **stop_signal: float) -> None:
+    def __init__(self, run: Any, wanted: TrainConfig, *, start: Any = None, **stop_signal: float) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.saves: dict[int, Save] = {}
-        self.rates: list[float] = []
-        progress = Progress(**start.progress) if start else Progress()
+        self.saves: dict[int, Any] = {}
+        self.progress = progress = Progress(**start.progress) if start else Progress()
         context = WorkerContext(wanted, 0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
         loader = wanted.workload.make_loader(context, None, state=start and start.loader, step=progress.step)
         self.setup = wanted.workload.set_up(context, None)
@@ -58,20 +50,12 @@ class Attempt:
 
         def save(progress: Progress, state: dict[str, Any], *, score: Any, needed: bool, complete: bool) -> None:
             copies = {name: tensor.clone() for name, tensor in self.tensors().items()}
-            self.saves[progress.step] = Save(dataclasses.asdict(progress), state, copies)
+            self.saves[progress.step] = SimpleNamespace(progress=dataclasses.asdict(progress), loader=state, tensors=copies)
 
-        training = Training(
-            config=wanted,
-            setup=self.setup,
-            loader=loader,
-            progress=progress,
-            log=lambda kind, fields: self.events.append((kind, fields)),
-            save=save,
-            stop_signal=StopSignal(lambda: progress.step, **stop_signal),
-        )
-        self.finished = run(training)
+        parts: dict[str, Any] = {"log": lambda kind, fields: self.events.append((kind, fields)), "save": save}
+        parts["stop_signal"] = StopSignal(lambda: progress.step, **stop_signal)
+        self.finished = run(Training(config=wanted, setup=self.setup, loader=loader, progress=progress, **parts))
         loader.close()
-        self.progress = progress
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return all_tensors(self.setup.model, self.setup.optimizer)

@@ -95,15 +95,6 @@ def test_onednn_layers_support_copy_pickle_and_checkpointing(monkeypatch: pytest
         torch.testing.assert_close(parameter.grad, gradients[name])
 
 
-def test_initial_values_follow_torch_seed() -> None:
-    weights = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        weights.append(SMALL.build(50).state_dict()["transformer.h.1.attn.c_attn.weight"])
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
