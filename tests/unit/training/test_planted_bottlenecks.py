@@ -134,29 +134,21 @@ def prepared(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return index, learn(index)
 
 
-class Steps:
-    """Model with 2 ms per step."""
+def click_run(prepared: tuple[LogIndex, Preprocessor]) -> Diagnosis:
+    (index, preprocessor), clock = prepared, HostTimer()
 
-    def __init__(self, clock: HostTimer) -> None:
-        self._clock = clock
-
-    def progress(self, batches: Iterator[Any]) -> Any:
+    def progress(batches: Iterator[Any]) -> Any:
         next(batches)
-        with self._clock.phase("forward"):
+        with clock.phase("forward"):
             time.sleep(0.002)
         return SimpleNamespace(loss=torch.tensor(1.0))
 
-    def reset(self) -> None:
-        pass
-
-
-def click_run(prepared: tuple[LogIndex, Preprocessor]) -> Diagnosis:
-    (index, preprocessor), clock = prepared, HostTimer()
     order = BlockOrder(tuple(SegmentRange(s, 0, s.rows) for s in index.segments), "window", 0, 3)
     source = TaskSource(InProcess(preprocessor), ThreadEngine(1), SCHEMA, order.max_block_rows, prefetch_blocks=1)
     loader = Loader(order, ClickBatches(source, SCHEMA), BatchSharding(0, 1, 32), epochs=1)
     configuration = recipes.criteo_demo("none").replace(log_every=4, evaluate_every=10**6, early_stopping={"patience": 0})
-    return train(configuration, fake_setup(Steps(clock), clock=clock), loader)[0]
+    pipeline = SimpleNamespace(progress=progress, reset=lambda: None)
+    return train(configuration, fake_setup(pipeline, clock=clock), loader)[0]
 
 
 def test_bottleneck_detects_slow_log_storage(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> None:

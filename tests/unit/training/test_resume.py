@@ -5,6 +5,7 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,24 +19,13 @@ from rayrec.training import worker
 from rayrec.training.progress import Progress
 
 
-class Loader:
-    def __init__(self, state: dict[str, Any] | None) -> None:
-        self.state, self.closed = state, False
-
-    def start(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.closed = True
-
-
 class Resumed:
     """Start in a folder of checkpoints whose only weight is their step."""
 
     def __init__(self, folder: Path, *steps: int, files: dict[str, bytes | str] | None = None) -> None:
         self.folder, self.events, self.damaged = str(folder), list[tuple[str, int]](), set[int]()
         self.files = files or {}
-        self.loaders: list[Loader] = []
+        self.loaders: list[Mock] = []
         self.models: list[weakref.ref[torch.nn.Module]] = []
         self.models_before: list[int] = []
         """Number of existing models when each model was built."""
@@ -48,8 +38,8 @@ class Resumed:
     def checkpoint_files(self, prepared: Any) -> dict[str, bytes | str]:
         return self.files
 
-    def make_loader(self, context: Any, prepared: Any, *, state: dict[str, Any] | None, step: int) -> Loader:
-        self.loaders.append(Loader(state))
+    def make_loader(self, context: Any, prepared: Any, *, state: dict[str, Any] | None, step: int) -> Mock:
+        self.loaders.append(Mock(state=state))
         return self.loaders[-1]
 
     def set_up(self, context: Any, prepared: Any) -> Any:
@@ -101,7 +91,7 @@ def test_damage_found_by_reading_is_skipped(tmp_path: Path) -> None:
     assert resumed.models_before == [0]  # one model for both
     assert resumed.damaged == {2, 3}
     assert resumed.events == [("checkpoint_damaged", 3), ("checkpoint_damaged", 2)]
-    assert [loader.closed for loader in resumed.loaders] == [True, False]
+    assert [loader.close.called for loader in resumed.loaders] == [True, False]
 
 
 @pytest.mark.parametrize("steps", [(), (1, 2)])

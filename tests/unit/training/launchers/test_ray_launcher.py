@@ -160,27 +160,7 @@ def test_scale_up_counts_only_joined_nodes(nodes: Cluster, monkeypatch: pytest.M
     assert looks(crowded) == [False, False]
 
 
-class Request:
-    """Driver's stop request that raises a second signal after some `bytes_written`."""
-
-    channel = "the actor"
-
-    def __init__(self, bytes_written: list[int]) -> None:
-        self.bytes_written, self.closed = bytes_written, False
-
-    def send(self, cause: str) -> None:
-        pass
-
-    def written_bytes(self) -> int:
-        if not self.bytes_written:
-            raise KeyboardInterrupt
-        return self.bytes_written.pop(0)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def attempt(monkeypatch: pytest.MonkeyPatch, folder: Path, wanted: Any, *, fit: Any, request: Request, signals: Signals) -> Any:
+def attempt(monkeypatch: pytest.MonkeyPatch, folder: Path, wanted: Any, *, fit: Any, request: Mock, signals: Signals) -> Any:
     """Make an attempt with replaced workers and control channel."""
     monkeypatch.setattr(ray_launcher, "StopRequest", lambda: request)
     monkeypatch.setattr(ray_launcher, "_fit", fit)
@@ -191,13 +171,14 @@ def attempt(monkeypatch: pytest.MonkeyPatch, folder: Path, wanted: Any, *, fit: 
 
 @pytest.mark.parametrize("bytes_written", [[0] * 1000, [0]])
 def test_control_channel_ends_with_attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bytes_written: list[int]) -> None:
-    request, ended, signals = Request(bytes_written), threading.Event(), Signals()
+    request, ended, signals = Mock(), threading.Event(), Signals()
+    request.written_bytes.side_effect = [*bytes_written, KeyboardInterrupt]  # a second signal
     monkeypatch.setattr("rayrec.training.launchers.base._POLL_S", 0.001)
     signals.cause = "SIGINT"
     wanted = config(grace_s=0.05 if len(bytes_written) > 1 else 60.0)
     with contextlib.suppress(KeyboardInterrupt):
         assert not attempt(monkeypatch, tmp_path, wanted, fit=lambda *_: ended.wait(60), request=request, signals=signals)
-    assert request.closed
+    request.close.assert_called_once_with()
     ended.set()
 
 
@@ -205,7 +186,7 @@ def test_control_channel_ends_with_attempt(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_job_hook_reaches_data_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, possible: bool) -> None:
     """Data tasks omit only the workers' hook: a job's own hook may set their credentials."""
     monkeypatch.setattr(prestart, "is_possible", lambda: possible)
-    attempt(monkeypatch, tmp_path, config(), fit=(fit := Mock(return_value={})), request=Request([]), signals=Signals())
+    attempt(monkeypatch, tmp_path, config(), fit=(fit := Mock(return_value={})), request=Mock(), signals=Signals())
     assert (prestart.HOOK in ray_launcher.worker_environment(config())) is possible
     assert fit.call_args.args[0].engine.environment == ({prestart.HOOK: "", prestart.MODULES: ""} if possible else {})
 
