@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from builders.faults import rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from ranks import metric
+from ranks.checkpoint import run_ranks
 from sklearn.metrics import log_loss, roc_auc_score
 
 from rayrec.metrics import binary as metrics
@@ -131,7 +133,6 @@ def test_metrics_do_not_import_torch() -> None:
 
 
 def test_accumulator_matches_binary_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
     monkeypatch.setattr(metrics, "_BLOCK_ROWS", 16)
     generator = np.random.default_rng(2)
     logits, labels = generator.normal(size=100).astype(np.float32), generator.integers(0, 2, 100)
@@ -144,7 +145,6 @@ def test_accumulator_matches_binary_metrics(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_accumulator_accepts_half_precision() -> None:
-    torch = pytest.importorskip("torch")
     accumulator = metrics.BinaryMetricsAccumulator()
     accumulator.update(torch.tensor([0.5, -0.5], dtype=torch.bfloat16), torch.tensor([True, False]))
     assert accumulator.compute()["auroc"] == 1.0
@@ -156,9 +156,6 @@ def test_accumulator_accepts_half_precision() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_distributed_metrics_match_one_process(world_size: int, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    from ranks.checkpoint import run_ranks
-
     run_ranks(metric.metrics_of_ranks, world_size, str(tmp_path))
     loaded = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
     assert all(refused for refused, _ in loaded)

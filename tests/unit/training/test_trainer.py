@@ -49,8 +49,12 @@ def told() -> list[dict[str, Any]]:
     ]
 
 
-def summarized(folder: Path, lines: list[str]) -> tuple[Result, list[str]]:
-    (folder / "events.jsonl").write_text("".join(lines))
+def lines() -> list[str]:
+    return [json.dumps(event) + "\n" for event in told()]
+
+
+def summarized(folder: Path, damaged: list[str] | None = None) -> tuple[Result, list[str]]:
+    (folder / "events.jsonl").write_text("".join(lines() if damaged is None else damaged))
     saved = folder_of(str(folder), 15)
     checkpoint.save(saved, {"model.weight": torch.ones(3)}, state={})
     metrics = {"accuracy": 0.5}
@@ -220,12 +224,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Console:
     return console
 
 
-def lines_of(events: list[dict[str, Any]]) -> list[str]:
-    return [json.dumps(event) + "\n" for event in events]
-
-
 def test_summary_counts_epochs_and_time_of_all_drivers(tmp_path: Path) -> None:
-    result, notes = summarized(tmp_path, lines_of(told()))
+    result, notes = summarized(tmp_path)
     assert result.summary["epochs"] == pytest.approx(1.5, abs=0.02)  # neither the four that were allowed nor one
     assert result.summary["wall_s"] == pytest.approx(50.0)
     assert result.summary["restarts"] == 1
@@ -234,7 +234,7 @@ def test_summary_counts_epochs_and_time_of_all_drivers(tmp_path: Path) -> None:
 
 
 def test_result_converts_to_ray_train(tmp_path: Path) -> None:
-    result, _ = summarized(tmp_path, lines_of(told()))
+    result, _ = summarized(tmp_path)
     of_ray = result.to_ray()
     assert isinstance(of_ray, ray.train.Result)
     assert (of_ray.path, of_ray.error, of_ray.metrics) == (str(tmp_path), None, {"accuracy": 0.5})
@@ -244,7 +244,7 @@ def test_result_converts_to_ray_train(tmp_path: Path) -> None:
 
 
 def test_result_checkpoint_has_path_and_directory(tmp_path: Path) -> None:
-    result, _ = summarized(tmp_path, lines_of(told()))
+    result, _ = summarized(tmp_path)
     assert (result.checkpoint.path, type(result.checkpoint.path)) == (str(result.checkpoint), str)
     assert checkpoint.open_checkpoint(result.checkpoint).step == 15
     with result.checkpoint.as_directory() as folder:
@@ -260,9 +260,9 @@ def test_result_checkpoint_has_path_and_directory(tmp_path: Path) -> None:
 
 
 def test_summary_survives_damaged_events(tmp_path: Path) -> None:
-    lines = lines_of(told())
-    lines[2:3] = ['{"time": 1020.0, "kind": "st{"time": 1020.5, "kind": "checkpoint"}\n']
-    result, notes = summarized(tmp_path, lines)
+    damaged = lines()
+    damaged[2:3] = ['{"time": 1020.0, "kind": "st{"time": 1020.5, "kind": "checkpoint"}\n']
+    result, notes = summarized(tmp_path, damaged)
     assert result.summary["wall_s"] == pytest.approx(50.0)
     (note,) = notes
     assert "events.jsonl, line 3: not an event" in note

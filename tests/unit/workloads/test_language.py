@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from rayrec import checkpoint
 from rayrec.checkpoint.writer import ExtraFiles
-from rayrec.config import InputError
 from rayrec.data.engine import ThreadEngine
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.data.text import text_blocks
@@ -41,17 +41,15 @@ PART_BYTES = 1024
 TEXT = "the quick brown fox jumps over the lazy dog.\n"
 SMALL = GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=BLOCK, dropout=0.0)
 Saved = tuple[TrainConfig, str, Any]
+FILES, ROWS = characters(set(TEXT)), {"train": 20, "validation": 4}
+TOKENIZER = TextTokenizer(FILES, "tokenizer")
 
 
-def folder_of(
-    path: Path, *, files: Files | None = None, block_size: int = BLOCK, sets: dict[str, int] | None = None, text: str = ""
-) -> TokenFolder:
+def folder_of(path: Path, *, files: Files = FILES, block_size: int = BLOCK, sets: Any = ROWS, text: str = "") -> TokenFolder:
     """Write a folder as `rayrec preprocess` does, without the rows."""
     path.mkdir(exist_ok=True)
-    files = characters(set(TEXT)) if files is None else files
     tokenizer = TextTokenizer(files, "tokenizer")
     write_tokenizer(files, str(path / "tokenizer"))
-    rows = {"train": 20, "validation": 4} if sets is None else sets
     manifest = {
         "format": "rayrec-tokens",
         "version": 1,
@@ -60,7 +58,7 @@ def folder_of(
         "vocabulary_size": tokenizer.vocabulary_size,
         "tokenizer": tokenizer.hash,
         "end_token": tokenizer.end_token,
-        "sets": {name: {"blocks": count} for name, count in rows.items()},
+        "sets": {name: {"blocks": count} for name, count in sets.items()},
         "hash": f"{block_size}{text}",
     }
     (path / "manifest.json").write_text(json.dumps(manifest))
@@ -201,12 +199,11 @@ def test_generation_stops_at_end_token() -> None:
 
 
 def test_sampling_depends_on_prompt_only() -> None:
-    tokenizer = TextTokenizer(characters(set(TEXT)), "tokenizer")
-    model = model_of(tokenizer.vocabulary_size, scale=1.0)
-    settings: dict[str, Any] = {"tokenizer": tokenizer, "window": BLOCK, "max_new_tokens": 8, "temperature": 1.0}
+    model = model_of(TOKENIZER.vocabulary_size, scale=1.0)
+    settings: dict[str, Any] = {"tokenizer": TOKENIZER, "window": BLOCK, "max_new_tokens": 8, "temperature": 1.0}
 
     def texts(*prompts: str) -> list[str]:
-        rows, lengths = prompts_of(*(tokenizer.encode(prompt).tolist() for prompt in prompts))
+        rows, lengths = prompts_of(*(TOKENIZER.encode(prompt).tolist() for prompt in prompts))
         return continued(model, rows.numpy(), lengths.numpy(), device=torch.device("cpu"), **settings)
 
     together = texts("the dog", "fox", "the dog")
@@ -217,17 +214,16 @@ def test_sampling_depends_on_prompt_only() -> None:
 
 
 def test_prompts_are_read_from_lines(tmp_path: Path) -> None:
-    tokenizer = TextTokenizer(characters(set(TEXT)), "tokenizer")
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"the fox\r\n\n" + b"the lazy dog " * 3)
-    arrays = read_prompts(str(path), tokenizer, window=BLOCK).read(np.arange(3))
+    arrays = read_prompts(str(path), TOKENIZER, window=BLOCK).read(np.arange(3))
     assert arrays[LENGTHS].tolist() == [7, 1, BLOCK]
     pairs = zip(arrays[PROMPTS], arrays[LENGTHS], strict=True)
-    texts = [tokenizer.decode(row[len(row) - length :]) for row, length in pairs]
+    texts = [TOKENIZER.decode(row[len(row) - length :]) for row, length in pairs]
     assert texts == ["the fox", "\n", ("the lazy dog " * 3)[-BLOCK:]]
     for content, message in ((b"the\xe9\n", "got an invalid byte at 3"), (b"", "has no prompts")):
         path.write_bytes(content)
-        rejects(message, read_prompts, str(path), tokenizer, window=BLOCK)
+        rejects(message, read_prompts, str(path), TOKENIZER, window=BLOCK)
 
 
 # -- checkpoints, exports and initial weights
@@ -236,7 +232,7 @@ def test_prompts_are_read_from_lines(tmp_path: Path) -> None:
 @pytest.fixture(scope="module", params=["characters", "bytes_bpe"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("saved")
-    files = characters(set(TEXT)) if request.param == "characters" else bytes_bpe([TEXT * 20], 280)
+    files = FILES if request.param == "characters" else bytes_bpe([TEXT * 20], 280)
     config = small(folder / "tokens")
     folder_of(folder / "tokens", files=files)
     prepared = prepare(config, folder)
@@ -285,8 +281,8 @@ def test_scoring_uses_checkpoint_tokenizer(saved: Saved, tmp_path: Path) -> None
     assert rows.shape[1] == BLOCK
     assert (TEXT * 3).startswith(load_tokenizer(f"{folder}/tokenizer").decode(rows.reshape(-1)))
     folder_of(tmp_path / "other", files=characters(set("other characters")))
-    with pytest.raises(InputError, match="tokenizer does not match the model"):
-        config.workload.open_labelled(config, checkpoint=folder, path=str(tmp_path / "other"))
+    open_labelled = partial(config.workload.open_labelled, config, checkpoint=folder)
+    rejects("tokenizer does not match the model", open_labelled, path=str(tmp_path / "other"))
 
 
 def test_scoring_cuts_text_as_training(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,10 +357,10 @@ def test_pretrained_weights_reject_mismatch(saved: Saved, tmp_path: Path, monkey
 
 
 def test_samples_continue_validation_text(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(folder_of(tmp_path).tokenizer)
+    folder_of(tmp_path)
     config = small(tmp_path)
     prepared = prepare(config, tmp_path)
-    rows = np.stack([tokenizer.encode(TEXT)[start : start + BLOCK] for start in range(4)]).astype(np.int64)
+    rows = np.stack([TOKENIZER.encode(TEXT)[start : start + BLOCK] for start in range(4)]).astype(np.int64)
     model = config.workload.build(prepared)
     sets = {"validation": ArrayRows({"tokens": rows})}
 
