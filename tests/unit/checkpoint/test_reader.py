@@ -98,8 +98,7 @@ def test_unreadable_disk_sector_is_damage(tmp_path: Path, monkeypatch: pytest.Mo
     """An earlier checkpoint is used for unreadable files, but not during an outage of a store."""
     first, second = (Checkpoint(checkpoint.folder_of(str(tmp_path), step)) for step in (1, 2))
     for saved in (first, second):
-        files = ExtraFiles({"config.yaml": b"a: 1"})
-        checkpoint.save(saved.path, {"a": torch.ones(3)}, state={}, extra_files=files.write)
+        checkpoint.save(saved.path, {"a": torch.ones(3)}, state={}, extra_files=ExtraFiles({"config.yaml": b"a: 1"}).write)
     unreadable(monkeypatch, f"{second.path}/{name}", OSError(number, os.strerror(number)))
     target, told = {"a": torch.zeros(3)}, []
     with pytest.raises(UnreadableError, match=rf"{name}: cannot be read \(.+\); use an earlier checkpoint"):

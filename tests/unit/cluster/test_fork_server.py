@@ -240,8 +240,7 @@ def test_node_has_one_fork_server_until_ray_ends(node_manager: NodeManager, tmp_
     module.write_text("SAID = 'old'")
 
     def started(**added: str) -> list[Any]:
-        said = node_manager.start(program, forked_worker.python_of_a_job(), PYTHONPATH=str(tmp_path), **added)
-        return json.loads(said)
+        return json.loads(node_manager.start(program, forked_worker.python_of_a_job(), PYTHONPATH=str(tmp_path), **added))
 
     server, *found = started()
     assert found == [None, True]

@@ -147,8 +147,7 @@ def click_run(prepared: tuple[LogIndex, Preprocessor]) -> Diagnosis:
     source = TaskSource(InProcess(preprocessor), ThreadEngine(1), SCHEMA, order.max_block_rows, prefetch_blocks=1)
     loader = Loader(order, ClickBatches(source, SCHEMA), BatchSharding(0, 1, 32), epochs=1)
     configuration = recipes.criteo_demo("none").replace(log_every=4, evaluate_every=10**6, early_stopping={"patience": 0})
-    pipeline = SimpleNamespace(progress=progress, reset=lambda: None)
-    return train(configuration, fake_setup(pipeline, clock=clock), loader)[0]
+    return train(configuration, fake_setup(SimpleNamespace(progress=progress, reset=lambda: None), clock=clock), loader)[0]
 
 
 def test_bottleneck_detects_slow_log_storage(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> None:

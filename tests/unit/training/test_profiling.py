@@ -50,8 +50,7 @@ def events(*, rate: float = 0.0) -> list[dict[str, Any]]:
 def request(folder: Path, train: Callable[[Any], object] | None = None, **changes: Any) -> dict[str, Any]:
     """Request a profile from a run whose driver, if there is one, trains."""
     settings: dict[str, Any] = {"steps": 2, "note": print, "timeout_s": 120.0 if train else 0.0, **changes}
-    channel: Any = SimpleNamespace(send_profile_request=train)
-    with watched_requests(str(folder), channel) if train else contextlib.nullcontext():
+    with watched_requests(str(folder), SimpleNamespace(send_profile_request=train)) if train else contextlib.nullcontext():
         return request_profile(str(folder), settings.pop("events", events()), **settings)
 
 
@@ -99,8 +98,7 @@ def test_profile_request_reports_worker_failure(tmp_path: Path, monkeypatch: pyt
             for rank in range(2):
                 write: Any = (lambda kind, fields: log_of_first.write(kind, **fields)) if rank == 0 else lambda *_: None
                 worker: Any = WorkerContext(config, rank, 2, torch.device("cpu"), None)  # type: ignore[arg-type]
-                channel: Any = SimpleNamespace(subscribe=id)
-                profiler = step_profiler.make_profiler(worker, str(tmp_path), channel, write)
+                profiler = step_profiler.make_profiler(worker, str(tmp_path), SimpleNamespace(subscribe=id), write)
                 profiler.request(profiling.Window(**wish))
                 for step in range(40, 50):
                     profiler.begin_step(step)

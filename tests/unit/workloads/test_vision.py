@@ -307,10 +307,9 @@ def test_path_resolves_to_image_and_label_files(folder: Path, tmp_path: Path) ->
         source = workload.open_inputs(config, checkpoint="", path=str(path))
         return len(source), sorted(source.read(np.arange(1)))
 
-    both = ["images", "labels"]
     assert labelled(folder) == 30
     assert labelled(folder / "train-images-idx3-ubyte.gz") == 60
-    assert inputs(folder) == (30, both)
+    assert inputs(folder) == (30, ["images", "labels"])
     (tmp_path / "train-images.idx3-ubyte").write_bytes(idx(np.zeros((4, 28, 28), np.uint8)))
     assert inputs(tmp_path) == (4, ["images"])
     rejects(r"train-images\.idx3-ubyte: label file not found\. Name the two files", labelled, tmp_path)

@@ -127,10 +127,9 @@ def test_in_process_run_completes(tmp_path: Path, expected: str) -> None:
 
     STATE.act = act
     threads = torch.get_num_threads()
-    result = run(tmp_path)
+    summary = run(tmp_path).summary
     assert set(inside) == {(1, threads + 1, "attempt")}
     assert len(inside) == STEPS
-    summary = result.summary
     assert (summary["steps"], summary["rows_lost"], summary["rows_repeated"]) == (STEPS, 0, 0)
     assert summary["weights_sha256"] == expected
     folder = tmp_path / "run"

@@ -116,9 +116,8 @@ def test_abandoned_workers_are_ended(nodes: Cluster, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ray_launcher, "_placement_groups", {"another's"}.copy)
     freed: list[set[str]] = []
     monkeypatch.setattr(ray_launcher, "_free_workers", freed.append)
-    run = Attempts(monkeypatch, [ending], config(), tmp_path)
     with contextlib.suppress(KeyboardInterrupt, InputError):
-        assert run.run() is None
+        assert Attempts(monkeypatch, [ending], config(), tmp_path).run() is None
     assert freed == [{"another's"}]
 
 
@@ -220,8 +219,7 @@ def test_missing_data_nodes_end_attempt_if_replaceable(
 
 def test_unreachable_head_does_not_end_attempt(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "data_nodes", raising(ray_launcher.ray.exceptions.RaySystemError("gone")))
-    watch = ray_launcher._DataNodes(config(), ray_launcher.allocate_resources(config()))
-    assert first_missing_s(monkeypatch, watch) is None
+    assert first_missing_s(monkeypatch, ray_launcher._DataNodes(config(), ray_launcher.allocate_resources(config()))) is None
 
 
 # -- the process group

@@ -36,8 +36,7 @@ def test_targets_mix_labels_and_probabilities(both: tuple[Saved, Saved]) -> None
     for weight in (0.25, 1.0):
         targets = load_targets(Teacher((str(both[1].checkpoint),), weight), both[1].preprocessor)(rows)
         assert targets.dtype == np.float32
-        expected = (1 - weight) * rows.label + weight * probabilities
-        np.testing.assert_allclose(targets, expected, atol=1e-6)
+        np.testing.assert_allclose(targets, (1 - weight) * rows.label + weight * probabilities, atol=1e-6)
 
 
 def test_targets_match_after_resume(both: tuple[Saved, Saved]) -> None:

@@ -130,10 +130,8 @@ class _Trap:
 def test_loading_never_unpickles(copied: Path, config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = copied / "sprung"
     trap = pickle.dumps(_Trap(str(mark)))
-
-    refuse = raising(AssertionError("unpickled"))
     for module, function in ((pickle, "load"), (pickle, "loads"), (torch, "load")):
-        monkeypatch.setattr(module, function, refuse)
+        monkeypatch.setattr(module, function, raising(AssertionError("unpickled")))
     names = ("model.pt", "data.pkl", ".metadata", "__0_0.distcp", "preprocessor/preprocessor.pkl", "weights", "data_00000-1.pkl")
     for name in names:
         (copied / name).write_bytes(trap)
