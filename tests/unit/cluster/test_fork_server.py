@@ -198,14 +198,10 @@ class NodeManager:
     def __init__(self, folder: Path, command: str = "/bin/echo setup_worker.py") -> None:
         (folder / "session_1").mkdir()
         self._folder, self._errors = folder, folder / "errors"
+        arguments = [sys.executable, "-c", NODE_MANAGER, f"--python_worker_command={command}"]
         with open(self._errors, "wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", NODE_MANAGER, f"--python_worker_command={command}"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(arguments, stdin=pipe, stdout=pipe, stderr=errors, text=True)
 
     def start(self, program: Path, python: str, **added: str) -> str:
         """Run the program and return its output."""
@@ -314,13 +310,9 @@ def test_workers_in_other_languages_start_normally(server: ForkServer, tmp_path:
     ours = ["-Dray.address=1", "-s", "a.Worker"]
     context = CONTEXT + json.dumps({"env_vars": {"A": "added"}})
     for language, command in (("JAVA", ours), ("CPP", [str(java), *ours])):
-        done = subprocess.run(
-            [sys.executable, forked_worker.__file__, *command, f"--language={language}", context],
-            capture_output=True,
-            text=True,
-            env={**os.environ, forked_worker.SOCKET: server.address},
-            check=True,
-        )
+        arguments = [sys.executable, forked_worker.__file__, *command, f"--language={language}", context]
+        environment = {**os.environ, forked_worker.SOCKET: server.address}
+        done = subprocess.run(arguments, capture_output=True, text=True, env=environment, check=True)
         assert done.stdout.startswith("added ")
         assert done.stdout.endswith(" ".join(ours) + "\n")
         assert "rayrec" not in done.stderr

@@ -54,14 +54,8 @@ class FakeHead:
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def add(self, submission_id: str, *, run: str = "run", config_hash: str = "c0ffee", **fields: Any) -> None:
-        self.jobs[submission_id] = {
-            "submission_id": submission_id,
-            "status": "RUNNING",
-            "driver_exit_code": None,
-            "message": "",
-            "metadata": {RUN_KEY: run, CONFIG_KEY: config_hash},
-            **fields,
-        }
+        job = {"submission_id": submission_id, "status": "RUNNING", "driver_exit_code": None, "message": ""}
+        self.jobs[submission_id] = {**job, "metadata": {RUN_KEY: run, CONFIG_KEY: config_hash}, **fields}
 
     def get(self, request: BaseHTTPRequestHandler) -> None:
         if self.busy and self.submitted:
@@ -138,15 +132,9 @@ Supervise = Callable[..., Outcome]
 def supervise(head: FakeHead, tmp_path: Path) -> Supervise:
     def run(*, policy: Policy | None = None, config_hash: str = "c0ffee", **changes: Any) -> Outcome:
         settings = {"address": head.url, "state": str(tmp_path / "run.json"), "policy": policy or Policy(), **changes}
-        return supervisor.supervise(
-            ["criteo_demo", "--name", "run", "--train-data.path", "a log's name"],
-            name="run",
-            config_hash=config_hash,
-            config=SuperviseConfig(**settings),
-            stop_wait_s=90.0,
-            note=head.notes.append,
-            show=None,
-        )
+        arguments = ["criteo_demo", "--name", "run", "--train-data.path", "a log's name"]
+        fixed: dict[str, Any] = {"name": "run", "stop_wait_s": 90.0, "note": head.notes.append, "show": None}
+        return supervisor.supervise(arguments, config_hash=config_hash, config=SuperviseConfig(**settings), **fixed)
 
     return run
 

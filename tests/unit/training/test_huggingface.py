@@ -153,16 +153,9 @@ def test_non_finite_loss_raises_input_error() -> None:
 def test_loss_matches_plain_trainer_script(tmp_path: Path) -> None:
     from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
-    wanted = config(
-        steps=10,
-        log_every=1,
-        batch_size=4,  # whole epochs of full batches
-        workload={
-            "model": {"dropout": 0.0},
-            "schedule": {"warmup_steps": 0, "decay_fraction": 0.0},
-            "optimizer": {"eps": 1e-8, "weight_decay": 0.01},
-        },
-    )
+    plain = {"model": {"dropout": 0.0}, "schedule": {"warmup_steps": 0, "decay_fraction": 0.0}}
+    workload = {**plain, "optimizer": {"eps": 1e-8, "weight_decay": 0.01}}
+    wanted = config(steps=10, log_every=1, batch_size=4, workload=workload)  # whole epochs of full batches
     ours = Attempt(huggingface.run, wanted)
     context = WorkerContext(wanted, 0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
     loader = wanted.workload.make_loader(context, None, state=None, step=0)

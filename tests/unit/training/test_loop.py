@@ -135,23 +135,11 @@ class Run:
             self.events.append((kind, fields["step"]))
             self.fields.append(fields)
 
-        training = Training(
-            config=self.config,
-            setup=fake_setup(
-                self.pipeline,
-                clock=self.clock,
-                make_metrics=lambda: metrics,
-                eval_batches={"validation": lambda: iter(range(-self.evaluation, 0))},
-            ),
-            loader=self.loader,  # type: ignore[arg-type]
-            progress=self.progress,
-            log=log,
-            save=save,
-            stop_signal=self.stop_signal,
-            first_step=lambda blocked_s, elapsed_s: self.first_steps.append((blocked_s, elapsed_s)),
-            pause_at=pause_at,
-        )
-        return loop.run(training)
+        evaluation = {"validation": lambda: iter(range(-self.evaluation, 0))}
+        setup = fake_setup(self.pipeline, clock=self.clock, make_metrics=lambda: metrics, eval_batches=evaluation)
+        parts: dict[str, Any] = {"config": self.config, "loader": self.loader, "progress": self.progress, "pause_at": pause_at}
+        parts |= {"stop_signal": self.stop_signal, "first_step": lambda *times_s: self.first_steps.append(times_s)}
+        return loop.run(Training(setup=setup, log=log, save=save, **parts))
 
     def told(self, kind: str) -> list[int]:
         """Return the steps of a kind of events."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,14 +25,8 @@ class Recorded:
     def __init__(self, folder: Path, *, rank: int = 0, memory: bool = True) -> None:
         self.written: list[Window] = []
         self.failed: list[str] = []
-        self.profiler = StepProfiler(
-            str(folder),
-            rank=rank,
-            device=torch.device("cpu"),
-            memory=memory,
-            on_saved=self.written.append,
-            on_failed=lambda window, cause: self.failed.append(cause),
-        )
+        make = partial(StepProfiler, str(folder), rank=rank, device=torch.device("cpu"), memory=memory)
+        self.profiler = make(on_saved=self.written.append, on_failed=lambda window, cause: self.failed.append(cause))
 
     def record(self, window: Window, first: int, end: int) -> Recorded:
         """Request a window, train some steps and close."""

@@ -60,16 +60,11 @@ def summarized(folder: Path, damaged: list[str] | None = None) -> tuple[Result, 
     metrics = {"accuracy": 0.5}
     finish: dict[str, Any] = {"step": 15, "chosen_step": 10, "rows": ROWS * 3 // 2, "rows_lost": 0, "rows_repeated": 0}
     finish |= {"train_s": 12.0, "metrics": metrics, "validation": metrics, "blocked_fraction": 0.1, "checkpoint": saved}
+    finish["weights_sha256"] = "00ff"
     notes: list[str] = []
     with EventWriter(folder / "events.jsonl") as events:
-        result = summarize(
-            data_parallel.config(1).replace(name="run", epochs=4),
-            str(folder),
-            None,
-            {**finish, "weights_sha256": "00ff"},
-            events=events,
-            note=notes.append,
-        )
+        config = data_parallel.config(1).replace(name="run", epochs=4)
+        result = summarize(config, str(folder), None, finish, events=events, note=notes.append)
     assert json.loads((folder / "summary.json").read_text()) == result.summary
     return result, notes
 
@@ -130,13 +125,9 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
             raise error
 
         monkeypatch.setattr(ray_launcher, "run_attempts", run_attempts)
-        config = data_parallel.config(1).replace(
-            name="run",
-            storage_path=str(tmp_path),
-            workload=Prepared(wrong=str(error) if wrong else ""),
-            failure={"max_outage_s": 900.0},
-            trackers={"prometheus": False, "tensorboard": False, "mllog": True},
-        )
+        trackers = {"prometheus": False, "tensorboard": False, "mllog": True}
+        config = data_parallel.config(1).replace(name="run", storage_path=str(tmp_path), trackers=trackers)
+        config = config.replace(workload=Prepared(wrong=str(error) if wrong else ""), failure={"max_outage_s": 900.0})
         CONFIGS.append(config)
         NOTES.clear()
         with pytest.raises(type(error)) as raised:

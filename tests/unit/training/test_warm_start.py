@@ -66,28 +66,14 @@ def day(folder: Path, number: int) -> str:
     return str(path)
 
 
+WORKLOAD: dict[str, Any] = {"model": DLRM, "schema": SCHEMA, "preset": {"min_count": 1}, "schedule": {"decay_fraction": 0.0}}
+WORKLOAD |= {"sparse_optimizer": {"learning_rate": 0.1}, "dense_optimizer": {"learning_rate": 0.02}}
+RUN = {"batch_size": 100, "min_steps_per_epoch": 1, "steps": 8, "evaluate_every": 8, "seed": SEED, **LEAN}
+RUN["early_stopping"] = {"patience": 0}  # the last weights: a resumed run has more evaluations to choose from
+
+
 def config(path: str, folder: Path, name: str, **workload: Any) -> rayrec.TrainConfig:
-    settings = {
-        "model": DLRM,
-        "schema": SCHEMA,
-        "preset": {"min_count": 1},
-        "schedule": {"decay_fraction": 0.0},
-        "sparse_optimizer": {"learning_rate": 0.1},
-        "dense_optimizer": {"learning_rate": 0.02},
-        **workload,
-    }
-    return recipes.clicks(path).replace(
-        name=name,
-        workload=settings,
-        batch_size=100,
-        min_steps_per_epoch=1,
-        storage_path=str(folder),
-        steps=8,
-        evaluate_every=8,
-        early_stopping={"patience": 0},  # the last weights: a resumed run has more evaluations to choose from
-        seed=SEED,
-        **LEAN,
-    )
+    return recipes.clicks(path).replace(name=name, storage_path=str(folder), workload={**WORKLOAD, **workload}, **RUN)
 
 
 @pytest.fixture(autouse=True)

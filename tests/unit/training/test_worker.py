@@ -68,15 +68,11 @@ class Evaluated:
         return iter(())
 
     def finish(self, progress: Progress = STOPPED_EARLY, *, evaluated_step: int | None = 7) -> Any:
-        return finish(
-            self.attempt,
-            self.setup,
-            progress,
-            evaluated_step=evaluated_step,
-            expected=self.expected,
-            log=lambda kind, fields: self.events.append((kind, fields)),
-            stop_signal=self.stop_signal,
-        )
+        def log(kind: str, fields: dict[str, Any]) -> None:
+            self.events.append((kind, fields))
+
+        parts: dict[str, Any] = {"expected": self.expected, "log": log, "stop_signal": self.stop_signal}
+        return finish(self.attempt, self.setup, progress, evaluated_step=evaluated_step, **parts)
 
 
 VALIDATION = ("validation",)

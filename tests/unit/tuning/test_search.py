@@ -25,23 +25,18 @@ from rayrec.tuning import trials as of_trials
 from rayrec.workloads.base import TrainConfig
 
 RATE = "workload.dense_optimizer.learning_rate"
+HERE: dict[str, Any] = {"early_stopping": {"patience": 0}, "cluster": {"address": "none"}}
+HERE["trackers"] = {"prometheus": False, "tensorboard": False}
+ALONE: dict[str, Any] = {"scaling": {"num_workers": 1}, "cluster": {"num_cpus": 1}}
 SEARCH: dict[str, Any] = {RATE: {"grid": [0.004, 1e30, 0.001, 2e-5]}}
 """Better settings than the recipe's, unstable ones, and others."""
 
 
 @pytest.fixture(scope="module")
 def config(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    return recipes.criteo_demo(str(click_log / "train.txt")).replace(
-        storage_path=str(tmp_path_factory.mktemp("searches")),
-        name="search",
-        steps=54,
-        evaluate_every=18,
-        batch_size=256,
-        early_stopping={"patience": 0},
-        trackers={"prometheus": False, "tensorboard": False},
-        cluster={"address": "none"},
-        workload={"dense_optimizer": {"learning_rate": 1e-5}},
-    )
+    plain = recipes.criteo_demo(str(click_log / "train.txt")).replace(steps=54, evaluate_every=18, batch_size=256, **HERE)
+    storage_path, workload = str(tmp_path_factory.mktemp("searches")), {"dense_optimizer": {"learning_rate": 1e-5}}
+    return plain.replace(storage_path=storage_path, name="search", workload=workload)
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +78,8 @@ def test_tune_compares_best_trial_with_recipe(found: dict[str, Any], config: Tra
 
 def test_paused_trial_matches_uninterrupted_run(found: dict[str, Any], config: TrainConfig, tmp_path: Path) -> None:
     """The uninterrupted run reads the raw log instead of the preprocessed rows."""
-    alone = config.replace(
-        storage_path=str(tmp_path),
-        name="alone",
-        scaling={"num_workers": 1},
-        cluster={"num_cpus": 1},
-        workload={"dense_optimizer": {"learning_rate": 0.004}},
-    )
+    rate = {"dense_optimizer": {"learning_rate": 0.004}}
+    alone = config.replace(storage_path=str(tmp_path), name="alone", **ALONE, workload=rate)
     place = Path(found["folder"], "trials", "trial_0001")
     summary = json.loads((place / "summary.json").read_text())
     assert trainer.train(alone, console=QUIET).summary["weights_sha256"] == summary["weights_sha256"]
@@ -182,16 +172,9 @@ def own_log(path: str) -> str:
 
 
 def own_config(log: str, schema: Schema, storage_path: str) -> TrainConfig:
-    return recipes.clicks(log).replace(
-        storage_path=storage_path,
-        name="own",
-        steps=27,
-        batch_size=64,
-        early_stopping={"patience": 0},
-        trackers={"prometheus": False, "tensorboard": False},
-        cluster={"address": "none"},
-        workload={"schema": schema, "preset": {"min_count": 1}, "dense_optimizer": {"learning_rate": 1e-6}},
-    )
+    workload = {"schema": schema, "preset": {"min_count": 1}, "dense_optimizer": {"learning_rate": 1e-6}}
+    plain = recipes.clicks(log).replace(steps=27, batch_size=64, **HERE)
+    return plain.replace(storage_path=storage_path, name="own", workload=workload)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +196,7 @@ def test_own_log_search_matches_training_from_raw_rows(
     best = recipes.load_config(Path(found["best_config"]).read_text())
     assert best.workload == config.replace(workload={"dense_optimizer": {"learning_rate": 0.03}}).workload
     assert best.workload.schema.group == "user"
-    alone = trainer.train(best.replace(name="alone", scaling={"num_workers": 1}, cluster={"num_cpus": 1}), console=QUIET)
+    alone = trainer.train(best.replace(name="alone", **ALONE), console=QUIET)
     assert alone.summary["weights_sha256"] == trials[1]["weights_sha256"]
     # CSV is converted once, inside the storage path.
     converted = list(tmp_path.glob("**/tables/**/*.parquet"))

@@ -12,21 +12,11 @@ def found(**changes: Any) -> dict[str, Any]:
         return {"number": number, "values": values, "best": best, "curve": curve, **told, **others}
 
     values = {"workload.model.dropout": 0.25, "batch_size": 512}
-    difference = {"difference": 0.012, "low": 0.002, "high": 0.022, "p_value": 0.0123}
-    return {
-        "metric": "auroc",
-        "best": {"number": 1, "values": values, "auroc": 0.75, "checkpoint": "c"},
-        "validation_rows": 1429,
-        "test_rows": 1428,
-        "compared": {"auroc": difference},
-        "trained_share": 0.1353,
-        "trials": [
-            trial(1, values, 0.75),
-            trial(0, {}, 0.74),
-            trial(2, {**values, "batch_size": 1024}, None, state="failed", error="InputError: <too> large"),
-        ],
-        **changes,
-    }
+    failed = trial(2, {**values, "batch_size": 1024}, None, state="failed", error="InputError: <too> large")
+    result = {"metric": "auroc", "best": {"number": 1, "values": values, "auroc": 0.75, "checkpoint": "c"}}
+    result |= {"validation_rows": 1429, "test_rows": 1428, "trained_share": 0.1353}
+    result["compared"] = {"auroc": {"difference": 0.012, "low": 0.002, "high": 0.022, "p_value": 0.0123}}
+    return {**result, "trials": [trial(1, values, 0.75), trial(0, {}, 0.74), failed], **changes}
 
 
 def test_table_has_one_line_per_trial() -> None:

@@ -50,17 +50,9 @@ def folder_of(path: Path, *, files: Files = FILES, block_size: int = BLOCK, sets
     path.mkdir(exist_ok=True)
     tokenizer = TextTokenizer(files, "tokenizer")
     write_tokenizer(files, str(path / "tokenizer"))
-    manifest = {
-        "format": "rayrec-tokens",
-        "version": 1,
-        "block_size": block_size,
-        "part_bytes": PART_BYTES,
-        "vocabulary_size": tokenizer.vocabulary_size,
-        "tokenizer": tokenizer.hash,
-        "end_token": tokenizer.end_token,
-        "sets": {name: {"blocks": count} for name, count in sets.items()},
-        "hash": f"{block_size}{text}",
-    }
+    manifest = {"format": "rayrec-tokens", "version": 1, "block_size": block_size, "part_bytes": PART_BYTES}
+    manifest |= {"vocabulary_size": tokenizer.vocabulary_size, "tokenizer": tokenizer.hash, "end_token": tokenizer.end_token}
+    manifest |= {"sets": {name: {"blocks": count} for name, count in sets.items()}, "hash": f"{block_size}{text}"}
     (path / "manifest.json").write_text(json.dumps(manifest))
     return open_tokens(str(path))
 
@@ -134,13 +126,8 @@ def made(model: torch.nn.Module, *rows: list[int], count: int, temperature: floa
 
 def test_greedy_text_matches_transformers() -> None:
     model = model_of()
-    expected = model.generate(
-        torch.tensor([[3, 1, 4]]),
-        attention_mask=torch.ones(1, 3, dtype=torch.long),
-        max_new_tokens=BLOCK - 3,
-        do_sample=False,
-        pad_token_id=0,
-    )[0, 3:].tolist()
+    prompt, greedy = torch.tensor([[3, 1, 4]]), {"max_new_tokens": BLOCK - 3, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **greedy)[0, 3:].tolist()
     assert made(model, [3, 1, 4], count=BLOCK - 3) == [expected]
 
 

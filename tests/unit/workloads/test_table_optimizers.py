@@ -34,14 +34,9 @@ def _quiet(single_rank: None) -> Iterator[None]:
 
 
 def set_up(plan: Any, *, max_gradient_norm: float | None = None, **sparse: Any) -> WorkerSetup:
-    config = click.config(
-        TABLES,
-        1,
-        sparse_optimizer=SparseOptimizerConfig(**SPARSE, **sparse),
-        dense_optimizer=DENSE,
-        max_gradient_norm=max_gradient_norm,
-        sharding=ShardingConfig(sharding_types=(plan,), min_column_width=4),
-    )
+    optimizers = {"sparse_optimizer": SparseOptimizerConfig(**SPARSE, **sparse), "dense_optimizer": DENSE}
+    sharding = ShardingConfig(sharding_types=(plan,), min_column_width=4)
+    config = click.config(TABLES, 1, **optimizers, max_gradient_norm=max_gradient_norm, sharding=sharding)
     return config.workload.set_up(click.context(config, 0, 1), click.prepared(TABLES))
 
 

@@ -80,14 +80,9 @@ def workers() -> list[threading.Thread]:
 def config(folder: Path, **changes: Any) -> TrainConfig:
     plain = data_parallel.config(1, steps=STEPS)
     workload = Small(optimizer=plain.workload.optimizer, schedule=plain.workload.schedule)  # type: ignore[attr-defined]
-    return plain.replace(
-        name="run",
-        storage_path=str(folder),
-        workload=workload,
-        evaluate_every=6,
-        scaling={"num_workers": 1, "threads_per_worker": torch.get_num_threads() + 1},
-        **LEAN,
-    ).updated(changes)
+    scaling = {"num_workers": 1, "threads_per_worker": torch.get_num_threads() + 1}
+    made = plain.replace(name="run", storage_path=str(folder), workload=workload, evaluate_every=6, scaling=scaling, **LEAN)
+    return made.updated(changes)
 
 
 def run(folder: Path, **changes: Any) -> trainer.Result:

@@ -16,13 +16,8 @@ ONE_ID = Lookup()
 
 
 def table(name: str, kind: str, ranks: list[int], *, dim: int = 16, rows: int = 100) -> TablePlacement:
-    return TablePlacement(
-        table=name,
-        num_embeddings=rows,
-        embedding_dim=dim,
-        sharding_type=kind,
-        bytes_of_rank=dict.fromkeys(ranks, rows * dim * 4 // (1 if kind == "data_parallel" else len(ranks))),
-    )
+    of_rank = dict.fromkeys(ranks, rows * dim * 4 // (1 if kind == "data_parallel" else len(ranks)))
+    return TablePlacement(table=name, num_embeddings=rows, embedding_dim=dim, sharding_type=kind, bytes_of_rank=of_rank)
 
 
 def traffic(*tables: TablePlacement, lookup: Lookup = ONE_ID, **changes: Any) -> CommunicationVolume:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from builders.click_models import Saved, hashed_preprocessor, save_clicks, save_two
 from builders.faults import rejects
-from builders.runs import QUIET
+from builders.runs import LEAN, QUIET
 
 import rayrec
 from rayrec import recipes
@@ -89,14 +89,8 @@ def test_teacher_requires_weight_and_checkpoint() -> None:
 
 def test_several_teachers_match_ensemble(click_log: Path, tmp_path: Path) -> None:
     small = {"embedding_dim": 4, "bottom_mlp": (8, 4), "top_mlp": (8, 1)}
-    recipe = recipes.criteo_demo(str(click_log / "train.txt")).replace(
-        storage_path=str(tmp_path),
-        steps=4,
-        batch_size=256,
-        scaling={"num_workers": 1},
-        trackers={"prometheus": False, "tensorboard": False},
-        workload={"model": small},
-    )
+    short = {"steps": 4, "batch_size": 256, "scaling": {"num_workers": 1}, "workload": {"model": small}, **LEAN}
+    recipe = recipes.criteo_demo(str(click_log / "train.txt")).replace(storage_path=str(tmp_path), **short)
 
     def trained(name: str, **changes: Any) -> Result:
         return train(recipe.replace(name=name, **changes), console=QUIET)

@@ -20,14 +20,9 @@ from rayrec.workloads.recsys.worker import TimedSparseDist, Unwrapped
 
 
 def test_single_worker_dense_part_is_on_device(single_rank: None) -> None:
-    sharded = DistributedModelParallel(
-        torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)),
-        env=ShardingEnv.from_local(1, 0),
-        device=torch.device("meta"),
-        plan=ShardingPlan({}),
-        init_parameters=False,
-        data_parallel_wrapper=Unwrapped(),
-    )
+    model, meta = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)), torch.device("meta")
+    alone = {"env": ShardingEnv.from_local(1, 0), "plan": ShardingPlan({}), "data_parallel_wrapper": Unwrapped()}
+    sharded = DistributedModelParallel(model, device=meta, init_parameters=False, **alone)
     assert {tensor.device.type for tensor in sharded.state_dict().values()} == {"meta"}
 
 
