@@ -71,9 +71,8 @@ def test_data_tasks_avoid_worker_nodes() -> None:
     apart = shared({"CPU": 4.0}, {"CPU": 2.0, "GPU": 2.0}, use_gpu=True)
     assert apart.worker_resources == {"CPU": 1.0, "GPU": 1.0}
     assert (apart.per_worker.max_cpus, apart.per_worker.label_selector) == (2.0, {"ray.io/node-id": "!in(1)"})
-    assert apart.text() == (
-        "2 workers, each with 1 CPU, 1 GPU; data tasks on 1 of 2 nodes, without workers, 2 CPUs for each worker"
-    )
+    text = "2 workers, each with 1 CPU, 1 GPU; data tasks on 1 of 2 nodes, without workers, 2 CPUs for each worker"
+    assert apart.text() == text
 
 
 SLOTS = {"resources_per_worker": {"slot": 1.0}, "cpus_per_worker": 0.5, "num_workers": (1, 3)}
@@ -115,10 +114,8 @@ def test_draining_nodes_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray places nothing on draining nodes, although they are alive."""
     nodes = [{"NodeID": name, "Alive": name != "dead", "Resources": {"CPU": 4.0}} for name in ("one", "leaving", "dead", "two")]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    state = SimpleNamespace(
-        state=SimpleNamespace(get_draining_nodes=lambda: {"leaving": 0}),
-        available_resources_per_node=lambda: {"one": {"CPU": 1.0}, "leaving": {"CPU": 4.0}},
-    )
+    free, draining = {"one": {"CPU": 1.0}, "leaving": {"CPU": 4.0}}, SimpleNamespace(get_draining_nodes=lambda: {"leaving": 0})
+    state = SimpleNamespace(state=draining, available_resources_per_node=lambda: free)
     monkeypatch.setattr("rayrec.compat.ray_compat.state", state)
     assert alive_nodes() == [Node("one", {"CPU": 4.0}), Node("two", {"CPU": 4.0})]
     assert alive_nodes(free=True) == [Node("one", {"CPU": 1.0}), Node("two", {})]

@@ -54,12 +54,9 @@ def over_all_orders(groups: np.ndarray, logits: np.ndarray, labels: np.ndarray, 
     for group in set(groups.tolist()) - {NO_GROUP}:
         mine = groups == group
         if labels[mine].any():
-            allowed = [
-                at_k(order, labels[mine], k)
-                for order in itertools.permutations(range(int(mine.sum())))
-                if all(logits[mine][a] >= logits[mine][b] for a, b in itertools.pairwise(order))
-            ]
-            means.append(np.mean(allowed, axis=0))
+            orders, scores = itertools.permutations(range(int(mine.sum()))), logits[mine]
+            allowed = (order for order in orders if all(scores[a] >= scores[b] for a, b in itertools.pairwise(order)))
+            means.append(np.mean([at_k(order, labels[mine], k) for order in allowed], axis=0))
     names = (f"ndcg_at_{k}", f"recall_at_{k}", f"hit_rate_at_{k}", "mrr")
     values = np.mean(means, axis=0) if means else [math.nan] * 4
     return {**dict(zip(names, map(float, values), strict=True)), "ranked_groups": len(means)}
@@ -88,11 +85,8 @@ def test_ties_match_mean_of_orders(case: Rows, k: int) -> None:
 @pytest.mark.parametrize("k", [1, 3, 10, 100])
 def test_ndcg_matches_scikit_learn(k: int) -> None:
     groups, logits, labels = many()
-    expected = [
-        ndcg_score(labels[None, groups == group], logits[None, groups == group], k=k)
-        for group in set(groups.tolist()) - {NO_GROUP}
-        if labels[groups == group].any()
-    ]
+    of_groups = (groups == group for group in set(groups.tolist()) - {NO_GROUP})
+    expected = [ndcg_score(labels[None, rows], logits[None, rows], k=k) for rows in of_groups if labels[rows].any()]
     assert ranking_metrics(groups, logits, labels, ks=(k,))[f"ndcg_at_{k}"] == pytest.approx(np.mean(expected))
 
 

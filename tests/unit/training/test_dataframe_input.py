@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders.faults import raising, rejects
-from builders.runs import QUIET
+from builders.runs import LEAN, QUIET
 
 import rayrec
 from rayrec import recipes, storage
@@ -52,9 +52,7 @@ def write(config: TrainConfig, data: Any, *, resumes: bool = False) -> list[str]
 
 
 def test_dataframe_run_matches_parquet_run(tmp_path: Path) -> None:
-    small = config(tmp_path, steps=4, batch_size=64, scaling={"num_workers": 1}).updated(
-        {"trackers": {"tensorboard": False, "prometheus": False}, "evaluate_every": 4}
-    )
+    small = config(tmp_path, steps=4, batch_size=64, scaling={"num_workers": 1}, evaluate_every=4, **LEAN)
     frame, held_out = ratings(), ratings(200, seed=1)
     result = rayrec.train(small, data=frame, eval_data=held_out, console=QUIET)
     for name, rows in (("train", frame), ("eval", held_out)):

@@ -24,10 +24,8 @@ from rayrec.workloads.base import TrainConfig, WorkerContext
 def config(**changes: Any) -> TrainConfig:
     """Return a configuration with 13 steps of 8 rows in two epochs and a bit (last step of an epoch: 4 rows), evaluated every 5
     and saved every 4 steps."""
-    workload = NextToken(
-        optimizer=DenseOptimizerConfig(kind="adamw", learning_rate=0.01, max_gradient_norm=0.5),
-        schedule=LearningRateSchedule(warmup_steps=3, decay_fraction=0.5),
-    )
+    optimizer = DenseOptimizerConfig(kind="adamw", learning_rate=0.01, max_gradient_norm=0.5)
+    workload = NextToken(optimizer=optimizer, schedule=LearningRateSchedule(warmup_steps=3, decay_fraction=0.5))
     made = TrainConfig(recipe="next_token", workload=workload, steps=13, batch_size=8, evaluate_every=5, log_every=2)
     return made.replace(checkpoint={"every": 4}).replace(**changes)
 

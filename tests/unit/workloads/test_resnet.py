@@ -67,12 +67,9 @@ def spelt_out(state: dict[str, torch.Tensor], images: torch.Tensor, *, training:
     """Compute the network from its weights alone."""
 
     def normalised(name: str, values: torch.Tensor) -> torch.Tensor:
-        dimensions = (0, 2, 3)
-        mean, variance = (
-            (values.mean(dimensions), values.var(dimensions, correction=0))
-            if training
-            else (state[f"{name}.running_mean"], state[f"{name}.running_var"])
-        )
+        mean, variance = state[f"{name}.running_mean"], state[f"{name}.running_var"]
+        if training:
+            mean, variance = values.mean((0, 2, 3)), values.var((0, 2, 3), correction=0)
         weight, bias = state[f"{name}.weight"], state[f"{name}.bias"]
         scale = (weight / torch.sqrt(variance + 1e-5))[:, None, None]
         return (values - mean[:, None, None]) * scale + bias[:, None, None]
@@ -138,10 +135,7 @@ def test_three_channel_weights_load_for_gray() -> None:
     ("other", "message"),
     [
         ({"num_classes": 1000}, r"a\.pt: fc\.weight must have shape \(10, 512\), got \(1000, 512\)\. Choose weights"),
-        (
-            {"blocks": (3, 4, 6, 3)},
-            r"a\.pt: must match a ResNet with blocks \(2, 2.*, got unknown layer1\.2\.conv1\.weight, .* more",
-        ),
+        ({"blocks": (3, 4, 6, 3)}, r"a.pt: must match a ResNet with blocks \(2, 2.*, got unknown layer1.2.conv1.weight, .* more"),
         ({"blocks": (1, 1, 1, 1)}, r"a\.pt: must match a ResNet .*, got no layer1\.1\.conv1\.weight, .* more"),
     ],
 )

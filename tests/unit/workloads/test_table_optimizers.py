@@ -70,11 +70,10 @@ def by_torch(kind: str, weight_decay: float, *, max_gradient_norm: float | None 
     model = build_click_model(workload.model, ModelInputs.of(workload.schema), num_embeddings=TABLES, embedding_device="cpu")
     rule = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
     decays = {True: weight_decay if max_gradient_norm is None else 0.0, False: 0.0}
-    groups = [
-        {"params": [weight for name, weight in model.named_parameters() if name.startswith("embeddings.") == tables]}
-        | {"weight_decay": decays[tables]}
-        for tables in (True, False)
-    ]
+    parts = (
+        (tables, [w for name, w in model.named_parameters() if name.startswith("embeddings.") == tables]) for tables in decays
+    )
+    groups = [{"params": weights, "weight_decay": decays[tables]} for tables, weights in parts]
     optimizer = rule(groups, lr=0.01, eps=1e-3)
     losses = []
     for step in range(STEPS):

@@ -202,10 +202,7 @@ def test_resume_rejects_changed_images(without_ray: None, folder: Path, tmp_path
         ({"train_data": {"path": "nowhere"}}, "nowhere: train-images-idx3-ubyte not found, .* rayrec fetch mnist --out nowhere"),
         ({"eval_data": {"path": "nowhere"}}, "nowhere: t10k-images-idx3-ubyte not found"),
         ({"workload": {"weights": "nowhere.pt"}}, r"workload\.weights: nowhere\.pt: no such file"),
-        (
-            {"workload": {"validation_rows": 60}},
-            r"more training rows than validation_rows \(60\), got 60 training and 30 test rows",
-        ),
+        ({"workload": {"validation_rows": 60}}, r"more training rows than validation_rows \(60\), got 60 training and 30 test"),
         ({"workload": {"model": {"num_classes": 9}}}, "must be 0 to 8, got 9; set num_classes to 10"),
     ],
 )

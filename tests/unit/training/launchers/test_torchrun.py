@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 from builders.faults import raising, rejects, until
+from builders.runs import train
 from hosts.ports import free_ports
 from torch.distributed import DistStoreError, HashStore
 
 from rayrec import recipes
 from rayrec.cluster.layout import TorchrunEnv
-from rayrec.config import InputError
-from rayrec.observe.console import Console
-from rayrec.training import trainer
 from rayrec.training.launchers import process_worker
 from rayrec.training.launchers.process_launcher import fitted
 from rayrec.training.launchers.process_worker import StoreControlChannel, StoreRendezvous, end, train_other
@@ -106,16 +104,13 @@ def test_other_processes_receive_run_result(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_torchrun_with_one_process_matches_plain_run(click_log: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    config = recipes.criteo_demo(str(click_log / "train.txt")).replace(
-        storage_path=str(tmp_path), steps=4, evaluate_every=4, batch_size=64, scaling={"num_workers": 1}
-    )
-    quiet = Console(quiet=True)
-    plain = trainer.train(config.replace(name="plain", cluster={"address": "none"}), console=quiet)
+    config = recipes.criteo_demo(str(click_log / "train.txt")).replace(steps=4, evaluate_every=4, batch_size=64)
+    config = config.replace(storage_path=str(tmp_path), scaling={"num_workers": 1})
+    plain = train(config, name="plain", cluster={"address": "none"})
     request.getfixturevalue("alone")
-    launched = trainer.train(config.replace(name="launched", scaling={"num_workers": 2}), console=quiet)
+    launched = train(config, name="launched", scaling={"num_workers": 2})
     assert launched.summary["weights_sha256"] == plain.summary["weights_sha256"]
-    with pytest.raises(InputError, match=r"train_data\.path: must be a training log"):
-        trainer.train(config.replace(name="other", train_data={"path": None}), console=quiet)
+    rejects(r"train_data\.path: must be a training log", train, config, name="other", train_data={"path": None})
     assert json.loads((tmp_path / "launched" / "summary.json").read_text()) == launched.summary
 
 

@@ -11,11 +11,8 @@ from rayrec.models.heads import label_heads
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, counted_columns, reliability_bins
 
 KEYS = ("colour", "size", "hashed")
-COLUMNS = (
-    SparseColumn(num_embeddings=10, num_tokens=8),
-    SparseColumn(num_embeddings=10, num_tokens=9, first_id=1, unknown_id=0, missing_id=0),
-    SparseColumn(num_embeddings=10, num_tokens=None),
-)
+ONE_ID = SparseColumn(num_embeddings=10, num_tokens=9, first_id=1, unknown_id=0, missing_id=0)
+COLUMNS = (SparseColumn(num_embeddings=10, num_tokens=8), ONE_ID, SparseColumn(num_embeddings=10, num_tokens=None))
 
 
 def batch(ids: np.ndarray) -> Batch:

@@ -133,13 +133,12 @@ def test_loading_never_unpickles(copied: Path, config: TrainConfig, monkeypatch:
     for module, function in ((pickle, "load"), (pickle, "loads"), (torch, "load")):
         monkeypatch.setattr(module, function, raising(AssertionError("unpickled")))
     names = ("model.pt", "data.pkl", ".metadata", "__0_0.distcp", "preprocessor/preprocessor.pkl", "weights", "data_00000-1.pkl")
+    request = ScoringRequest(str(copied), "x.tsv", config, ScoringConfig(), QUIET)
     for name in names:
         (copied / name).write_bytes(trap)
-        for open_it in (
-            lambda: open_served(str(copied), config=config),
-            lambda: ScoringRequest(str(copied), "x.tsv", config, ScoringConfig(), QUIET).open(evaluating=True, spare_cpus=0),
-        ):
-            rejects(f"{name}: must not be a pickle, .*\. Remove it", open_it)
+        refused = f"{name}: must not be a pickle, .*\. Remove it"
+        rejects(refused, open_served, str(copied), config=config)
+        rejects(refused, request.open, evaluating=True, spare_cpus=0)
         (copied / name).unlink()
     torch.save({}, copied / "archive")
     rejects("archive: must not be a pickle", open_served, str(copied), config=config)
