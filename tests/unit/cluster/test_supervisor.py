@@ -20,91 +20,74 @@ from rayrec.cluster.supervisor_state import StateFile, state_path
 SUMMARY = {"name": "run", "steps": 20, "weights_sha256": "00ff", "metrics": {"auroc": 0.75}}
 
 
-class FakeHead:
+class Handler(BaseHTTPRequestHandler):
+    server: "FakeHead"
+
+    def do_GET(self) -> None:
+        head, name = self.server, self.path.removeprefix("/api/jobs/")
+        if head.busy and head.submitted:
+            head.busy -= 1
+            return self.answer("try again later", status=500)
+        if not name:
+            return self.answer([*head.jobs.values(), {"submission_id": None}])
+        if name.endswith("/logs"):
+            return self.answer({"logs": head.logs.get(name.removesuffix("/logs"), "")})
+        if name.endswith("/tail") or name not in head.jobs:
+            return self.answer(f"Job {name} does not exist", status=404)
+        job = dict(head.jobs[name])
+        if head.ends and job["status"] == "RUNNING":
+            end = head.ends.pop(0)
+            head.jobs.clear() if end.get("forget") else head.jobs[name].update(end)
+        return self.answer(job)
+
+    def do_POST(self) -> None:
+        head, body = self.server, json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+        if self.path.endswith("/stop"):
+            name = self.path.split("/")[-2]
+            head.stopped.append(name)
+            head.jobs[name]["status"] = "STOPPED"
+            return self.answer({"stopped": True})
+        name = body["submission_id"]
+        if name in head.jobs:
+            return self.answer("ValueError: already exists", status=500)
+        head.submitted.append(body)
+        head.add(name, metadata=body["metadata"])
+        if head.lose_answers:
+            head.lose_answers -= 1
+            return self.connection.close()
+        return self.answer({"job_id": name, "submission_id": name})
+
+    def answer(self, value: Any, *, status: int = 200) -> None:
+        body = (value if isinstance(value, str) else json.dumps(value)).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain" if isinstance(value, str) else "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class FakeHead(ThreadingHTTPServer):
     """Fake REST API of Ray Jobs, whose state tests can change."""
 
     def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
         self.jobs: dict[str, dict[str, Any]] = {}
+        self.logs: dict[str, str] = {}
         self.submitted: list[dict[str, Any]] = []
         self.stopped: list[str] = []
-        self.logs: dict[str, str] = {}
-        self.notes: list[str] = []
-        """Notes of the supervisor."""
-        self.ends: list[dict[str, Any]] = []
-        """Results of future jobs; later jobs keep running."""
-        self.lose_answers = 0
-        """Number of submissions that are accepted before the connection breaks."""
-        self.busy = 0
-        """Number of requests after the first submission that fail with status 500."""
-        head = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                head.get(self)
-
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                head.post(self, json.loads(body) if body else {})
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        self.notes: list[str] = []  # of the supervisor
+        self.ends: list[dict[str, Any]] = []  # results of future jobs; later jobs keep running
+        self.lose_answers = 0  # submissions that are accepted before the connection breaks
+        self.busy = 0  # requests after the first submission that fail with status 500
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     def add(self, submission_id: str, *, run: str = "run", config_hash: str = "c0ffee", **fields: Any) -> None:
         job = {"submission_id": submission_id, "status": "RUNNING", "driver_exit_code": None, "message": ""}
         self.jobs[submission_id] = {**job, "metadata": {RUN_KEY: run, CONFIG_KEY: config_hash}, **fields}
-
-    def get(self, request: BaseHTTPRequestHandler) -> None:
-        if self.busy and self.submitted:
-            self.busy -= 1
-            return answer(request, "try again later", status=500)
-        name = request.path.removeprefix("/api/jobs/")
-        if name == "":
-            return answer(request, [*self.jobs.values(), {"submission_id": None}])
-        if name.endswith("/logs"):
-            return answer(request, {"logs": self.logs.get(name.removesuffix("/logs"), "")})
-        if name.endswith("/tail") or name not in self.jobs:
-            return answer(request, f"Job {name} does not exist", status=404)
-        job = dict(self.jobs[name])
-        if self.ends and job["status"] == "RUNNING":
-            end = self.ends.pop(0)
-            if end.get("forget"):
-                self.jobs.clear()
-            else:
-                self.jobs[name].update(end)
-        return answer(request, job)
-
-    def post(self, request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
-        if request.path.endswith("/stop"):
-            name = request.path.split("/")[-2]
-            self.stopped.append(name)
-            self.jobs[name]["status"] = "STOPPED"
-            return answer(request, {"stopped": True})
-        name = body["submission_id"]
-        if name in self.jobs:
-            return answer(request, "ValueError: already exists", status=500)
-        self.submitted.append(body)
-        self.add(name, metadata=body["metadata"])
-        if self.lose_answers:
-            self.lose_answers -= 1
-            return request.connection.close()
-        return answer(request, {"job_id": name, "submission_id": name})
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-def answer(request: BaseHTTPRequestHandler, value: Any, *, status: int = 200) -> None:
-    body = (value if isinstance(value, str) else json.dumps(value)).encode()
-    request.send_response(status)
-    request.send_header("Content-Type", "text/plain" if isinstance(value, str) else "application/json")
-    request.send_header("Content-Length", str(len(body)))
-    request.end_headers()
-    request.wfile.write(body)
 
 
 SUCCESS: dict[str, Any] = {"status": "SUCCEEDED", "driver_exit_code": 0}
@@ -122,7 +105,8 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHead]:
     monkeypatch.setattr("rayrec.cluster.restart_policy.FIRST_PAUSE_S", 0.01)
     fake = FakeHead()
     yield fake
-    fake.close()
+    fake.shutdown()
+    fake.server_close()
 
 
 Supervise = Callable[..., Outcome]
