@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -228,11 +229,8 @@ def test_other_flags_start_new_state(head: FakeHead, supervise: Supervise) -> No
 
 
 def test_second_supervisor_is_rejected(head: FakeHead, supervise: Supervise, tmp_path: Path) -> None:
-    notebook = StateFile(str(tmp_path / "run.json"), name="run", config_hash="c0ffee", note=print)
-    try:
+    with closing(StateFile(str(tmp_path / "run.json"), name="run", config_hash="c0ffee", note=print)):
         rejects("another supervisor of run run is running", supervise)
-    finally:
-        notebook.close()
 
 
 def test_environment_variables_are_passed_but_not_logged(
