@@ -150,9 +150,6 @@ def test_accumulator_accepts_half_precision() -> None:
     assert accumulator.compute()["auroc"] == 1.0
 
 
-# Many processes ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_distributed_metrics_match_one_process(world_size: int, tmp_path: Path) -> None:

@@ -419,9 +419,6 @@ def test_preemption_notice_at_segment_end_saves(config: dict[str, Any], expected
     assert not run.progress.evaluation_due
 
 
-# -- stops and saves during an evaluation
-
-
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_stop_ends_evaluation_and_next_attempt_repeats(ahead: int) -> None:
     run = Run(ahead=ahead, evaluation=100, stop_after_scored=5)
@@ -471,9 +468,6 @@ def test_preemption_notice_during_evaluation_saves() -> None:
     run = Run(ahead=3, evaluation=100, preempt_after_scored=3)
     assert run.run()
     assert [save[:3] for save in run.saves] == [(8, 80, None), (8, 80, 0.58), (16, 160, 0.66), (20, 200, 0.7)]
-
-
-# -- rows
 
 
 def tally(rows: int) -> TrainedRows:

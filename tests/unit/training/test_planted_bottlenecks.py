@@ -123,9 +123,6 @@ def test_bottleneck_detects_slow_checkpoint_storage() -> None:
     assert found.bottleneck == "checkpoint"
 
 
-# -- click logs
-
-
 @pytest.fixture(scope="module")
 def prepared(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[LogIndex, Preprocessor]:
     path = tmp_path_factory.mktemp("planted") / "log.txt"

@@ -28,8 +28,6 @@ from rayrec.workloads.run_config import ScalingConfig
 
 CPU = torch.device("cpu")
 
-# -- the end
-
 
 LAST, BEST = {"auroc": 7.0}, {"auroc": 4.0}
 STOPPED_EARLY = Progress(step=7, rows=70, best=4.0, best_step=4, since_best=3, metrics=LAST, best_metrics=BEST)
@@ -144,9 +142,6 @@ def test_samples_use_evaluation_mode(tmp_path: Path, evaluated_step: int | None)
     assert run.events[-1] == ("samples", {"samples": [{"training": False}]})
 
 
-# -- saves
-
-
 def test_first_save_removes_summary_and_slow_save_is_logged_once(tmp_path: Path) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
     log = worker.saver_log(str(tmp_path), lambda kind, fields: events.append((kind, fields)), grace_s=60.0)
@@ -161,9 +156,6 @@ def test_first_save_removes_summary_and_slow_save_is_logged_once(tmp_path: Path)
     assert [(kind, fields["step"]) for kind, fields in events] == [
         ("checkpoint_late", 5), ("checkpoint", 5), ("checkpoint", 6), ("checkpoint_slow", 6), ("checkpoint", 7)
     ]  # fmt: skip
-
-
-# -- the peak
 
 
 def test_failed_matrix_product_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,9 +188,6 @@ def test_peak_requires_all_workers(monkeypatch: pytest.MonkeyPatch, mine: float,
     assert worker.peak_of_all(mine, world_size=2) == expected
 
 
-# -- threads
-
-
 @pytest.mark.parametrize(
     ("settings", "share", "threads"),
     [
@@ -212,9 +201,6 @@ def test_peak_requires_all_workers(monkeypatch: pytest.MonkeyPatch, mine: float,
 )
 def test_threads_respect_reserved_cpus(settings: dict[str, Any], share: int, threads: int) -> None:
     assert worker.threads_of_worker(ScalingConfig(**settings), node_cpus=share) == threads
-
-
-# -- the device's arithmetic
 
 
 @pytest.mark.parametrize("allowed", [True, False])

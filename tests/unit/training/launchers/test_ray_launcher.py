@@ -222,9 +222,6 @@ def test_unreachable_head_does_not_end_attempt(nodes: Cluster, monkeypatch: pyte
     assert first_missing_s(monkeypatch, ray_launcher._DataNodes(config(), ray_launcher.allocate_resources(config()))) is None
 
 
-# -- the process group
-
-
 def test_collective_timeout_includes_store_outage() -> None:
     config = recipes.criteo_demo("log")
     assert (ray_launcher.process_group(config).timeout_s, ray_launcher.process_group(config).backend) == (2400, "gloo")
