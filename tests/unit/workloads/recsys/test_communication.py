@@ -40,8 +40,7 @@ def test_table_wise_table_is_requested_by_all_workers() -> None:
 
 COLUMNS, BY_ROWS = table("a", "column_wise", [0, 2]), table("a", "row_wise", [0, 1, 2, 3])
 SEQUENCE = Lookup(ids=20.0, pooled=False)
-RING = ([3 * 640, 0, 3 * 640, 0], [3 * 640] * 2, [3 * 640] * 2)
-"""Of four parts, all but its own."""
+RING = ([3 * 640, 0, 3 * 640, 0], [3 * 640] * 2, [3 * 640] * 2)  # each sends three of four parts
 
 
 @pytest.mark.parametrize(
