@@ -117,7 +117,7 @@ def undisturbed(click_log: Path, made_once: Callable[[str, Callable[[Path], obje
 
 @pytest.fixture
 def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 64 MB or of the parameter's."""
+    """Separate file system with 64 MB, or with the parameter's size."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={getattr(request, 'param', 64)}m", "tmpfs", str(folder)]

@@ -131,7 +131,7 @@ def test_truncated_file_raises_instead_of_crashing(tmp_path: Path, scheme: str) 
         next(tensors)
 
 
-# Rows of a stored table under other numbers: every part that a worker of any plan holds gets those of the whole ------
+# Stored rows under other numbers: each part in any plan equals the same rows in the full table ------------------------
 
 
 ROWS, STORED, COLUMNS = 50, 40, 12

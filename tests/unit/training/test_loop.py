@@ -68,7 +68,7 @@ class Pipeline:
 
 
 class Loader:
-    """Loader of batch numbers from `start`, or of batches of ten numbered rows. Skips or repeats a batch on request."""
+    """Loader of numbers from `start` as batches, or batches with ten numbered rows. Skips or repeats one on request."""
 
     def __init__(self, start: int, stop: int, *, numbered: bool = False, skip: int = -1, again: int = -1) -> None:
         self.steps, self.steps_per_epoch = stop - start, 20
@@ -449,7 +449,7 @@ def test_workers_end_evaluation_together(monkeypatch: pytest.MonkeyPatch) -> Non
 EVALUATING: dict[str, Any] = {"evaluation": 10, "ahead": 1, "evaluate_every": 8}
 
 
-# A quarter of 60 s of grace are over at the second batch of 10 s, and the score is not lost to a save in progress.
+# At the second batch of 10 s, a quarter of grace_s is over. The score is not lost to a save in progress.
 @pytest.mark.parametrize(("batch_s", "saves"), [(10, [(None, True, False), (0.58, True, False)]), (1, [(0.58, False, False)])])
 def test_long_evaluation_saves_step_before_end(slow_run: Callable[..., Run], batch_s: float, saves: list[Any]) -> None:
     run = slow_run(batch_s, **EVALUATING)
