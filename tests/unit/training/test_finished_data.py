@@ -24,6 +24,7 @@ from rayrec.training.resume import data_difference, data_versions
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     write_days(folder, 0, 1)
+    os.utime(folder / "log" / "day_0.csv", (1e9, 1e9))  # day_1 is the newest
     assert train(folder) == 0
     return folder
 
