@@ -190,10 +190,11 @@ def test_job_hook_reaches_data_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert fit.call_args.args[0].engine.environment == ({prestart.HOOK: "", prestart.MODULES: ""} if possible else {})
 
 
-def first_missing_s(monkeypatch: pytest.MonkeyPatch, watch: Any) -> int | None:
+def first_missing_s(monkeypatch: pytest.MonkeyPatch, *parts: Any) -> int | None:
     """Return the first second of a minute at which data nodes are missing."""
     clock = [0.0]
     monkeypatch.setattr(ray_launcher.time, "monotonic", lambda: clock[0])
+    watch = ray_launcher._DataNodes(*parts)
     for now_s in range(60):
         clock[0] = float(now_s)
         if watch.are_missing():
@@ -213,13 +214,13 @@ def test_missing_data_nodes_end_attempt_if_replaceable(
     shares = ray_launcher.allocate_resources(wanted)
     monkeypatch.setattr(connection, "data_nodes", lambda shares, **_: here[:1] if nodes_left else [])
     monkeypatch.setattr(connection, "alive_nodes", lambda **_: here[1:])
-    watch = ray_launcher._DataNodes(wanted.replace(cluster={"data_nodes": "auto" if other_layout else "separate"}), shares)
-    assert first_missing_s(monkeypatch, watch) == (25 if missing else None)
+    later = wanted.replace(cluster={"data_nodes": "auto" if other_layout else "separate"})
+    assert first_missing_s(monkeypatch, later, shares) == (25 if missing else None)
 
 
 def test_unreachable_head_does_not_end_attempt(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "data_nodes", raising(ray_launcher.ray.exceptions.RaySystemError("gone")))
-    assert first_missing_s(monkeypatch, ray_launcher._DataNodes(config(), ray_launcher.allocate_resources(config()))) is None
+    assert first_missing_s(monkeypatch, config(), ray_launcher.allocate_resources(config())) is None
 
 
 def test_collective_timeout_includes_store_outage() -> None:
