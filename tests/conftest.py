@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,19 @@ def undisturbed(click_log: Path, made_once: Callable[[str, Callable[[Path], obje
 
     summary: dict[str, Any] = json.loads((made_once("undisturbed", train) / "run" / "summary.json").read_text())
     return summary
+
+
+@pytest.fixture
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Separate file system with 64 MB, or with the parameter's size."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={getattr(request, 'param', 64)}m", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no file system may be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -11,12 +11,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
+import pytest
 import torch
+from builders.faults import watched
 from builders.savers import Run
 from builders.savers import save as save_now
 from torch import distributed
@@ -146,22 +148,14 @@ def restore(folder: str, rank: int) -> None:
     print(raised(lambda: checkpoint.restore(Checkpoint(folder_of(folder, 4)), target)))
     # The step after is short of a file, so that all ranks go back to the third.
     told: list[str] = []
-    found = latest_valid_checkpoint(folder, log=lambda kind, fields: told.append(fields["path"]), exclude={folder_of(folder, 4)})
-    assert found == Checkpoint(folder_of(folder, 3))
-    found = latest_valid_checkpoint(folder, log=lambda kind, fields: told.append(fields["path"]))
-    assert found == Checkpoint(folder_of(folder, 4))
+    newest = partial(latest_valid_checkpoint, folder, log=lambda kind, fields: told.append(fields["path"]))
+    assert newest(exclude={folder_of(folder, 4)}) == Checkpoint(folder_of(folder, 3))
+    assert newest() == Checkpoint(folder_of(folder, 4))
     assert told == ([folder_of(folder, 5)] if rank == 0 else [])
 
 
 def read_some(folder: str, rank: int) -> None:
     """Check that each rank reads only the blocks of its rows."""
-    read: list[tuple[int, int]] = []
-    read_into = storage.read_into
-
-    def counted(path: str, start: int, buffer: np.ndarray) -> int:
-        read.append((start, start + len(buffer)))
-        return read_into(path, start, buffer)
-
     values = torch.arange(4096.0).reshape(512, 8)  # 16 KiB
     path = f"file://{folder_of(folder, 1)}"
     if rank == 0:  # one chunk with blocks of 1 KiB, as one process saves it
@@ -178,31 +172,27 @@ def read_some(folder: str, rank: int) -> None:
     target = DTensor.from_local(
         mine, init_device_mesh("cpu", (2,)), [Shard(0)], shape=torch.Size([512, 8]), stride=(8, 1), run_check=False
     )
-    with mock.patch.object(storage, "read_into", counted), mock.patch(_OFFSETS, _offsets_of(rank)):
+    with pytest.MonkeyPatch.context() as patch:
+        reads = watched(patch, storage, "read_into")
+        patch.setattr(_OFFSETS, _offsets_of(rank))
         checkpoint.restore(Checkpoint(path), {"a": target})
     assert torch.equal(mine, values[:200] if rank == 0 else values[200:])
     first, last = (0, 7168) if rank == 0 else (6144, 16384)
-    assert read == [(chunk["start"] + first, chunk["start"] + last)]
+    assert [(start, start + len(buffer)) for _, start, buffer, _ in reads] == [(chunk["start"] + first, chunk["start"] + last)]
 
 
 def read_once(folder: str, rank: int) -> None:
     """Check that ranks share the reads of replicated tensors, and read their own tensors alone."""
-    read: list[int] = []
-    read_into = storage.read_into
-
-    def counted(path: str, start: int, buffer: np.ndarray) -> int:
-        read.append(len(buffer))
-        return read_into(path, start, buffer)
-
     values = {f"model.{size}": torch.arange(float(size)) for size in (100, 200, 300, 400)} | {"own": torch.ones(50)}
     path = f"file://{folder_of(folder, 1)}"
     checkpoint.save(path, values, state={})
     names = [name for name in values if name != "own" or rank == 1]
     target = {name: torch.nn.Parameter(torch.zeros_like(values[name])) for name in names}
-    with mock.patch.object(storage, "read_into", counted):
+    with pytest.MonkeyPatch.context() as patch:
+        reads = watched(patch, storage, "read_into")
         checkpoint.restore(Checkpoint(path), target)
     assert all(torch.equal(target[name], values[name]) for name in names)
-    assert sum(read) == 4 * (500 if rank == 0 else 550)
+    assert sum(len(buffer) for _, _, buffer, _ in reads) == 4 * (500 if rank == 0 else 550)
     target["model.100"] = torch.nn.Parameter(torch.zeros(99 if rank else 100))  # then each reads its own, and is told
     assert "must have the model's shape [99], got [100]" in raised(lambda: checkpoint.restore(Checkpoint(path), target))
 
@@ -243,12 +233,9 @@ def save_in_background(folder: str, rank: int) -> None:
         assert saver.begin(2, values, state={}, score=None)
         assert "step_00000002: no space left. Free some or choose another --storage-path" in raised(saver.wait)
     save_now(saver, 3, values)  # space is there again
-    assert "rates: must be a tensor" in raised(
-        lambda: saver.begin(4, {**values, **({"rates": 1} if rank else {})}, state={}, score=None)
-    )
-    assert "not JSON serializable" in raised(
-        lambda: saver.begin(4, values, state={"a": object()} if rank == 0 else {}, score=None)
-    )
+    faulty, state = {**values, **({"rates": 1} if rank else {})}, {} if rank else {"a": object()}
+    assert "rates: must be a tensor" in raised(lambda: saver.begin(4, faulty, state={}, score=None))
+    assert "not JSON serializable" in raised(lambda: saver.begin(4, values, state=state, score=None))
     if rank == 0:
         acquire_lease(folder)
     distributed.barrier()
@@ -285,9 +272,8 @@ def save_apart(folder: str, rank: int) -> None:
     assert checkpoint.latest(own) is None
     for mine, elements in (([], 0), ([rank], 14)):  # nobody holds the table; both hold its first rows
         tensors = {"model.table": claimed_table(mine)}
-        assert f"model.table: the workers have {elements} of its 7 elements" in raised(
-            lambda tensors=tensors: saver.begin(2, tensors, state={}, score=None)
-        )
+        told = raised(partial(saver.begin, 2, tensors, state={}, score=None))
+        assert f"model.table: the workers have {elements} of its 7 elements" in told
     saver.close()
 
 

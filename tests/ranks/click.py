@@ -59,31 +59,16 @@ def workload(tables: list[int], **settings: Any) -> ClickWorkload:
 
 
 def schema(tables: list[int]) -> Schema:
+    sparse = tuple(f"cat_{number}" for number in range(len(tables)))
+    plain = Schema(tokens="hexadecimal", label="label", dense=("int_0", "int_1"), sparse=sparse)
     if tables == SHARED:
-        return Schema(
-            label="label",
-            labels=(Label(name="other"), Label(name="seconds", kind="number")),
-            dense=("int_0", "int_1"),
-            sparse=("cat_0", "cat_1", "cat_2"),
-            lists=("cat_1", "cat_2"),
-            features=(Feature(name="cat_1", weights="weights"), Feature(name="cat_2", vocabulary="cat_0")),
-            tokens="any",
-        )
+        features = (Feature(name="cat_1", weights="weights"), Feature(name="cat_2", vocabulary="cat_0"))
+        labels = (Label(name="other"), Label(name="seconds", kind="number"))
+        return plain.replace(tokens="any", labels=labels, lists=("cat_1", "cat_2"), features=features)
     if tables == SEQUENCES:
-        return Schema(
-            label="label",
-            dense=("int_0", "int_1"),
-            sparse=("cat_0", "cat_1", "cat_2"),
-            lists=("cat_2",),
-            features=(Feature(name="cat_2", vocabulary="cat_0", max_length=4),),
-            tokens="any",
-        )
-    return Schema(
-        tokens="hexadecimal",
-        label="label",
-        dense=("int_0", "int_1"),
-        sparse=tuple(f"cat_{number}" for number in range(len(tables))),
-    )
+        features = (Feature(name="cat_2", vocabulary="cat_0", max_length=4),)
+        return plain.replace(tokens="any", lists=("cat_2",), features=features)
+    return plain
 
 
 def context(configuration: TrainConfig, rank: int, world_size: int, *, node: str = "", device: str = "cpu") -> WorkerContext:
@@ -181,14 +166,12 @@ def train_in_attempts(folder: str, tables: list[int], rank: int, *attempts: rang
 def on_unequal_nodes(folder: str, rank: int) -> None:
     """Simulate ranks 0 and 1 on one machine and rank 2 on another."""
     logging.disable(logging.WARNING)
-    os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "1"
+    os.environ["LOCAL_WORLD_SIZE"], node = ("2", "a") if rank < 2 else ("1", "b")
     for name, tables in CASES.items():
-        train(f"{folder}/{name}_3", tables, rank, node="a" if rank < 2 else "b")
+        train(f"{folder}/{name}_3", tables, rank, node=node)
     for name, tables in BY_ADAM.items():
-        train(f"{folder}/{name}_3", tables, rank, node="a" if rank < 2 else "b", **ADAM)
-    rounded = ShardingConfig(exchange_precision="fp16")
-    train(f"{folder}/rounded_3", EQUAL, rank, node="a" if rank < 2 else "b", sharding=rounded)
-    node = "a" if rank < 2 else "b"
+        train(f"{folder}/{name}_3", tables, rank, node=node, **ADAM)
+    train(f"{folder}/rounded_3", EQUAL, rank, node=node, sharding=ShardingConfig(exchange_precision="fp16"))
     train_in_attempts(f"{folder}/whole", EQUAL, rank, range(6), node=node)
     train_in_attempts(f"{folder}/parts", EQUAL, rank, range(2), range(2, 4), range(4, 6), node=node)
 

@@ -57,7 +57,6 @@ def test_dcp_rejects_invalid_values_and_folders(tmp_path: Path) -> None:
 
 
 def ranks(folder: str, rank: int) -> None:
-    """Save sharded tensors with DCP, and load them with both."""
     path = f"{folder}/step"
     dcp.save(sharded(), storage_writer=CheckpointWriter(path))
     loaded, restored = sharded(0), sharded(0)

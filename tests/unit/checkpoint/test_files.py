@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from builders.faults import flip, raising
+from builders.faults import flip, raising, rejects, watched
+from ranks.checkpoint import same
 
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import Checkpoint, DamagedError, reader
@@ -44,10 +45,6 @@ def save(folder: Path, step: int = 1, **arguments: Any) -> Checkpoint:
     return saved
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 def test_restore_returns_saved_tensors(tmp_path: Path) -> None:
     saved = save(tmp_path, 12, state={"position": [1, None], "ä": 0.1})
     target = zeros()
@@ -65,16 +62,14 @@ def test_undefined_metric_keeps_checkpoint_valid(tmp_path: Path) -> None:
     """AUROC of a single class is NaN, which JSON lacks."""
     progress = {"step": 12, "metrics": {"auroc": float("nan"), "logloss": 0.5}, "best_metrics": {}}
     saved = save(tmp_path, 12, state={"progress": progress})
-    found = checkpoint.latest_valid_checkpoint(str(tmp_path), log=lambda *_: pytest.fail("it is not damaged"))
-    assert found == saved
+    assert checkpoint.latest_valid_checkpoint(str(tmp_path), log=lambda *_: pytest.fail("it is not damaged")) == saved
     restored = Progress.from_state(saved.manifest()["state"]["progress"], rank=0)
     assert math.isnan(restored.metrics.pop("auroc"))
     assert (restored.step, restored.metrics) == (12, {"logloss": 0.5})
 
 
 def test_files_are_safetensors_without_pickles(tmp_path: Path) -> None:
-    constant = {"a": torch.ones(4, 3), "b": torch.tensor(5)}
-    saved = save(tmp_path, tensors=constant)
+    saved = save(tmp_path, tensors={"a": torch.ones(4, 3), "b": torch.tensor(5)})
     assert sorted(os.listdir(saved.path)) == ["data_00000.safetensors", "manifest.json"]
     for name in os.listdir(saved.path):
         data = Path(saved.path, name).read_bytes()
@@ -85,10 +80,8 @@ def test_files_are_safetensors_without_pickles(tmp_path: Path) -> None:
     assert (8 + length) % 64 == 0
     header = json.loads(data[8 : 8 + length])
     body = data[8 + length :]
-    assert {name.split("@")[0]: (entry["dtype"], entry["shape"]) for name, entry in header.items()} == {
-        "a": ("F32", [4, 3]),
-        "b": ("I64", []),
-    }
+    described = {name.split("@")[0]: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
+    assert described == {"a": ("F32", [4, 3]), "b": ("I64", [])}
     (first, border), (second, end) = sorted(entry["data_offsets"] for entry in header.values())
     assert (first, border, end) == (0, second, len(body))
     start, stop = next(entry["data_offsets"] for name, entry in header.items() if name.startswith("a@"))
@@ -124,8 +117,7 @@ def test_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(os.listdir(torn)) == ["config.yaml", "data_00000.safetensors", "more"]
     assert checkpoint.committed(str(tmp_path)) == [before]
     assert checkpoint.latest(str(tmp_path)) == before
-    with pytest.raises(InputError, match="contains no complete checkpoint"):
-        checkpoint.open_checkpoint(torn)
+    rejects("contains no complete checkpoint", checkpoint.open_checkpoint, torn)
     again = save(tmp_path, 3, extra_files=extra)  # over the torn one
     assert checkpoint.latest(str(tmp_path)) == again
 
@@ -140,8 +132,7 @@ def test_save_raises_failures_unchanged(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
     assert checkpoint.latest(str(tmp_path)) is None
-    with pytest.raises(InputError, match=r"contains no complete checkpoint \(no manifest\.json\)"):
-        checkpoint.open_checkpoint(str(tmp_path))
+    rejects(r"contains no complete checkpoint \(no manifest\.json\)", checkpoint.open_checkpoint, str(tmp_path))
     for step in (200_000_000, 5, 40):
         save(tmp_path, step, tensors={"a": torch.zeros(1)})
     (tmp_path / "checkpoints" / "other").mkdir()
@@ -151,8 +142,7 @@ def test_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
     one = checkpoint.folder_of(str(tmp_path), 40)
     assert checkpoint.open_checkpoint(one).path == one
     assert checkpoint.step_of(one + "/") == 40
-    with pytest.raises(InputError, match="must be a checkpoint folder"):
-        checkpoint.step_of(str(tmp_path))
+    rejects("must be a checkpoint folder", checkpoint.step_of, str(tmp_path))
 
 
 @pytest.mark.parametrize("how", ["flipped", "cut", "gone", "empty"])
@@ -221,10 +211,11 @@ def test_damage_is_logged_once(tmp_path: Path) -> None:
     harm(Path(checkpoint.folder_of(folder, 2), "manifest.json"), "cut")
     told: list[int] = []
 
+    def log(kind: str, fields: dict[str, Any]) -> None:
+        told.append(checkpoint.step_of(fields["path"]))
+
     def newest(*exclude: str) -> int | None:
-        found = checkpoint.latest_valid_checkpoint(
-            folder, log=lambda _, fields: told.append(checkpoint.step_of(fields["path"])), exclude=exclude
-        )
+        found = checkpoint.latest_valid_checkpoint(folder, log=log, exclude=exclude)
         return found and found.step
 
     third = checkpoint.folder_of(folder, 3)
@@ -266,17 +257,10 @@ def test_weights_hash_is_stable_and_reads_bounded_ranges(tmp_path: Path, monkeyp
         tensor = weights[name]
         expected.update(f"{name}\0{dtypes[tensor.dtype]}\0{list(tensor.shape)}\0".encode())
         expected.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    sizes: list[int] = []
-    read = reader.TableReader.rows
-
-    def noting(*arguments: Any) -> torch.Tensor:
-        rows = read(*arguments)
-        sizes.append(rows.nbytes)
-        return rows
-
-    monkeypatch.setattr(reader.TableReader, "rows", noting)
+    reads = watched(monkeypatch, reader.TableReader, "rows")
     monkeypatch.setattr(reader, "_WINDOW_BYTES", 1000)
     assert checkpoint.weights_sha256(saved) == expected.hexdigest()
+    sizes = [rows.nbytes for *_, rows in reads]
     assert max(sizes) <= 1000
     assert sum(sizes) == sum(weights[name].nbytes for name in weights if name.startswith("model."))
 
@@ -297,15 +281,3 @@ def test_weights_hash_changes_only_with_weights(tmp_path: Path) -> None:
     reshaped = {**tensors(), "model.weight": tensors()["model.weight"].reshape(3, 5)}
     seen.add(checkpoint.weights_sha256(save(tmp_path, 4, tensors=reshaped)))
     assert len(seen) == 6
-
-
-def test_restore_reads_file_url(tmp_path: Path) -> None:
-    saved = Checkpoint(f"file://{tmp_path}/checkpoints/step_00000001")
-    checkpoint.save(saved.path, tensors(), state={})
-    target = zeros()
-    checkpoint.restore(checkpoint.open_checkpoint(f"file://{tmp_path}"), target)
-    assert same(target, tensors())
-    path = tmp_path / "checkpoints" / "step_00000001" / "data_00000.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(InputError, match="truncated"):
-        checkpoint.restore(saved, target)

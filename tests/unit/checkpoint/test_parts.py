@@ -7,9 +7,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from builders.faults import rejects
 
 from rayrec.checkpoint import Retention, acquire_lease, to_remove
 from rayrec.checkpoint.plan import Box, HostCopy, Part, Plan, check_covered
@@ -36,9 +38,7 @@ STEPS = [10, 20, 30, 40, 50]
         ([None] * 5, Retention(num_to_keep=1, keep_every=100), [], [10, 20, 30, 40]),
     ],
 )
-def test_retention_removes_expected_steps(
-    scores: list[float | None], retention: Retention, in_use: list[int], removed: list[int]
-) -> None:
+def test_retention_removes_expected_steps(scores: list[Any], retention: Retention, in_use: list[int], removed: list[int]) -> None:
     saved = list(zip(STEPS, scores, strict=True))
     assert to_remove(saved, retention, in_use=in_use) == removed
     assert to_remove(saved[::-1], retention, in_use=in_use) == removed
@@ -65,8 +65,7 @@ def test_parts_cover_each_tensor_exactly_once(boxes: list[Box], covered: int) ->
     refused = pytest.raises(InputError, match=f"table: the workers have {covered} of its 12 elements")
     with nullcontext() if covered == 12 else refused:
         check_covered(shapes, written)
-    with pytest.raises(InputError, match="scalar: the workers have 0 of its 1 elements"):
-        check_covered({"scalar": ()}, {})
+    rejects("scalar: the workers have 0 of its 1 elements", check_covered, {"scalar": ()}, {})
 
 
 # Who owns a run ------------------------------------------------------------------------------------------------------
@@ -82,8 +81,7 @@ def test_latest_lease_is_valid(tmp_path: Path, scheme: str) -> None:
     assert (first.valid(), second.valid()) == (False, True)
     assert pickle.loads(pickle.dumps(second)).valid()
     second.check()
-    with pytest.raises(InputError, match="another process acquired the lease of this run"):
-        first.check()
+    rejects("another process acquired the lease of this run", first.check)
 
 
 def test_one_of_two_simultaneous_leases_is_valid(tmp_path: Path) -> None:
@@ -111,36 +109,21 @@ def test_old_leases_are_removed_and_numbering_continues(tmp_path: Path) -> None:
 # Host memory of a checkpoint's copy next to a GPU: pinned, or not if the system refuses ------------------------------
 
 
-PART: Any = Part(None, "model.weight", torch.float32, (4,), (0,), (4,), 0, 16)  # type: ignore[arg-type]
-
-
-class Source:
-    def data(self, part: Part) -> Any:
-        return SimpleNamespace(device=torch.device("cuda", 3))
-
-
 @pytest.mark.parametrize(("code", "unpinned"), [(0, 1), (2, 0)])
 def test_unpinnable_memory_is_logged_and_used(
     code: int, unpinned: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calls: list[tuple[str, int]] = []
-
-    class Runtime:
-        def cudaHostRegister(self, place: int, size: int, flags: int) -> int:
-            calls.append(("register", size))
-            return code
-
-        def cudaHostUnregister(self, place: int) -> int:
-            calls.append(("unregister", place))
-            return 700  # as after an error of the device, which is reported elsewhere
-
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    register, unregister = Mock(return_value=code), Mock(return_value=700)  # an error of the device, which is reported elsewhere
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
     with caplog.at_level(logging.WARNING):
-        copy = HostCopy(Plan((PART,), {"model.weight": (4,)}), Source().data)
-    assert calls == [("register", 16)]
+        part: Any = Part(None, "model.weight", torch.float32, (4,), (0,), (4,), 0, 16)  # type: ignore[arg-type]
+        source: Any = SimpleNamespace(device=torch.device("cuda", 3))
+        copy = HostCopy(Plan((part,), {"model.weight": (4,)}), lambda _: source)
+    assert [call.args[1] for call in register.call_args_list] == [16]
     assert ("of host memory for checkpoints (CUDA error 2). Saves stall training for longer" in caplog.text) == bool(code)
     assert len(copy.body()) == 16
     copy.free()
     copy.free()
-    assert [name for name, _ in calls].count("unregister") == unpinned
+    assert unregister.call_count == unpinned

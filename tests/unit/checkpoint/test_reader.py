@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders.faults import flip, raising
+from builders.faults import flip, raising, rejects, unreadable, watched
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,11 +20,14 @@ from rayrec.checkpoint import state as state_module
 from rayrec.checkpoint.format import UnreadableError
 from rayrec.checkpoint.reader import TableReader
 from rayrec.checkpoint.state import RowMap, restore_rows
+from rayrec.checkpoint.writer import ExtraFiles
 from rayrec.config import InputError
+
+Saved = tuple[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.Tensor]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Save a tensor in one chunk whose rows (12 bytes) span its blocks (100 bytes)."""
     folder = str(tmp_path_factory.mktemp("run") / "step_00000001")
     values = torch.randn(83, 3)
@@ -35,8 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.Tensor]:
 
 
 def _read(folder: str, rows: tuple[int, int], columns: tuple[int, int], range_bytes: int) -> torch.Tensor:
-    entry = Checkpoint(folder).manifest()["tensors"]["a"]
-    (chunk,) = entry["chunks"]
+    (chunk,) = Checkpoint(folder).manifest()["tensors"]["a"]["chunks"]
     target = torch.zeros(rows[1], columns[1])
     reader = reader_module._Reader(folder, 100)
     reader.range_bytes = range_bytes
@@ -52,7 +54,7 @@ def _read(folder: str, rows: tuple[int, int], columns: tuple[int, int], range_by
     scheme=st.sampled_from(["", "file://"]),
 )
 def test_reader_returns_any_rows(
-    saved: tuple[str, torch.Tensor], first: int, count: int, columns: tuple[int, int], range_bytes: int, scheme: str
+    saved: Saved, first: int, count: int, columns: tuple[int, int], range_bytes: int, scheme: str
 ) -> None:
     folder, values = saved
     count = min(count, 83 - first)
@@ -61,7 +63,7 @@ def test_reader_returns_any_rows(
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_unread_damage_is_ignored(saved: tuple[str, torch.Tensor], scheme: str) -> None:
+def test_unread_damage_is_ignored(saved: Saved, scheme: str) -> None:
     folder, values = saved
     (chunk,) = Checkpoint(folder).manifest()["tensors"]["a"]["chunks"]
     assert len(chunk["sha256"]) == 10
@@ -82,18 +84,11 @@ def test_aligned_blocks_are_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
     values = torch.randn(512, 8)  # 16 KiB
     path = f"file://{tmp_path}/step_00000001"
     checkpoint.save(path, {"a": values}, state={})
-    sizes: list[int] = []
-    read_into = storage.read_into
-
-    def counted(path: str, start: int, buffer: np.ndarray) -> int:
-        sizes.append(len(buffer))
-        return read_into(path, start, buffer)
-
-    monkeypatch.setattr(storage, "read_into", counted)
+    reads = watched(monkeypatch, storage, "read_into")
     target: dict[str, Any] = {"a": torch.zeros(512, 8)}
     checkpoint.restore(Checkpoint(path), target)
     assert torch.equal(target["a"], values)
-    assert sizes == [4096] * 4
+    assert [len(buffer) for _, _, buffer, _ in reads] == [4096] * 4
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
@@ -102,25 +97,8 @@ def test_unreadable_disk_sector_is_damage(tmp_path: Path, monkeypatch: pytest.Mo
     """An earlier checkpoint is used for unreadable files, but not during an outage of a store."""
     first, second = (Checkpoint(checkpoint.folder_of(str(tmp_path), step)) for step in (1, 2))
     for saved in (first, second):
-        checkpoint.save(
-            saved.path,
-            {"a": torch.ones(3)},
-            state={},
-            extra_files=lambda path: storage.write_bytes(f"{path}/config.yaml", b"a: 1"),
-        )
-    resolve, error = storage.files.with_retries, OSError(number, os.strerror(number))
-
-    def with_retries(path: str, call: Any) -> Any:
-        if path == f"{second.path}/{name}" and call.__name__ == "read":
-            raise error
-        return resolve(path, call)
-
-    def preadv(*_: Any) -> int:
-        raise error
-
-    monkeypatch.setattr(storage.files, "with_retries", with_retries)
-    if name.startswith("data_"):  # others are streamed
-        monkeypatch.setattr(os, "preadv", preadv)
+        checkpoint.save(saved.path, {"a": torch.ones(3)}, state={}, extra_files=ExtraFiles({"config.yaml": b"a: 1"}).write)
+    unreadable(monkeypatch, f"{second.path}/{name}", OSError(number, os.strerror(number)))
     target, told = {"a": torch.zeros(3)}, []
     with pytest.raises(UnreadableError, match=rf"{name}: cannot be read \(.+\); use an earlier checkpoint"):
         checkpoint.restore(second, target)
@@ -129,7 +107,7 @@ def test_unreadable_disk_sector_is_damage(tmp_path: Path, monkeypatch: pytest.Mo
         assert (found, told) == (first, [("checkpoint_damaged", second.path)])
     else:
         assert (found, told) == (second, [])
-    error = OSError("the store was out for 60 s")
+    unreadable(monkeypatch, f"{second.path}/{name}", OSError("the store was out for 60 s"))
     with pytest.raises(OSError, match="the store was out"):
         checkpoint.restore(second, target)
 
@@ -138,21 +116,21 @@ def test_unreadable_only_checkpoint_raises(tmp_path: Path, monkeypatch: pytest.M
     checkpoint.save(checkpoint.folder_of(str(tmp_path), 1), {"a": torch.ones(3)}, state={})
     monkeypatch.setattr(storage, "read_json", raising(OSError(errno.EIO, "Input/output error")))
     nothing = r"cannot be read .* there is no other checkpoint to resume from\. Fix the storage"
-    with pytest.raises(InputError, match=nothing):
-        checkpoint.latest_valid_checkpoint(str(tmp_path), log=lambda *_: None)
+    rejects(nothing, checkpoint.latest_valid_checkpoint, str(tmp_path), log=lambda *_: None)
 
 
-def test_truncated_file_raises_instead_of_crashing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_truncated_file_raises_instead_of_crashing(tmp_path: Path, scheme: str) -> None:
     """Truncated during the read, which would raise SIGBUS in a memory map."""
-    path = str(tmp_path / "step_00000001")
-    checkpoint.save(path, {"a": torch.ones(100_000)}, state={})
-    tensors = checkpoint.full_tensors(Checkpoint(path))
-    os.truncate(f"{path}/data_00000.safetensors", 1000)
+    saved = Checkpoint(checkpoint.folder_of(f"{scheme}{tmp_path}", 1))
+    checkpoint.save(saved.path, {"a": torch.ones(100_000)}, state={})
+    tensors = checkpoint.full_tensors(checkpoint.open_checkpoint(f"{scheme}{tmp_path}"))
+    os.truncate(f"{saved.path.removeprefix('file://')}/data_00000.safetensors", 1000)
     with pytest.raises(DamagedError, match="truncated"):
         next(tensors)
 
 
-# Rows of a stored table under other numbers: every part that a worker of any plan holds gets those of the whole ------
+# Stored rows under other numbers: each part in any plan equals the same rows in the full table ------------------------
 
 
 ROWS, STORED, COLUMNS = 50, 40, 12
@@ -199,23 +177,15 @@ def test_restore_rows_matches_full_table_under_any_plan(
 def test_restore_rows_reads_only_needed_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_module, "_WINDOW_BYTES", 5 * COLUMNS * 4)
     saved, _ = stored(tmp_path)
-    read: list[tuple[int, int]] = []
-    rows = TableReader.rows
-
-    def noted(self: TableReader, name: str, first: int, stop: int, *, columns: tuple[int, int] | None = None) -> torch.Tensor:
-        read.append((first, stop))
-        return rows(self, name, first, stop, columns=columns)
-
-    monkeypatch.setattr(TableReader, "rows", noted)
+    reads = watched(monkeypatch, TableReader, "rows")
     sources = np.full(ROWS, -1, np.int32)
     sources[[3, 40, 41]] = [12, 33, 31]
     restore_rows(saved, {"model.a": (torch.zeros(ROWS, COLUMNS), RowMap(ROWS, STORED, sources))})
-    assert read == [(12, 13), (31, 34)]
+    assert [(first, stop) for _, _, first, stop, _ in reads] == [(12, 13), (31, 34)]
 
 
 def test_restore_rows_rejects_another_shape(tmp_path: Path) -> None:
     saved, _ = stored(tmp_path)
     with pytest.raises(InputError, match=r"model\.a must have shape \[40, 6\], got \[40, 12\]"):
         restore_rows(saved, {"model.a": (torch.zeros(ROWS, 6), RowMap(ROWS, STORED))})
-    with pytest.raises(InputError, match=r"model\.b not found"):
-        restore_rows(saved, {"model.b": (torch.zeros(ROWS, 6), RowMap(ROWS, STORED))})
+    rejects(r"model\.b not found", restore_rows, saved, {"model.b": (torch.zeros(ROWS, 6), RowMap(ROWS, STORED))})

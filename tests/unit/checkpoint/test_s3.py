@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from builders.faults import rejects, until
 from builders.savers import Run, save
 
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import DamagedError, Retention, latest_valid_checkpoint, save_retry
-from rayrec.config import InputError
 
 if TYPE_CHECKING:
     from hosts.cloud_stores import S3Store
@@ -64,11 +63,8 @@ def test_s3_saver_waits_out_outage(s3_server: S3Store, bucket: str, monkeypatch:
     save(saver, 1, values(1))
     s3_server.kill()
     assert saver.begin(2, values(2), state={}, score=None)
-    deadline_s = time.monotonic() + 50
-    while run.kinds()[-1] != "checkpoint_late":
-        assert time.monotonic() < deadline_s
-        assert not saver.begin(3, values(3), state={}, score=None)
-        time.sleep(0.2)
+    until(lambda: run.kinds()[-1] == "checkpoint_late")
+    assert not saver.begin(3, values(3), state={}, score=None)
     s3_server.start()
     saver.wait()
     saver.close()
@@ -81,8 +77,7 @@ def test_s3_saver_waits_out_outage(s3_server: S3Store, bucket: str, monkeypatch:
     s3_server.kill()
     try:
         assert saver.begin(4, values(4), state={}, score=None)
-        with pytest.raises(InputError, match=r"step_00000004: cannot be written for 10 s"):
-            saver.wait()
+        rejects(r"step_00000004: cannot be written for 10 s", saver.wait)
     finally:
         s3_server.start()
     saver.close()

@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from builders.faults import at_first, until
+from builders.faults import at_first, rejects, unreadable, until, watched
 from builders.savers import Run, save
 from hosts.slow_store import SlowStore
 from ranks.checkpoint import raised, same, writes
 
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import Checkpoint, DamagedError, Retention, Saver, acquire_lease, saver
-from rayrec.config import InputError
 
 
 @pytest.fixture
@@ -40,7 +40,6 @@ def save_all(saver: Saver, *steps: int) -> None:
 
 
 def restored(saved: Checkpoint | None) -> dict[str, torch.Tensor]:
-    assert saved is not None
     target = values(0)
     checkpoint.restore(saved, target)
     return target
@@ -53,6 +52,7 @@ def test_saver_ignores_changes_after_begin(run: Run) -> None:
         for tensor in live.values():
             tensor.zero_()
         state["rows"].append(2)
+        assert [saver.begin(step, values(2), state={}, score=None) for step in (6, 7)] == [False, False]
         assert (saver.last, run.steps()) == (None, [])
         gate.set()
         saver.wait()
@@ -60,17 +60,6 @@ def test_saver_ignores_changes_after_begin(run: Run) -> None:
     assert same(restored(saver.last), values())
     manifest = saver.last.manifest()
     assert (manifest["state"], manifest["score"]) == ({"rows": [1]}, 0.25)
-
-
-def test_begin_returns_false_during_another_save(run: Run) -> None:
-    saver, gate = run.saver(), threading.Event()
-    with writes(gate.wait):
-        assert saver.begin(1, values(), state={}, score=None)
-        assert [saver.begin(step, values(2), state={}, score=None) for step in (2, 3)] == [False, False]
-        gate.set()
-        saver.wait()
-    assert same(restored(save(saver, 4, values(3))), values(3))
-    assert run.steps() == [1, 4]
 
 
 def test_saver_logs_events_and_stall(run: Run) -> None:
@@ -103,9 +92,7 @@ def test_saver_logs_events_and_stall(run: Run) -> None:
 
 
 def test_saver_replans_only_if_tensors_change(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    make_plan = saver.make_plan
-    monkeypatch.setattr(saver, "make_plan", lambda *arguments: made.append(1) or make_plan(*arguments))
+    made = watched(monkeypatch, saver, "make_plan")
     one = run.saver()
     for step, live in enumerate((values(), values(2), {**values(3), "model.c": torch.zeros(3)}, values(4)), 1):
         assert same(dict(checkpoint.full_tensors(save(one, step, live))), live)
@@ -181,8 +168,7 @@ def test_saver_without_lease_cannot_commit(run: Run) -> None:
         assert zombie.begin(2, values(2), state={}, score=None)
         heir = acquire_lease(run.folder)
         gate.set()
-        with pytest.raises(InputError, match=r"another process acquired the lease of this run"):
-            zombie.wait()
+        rejects(r"another process acquired the lease of this run", zombie.wait)
     assert run.steps() == [1]
     successor = run.saver(lease=heir)
     with writes(gate.wait):  # both at once, at the same step
@@ -206,8 +192,7 @@ def test_lease_is_checked_right_before_commit(run: Run, monkeypatch: pytest.Monk
         acquire_lease(run.folder)
 
     monkeypatch.setattr(storage, "write_bytes", write_and_lose)
-    with pytest.raises(InputError, match=r"another process acquired the lease"):
-        save(run.saver(extra_files={"config.yaml": b"a: 1"}), 1, values())
+    rejects(r"another process acquired the lease", save, run.saver(extra_files={"config.yaml": b"a: 1"}), 1, values())
     assert run.steps() == []
 
 
@@ -292,14 +277,7 @@ def test_skipped_checkpoints_are_removed_first(run: Run) -> None:
 
 def test_unreadable_checkpoints_are_not_removed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     save_all(run.saver(), 1)
-    read_bytes, place = storage.read_bytes, run.at(1).path
-
-    def fails(path: str) -> bytes:
-        if path.startswith(place):
-            raise OSError(errno.EIO, "Input/output error")
-        return read_bytes(path)
-
-    monkeypatch.setattr(storage, "read_json", fails)
+    unreadable(monkeypatch, f"{run.at(1).path}/manifest.json", OSError(errno.EIO, "Input/output error"))
     save_all(run.saver(retention=Retention(num_to_keep=1, keep_best=0)), 2)
     assert run.steps() == [1, 2]
 
@@ -319,24 +297,18 @@ def inode(run: Run, step: int, name: str = "words.txt") -> int:
 
 
 def test_extra_files_are_hashed_once(run: Run, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    streamed: list[str] = []
-    read_stream, copy_file = storage.read_stream, storage.copy_file
-
-    def read(path: str) -> Iterator[bytes]:
-        streamed.append(path)
-        return read_stream(path)
+    streamed, copy_file = watched(monkeypatch, storage, "read_stream"), storage.copy_file
 
     def copy(path: str, target: str) -> None:
         copy_file(path, target)
         if target.startswith(run.at(2).path):  # a bit of it turns
             Path(target).write_bytes(b"xyz")
 
-    monkeypatch.setattr(storage, "read_stream", read)
     monkeypatch.setattr(storage, "copy_file", copy)
     monkeypatch.setattr(storage, "clone_file", lambda *_: False)
     files = {"more/words.txt": str(source), "config.yaml": b"a: 1"}
     save_all(run.saver(retention=Retention(num_to_keep=9), extra_files=files), 1, 2, 3)
-    assert [path for path in streamed if "words" in path] == [str(source)]
+    assert [path for path, _ in streamed if "words" in path] == [str(source)]
     for step in (1, 3):
         checkpoint.verify(run.at(step))
     with pytest.raises(DamagedError, match=r"words\.txt: damaged, its checksum does not match"):
@@ -366,17 +338,11 @@ def test_later_checkpoints_link_extra_files(run: Run, source: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS])
 def test_extra_files_are_copied_without_hard_links(run: Run, source: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    refused = []
-
-    def link(*paths: str) -> None:
-        refused.append(paths)
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr(os, "link", link := Mock(side_effect=OSError(number, os.strerror(number))))
     saver = run.saver(extra_files={"words.txt": str(source)})
     for step in (1, 2):
         checkpoint.verify(save(saver, step, values()))
-    assert len(refused) == 1
+    assert link.call_count == 1
     assert inode(run, 1) != inode(run, 2)
 
 
@@ -446,7 +412,6 @@ def test_copy_of_wrong_size_is_repeated(run: Run, source: Path, monkeypatch: pyt
     monkeypatch.setattr(storage, "copy_file", copy)
     saved = save(run.saver(extra_files={"words.txt": str(source)}), 1, values())
     assert run.kinds() == ["checkpoint_late", "checkpoint"]
-    assert run.events[0][1]["cause"].endswith(
-        "words.txt: damaged, has 2 bytes instead of 3 after it was written. storage_path must be shared by all workers"
-    )
+    damage = "words.txt: damaged, has 2 bytes instead of 3 after it was written. storage_path must be shared by all workers"
+    assert run.events[0][1]["cause"].endswith(damage)
     checkpoint.verify(saved)

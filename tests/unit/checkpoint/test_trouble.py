@@ -2,15 +2,15 @@
 
 import os
 import resource
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from builders.faults import at_first, raising, until
+from builders.faults import at_first, raising, rejects, until, watched
 from builders.savers import Run, save
 from ranks.checkpoint import full, writes
 
@@ -35,7 +35,6 @@ def values(factor: float = 1, num: int = 300_000) -> dict[str, torch.Tensor]:
 
 def assert_good(run: Run, step: int) -> None:
     found = run.newest()
-    assert found is not None
     assert found.step == step
     checkpoint.verify(found)
 
@@ -70,24 +69,16 @@ def test_transient_commit_error_is_retried(run: Run, monkeypatch: pytest.MonkeyP
     assert run.kinds() == ["checkpoint_late", "checkpoint"]
 
 
-def test_long_outage_raises(run: Run) -> None:
+def test_long_outage_raises(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = run.saver(max_outage_s=0.5)
     save(saver, 1, values())
     with writes(raising(OSError("the store was out"))):
-        start_s, late = time.monotonic(), 0
+        start_s = time.monotonic()
         assert saver.begin(2, values(2), state={}, score=None)
-
-        def train() -> None:
-            nonlocal late
-            while not saver.begin(3, values(), state={}, score=None):
-                late += 1
-                time.sleep(0.02)
-
+        late = watched(monkeypatch, saver, "begin")
         given_up = r"step_00000002: cannot be written for 0 s \(the store was out\)\. Check"
-        with pytest.raises(InputError, match=given_up) as e:
-            train()
-        assert late > 3
-        assert "\n" not in str(e.value)
+        rejects(given_up, until, lambda: saver.begin(3, values(), state={}, score=None), pause_s=0.02)
+        assert len(late) > 3
         assert time.monotonic() - start_s > 0.3
     assert_good(run, 1)
     assert os.listdir(run.path(2)) == []
@@ -98,10 +89,7 @@ def test_long_outage_raises(run: Run) -> None:
 @pytest.mark.parametrize("error", [InputError("s3://bucket: access denied"), ValueError("a defect"), KeyError("odd")])
 def test_permanent_error_raises_at_once(run: Run, error: Exception) -> None:
     saver = run.saver()
-    with (
-        writes(raising(error)),
-        pytest.raises((InputError, ValueError, RuntimeError), match=r"access denied|a defect|KeyError: 'odd'"),
-    ):
+    with writes(raising(error)), pytest.raises(Exception, match=r"access denied|a defect|KeyError: 'odd'"):
         save(saver, 1, values())
     assert run.events == []
     saver.wait()  # it was told
@@ -118,20 +106,7 @@ def test_close_returns_during_outage(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert time.monotonic() - start_s < 25
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """File system of 4 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
+@pytest.mark.parametrize("small_disk", [4], indirect=True)
 def test_full_disk_delays_save_then_raises(run: Run, small_disk: Path) -> None:
     run.folder = str(small_disk)
     saver = run.saver()
@@ -174,13 +149,18 @@ def test_file_size_limit_delays_save(run: Run) -> None:
 
 def test_attempt_waits_for_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.01)
-    no_space = OSError(28, "No space left on device")
-    monkeypatch.setattr(storage, "write_bytes", at_first([no_space] * 2, storage.write_bytes))
-    checkpoint.check_shared(checkpoint.write_token(str(tmp_path), max_outage_s=30.0), Communicator.all())
-    assert os.listdir(tmp_path) == []
-    monkeypatch.setattr(storage, "write_bytes", raising(no_space))
-    with pytest.raises(InputError, match=r"no space left\. Free some"):
-        checkpoint.write_token(str(tmp_path), max_outage_s=0.1)
+    token, lease = partial(checkpoint.write_token, str(tmp_path)), partial(checkpoint.acquire_lease, str(tmp_path / "run"))
+    for name, begin in (("write_bytes", token), ("write_json", partial(save_retry.retry_write, lease, path="run"))):
+        no_space = OSError(28, "No space left on device")
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, name, at_first([no_space] * 2, getattr(storage, name)))
+            begun = begin(max_outage_s=30.0)
+            patch.setattr(storage, name, raising(no_space))
+            rejects(r"no space left\. Free some", begin, max_outage_s=0.1)
+        if begin is token:
+            checkpoint.check_shared(begun, Communicator.all())
+            assert os.listdir(tmp_path) == []
+    assert begun.valid()
 
 
 def test_synchronous_save_is_not_retried(tmp_path: Path) -> None:

@@ -83,11 +83,8 @@ def test_processes_with_same_modules_share_template(server: ForkServer, program:
         for each in (names, {**names, "FROM_HERE": "x"}, {MODULES: "chunk"}, {"FROM_HERE": "${AWAY}"})
     )
     assert one["imported"] == again["imported"] == ["colorsys", "sndhdr"]
-    assert [found["variables"] for found in (one, again, plain)] == [
-        ["here", "from here", None],
-        ["here", "x", None],
-        ["here", "", None],
-    ]
+    variables = [found["variables"] for found in (one, again, plain)]
+    assert variables == [["here", "from here", None], ["here", "x", None], ["here", "", None]]
     assert other["imported"] == ["chunk", "colorsys"]
     assert plain["imported"] == ["colorsys"]
     assert one["parent"] == again["parent"]
@@ -175,7 +172,6 @@ def test_closed_fork_server_ends_templates(program: Path) -> None:
 
 def test_fork_server_of_killed_owner_leaves_nothing() -> None:
     server = ForkServer(libraries=["colorsys"])
-    assert server._process.stdin is not None
     server._process.stdin.close()  # as the kernel does for a process that is killed
     server._process.wait(60)
     assert not os.path.exists(os.path.dirname(server.address))
@@ -202,19 +198,13 @@ class NodeManager:
     def __init__(self, folder: Path, command: str = "/bin/echo setup_worker.py") -> None:
         (folder / "session_1").mkdir()
         self._folder, self._errors = folder, folder / "errors"
+        arguments = [sys.executable, "-c", NODE_MANAGER, f"--python_worker_command={command}"]
         with open(self._errors, "wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", NODE_MANAGER, f"--python_worker_command={command}"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(arguments, stdin=pipe, stdout=pipe, stderr=errors, text=True)
 
     def start(self, program: Path, python: str, **added: str) -> str:
         """Run the program and return its output."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         command = f"{python} {program} --temp-dir={self._folder} --session-name=session_1"
         variables = {name: value for name, value in os.environ.items() if name != forked_worker.SOCKET}
         print(json.dumps([command, {**variables, **added}]), file=self._process.stdin, flush=True)
@@ -246,10 +236,7 @@ def test_node_has_one_fork_server_until_ray_ends(node_manager: NodeManager, tmp_
     module.write_text("SAID = 'old'")
 
     def started(**added: str) -> list[Any]:
-        found: list[Any] = json.loads(
-            node_manager.start(program, forked_worker.python_of_a_job(), PYTHONPATH=str(tmp_path), **added)
-        )
-        return found
+        return json.loads(node_manager.start(program, forked_worker.python_of_a_job(), PYTHONPATH=str(tmp_path), **added))
 
     server, *found = started()
     assert found == [None, True]
@@ -279,8 +266,7 @@ def test_node_keeps_newest_fork_servers(tmp_path: Path) -> None:
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (1e9 - age_s, 1e9 - age_s))
     forked_worker.leave_newest(str(tmp_path / files[1]), raylet=7)
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {files[0], files[2], "7-00000000.lock", "7-00000000.log", "8-00000000"}
+    assert {path.name for path in tmp_path.iterdir()} == {files[0], files[2], "7-00000000.lock", "7-00000000.log", "8-00000000"}
 
 
 def test_node_without_this_python_uses_ray_python(node_manager: NodeManager, program: Path) -> None:
@@ -311,8 +297,7 @@ def test_python_paths_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_insecure_fork_server_folder_is_rejected(node_manager: NodeManager, tmp_path: Path) -> None:
     (tmp_path / "session_1" / "rayrec").mkdir(mode=0o755)
     (tmp_path / "program.py").write_text(SMALL)
-    found = json.loads(node_manager.start(tmp_path / "program.py", forked_worker.python_of_a_job()))
-    assert found[1:] == [None, False]
+    assert json.loads(node_manager.start(tmp_path / "program.py", forked_worker.python_of_a_job()))[1:] == [None, False]
     assert "rayrec must be accessible to this user only" in node_manager.errors()
 
 
@@ -325,13 +310,9 @@ def test_workers_in_other_languages_start_normally(server: ForkServer, tmp_path:
     ours = ["-Dray.address=1", "-s", "a.Worker"]
     context = CONTEXT + json.dumps({"env_vars": {"A": "added"}})
     for language, command in (("JAVA", ours), ("CPP", [str(java), *ours])):
-        done = subprocess.run(
-            [sys.executable, forked_worker.__file__, *command, f"--language={language}", context],
-            capture_output=True,
-            text=True,
-            env={**os.environ, forked_worker.SOCKET: server.address},
-            check=True,
-        )
+        arguments = [sys.executable, forked_worker.__file__, *command, f"--language={language}", context]
+        environment = {**os.environ, forked_worker.SOCKET: server.address}
+        done = subprocess.run(arguments, capture_output=True, text=True, env=environment, check=True)
         assert done.stdout.startswith("added ")
         assert done.stdout.endswith(" ".join(ours) + "\n")
         assert "rayrec" not in done.stderr

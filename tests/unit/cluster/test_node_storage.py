@@ -3,13 +3,14 @@
 import os
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import ray
+from builders.faults import rejects
 
 from rayrec.cluster import node_storage
 from rayrec.cluster.node_storage import first_error, refusal, require_reachable, runtime_env
-from rayrec.config import InputError
 
 SECRET = "swordfish-4711"
 S3 = {"AWS_ACCESS_KEY_ID": "AKID", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_ENDPOINT_URL": "http://10.0.0.9:9000"}
@@ -23,7 +24,6 @@ def test_credentials_are_sent_only_on_request() -> None:
 def test_sent_credentials_are_only_in_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray pickles the hook and keeps it with the job's functions, but logs and shows the rest of a runtime environment."""
     sent = runtime_env({**S3, "PATH": "/bin", "AWS_CA_BUNDLE": "/here.pem", "RAYREC_SEND_CREDENTIALS": "1"})
-    assert sent is not None
     assert list(sent) == ["worker_process_setup_hook"]
     assert SECRET not in repr(sent)
     for name in (*S3, "AWS_CA_BUNDLE"):
@@ -43,8 +43,7 @@ def test_sent_credentials_are_only_in_hook(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_runtime_env_rejects_invalid_request(environment: dict[str, str], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        runtime_env(environment)
+    rejects(message, runtime_env, environment)
 
 
 def test_refusal_contains_node_and_settings_without_values() -> None:
@@ -58,41 +57,33 @@ def test_refusal_contains_node_and_settings_without_values() -> None:
     assert "RAYREC_SEND" not in refusal("10.0.0.2", "denied", {**S3, "RAYREC_SEND_CREDENTIALS": "1"})
 
 
-class Asked:
-    """Nodes with prepared answers."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: tuple[str, str | None], here: str | None = None) -> None:
-        self.urls: list[str] = []
-        self._answers = list(answers)
-        monkeypatch.setattr(node_storage, "_check_nodes", self.ask)
-        monkeypatch.setattr(node_storage, "first_error", lambda urls, patience_s: here)
-        joined = SimpleNamespace(is_head=lambda: False)
-        monkeypatch.setattr(ray._private.worker, "_global_node", joined)
-
-    def ask(self, urls: list[str]) -> list[tuple[str, str | None]]:
-        self.urls = urls
-        return self._answers
+def answering(monkeypatch: pytest.MonkeyPatch, *answers: tuple[str, str | None], here: str | None = None) -> Mock:
+    """Replace the check of the nodes by their answers, and of this machine by `here`."""
+    monkeypatch.setattr(node_storage, "_check_nodes", check := Mock(return_value=list(answers)))
+    monkeypatch.setattr(node_storage, "first_error", lambda urls, patience_s: here)
+    monkeypatch.setattr(ray._private.worker, "_global_node", SimpleNamespace(is_head=lambda: False))
+    return check
 
 
 def test_require_reachable_rejects_node_without_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Asked(monkeypatch, ("10.0.0.1", None), ("10.0.0.2", "s3://b: access denied"))
-    with pytest.raises(InputError, match=r"node 10\.0\.0\.2 does not reach the store"):
-        require_reachable(("s3://b/log/day_*/x.tsv?region=eu", None, "/local", "s3://a/runs/"))
-    assert asked.urls == ["s3://a/runs/", "s3://b/log?region=eu"]
+    check = answering(monkeypatch, ("10.0.0.1", None), ("10.0.0.2", "s3://b: access denied"))
+    paths = ("s3://b/log/day_*/x.tsv?region=eu", None, "/local", "s3://a/runs/")
+    rejects(r"node 10\.0\.0\.2 does not reach the store", require_reachable, paths)
+    check.assert_called_once_with(["s3://a/runs/", "s3://b/log?region=eu"])
 
 
 def test_require_reachable_skips_needless_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Asked(monkeypatch, ("10.0.0.2", "s3://b: access denied"))
+    check = answering(monkeypatch, ("10.0.0.2", "s3://b: access denied"))
     require_reachable(("/local", None))
     monkeypatch.setattr(ray._private.worker, "_global_node", SimpleNamespace(is_head=lambda: True))
     require_reachable(("s3://b/log",))  # Ray's processes inherit the environment
-    assert asked.urls == []
+    check.assert_not_called()
 
 
 def test_require_reachable_ignores_general_outage(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Asked(monkeypatch, ("10.0.0.2", "the store was out"), here="the store was out")
+    check = answering(monkeypatch, ("10.0.0.2", "the store was out"), here="the store was out")
     require_reachable(("s3://b/log",))
-    assert asked.urls == []
+    check.assert_not_called()
 
 
 def test_first_error_describes_unreachable_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +91,5 @@ def test_first_error_describes_unreachable_store(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     trouble = first_error(["s3://b/log"], patience_s=0.0)
-    assert trouble is not None
     assert "127.0.0.1:9" in trouble
     assert SECRET not in trouble

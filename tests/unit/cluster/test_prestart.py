@@ -3,8 +3,10 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import ray
 from hosts.ports import free_ports
 
 from rayrec.cluster import prestart
@@ -38,12 +40,6 @@ def test_preloads_modules_depends_on_environment(monkeypatch: pytest.MonkeyPatch
 
 
 def test_prestart_returns_false_without_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray
-
-    class Context:
-        def get_job_id(self) -> str:
-            return "01000000"
-
-    monkeypatch.setattr(ray, "get_runtime_context", Context)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "01000000"))
     node = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": free_ports(1)}
     assert not prestart.prestart(node, "{}", num_processes=1, keep_s=1.0)

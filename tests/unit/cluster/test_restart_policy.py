@@ -27,7 +27,6 @@ def ended(status: int | None, *, duration_s: float = 1.0) -> AttemptResult:
 )
 def test_judge_quits_after_final_results(ending: AttemptResult, status: int) -> None:
     tally, decision = judge(POLICY, AttemptHistory(attempts=1), ending, jitter=0.5)
-    assert isinstance(decision, Quit)
     assert decision.status == status
     assert tally == AttemptHistory(attempts=1)
 
@@ -45,8 +44,7 @@ def test_lost_head_counts_only_after_short_attempt() -> None:
     assert judge(POLICY, AttemptHistory(1, short_lived=2), lost, jitter=0.0) == (AttemptHistory(1, 0, True), 0.0)
     short = AttemptResult("lost", duration_s=5.0, ran=True)
     assert judge(POLICY, AttemptHistory(1, short_lived=1), short, jitter=0.5) == (AttemptHistory(1, 2, True), 10.0)
-    unborn = AttemptResult("lost")
-    assert judge(POLICY, AttemptHistory(1), unborn, jitter=0.5)[0] == AttemptHistory(1, 1, accepted=False)
+    assert judge(POLICY, AttemptHistory(1), AttemptResult("lost"), jitter=0.5)[0] == AttemptHistory(1, 1, accepted=False)
 
 
 def test_stop_of_earlier_supervisor_is_retried() -> None:
@@ -57,7 +55,6 @@ def test_stop_of_earlier_supervisor_is_retried() -> None:
 
 
 def run_through(policy: Policy, endings: list[AttemptResult]) -> tuple[int, Quit | None]:
-    """Return the number of attempts and the final decision."""
     tally = AttemptHistory()
     for number, ending in enumerate(endings, start=1):
         tally, decision = judge(policy, tally, ending, jitter=0.5)
@@ -84,7 +81,6 @@ def test_accepted_flags_are_retried() -> None:
     """A recovering cluster may lack nodes or file systems, which fails an attempt like an invalid flag."""
     attempts, decision = run_through(POLICY, [ended(143, duration_s=500.0), *[ended(2)] * 10])
     assert attempts == 4
-    assert decision is not None
     assert decision.status == 2
     assert run_through(POLICY, [ended(None), ended(2)])[0] == 2  # Ray ended the first before the command ran
 

@@ -4,114 +4,91 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from builders.faults import raising
+from builders.faults import raising, rejects
 
 from rayrec.cluster import supervisor
 from rayrec.cluster.jobs import dashboard_url
 from rayrec.cluster.restart_policy import Policy, SuperviseConfig
 from rayrec.cluster.supervisor import CONFIG_KEY, RUN_KEY, Outcome, summary_of
 from rayrec.cluster.supervisor_state import StateFile, state_path
-from rayrec.config import InputError
 
 SUMMARY = {"name": "run", "steps": 20, "weights_sha256": "00ff", "metrics": {"auroc": 0.75}}
 
 
-class FakeHead:
+class Handler(BaseHTTPRequestHandler):
+    server: "FakeHead"
+
+    def do_GET(self) -> None:
+        head, name = self.server, self.path.removeprefix("/api/jobs/")
+        if head.busy and head.submitted:
+            head.busy -= 1
+            return self.answer("try again later", status=500)
+        if not name:
+            return self.answer([*head.jobs.values(), {"submission_id": None}])
+        if name.endswith("/logs"):
+            return self.answer({"logs": head.logs.get(name.removesuffix("/logs"), "")})
+        if name.endswith("/tail") or name not in head.jobs:
+            return self.answer(f"Job {name} does not exist", status=404)
+        job = dict(head.jobs[name])
+        if head.ends and job["status"] == "RUNNING":
+            end = head.ends.pop(0)
+            head.jobs.clear() if end.get("forget") else head.jobs[name].update(end)
+        return self.answer(job)
+
+    def do_POST(self) -> None:
+        head, body = self.server, json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+        if self.path.endswith("/stop"):
+            name = self.path.split("/")[-2]
+            head.stopped.append(name)
+            head.jobs[name]["status"] = "STOPPED"
+            return self.answer({"stopped": True})
+        name = body["submission_id"]
+        if name in head.jobs:
+            return self.answer("ValueError: already exists", status=500)
+        head.submitted.append(body)
+        head.add(name, metadata=body["metadata"])
+        if head.lose_answers:
+            head.lose_answers -= 1
+            return self.connection.close()
+        return self.answer({"job_id": name, "submission_id": name})
+
+    def answer(self, value: Any, *, status: int = 200) -> None:
+        body = (value if isinstance(value, str) else json.dumps(value)).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain" if isinstance(value, str) else "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class FakeHead(ThreadingHTTPServer):
     """Fake REST API of Ray Jobs, whose state tests can change."""
 
     def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
         self.jobs: dict[str, dict[str, Any]] = {}
+        self.logs: dict[str, str] = {}
         self.submitted: list[dict[str, Any]] = []
         self.stopped: list[str] = []
-        self.logs: dict[str, str] = {}
-        self.notes: list[str] = []
-        """Notes of the supervisor."""
-        self.ends: list[dict[str, Any]] = []
-        """Results of future jobs; later jobs keep running."""
-        self.lose_answers = 0
-        """Number of submissions that are accepted before the connection breaks."""
-        self.busy = 0
-        """Number of requests after the first submission that fail with status 500."""
-        head = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                head.get(self)
-
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                head.post(self, json.loads(body) if body else {})
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        self.notes: list[str] = []  # of the supervisor
+        self.ends: list[dict[str, Any]] = []  # results of future jobs; later jobs keep running
+        self.lose_answers = 0  # submissions that are accepted before the connection breaks
+        self.busy = 0  # requests after the first submission that fail with status 500
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     def add(self, submission_id: str, *, run: str = "run", config_hash: str = "c0ffee", **fields: Any) -> None:
-        self.jobs[submission_id] = {
-            "submission_id": submission_id,
-            "status": "RUNNING",
-            "driver_exit_code": None,
-            "message": "",
-            "metadata": {RUN_KEY: run, CONFIG_KEY: config_hash},
-            **fields,
-        }
-
-    def get(self, request: BaseHTTPRequestHandler) -> None:
-        if self.busy and self.submitted:
-            self.busy -= 1
-            return answer(request, "try again later", status=500)
-        name = request.path.removeprefix("/api/jobs/")
-        if name == "":
-            return answer(request, [*self.jobs.values(), {"submission_id": None}])
-        if name.endswith("/logs"):
-            return answer(request, {"logs": self.logs.get(name.removesuffix("/logs"), "")})
-        if name.endswith("/tail") or name not in self.jobs:
-            return answer(request, f"Job {name} does not exist", status=404)
-        job = dict(self.jobs[name])
-        if self.ends and job["status"] == "RUNNING":
-            end = self.ends.pop(0)
-            if end.get("forget"):
-                self.jobs.clear()
-            else:
-                self.jobs[name].update(end)
-        return answer(request, job)
-
-    def post(self, request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
-        if request.path.endswith("/stop"):
-            name = request.path.split("/")[-2]
-            self.stopped.append(name)
-            self.jobs[name]["status"] = "STOPPED"
-            return answer(request, {"stopped": True})
-        name = body["submission_id"]
-        if name in self.jobs:
-            return answer(request, "ValueError: already exists", status=500)
-        self.submitted.append(body)
-        self.add(name, metadata=body["metadata"])
-        if self.lose_answers:
-            self.lose_answers -= 1
-            return request.connection.close()
-        return answer(request, {"job_id": name, "submission_id": name})
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-def answer(request: BaseHTTPRequestHandler, value: Any, *, status: int = 200) -> None:
-    body = (value if isinstance(value, str) else json.dumps(value)).encode()
-    request.send_response(status)
-    request.send_header("Content-Type", "text/plain" if isinstance(value, str) else "application/json")
-    request.send_header("Content-Length", str(len(body)))
-    request.end_headers()
-    request.wfile.write(body)
+        job = {"submission_id": submission_id, "status": "RUNNING", "driver_exit_code": None, "message": ""}
+        self.jobs[submission_id] = {**job, "metadata": {RUN_KEY: run, CONFIG_KEY: config_hash}, **fields}
 
 
 SUCCESS: dict[str, Any] = {"status": "SUCCEEDED", "driver_exit_code": 0}
@@ -129,7 +106,8 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHead]:
     monkeypatch.setattr("rayrec.cluster.restart_policy.FIRST_PAUSE_S", 0.01)
     fake = FakeHead()
     yield fake
-    fake.close()
+    fake.shutdown()
+    fake.server_close()
 
 
 Supervise = Callable[..., Outcome]
@@ -138,18 +116,10 @@ Supervise = Callable[..., Outcome]
 @pytest.fixture
 def supervise(head: FakeHead, tmp_path: Path) -> Supervise:
     def run(*, policy: Policy | None = None, config_hash: str = "c0ffee", **changes: Any) -> Outcome:
-        config = SuperviseConfig(
-            **{"address": head.url, "state": str(tmp_path / "run.json"), "policy": policy or Policy(), **changes}
-        )
-        return supervisor.supervise(
-            ["criteo_demo", "--name", "run", "--train-data.path", "a log's name"],
-            name="run",
-            config_hash=config_hash,
-            config=config,
-            stop_wait_s=90.0,
-            note=head.notes.append,
-            show=None,
-        )
+        settings = {"address": head.url, "state": str(tmp_path / "run.json"), "policy": policy or Policy(), **changes}
+        arguments = ["criteo_demo", "--name", "run", "--train-data.path", "a log's name"]
+        fixed: dict[str, Any] = {"name": "run", "stop_wait_s": 90.0, "note": head.notes.append, "show": None}
+        return supervisor.supervise(arguments, config_hash=config_hash, config=SuperviseConfig(**settings), **fixed)
 
     return run
 
@@ -247,8 +217,7 @@ def test_live_job_is_followed_without_state_file(head: FakeHead, supervise: Supe
 
 def test_live_job_with_other_flags_is_rejected(head: FakeHead, supervise: Supervise) -> None:
     head.add("run-0001", config_hash="another")
-    with pytest.raises(InputError, match="job run-0001 trains run run with other flags"):
-        supervise()
+    rejects("job run-0001 trains run run with other flags", supervise)
     assert head.submitted == []
 
 
@@ -260,25 +229,19 @@ def test_other_flags_start_new_state(head: FakeHead, supervise: Supervise) -> No
 
 
 def test_second_supervisor_is_rejected(head: FakeHead, supervise: Supervise, tmp_path: Path) -> None:
-    notebook = StateFile(str(tmp_path / "run.json"), name="run", config_hash="c0ffee", note=print)
-    try:
-        with pytest.raises(InputError, match="another supervisor of run run is running"):
-            supervise()
-    finally:
-        notebook.close()
+    with closing(StateFile(str(tmp_path / "run.json"), name="run", config_hash="c0ffee", note=print)):
+        rejects("another supervisor of run run is running", supervise)
 
 
 def test_environment_variables_are_passed_but_not_logged(
     head: FakeHead, supervise: Supervise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InputError, match="--env SECRET: not set"):
-        supervise(env=("SECRET",))
+    rejects("--env SECRET: not set", supervise, env=("SECRET",))
     monkeypatch.setenv("SECRET", "open sesame")
     head.ends = [failure(1), SUCCESS]
     supervise(env=("SECRET",))
     assert head.submitted[-1]["runtime_env"]["env_vars"]["SECRET"] == "open sesame"
-    told = "\n".join([*head.notes, *(file.read_text() for file in tmp_path.iterdir())])
-    assert "sesame" not in told
+    assert "sesame" not in "\n".join([*head.notes, *(file.read_text() for file in tmp_path.iterdir())])
 
 
 @pytest.mark.parametrize("detach", [False, True])
@@ -309,8 +272,7 @@ def test_interrupted_stop_resubmits_job(head: FakeHead, supervise: Supervise, mo
 
 def test_invalid_state_file_is_rejected(supervise: Supervise, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"steps": 3}')
-    with pytest.raises(InputError, match="must be a supervisor's state file"):
-        supervise()
+    rejects("must be a supervisor's state file", supervise)
 
 
 def test_dashboard_url_accepts_and_rejects_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,8 +283,7 @@ def test_dashboard_url_accepts_and_rejects_addresses(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://there:1")
     assert dashboard_url(None) == "http://there:1"
     for wrong in ("ray://head:10001", "http://", "http://head:port"):
-        with pytest.raises(InputError, match="must be the URL of a Ray dashboard"):
-            dashboard_url(wrong)
+        rejects("must be the URL of a Ray dashboard", dashboard_url, wrong)
 
 
 def test_state_path_is_in_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from builders.faults import rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from ranks import metric
+from ranks.checkpoint import run_ranks
 from sklearn.metrics import log_loss, roc_auc_score
 
-from rayrec.config import InputError
 from rayrec.metrics import binary as metrics
 
 
@@ -119,14 +121,10 @@ def test_undefined_metrics_are_nan() -> None:
 
 
 def test_binary_metrics_reject_invalid_rows() -> None:
-    with pytest.raises(InputError, match="1 of 2 logits are NaN"):
-        metrics.auroc([math.nan, 0.0], [0, 1])
-    with pytest.raises(InputError, match="labels: must be 0 or 1, got 2 in row 1"):
-        metrics.binary_metrics([0.0, 0.0], [0, 2])
-    with pytest.raises(InputError, match="got nan in row 0"):
-        metrics.binary_metrics([0.0], [math.nan])
-    with pytest.raises(InputError, match="labels: must have one per logit"):
-        metrics.auroc([0.0, 0.0], [1])
+    rejects("1 of 2 logits are NaN", metrics.auroc, [math.nan, 0.0], [0, 1])
+    rejects("labels: must be 0 or 1, got 2 in row 1", metrics.binary_metrics, [0.0, 0.0], [0, 2])
+    rejects("got nan in row 0", metrics.binary_metrics, [0.0], [math.nan])
+    rejects("labels: must have one per logit", metrics.auroc, [0.0, 0.0], [1])
 
 
 def test_metrics_do_not_import_torch() -> None:
@@ -135,7 +133,6 @@ def test_metrics_do_not_import_torch() -> None:
 
 
 def test_accumulator_matches_binary_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
     monkeypatch.setattr(metrics, "_BLOCK_ROWS", 16)
     generator = np.random.default_rng(2)
     logits, labels = generator.normal(size=100).astype(np.float32), generator.integers(0, 2, 100)
@@ -148,30 +145,20 @@ def test_accumulator_matches_binary_metrics(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_accumulator_accepts_half_precision() -> None:
-    torch = pytest.importorskip("torch")
     accumulator = metrics.BinaryMetricsAccumulator()
     accumulator.update(torch.tensor([0.5, -0.5], dtype=torch.bfloat16), torch.tensor([True, False]))
     assert accumulator.compute()["auroc"] == 1.0
 
 
-# Many processes ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_distributed_metrics_match_one_process(world_size: int, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    from ranks.checkpoint import run_ranks
-
     run_ranks(metric.metrics_of_ranks, world_size, str(tmp_path))
     loaded = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
     assert all(refused for refused, _ in loaded)
     results = [result for _, result in loaded]
-    expected = [
-        metrics.binary_metrics(logits, labels)
-        for logits, labels in metric.cases()
-        for _ in metric.bounds(len(labels), world_size)
-    ]
+    cases = ((logits, labels) for logits, labels in metric.cases() for _ in metric.bounds(len(labels), world_size))
+    expected = [metrics.binary_metrics(*case) for case in cases]
     assert len(expected) == len(results[0])
     for index, wanted in enumerate(expected):
         for ranks_result in results:

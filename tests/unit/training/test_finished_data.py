@@ -6,44 +6,25 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
+from builders.csv_runs import train, write_days
 from builders.digits import write_digits
-from builders.faults import raising
+from builders.faults import raising, rejects
+from builders.runs import QUIET
 
 import rayrec
-from rayrec import cli, recipes
-from rayrec.config import InputError
-from rayrec.observe.console import Console
+from rayrec import recipes
 from rayrec.recipes.mnist import mnist_resnet18
 from rayrec.schema import Schema
 from rayrec.training import resume
 from rayrec.training.resume import data_difference, data_versions
 
-SCHEMA = "{label: click, dense: [age], sparse: [user], tokens: any, delimiter: ','}"
-
-
-def write_day(folder: Path, day: int, *, rows: int = 300) -> None:
-    rng = np.random.default_rng(day)
-    folder.mkdir(exist_ok=True)
-    lines = [f"{rng.integers(0, 2)},{rng.integers(10, 99)},{rng.integers(10, 40)}" for _ in range(rows)]
-    (folder / f"day_{day}.csv").write_text("click,age,user\n" + "\n".join(lines) + "\n")
-
-
-def train(folder: Path, *flags: str, log: str = "log", quiet: bool = True) -> int:
-    paths = ["--train-data.path", str(folder / log), "--storage-path", str(folder), "--name", "run"]
-    short = ["--steps", "2", "--batch-size", "100", "--evaluate-every", "2", "--trackers.no-tensorboard"]
-    schema = ["--schema", str(folder / "schema.yaml"), "--model", "linear", *["-q"] * quiet]
-    return cli.run(["train", "clicks", *paths, *short, *schema, *flags])
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train on a log of two days; return the folder with log, schema and finished run."""
     folder = tmp_path_factory.mktemp("trained")
-    (folder / "schema.yaml").write_text(SCHEMA)
-    for day in (0, 1):
-        write_day(folder / "log", day)
+    write_days(folder, 0, 1)
+    os.utime(folder / "log" / "day_0.csv", (1e9, 1e9))  # day_1 is the newest
     assert train(folder) == 0
     return folder
 
@@ -59,22 +40,13 @@ def same_size(folder: Path) -> None:
     file.write_text(file.read_text().replace(",1", ",2"))
 
 
-def moved(folder: Path) -> None:
-    (folder / "log").rename(folder / "gone")
-
-
-def emptied(folder: Path) -> None:
-    for file in (folder / "log").iterdir():
-        file.unlink()
-
-
-CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "grown folder": (lambda folder: write_day(folder / "log", 2), "train_data has 3 files of"),
-    "grown file": (lambda folder: write_day(folder / "log", 1, rows=301), "train_data has 2 files of"),
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "grown folder": (lambda folder: write_days(folder, 2), "train_data has 3 files of"),
+    "grown file": (lambda folder: write_days(folder, 1, rows=401), "train_data has 2 files of"),
     "bytes of the same size": (same_size, "train_data has 2 files of"),
     "renamed file": (lambda folder: (folder / "log" / "day_0.csv").rename(folder / "log" / "a.csv"), "still has 2 files of"),
-    "path that is gone": (moved, "log: no such file or folder"),
-    "no files": (emptied, "contains no data files"),
+    "path that is gone": (lambda folder: (folder / "log").rename(folder / "gone"), "log: no such file or folder"),
+    "no files": (lambda folder: [file.unlink() for file in (folder / "log").iterdir()], "contains no data files"),
 }
 
 
@@ -104,8 +76,8 @@ def test_finished_run_with_same_data_prints_its_summary(finished: Path, capsys: 
 
 
 def test_finished_run_rejects_added_evaluation_data(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_day(finished / "other", 5)
-    assert train(finished, "--eval-data.path", str(finished / "other")) == 2
+    write_days(finished / "other", 5)
+    assert train(finished, "--eval-data.path", str(finished / "other" / "log")) == 2
     assert "eval_data has 1 file of" in capsys.readouterr().err
 
 
@@ -119,16 +91,16 @@ def test_summary_without_data_versions_is_accepted(finished: Path) -> None:
     summary = json.loads(path.read_text())
     del summary["data"]
     path.write_text(json.dumps(summary))
-    write_day(finished / "log", 2)
+    write_days(finished, 2)
     assert train(finished) == 0  # nothing to compare with
     (finished / "log").rename(finished / "gone")
     assert train(finished) == 2
 
 
 def test_changed_data_is_rejected_for_preprocessed_rows(trained: Path, tmp_path: Path) -> None:
-    schema = Schema(label="click", dense=("age",), sparse=("user",), tokens="any", delimiter=",")
+    schema = Schema(label="click", dense=("age",), sparse=("user", "item"), tokens="any", delimiter=",")
     for name in ("first", "second"):
-        options = {"schema": schema, "split": "sevenths", "console": Console(quiet=True)}
+        options = {"schema": schema, "split": "sevenths", "console": QUIET}
         rayrec.preprocess(str(trained / "log"), out=str(tmp_path / name), format="parquet", **options)
     before = data_versions(recipes.clicks(str(tmp_path / "first"), schema=schema))
     assert before["train_data"]["files"] > 3  # in folders
@@ -140,20 +112,14 @@ def test_changed_data_is_rejected_for_images_and_tokens(tmp_path: Path) -> None:
     digits = write_digits(tmp_path / "digits", train=20, test=10)
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
     small = {"vocabulary_size": 300, "block_size": 16, "shard_bytes": 2000, "validation_fraction": 0.2}
-    rayrec.preprocess(
-        str(tmp_path / "text.txt"), out=str(tmp_path / "tokens"), format="mds", console=Console(quiet=True), **small
-    )
+    rayrec.preprocess(str(tmp_path / "text.txt"), out=str(tmp_path / "tokens"), format="mds", console=QUIET, **small)
     shard = next((tmp_path / "tokens" / "validation").glob("*.mds"))
-    for config, file in (
-        (mnist_resnet18(str(digits)), digits / "t10k-labels-idx1-ubyte.gz"),
-        (recipes.gpt2_tiny(str(tmp_path / "tokens")), shard),
-    ):
+    labels, text = digits / "t10k-labels-idx1-ubyte.gz", recipes.gpt2_tiny(str(tmp_path / "tokens"))
+    for config, file in ((mnist_resnet18(str(digits)), labels), (text, shard)):
         before = data_versions(config)
         assert data_difference(before, data_versions(config)) is None
         os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
-        difference = data_difference(before, data_versions(config))
-        assert difference is not None
-        assert difference.startswith("train_data still has ")
+        assert data_difference(before, data_versions(config)).startswith("train_data still has ")
         file.unlink()
         assert data_difference(before, data_versions(config))
 
@@ -163,5 +129,4 @@ def test_data_without_files_has_no_version(tmp_path: Path) -> None:
     config = recipes.clicks("table of a database").replace(storage_path=str(tmp_path), name="run")
     assert resume.listed_data(config) == {}
     resume._check_same_data("run", config, {"data": {}})
-    with pytest.raises(InputError, match="finished already, with other data: table of a database: no such file"):
-        resume._check_same_data("run", config, {})
+    rejects("finished already, with other data: table of a database: no such file", resume._check_same_data, "run", config, {})

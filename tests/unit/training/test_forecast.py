@@ -1,11 +1,13 @@
 """Forecasts computed from synthetic measurements."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
+from builders.faults import rejects
 
 from rayrec import recipes
-from rayrec.cluster.layout import Layout, layout
+from rayrec.cluster.layout import layout
 from rayrec.config import InputError
 from rayrec.sharding.communication import CommunicationVolume, Exchange, ExchangeBytes, LinkBandwidth
 from rayrec.training.forecast import ClusterShape, Forecast, extrapolate, forecast, train_locally
@@ -26,15 +28,10 @@ MEASURED = MeasuredSpeed(
 )
 
 
-def shares_of(shape: ClusterShape, *, workers: int, use_gpu: bool = False) -> Layout:
-    return layout(
-        shape.resources(), num_workers=workers, use_gpu=use_gpu, cpus_per_worker=None, resources_per_worker={}, data_nodes="auto"
-    )
-
-
 def of(measured: MeasuredSpeed, text: str, *, workers: int = 2) -> Forecast:
     shape = ClusterShape.parse(text)
-    shares = shares_of(shape, workers=workers, use_gpu=bool(shape.gpus))
+    default = partial(layout, cpus_per_worker=None, resources_per_worker={}, data_nodes="auto")
+    shares = default(shape.resources(), num_workers=workers, use_gpu=bool(shape.gpus))
     return extrapolate(measured, shape, shares, threads_per_worker=None)
 
 
@@ -51,24 +48,17 @@ def test_forecast_names_model_bottleneck() -> None:
 
 def test_forecast_scales_with_cores_and_nodes() -> None:
     assert of(MEASURED, "cpus=8").model_rows_per_s == pytest.approx(4 * 40_000)
-    assert of(MEASURED, "cpus=8,nodes=4", workers=8).model_rows_per_s == pytest.approx(16 * 40_000)
-
-
-def test_cluster_shape_without_gpus_merges_cpu_nodes() -> None:
-    found, same = of(MEASURED, "cpus=8,nodes=1,cpu_nodes=3", workers=8), of(MEASURED, "cpus=8,nodes=4", workers=8)
-    assert found == same
+    found = of(MEASURED, "cpus=8,nodes=4", workers=8)
+    assert found.model_rows_per_s == pytest.approx(16 * 40_000)
+    assert found == of(MEASURED, "cpus=8,nodes=1,cpu_nodes=3", workers=8)  # without GPUs all nodes are alike
     assert found.cpu_rows_per_s == pytest.approx(32 / 49.5e-6)
     assert "On 4 nodes of 8 CPUs:" in found.text()
 
 
-def test_forecast_names_data_bottleneck() -> None:
-    found = of(replace(MEASURED, stage_wall_s={"read": 100e-6}, stage_cpu_s={"read": 1e-6}), "cpus=2")
-    assert (found.bottleneck, found.rows_per_s) == ("data", pytest.approx(20_000))
-
-
-def test_forecast_names_shared_cpu_bottleneck() -> None:
-    found = of(replace(MEASURED, stage_wall_s={"parse": 40e-6}, stage_cpu_s={"parse": 40e-6}), "cpus=2")
-    assert (found.bottleneck, found.rows_per_s) == ("cpus", pytest.approx(2 / 85e-6))
+def test_forecast_names_data_or_shared_cpu_bottleneck() -> None:
+    for wall_s, cpu_s, bottleneck, rows_per_s in ((100e-6, 1e-6, "data", 20_000), (40e-6, 40e-6, "cpus", 2 / 85e-6)):
+        found = of(replace(MEASURED, stage_wall_s={"read": wall_s}, stage_cpu_s={"read": cpu_s}), "cpus=2")
+        assert (found.bottleneck, found.rows_per_s) == (bottleneck, pytest.approx(rows_per_s))
 
 
 def test_forecast_includes_network_between_nodes() -> None:
@@ -89,8 +79,7 @@ def test_forecast_includes_network_between_nodes() -> None:
 
 
 def test_forecast_returns_cpus_per_gpu() -> None:
-    measured = replace(MEASURED, device="cuda", num_workers=1, rows_per_s=1_000_000.0)
-    found = of(measured, "cpus=16,gpus=1,nodes=2,cpu_nodes=3")
+    found = of(replace(MEASURED, device="cuda", num_workers=1, rows_per_s=1_000_000.0), "cpus=16,gpus=1,nodes=2,cpu_nodes=3")
     assert found.model_rows_per_s == pytest.approx(2e6)
     assert found.cpu_rows_per_s is None
     assert found.cpus_per_gpu == pytest.approx(10.0)  # five at work, and as many that Ray Data keeps in reserve
@@ -129,8 +118,7 @@ NO_CLUSTERS += ["cpus=2,gpu_rows_per_s=5", "cpus=2,gpus=1,gpu_rows_per_s=0"]
 
 @pytest.mark.parametrize("text", NO_CLUSTERS)
 def test_cluster_shape_rejects_invalid_text(text: str) -> None:
-    with pytest.raises(InputError, match="--cluster: "):
-        ClusterShape.parse(text)
+    rejects("--cluster: ", ClusterShape.parse, text)
 
 
 def test_forecast_rejects_unsupported_runs(monkeypatch: pytest.MonkeyPatch) -> None:

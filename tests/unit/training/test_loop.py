@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders.faults import rejects
+from builders.loops import StopSignal, fake_setup
 
 from rayrec import recipes
-from rayrec.config import InputError
 from rayrec.observe.timing import PHASES
 from rayrec.optim.config import PlateauConfig
 from rayrec.trained_rows import RowNumbers, TrainedRows
@@ -67,60 +68,30 @@ class Pipeline:
 
 
 class Loader:
-    """Loader of batch numbers from `start`."""
+    """Loader of numbers from `start` as batches, or batches with ten numbered rows. Skips or repeats one on request."""
 
-    def __init__(self, start: int, stop: int) -> None:
+    def __init__(self, start: int, stop: int, *, numbered: bool = False, skip: int = -1, again: int = -1) -> None:
         self.steps, self.steps_per_epoch = stop - start, 20
-        self._next, self._stop = start, stop
+        self.numbered, self._next, self._stop, self._skip, self._again = numbered, start, stop, skip, again
 
     def __iter__(self) -> Loader:
         return self
 
-    def __next__(self) -> int:
+    def __next__(self) -> Any:
+        if self._next == self._skip:
+            self._next += 1
         if self._next == self._stop:
             raise StopIteration
-        self._next += 1
-        return self._next - 1
+        number, self._next = self._next, self._next + 1
+        if number == self._again:
+            self._again, self._next = -1, number
+        return SimpleNamespace(row_numbers=RowNumbers(0, np.arange(10 * number, 10 * number + 10))) if self.numbered else number
 
     def rows(self, batches: int) -> int:
         return 10 * batches
 
     def state(self) -> dict[str, Any]:
         return {"next": self._next}
-
-
-@dataclasses.dataclass(frozen=True)
-class Numbered:
-    """Batch of ten rows."""
-
-    number: int
-    row_numbers: RowNumbers
-
-    def __lt__(self, other: int) -> bool:
-        return self.number < other
-
-
-@dataclasses.dataclass
-class StopSignal:
-    """Stop request or preemption notice after some trained or scored batches."""
-
-    pipeline: Pipeline
-    stop_at: float = np.inf
-    preempt_at: float = np.inf
-    stop_after_scored: float = np.inf
-    preempt_after_scored: float = np.inf
-    told: bool = False
-
-    def poll(self) -> tuple[bool, bool]:
-        done, scored = len(self.pipeline.trained), self.pipeline.scored
-        return done >= self.stop_at or self.urgent(), done >= self.preempt_at or scored >= self.preempt_after_scored
-
-    def urgent(self) -> bool:
-        return self.pipeline.scored >= self.stop_after_scored
-
-    def preempted(self) -> bool:
-        self.told, before = True, self.told
-        return not before
 
 
 class Run:
@@ -130,7 +101,6 @@ class Run:
         self,
         *,
         ahead: int = 3,
-        start: int = 0,
         stop: int = 20,
         progress: Progress | None = None,
         evaluation: int = 0,
@@ -140,55 +110,36 @@ class Run:
         """`stop`: last step, in epochs of 20; `evaluation`: batches per evaluation; `changes`: configuration or stop signal
         fields."""
         self.evaluation = evaluation
-        self.pipeline = Pipeline(ahead)
+        self.pipeline = pipeline = Pipeline(ahead)
         self.saves: list[tuple[int, int, float | None, bool, bool]] = []
         self.events: list[tuple[str, int]] = []
         self.fields: list[dict[str, Any]] = []
-        self.progress = progress or Progress(step=start, rows=10 * start)
-        self.loader = Loader(start, stop)
+        self.progress = progress or Progress()
+        self.loader = Loader(self.progress.step, stop)
         names = {field.name for field in dataclasses.fields(StopSignal)} & changes.keys()
-        self.stop_signal = StopSignal(self.pipeline, **{name: changes.pop(name) for name in names})
+        signal = {name: changes.pop(name) for name in names}
+        self.stop_signal = StopSignal(lambda: len(pipeline.trained), lambda: pipeline.scored, **signal)
         self.clock: StepTimer = StepTimer()
         self.first_steps: list[tuple[float, float]] = []
         fields = {"evaluate_every": 8, "log_every": 4, "early_stopping": {"patience": 0}, **changes}
         self.config = recipes.ALL[recipe]("none").replace(**fields)
 
     def run(self, *, pause_at: float | None = None) -> bool:
-        setup = SimpleNamespace(
-            pipeline=self.pipeline,
-            clock=self.clock,
-            multiply_adds_per_row=None,
-            peak_multiply_adds_per_s=None,
-            model=SimpleNamespace(train=lambda: None, eval=lambda: None),
-            optimizer=SimpleNamespace(param_groups=[{"lr": 0.25}, {"lr": 0.5}]),
-            begin_step=lambda step, total: None,
-            make_metrics=lambda: SimpleNamespace(
-                update=lambda output: None, compute=lambda: {"auroc": 0.5 + self.progress.step / 100}
-            ),
-            eval_batches={"validation": lambda: iter(range(-self.evaluation, 0))},
-        )
+        metrics = SimpleNamespace(update=lambda output: None, compute=lambda: {"auroc": 0.5 + self.progress.step / 100})
 
         def save(progress: Progress, state: dict[str, Any], *, score: Any, needed: bool, complete: bool) -> None:
-            if not isinstance(self.loader, NumberedLoader):
-                assert state["next"] == progress.step  # what was pulled was trained
+            assert self.loader.numbered or state["next"] == progress.step  # what was pulled was trained
             self.saves.append((progress.step, progress.rows, score, needed, complete))
 
         def log(kind: str, fields: dict[str, Any]) -> None:
             self.events.append((kind, fields["step"]))
             self.fields.append(fields)
 
-        training = Training(
-            config=self.config,
-            setup=setup,  # type: ignore[arg-type]
-            loader=self.loader,  # type: ignore[arg-type]
-            progress=self.progress,
-            log=log,
-            save=save,
-            stop_signal=self.stop_signal,
-            first_step=lambda blocked_s, elapsed_s: self.first_steps.append((blocked_s, elapsed_s)),
-            pause_at=pause_at,
-        )
-        return loop.run(training)
+        evaluation = {"validation": lambda: iter(range(-self.evaluation, 0))}
+        setup = fake_setup(self.pipeline, clock=self.clock, make_metrics=lambda: metrics, eval_batches=evaluation)
+        parts: dict[str, Any] = {"config": self.config, "loader": self.loader, "progress": self.progress, "pause_at": pause_at}
+        parts |= {"stop_signal": self.stop_signal, "first_step": lambda *times_s: self.first_steps.append(times_s)}
+        return loop.run(Training(setup=setup, log=log, save=save, **parts))
 
     def told(self, kind: str) -> list[int]:
         """Return the steps of a kind of events."""
@@ -212,13 +163,13 @@ def test_pause_evaluates_and_saves_without_changing_run() -> None:
     assert run.events[-1] == ("evaluate", 5)
     assert run.saves == [(5, 50, None, True, True)]  # without a score, since this is no evaluation of the run's own
     assert (run.progress.best, run.progress.evaluation_due) == (None, False)
-    again = Run(progress=run.progress, start=5)
+    again = Run(progress=run.progress)
     assert not again.run(pause_at=0.25)  # nothing is left to train
     assert (again.pipeline.trained, again.saves, again.events) == ([], [], [])
     assert not again.run(pause_at=0.4)  # where the run evaluates in any case
     assert again.saves == [(8, 80, 0.58, True, True)]
     assert again.progress.best_step == 8
-    last = Run(progress=again.progress, start=8)
+    last = Run(progress=again.progress)
     assert last.run(pause_at=1.0)
     assert last.pipeline.trained == list(range(8, 20))
     assert last.saves == [(16, 160, 0.66, False, False), (20, 200, 0.7, True, True)]
@@ -262,7 +213,7 @@ def test_stop_trains_pulled_batches_and_saves(ahead: int) -> None:
     stopped = 12 + ahead - 1
     assert run.saves[-1] == (stopped, 10 * stopped, None, True, True)
     assert run.pipeline.trained == list(range(stopped))
-    again = Run(ahead=ahead, progress=run.progress, start=stopped)
+    again = Run(ahead=ahead, progress=run.progress)
     assert again.run()
     assert again.pipeline.trained == list(range(stopped, 20))
     assert again.saved() == [16, 20]
@@ -274,7 +225,7 @@ def test_stop_at_due_evaluation_defers_to_next_start(stop_at: int, step: int, ev
     assert not run.run()
     assert run.saves[-1] == (step, 10 * step, None, True, True)
     assert run.progress.evaluation_due
-    again = Run(progress=run.progress, start=step)
+    again = Run(progress=run.progress)
     assert again.run()
     assert again.saves[0][:3] == (step, 10 * step, 0.5 + step / 100)
     assert again.told("evaluate") == evaluated
@@ -295,7 +246,7 @@ def test_early_stopping_saves_best_and_last() -> None:
     # Better at every evaluation, though never by enough: the second ends it.
     assert [(save[0], *save[3:]) for save in run.saves] == [(5, True, False), (10, True, True)]
     assert run.told("early_stop") == [10]
-    assert Run(progress=run.progress, start=10, early_stopping={"patience": 1}).run()
+    assert Run(progress=run.progress, early_stopping={"patience": 1}).run()
 
 
 @pytest.mark.parametrize(
@@ -336,8 +287,7 @@ def test_lowered_rates_scale_schedule() -> None:
             group["lr"] = rate
 
     progress = Progress()
-    setup: Any = SimpleNamespace(begin_step=begin_step, optimizer=optimizer)
-    begin = with_lowered_rates(setup, progress, PlateauConfig(patience=1))
+    begin = with_lowered_rates(SimpleNamespace(begin_step=begin_step, optimizer=optimizer), progress, PlateauConfig(patience=1))
     begin(0, 9)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1e-5, 1e-7]
     progress.learning_rate_scale = 0.01
@@ -382,8 +332,7 @@ def test_longest_worker_times_are_logged(monkeypatch: pytest.MonkeyPatch, num_wo
 def test_non_finite_loss_raises_input_error() -> None:
     run = Run()
     run.pipeline.waiting = [99]
-    with pytest.raises(InputError, match=r"the loss is nan at step 4\. Lower the learning rates"):
-        run.run()
+    rejects(r"the loss is nan at step 4\. Lower the learning rates", run.run)
 
 
 @pytest.fixture
@@ -430,7 +379,7 @@ def test_preemption_notice_shortens_poll_interval(slow_run: Callable[..., Run], 
 
 @pytest.mark.parametrize("start", [0, 7])
 def test_first_step_is_timed_separately(slow_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, start: int) -> None:
-    run = slow_run(2.0, start=start)
+    run = slow_run(2.0, progress=Progress(step=start, rows=10 * start))
     pull = run.loader.__next__
 
     def slow_pull(loader: Loader) -> int:
@@ -470,9 +419,6 @@ def test_preemption_notice_at_segment_end_saves(config: dict[str, Any], expected
     assert not run.progress.evaluation_due
 
 
-# -- stops and saves during an evaluation
-
-
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_stop_ends_evaluation_and_next_attempt_repeats(ahead: int) -> None:
     run = Run(ahead=ahead, evaluation=100, stop_after_scored=5)
@@ -481,7 +427,7 @@ def test_stop_ends_evaluation_and_next_attempt_repeats(ahead: int) -> None:
     assert run.saves == [(8, 80, None, True, True)]
     assert run.progress.evaluation_due
     assert run.told("evaluate") == []
-    again = Run(ahead=ahead, evaluation=100, progress=run.progress, start=8)
+    again = Run(ahead=ahead, evaluation=100, progress=run.progress)
     assert again.run()
     assert (again.pipeline.scored, again.saves[0][:3]) == (300, (8, 80, 0.58))
     assert again.pipeline.trained == list(range(8, 20))
@@ -503,22 +449,16 @@ def test_workers_end_evaluation_together(monkeypatch: pytest.MonkeyPatch) -> Non
 EVALUATING: dict[str, Any] = {"evaluation": 10, "ahead": 1, "evaluate_every": 8}
 
 
-def test_long_evaluation_saves_step_before_end(slow_run: Callable[..., Run]) -> None:
-    run = slow_run(10.0, **EVALUATING)  # a quarter of 60 s of grace are over at the second batch
+# At the second batch of 10 s, a quarter of grace_s is over. The score is not lost to a save in progress.
+@pytest.mark.parametrize(("batch_s", "saves"), [(10, [(None, True, False), (0.58, True, False)]), (1, [(0.58, False, False)])])
+def test_long_evaluation_saves_step_before_end(slow_run: Callable[..., Run], batch_s: float, saves: list[Any]) -> None:
+    run = slow_run(batch_s, **EVALUATING)
     assert run.run()
-    of_step_8 = [save[2:] for save in run.saves if save[0] == 8]
-    assert of_step_8 == [(None, True, False), (0.58, True, False)]  # and the score is not lost to a save in progress
-
-
-def test_short_evaluation_saves_once(slow_run: Callable[..., Run]) -> None:
-    run = slow_run(1.0, **EVALUATING)
-    assert run.run()
-    assert [save[:3] for save in run.saves] == [(8, 80, 0.58), (16, 160, 0.66), (20, 200, 0.7)]
+    assert [save[2:] for save in run.saves if save[0] == 8] == saves
 
 
 def test_saved_step_is_not_saved_again_during_evaluation(slow_run: Callable[..., Run]) -> None:
-    progress = Progress(step=8, rows=80, evaluation_due=True)
-    run = slow_run(10.0, progress=progress, start=8, stop_after_scored=12, **EVALUATING)
+    run = slow_run(10.0, progress=Progress(step=8, rows=80, evaluation_due=True), stop_after_scored=12, **EVALUATING)
     assert not run.run()
     assert run.saved() == [8, 16]
     assert run.saves[1] == (16, 160, None, True, True)
@@ -530,27 +470,7 @@ def test_preemption_notice_during_evaluation_saves() -> None:
     assert [save[:3] for save in run.saves] == [(8, 80, None), (8, 80, 0.58), (16, 160, 0.66), (20, 200, 0.7)]
 
 
-# -- rows
-
-
-class NumberedLoader(Loader):
-    """Loader of ten rows per batch that skips or repeats a batch on request."""
-
-    def __init__(self, start: int, stop: int, *, skip: int | None = None, again: int | None = None) -> None:
-        super().__init__(start, stop)
-        self._skip, self._again = skip, again
-
-    def __next__(self) -> Any:
-        number = super().__next__()
-        if number == self._skip:
-            number = super().__next__()
-        if number == self._again:
-            self._again, self._next = None, self._next - 1
-        return Numbered(number, RowNumbers(0, np.arange(10 * number, 10 * number + 10)))
-
-
 def tally(rows: int) -> TrainedRows:
-    """Return a tally of the first rows, once each."""
     held = TrainedRows()
     held.add_ranges([(0, rows)], epoch=0)
     return held
@@ -558,27 +478,26 @@ def tally(rows: int) -> TrainedRows:
 
 @pytest.mark.parametrize("ahead", [1, 3])
 @pytest.mark.parametrize(
-    ("fault", "rows", "expected"), [({}, 200, (0, 0)), ({"skip": 7}, 190, (10, 0)), ({"again": 7}, 200, (0, 10))]
+    ("fault", "rows", "wrong"), [({}, 200, (0, 0)), ({"skip": 7}, 190, (10, 0)), ({"again": 7}, 200, (0, 10))]
 )
-def test_rows_count_when_trained(ahead: int, fault: dict[str, int], rows: int, expected: tuple[int, int]) -> None:
+def test_rows_count_when_trained(ahead: int, fault: dict[str, int], rows: int, wrong: tuple[int, int]) -> None:
     run, batches = Run(ahead=ahead, checkpoint={"every": 5}), 19 if "again" in fault else 20
-    run.loader = NumberedLoader(0, batches, **fault)
+    run.loader = Loader(0, batches, numbered=True, **fault)
     run.loader.steps = rows // 10
     assert run.run()
     assert (run.progress.rows, [fields["rows"] for fields in run.fields if "rows" in fields][-1]) == (rows, rows)
-    assert run.progress.trained is not None
-    assert run.progress.trained.lost_and_repeated(tally(10 * batches)) == expected
+    assert run.progress.trained.lost_and_repeated(tally(10 * batches)) == wrong
 
 
 def test_trained_rows_span_attempts_on_worker_0() -> None:
     run = Run(ahead=3, stop_at=11)
-    run.loader = NumberedLoader(0, 20)
+    run.loader = Loader(0, 20, numbered=True)
     assert not run.run()
     state = json.loads(json.dumps(run.progress.state()))
     first, second = (Progress.from_state(state, rank=rank) for rank in (0, 1))
     assert (first, second.trained) == (run.progress, TrainedRows())
-    again = Run(ahead=3, start=state["step"], progress=first)
-    again.loader = NumberedLoader(state["step"], 20)
+    again = Run(ahead=3, progress=first)
+    again.loader = Loader(first.step, 20, numbered=True)
     assert again.run()
     assert again.progress.trained == tally(200)
 

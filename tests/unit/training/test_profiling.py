@@ -1,5 +1,6 @@
 """Profile requests to a run in progress, and the answer to the caller."""
 
+import contextlib
 import json
 import threading
 import time
@@ -10,14 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from builders.faults import until
+from builders.faults import at_first, rejects, until
 
 from rayrec import recipes, storage
-from rayrec.config import InputError
 from rayrec.observe.events import EventWriter, read_events
 from rayrec.training import profiling, step_profiler
 from rayrec.training.profiling import request_profile, watched_requests, worker_variables
-from rayrec.training.stop_monitor import ProfileRequest
 from rayrec.workloads.base import WorkerContext
 from rayrec.workloads.run_config import ProfileConfig
 
@@ -28,11 +27,6 @@ def write_traces(folder: Path, wish: dict[str, Any], *delays_s: float) -> None:
         target = folder / "profile" / wish["name"] / f"rank_{rank}"
         target.mkdir(parents=True)
         threading.Timer(delay_s, (target / "trace.json.gz").write_text, args=["[]"]).start()
-
-
-def channel_to(requested: Callable[[ProfileRequest], object]) -> Any:
-    """Control channel of the driver."""
-    return SimpleNamespace(send_profile_request=requested)
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +47,13 @@ def events(*, rate: float = 0.0) -> list[dict[str, Any]]:
     ]
 
 
+def request(folder: Path, train: Callable[[Any], object] | None = None, **changes: Any) -> dict[str, Any]:
+    """Request a profile from a run whose driver, if there is one, trains."""
+    settings: dict[str, Any] = {"steps": 2, "note": print, "timeout_s": 120.0 if train else 0.0, **changes}
+    with watched_requests(str(folder), SimpleNamespace(send_profile_request=train)) if train else contextlib.nullcontext():
+        return request_profile(str(folder), settings.pop("events", events()), **settings)
+
+
 def test_profile_request_waits_for_all_workers(tmp_path: Path) -> None:
     heard: list[dict[str, Any]] = []
 
@@ -60,8 +61,7 @@ def test_profile_request_waits_for_all_workers(tmp_path: Path) -> None:
         heard.append(wish)
         write_traces(tmp_path, wish, 0.0, 0.1)
 
-    with watched_requests(str(tmp_path), channel_to(write)):
-        told = request_profile(str(tmp_path), events(), steps=5, note=lambda text: None, timeout_s=120.0)
+    told = request(tmp_path, write, steps=5)
     (wish,) = heard
     assert (wish["first"], wish["end"]) == (40, 45)
     assert told == {"profile": str(tmp_path / "profile" / wish["name"]), "first_step": 40, "steps": 5, "ranks": 2}
@@ -74,56 +74,37 @@ def test_first_profiled_step_is_ahead_of_all_workers(tmp_path: Path, monkeypatch
     monkeypatch.setattr(profiling, "_POLL_S", 0.0)
     monkeypatch.setattr(time, "time", lambda: 1_790_000_000.0)
     notes: list[str] = []
-    with pytest.raises(InputError, match="The run has no running driver"):
-        request_profile(str(tmp_path), events(rate=4), steps=5, note=notes.append, timeout_s=0.0)
+    rejects("The run has no running driver", request, tmp_path, events=events(rate=4), steps=5, note=notes.append)
     assert notes == ["Requested 5 steps from step 48"]
-    with pytest.raises(InputError):
-        request_profile(str(tmp_path), events(rate=40), steps=30, note=notes.append, timeout_s=0.0)
+    rejects("The run has no running driver", request, tmp_path, events=events(rate=40), steps=30, note=notes.append)
     assert notes[1] == "Requested 30 steps from step 70"  # the last there are
     assert not (tmp_path / "profile" / "request.json").exists()
 
 
 @pytest.mark.parametrize("steps", [0, 201, 100_000])
 def test_profile_request_rejects_invalid_steps(tmp_path: Path, steps: int) -> None:
-    with pytest.raises(InputError, match=rf"^steps: must be between 1 and 200, .* got {steps:,}$"):
-        request_profile(str(tmp_path), events(), steps=steps, note=print, timeout_s=1.0)
+    rejects(rf"^steps: must be between 1 and 200, .* got {steps:,}$", request, tmp_path, steps=steps)
     assert not (tmp_path / "profile").exists()
-
-
-def worker(rank: int, **changes: Any) -> WorkerContext:
-    config = recipes.criteo_demo("none").replace(**changes)
-    return WorkerContext(config, rank, 2, torch.device("cpu"), None)  # type: ignore[arg-type]
 
 
 def test_profile_request_reports_worker_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a full disk on rank 1, the caller and the events get the error at once."""
-    writing = step_profiler.storage.writing_folder
-
-    def full(path: str) -> Any:
-        if path.endswith("rank_1"):
-            raise OSError(28, "No space left on device")
-        return writing(path)
-
-    monkeypatch.setattr(step_profiler.storage, "writing_folder", full)
-    place = tmp_path / "events.jsonl"
+    full = at_first([OSError(28, "No space left on device")], storage.writing_folder, end="rank_1")
+    monkeypatch.setattr(storage, "writing_folder", full)
+    place, config = tmp_path / "events.jsonl", recipes.criteo_demo("none")
 
     def train(wish: dict[str, Any]) -> None:
         with EventWriter(place) as log_of_first:
             for rank in range(2):
-                log: Callable[..., object] = log_of_first.write if rank == 0 else lambda *_, **__: None
-                profiler = step_profiler.make_profiler(
-                    worker(rank), str(tmp_path), SimpleNamespace(subscribe=id), lambda kind, fields, log=log: log(kind, **fields)
-                )
+                write: Any = (lambda kind, fields: log_of_first.write(kind, **fields)) if rank == 0 else lambda *_: None
+                worker: Any = WorkerContext(config, rank, 2, torch.device("cpu"), None)  # type: ignore[arg-type]
+                profiler = step_profiler.make_profiler(worker, str(tmp_path), SimpleNamespace(subscribe=id), write)
                 profiler.request(profiling.Window(**wish))
                 for step in range(40, 50):
                     profiler.begin_step(step)
                 profiler.close()
 
-    with (
-        watched_requests(str(tmp_path), channel_to(train)),
-        pytest.raises(InputError, match=r"no profile\. worker 1: .*No space left on device"),
-    ):
-        request_profile(str(tmp_path), events(), steps=2, note=print, timeout_s=120.0)
+    rejects(r"no profile\. worker 1: .*No space left on device", request, tmp_path, train)
     written = {event["kind"]: event for event in read_events(place)}
     assert written["profile"]["rank"] == 0
     assert written["profile_failed"]["rank"] == 1
@@ -148,11 +129,8 @@ def test_profile_request_reports_end_of_training(tmp_path: Path, kind: str, fiel
         with EventWriter(place) as log:
             log.write(kind, **fields)
 
-    with (
-        watched_requests(str(tmp_path), channel_to(end)),
-        pytest.raises(InputError, match=rf"no profile\. training ended before the profile was complete \({told}\)"),
-    ):
-        request_profile(str(tmp_path), [*so_far, *events()], steps=2, note=print, timeout_s=120.0)
+    ended = rf"no profile\. training ended before the profile was complete \({told}\)"
+    rejects(ended, request, tmp_path, end, events=[*so_far, *events()])
 
 
 def test_profile_written_at_training_end_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,8 +141,7 @@ def test_profile_written_at_training_end_counts(tmp_path: Path, monkeypatch: pyt
             log.write("finish", step=100)
         write_traces(tmp_path, wish, 0.3, 0.3)
 
-    with watched_requests(str(tmp_path), channel_to(end)):
-        assert request_profile(str(tmp_path), events(), steps=2, note=print, timeout_s=120.0)["ranks"] == 2
+    assert request(tmp_path, end)["ranks"] == 2
 
 
 def test_foreign_profile_request_is_kept(tmp_path: Path) -> None:
@@ -173,16 +150,13 @@ def test_foreign_profile_request_is_kept(tmp_path: Path) -> None:
     def note(text: str) -> None:  # once it is asked for, another asks too
         storage.write_json(str(tmp_path / "profile" / "request.json"), other)
 
-    with pytest.raises(InputError, match="Training is slow, or has ended"):
-        request_profile(str(tmp_path), events(), steps=2, note=note, timeout_s=0.0)
+    rejects("Training is slow, or has ended", request, tmp_path, note=note)
     assert storage.read_json(str(tmp_path / "profile" / "request.json")) == other
 
 
 def test_profile_request_rejects_idle_run(tmp_path: Path) -> None:
-    ended = [*events(), {"kind": "finish", "time": time.time(), "step": 100}]
-    for of in (ended, events()[:1], []):
-        with pytest.raises(InputError, match="is not training"):
-            request_profile(str(tmp_path), of, steps=5, note=print, timeout_s=1.0)
+    for of in ([*events(), {"kind": "finish", "time": time.time(), "step": 100}], events()[:1], []):
+        rejects("is not training", request, tmp_path, events=of)
     assert not (tmp_path / "profile").exists()
 
 
@@ -196,7 +170,7 @@ def test_invalid_profile_request_is_removed(tmp_path: Path, request_: str) -> No
     folder = tmp_path / "profile"
     folder.mkdir()
     (folder / "request.json").write_text(request_)
-    with watched_requests(str(tmp_path), channel_to(heard.append)):
+    with watched_requests(str(tmp_path), SimpleNamespace(send_profile_request=heard.append)):
         until(lambda: not (folder / "request.json").exists())
         storage.write_json(str(folder / "request.json"), {"name": "good", "first": 1, "end": 2})  # whole or not at all
         until(lambda: heard)
@@ -216,10 +190,8 @@ def test_profile_configuration_is_checked() -> None:
     assert ProfileConfig(steps="10:20").window() == (10, 20)
     assert ProfileConfig().window() is None
     assert ProfileConfig(steps="10:210").window() == (10, 210)
-    with pytest.raises(InputError, match=r"^profile\.steps: must be at most 200 steps to fit in memory, got '10:211' \(201\)$"):
-        ProfileConfig(steps="10:211")
+    rejects(r"^profile\.steps: must be at most 200 steps to fit in memory, got '10:211' \(201\)$", ProfileConfig, steps="10:211")
     for steps in ("10", "20:10", "10:10", ":5", "a:b", "-1:5", "1:2:3"):
-        with pytest.raises(InputError, match=r"profile\.steps"):
-            ProfileConfig(steps=steps)
+        rejects(r"profile\.steps", ProfileConfig, steps=steps)
     config = recipes.criteo_demo().replace(profile={"steps": "1:2"}, trackers={"wandb": "offline"})
     assert recipes.load_config(config.to_yaml()) == config

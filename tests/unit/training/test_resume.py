@@ -1,35 +1,22 @@
 """Resume from the latest readable checkpoint, regardless of when damage is found."""
 
 import errno
-import os
 import weakref
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from builders.faults import at_first, flip, raising
+from builders.faults import flip, rejects, unreadable
 
-from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, DamagedError, acquire_lease, folder_of, latest_valid_checkpoint, save_retry
+from rayrec import checkpoint
+from rayrec.checkpoint import Checkpoint, DamagedError, folder_of, latest_valid_checkpoint
 from rayrec.checkpoint.writer import ExtraFiles
-from rayrec.config import InputError
 from rayrec.observe.timing import Stopwatch
 from rayrec.training import worker
 from rayrec.training.progress import Progress
-
-
-class Loader:
-    def __init__(self, state: dict[str, Any] | None) -> None:
-        self.state, self.closed = state, False
-
-    def start(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.closed = True
 
 
 class Resumed:
@@ -38,7 +25,7 @@ class Resumed:
     def __init__(self, folder: Path, *steps: int, files: dict[str, bytes | str] | None = None) -> None:
         self.folder, self.events, self.damaged = str(folder), list[tuple[str, int]](), set[int]()
         self.files = files or {}
-        self.loaders: list[Loader] = []
+        self.loaders: list[Mock] = []
         self.models: list[weakref.ref[torch.nn.Module]] = []
         self.models_before: list[int] = []
         """Number of existing models when each model was built."""
@@ -51,8 +38,8 @@ class Resumed:
     def checkpoint_files(self, prepared: Any) -> dict[str, bytes | str]:
         return self.files
 
-    def make_loader(self, context: Any, prepared: Any, *, state: dict[str, Any] | None, step: int) -> Loader:
-        self.loaders.append(Loader(state))
+    def make_loader(self, context: Any, prepared: Any, *, state: dict[str, Any] | None, step: int) -> Mock:
+        self.loaders.append(Mock(state=state))
         return self.loaders[-1]
 
     def set_up(self, context: Any, prepared: Any) -> Any:
@@ -60,10 +47,7 @@ class Resumed:
         model = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.zeros_(model.weight)
         self.models.append(weakref.ref(model))
-        optimizer = SimpleNamespace(
-            state={}, param_groups=[], step=lambda: None, zero_grad=lambda: None, state_dict=lambda: {"state": {}}
-        )
-        return SimpleNamespace(model=model, optimizer=optimizer)
+        return SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters()))
 
     def start(self) -> tuple[Checkpoint | None, Any, Any, Progress]:
         config = SimpleNamespace(workload=self, to_yaml=lambda: "a: 1", init_from=None)
@@ -91,7 +75,6 @@ def test_manifest_damaged_after_check_is_skipped(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(worker, "latest_valid_checkpoint", look_and_tear)
     found, setup, loader, progress = resumed.start()
-    assert found is not None
     assert (found.step, progress.step, loader.state) == (1, 1, {"at": 1})
     assert float(setup.model.weight) == 1
     assert (resumed.events, resumed.damaged) == ([("checkpoint_damaged", 2)], {2})
@@ -103,13 +86,12 @@ def test_damage_found_by_reading_is_skipped(tmp_path: Path) -> None:
     tear(resumed.folder, 3, "manifest.json")
     tear(resumed.folder, 2, "data_00000.safetensors")
     found, setup, *_ = resumed.start()
-    assert found is not None
     assert found.step == 1
     assert float(setup.model.weight) == 1
     assert resumed.models_before == [0]  # one model for both
     assert resumed.damaged == {2, 3}
     assert resumed.events == [("checkpoint_damaged", 3), ("checkpoint_damaged", 2)]
-    assert [loader.closed for loader in resumed.loaders] == [True, False]
+    assert [loader.close.called for loader in resumed.loaders] == [True, False]
 
 
 @pytest.mark.parametrize("steps", [(), (1, 2)])
@@ -133,7 +115,6 @@ def test_shared_checkpoint_file_is_repaired_from_run(tmp_path: Path) -> None:
         with pytest.raises(DamagedError, match=r"tokens\.npy: damaged, its checksum does not match"):
             checkpoint.verify(Checkpoint(folder_of(resumed.folder, step)))
     found, setup, loader, _ = resumed.start()
-    assert found is not None
     assert (found.step, loader.state, float(setup.model.weight)) == (3, {"at": 3}, 3)
     assert (resumed.events, resumed.damaged) == ([("checkpoint_repaired", 3)], set())
     checkpoint.verify(found)
@@ -143,7 +124,6 @@ def test_shared_checkpoint_file_is_repaired_from_run(tmp_path: Path) -> None:
     tear(resumed.folder, 3, "data_00000.safetensors")  # so that the one before is needed
     Path(folder_of(resumed.folder, 1), "more/tokens.npy").write_bytes(b"abc")  # shorter: seen without reading
     found, setup, *_ = resumed.start()
-    assert found is not None
     assert (found.step, float(setup.model.weight)) == (2, 2)
     assert resumed.events[1:] == [("checkpoint_damaged", 3), ("checkpoint_repaired", 2)]
 
@@ -162,29 +142,8 @@ def test_shared_file_is_not_repaired_from_different_source(tmp_path: Path) -> No
     assert found is None
 
 
-def test_lease_is_written_after_full_disk_has_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.01)
-    full, acquire = OSError(errno.ENOSPC, "No space left on device"), partial(acquire_lease, str(tmp_path))
-    monkeypatch.setattr(storage, "write_json", at_first([full] * 2, storage.write_json))
-    assert save_retry.retry_write(acquire, path="run", max_outage_s=30.0).valid()
-    monkeypatch.setattr(storage, "write_json", raising(full))
-    with pytest.raises(InputError, match=r"no space left\. Free some"):
-        save_retry.retry_write(acquire, path="run", max_outage_s=0.1)
-
-
 @pytest.mark.parametrize("name", ["manifest.json", "data_00000.safetensors"])
 def test_unreadable_disk_does_not_restart_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     resumed = Resumed(tmp_path, 1)
-    with_retries = storage.files.with_retries
-
-    fail = raising(OSError(errno.EIO, "Input/output error"))
-
-    def fails(path: str, call: Any) -> Any:
-        return (fail if path.endswith(name) and call.__name__ == "read" else with_retries)(path, call)
-
-    monkeypatch.setattr(storage.files, "with_retries", fails)
-    if name != "manifest.json":  # which is streamed
-        monkeypatch.setattr(os, "preadv", fail)
-    refused = rf"{name}: cannot be read .*, and there is no other checkpoint to resume from"
-    with pytest.raises(InputError, match=refused):
-        resumed.start()
+    unreadable(monkeypatch, name, OSError(errno.EIO, "Input/output error"))
+    rejects(rf"{name}: cannot be read .*, and there is no other checkpoint to resume from", resumed.start)

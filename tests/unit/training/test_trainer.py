@@ -49,23 +49,22 @@ def told() -> list[dict[str, Any]]:
     ]
 
 
-def summarized(folder: Path, lines: list[str]) -> tuple[Result, list[str]]:
-    (folder / "events.jsonl").write_text("".join(lines))
+def lines() -> list[str]:
+    return [json.dumps(event) + "\n" for event in told()]
+
+
+def summarized(folder: Path, damaged: list[str] | None = None) -> tuple[Result, list[str]]:
+    (folder / "events.jsonl").write_text("".join(lines() if damaged is None else damaged))
     saved = folder_of(str(folder), 15)
     checkpoint.save(saved, {"model.weight": torch.ones(3)}, state={})
     metrics = {"accuracy": 0.5}
     finish: dict[str, Any] = {"step": 15, "chosen_step": 10, "rows": ROWS * 3 // 2, "rows_lost": 0, "rows_repeated": 0}
     finish |= {"train_s": 12.0, "metrics": metrics, "validation": metrics, "blocked_fraction": 0.1, "checkpoint": saved}
+    finish["weights_sha256"] = "00ff"
     notes: list[str] = []
     with EventWriter(folder / "events.jsonl") as events:
-        result = summarize(
-            data_parallel.config(1).replace(name="run", epochs=4),
-            str(folder),
-            None,
-            {**finish, "weights_sha256": "00ff"},
-            events=events,
-            note=notes.append,
-        )
+        config = data_parallel.config(1).replace(name="run", epochs=4)
+        result = summarize(config, str(folder), None, finish, events=events, note=notes.append)
     assert json.loads((folder / "summary.json").read_text()) == result.summary
     return result, notes
 
@@ -90,8 +89,7 @@ def test_only_more_steps_or_epochs_extend_run(ended: dict[str, Any], asked: dict
     summary = {"config_hash": run_hash(config), "steps": 12, "epochs": ended.get("epochs", 0.4)}
     assert is_longer(config.replace(**asked), summary) is longer
     # Where training stopped early there is nothing to go on with.
-    early = {**summary, "steps": 9, "epochs": 1.3}
-    assert not is_longer(config.replace(**asked), early)
+    assert not is_longer(config.replace(**asked), {**summary, "steps": 9, "epochs": 1.3})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +104,6 @@ class Prepared(data_parallel.Small):
         context.note(f"waits {storage.outage_s():g} s for a store, its tasks {context.engine.placement.max_outage_s:g} s")
         if self.wrong:
             raise InputError(self.wrong)
-
-    def check(self, config: TrainConfig) -> None:
-        pass
 
 
 @pytest.fixture
@@ -130,13 +125,9 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
             raise error
 
         monkeypatch.setattr(ray_launcher, "run_attempts", run_attempts)
-        config = data_parallel.config(1).replace(
-            name="run",
-            storage_path=str(tmp_path),
-            workload=Prepared(wrong=str(error) if wrong else ""),
-            failure={"max_outage_s": 900.0},
-            trackers={"prometheus": False, "tensorboard": False, "mllog": True},
-        )
+        trackers = {"prometheus": False, "tensorboard": False, "mllog": True}
+        config = data_parallel.config(1).replace(name="run", storage_path=str(tmp_path), trackers=trackers)
+        config = config.replace(workload=Prepared(wrong=str(error) if wrong else ""), failure={"max_outage_s": 900.0})
         CONFIGS.append(config)
         NOTES.clear()
         with pytest.raises(type(error)) as raised:
@@ -155,9 +146,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
         (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
     ],
 )
-def test_error_that_ends_run_is_recorded_and_reported(
-    tmp_path: Path, failing: Failing, error: Exception, cause: str | None
-) -> None:
+def test_error_that_ends_run_is_recorded_and_reported(tmp_path: Path, failing: Failing, error: Exception, cause: Any) -> None:
     events = failing(error)
     cause = cause or str(error)
     assert [event["kind"] for event in events] == ["run", "prepared", "start_up", "start", "step", "failure"]
@@ -173,9 +162,7 @@ def test_error_before_training_is_recorded(tmp_path: Path, failing: Failing) -> 
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_resumed_run_waits_longer_for_store_than_new_run(
-    tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_run_waits_longer_for_store(tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "30")
     for waits_s in (30, 900):
         failing(InputError("no such log"), wrong=True)
@@ -209,8 +196,7 @@ def test_rejected_settings_change_no_file(tmp_path: Path, failing: Failing, monk
     failing(InputError("no room"), **longer)  # refused by the workers
     assert storage.read_json(str(tmp_path / "run" / "summary.json")) == summary
     NOTES.clear()
-    result = trainer.train(finished.replace(checkpoint={"every": 7}), console=quiet(monkeypatch))
-    assert result.summary == summary
+    assert trainer.train(finished.replace(checkpoint={"every": 7}), console=quiet(monkeypatch)).summary == summary
     assert NOTES[-1].endswith("ignored, because nothing remains to be trained: checkpoint.every: null -> 7")
 
 
@@ -229,12 +215,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Console:
     return console
 
 
-def lines_of(events: list[dict[str, Any]]) -> list[str]:
-    return [json.dumps(event) + "\n" for event in events]
-
-
 def test_summary_counts_epochs_and_time_of_all_drivers(tmp_path: Path) -> None:
-    result, notes = summarized(tmp_path, lines_of(told()))
+    result, notes = summarized(tmp_path)
     assert result.summary["epochs"] == pytest.approx(1.5, abs=0.02)  # neither the four that were allowed nor one
     assert result.summary["wall_s"] == pytest.approx(50.0)
     assert result.summary["restarts"] == 1
@@ -243,19 +225,17 @@ def test_summary_counts_epochs_and_time_of_all_drivers(tmp_path: Path) -> None:
 
 
 def test_result_converts_to_ray_train(tmp_path: Path) -> None:
-    result, _ = summarized(tmp_path, lines_of(told()))
+    result, _ = summarized(tmp_path)
     of_ray = result.to_ray()
     assert isinstance(of_ray, ray.train.Result)
     assert (of_ray.path, of_ray.error, of_ray.metrics) == (str(tmp_path), None, {"accuracy": 0.5})
-    with of_ray.checkpoint.as_directory() as folder:
-        assert folder == result.checkpoint
-        assert checkpoint.open_checkpoint(folder).step == 15
+    assert of_ray.checkpoint.path == result.checkpoint
     assert of_ray.get_best_checkpoint("accuracy", "max") == of_ray.checkpoint
     assert len(of_ray.metrics_dataframe) == len(result.metrics_dataframe) == 2
 
 
 def test_result_checkpoint_has_path_and_directory(tmp_path: Path) -> None:
-    result, _ = summarized(tmp_path, lines_of(told()))
+    result, _ = summarized(tmp_path)
     assert (result.checkpoint.path, type(result.checkpoint.path)) == (str(result.checkpoint), str)
     assert checkpoint.open_checkpoint(result.checkpoint).step == 15
     with result.checkpoint.as_directory() as folder:
@@ -265,19 +245,15 @@ def test_result_checkpoint_has_path_and_directory(tmp_path: Path) -> None:
         assert {path.name for path in Path(folder).iterdir()} == files
         assert checkpoint.open_checkpoint(folder).step == 15
     assert not Path(folder).exists()
-
-
-def test_config_accepts_result_path(tmp_path: Path) -> None:
-    result, _ = summarized(tmp_path, lines_of(told()))
     config = recipes.criteo_demo("log")
     given, plain = (config.replace(init_from=path).to_yaml() for path in (result.checkpoint, str(result.checkpoint)))
     assert given == plain
 
 
 def test_summary_survives_damaged_events(tmp_path: Path) -> None:
-    lines = lines_of(told())
-    lines[2:3] = ['{"time": 1020.0, "kind": "st{"time": 1020.5, "kind": "checkpoint"}\n']
-    result, notes = summarized(tmp_path, lines)
+    damaged = lines()
+    damaged[2:3] = ['{"time": 1020.0, "kind": "st{"time": 1020.5, "kind": "checkpoint"}\n']
+    result, notes = summarized(tmp_path, damaged)
     assert result.summary["wall_s"] == pytest.approx(50.0)
     (note,) = notes
     assert "events.jsonl, line 3: not an event" in note

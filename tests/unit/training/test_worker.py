@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders.faults import flip, raising
+from builders.faults import flip, raising, rejects
+from builders.loops import StopSignal
 from builders.savers import Run, save
 
 from rayrec import recipes
 from rayrec.checkpoint import Checkpoint, Retention, folder_of, weights_sha256
 from rayrec.checkpoint.state import model_tensors
-from rayrec.config import InputError
 from rayrec.trained_rows import RowNumbers, TrainedRows
 from rayrec.training import step_log, worker
 from rayrec.training.launchers.base import AttemptContext
@@ -28,7 +28,9 @@ from rayrec.workloads.run_config import ScalingConfig
 
 CPU = torch.device("cpu")
 
-# -- the end
+
+LAST, BEST = {"auroc": 7.0}, {"auroc": 4.0}
+STOPPED_EARLY = Progress(step=7, rows=70, best=4.0, best_step=4, since_best=3, metrics=LAST, best_metrics=BEST)
 
 
 class Evaluated:
@@ -47,7 +49,7 @@ class Evaluated:
                 torch.nn.init.constant_(self.model.weight, step)
                 save(saver, step, model_tensors(self.model))
         self.expected = TrainedRows()
-        self.stop_signal: Any = SimpleNamespace(poll=lambda: (False, False), urgent=lambda: False)
+        self.stop_signal = StopSignal()
         self.setup: Any = SimpleNamespace(
             model=self.model,
             pipeline=SimpleNamespace(progress=next, reset=lambda: None),
@@ -63,62 +65,43 @@ class Evaluated:
         self.evaluations.append((name, self.weight()))
         return iter(())
 
-    def finish(self, progress: Progress, *, evaluated_step: int | None) -> dict[str, Any]:
-        told = self.finish_or_stop(progress, evaluated_step=evaluated_step)
-        assert told is not None
-        return told
+    def finish(self, progress: Progress = STOPPED_EARLY, *, evaluated_step: int | None = 7) -> Any:
+        def log(kind: str, fields: dict[str, Any]) -> None:
+            self.events.append((kind, fields))
 
-    def finish_or_stop(self, progress: Progress, *, evaluated_step: int | None) -> dict[str, Any] | None:
-        return finish(
-            self.attempt,
-            self.setup,
-            progress,
-            evaluated_step=evaluated_step,
-            expected=self.expected,
-            log=lambda kind, fields: self.events.append((kind, fields)),
-            stop_signal=self.stop_signal,
-        )
+        parts: dict[str, Any] = {"expected": self.expected, "log": log, "stop_signal": self.stop_signal}
+        return finish(self.attempt, self.setup, progress, evaluated_step=evaluated_step, **parts)
 
 
-STOPPED_EARLY = Progress(
-    step=7, rows=70, best=4.0, best_step=4, since_best=3, metrics={"auroc": 7.0}, best_metrics={"auroc": 4.0}
+VALIDATION = ("validation",)
+
+
+@pytest.mark.parametrize(
+    ("sets", "patience", "evaluated_step", "chosen", "evaluations"),
+    [
+        (VALIDATION, 3, 7, 4, [("validation", 4.0)]),  # the best weights
+        (("validation", "test"), 3, 7, 4, [("test", 4.0)]),
+        (VALIDATION, 0, 7, 7, []),  # the last weights, at most once
+        (VALIDATION, 0, None, 7, [("validation", 7.0)]),
+    ],
 )
-
-
-def test_finish_without_test_rows_uses_best_weights(tmp_path: Path) -> None:
-    run = Evaluated(tmp_path)
-    told = run.finish(STOPPED_EARLY, evaluated_step=7)
-    assert (told["step"], told["chosen_step"], told["checkpoint"]) == (7, 4, folder_of(str(tmp_path), 4))
-    assert told["weights_sha256"] == weights_sha256(Checkpoint(told["checkpoint"]))
-    assert told["metrics"] == told["validation"] == {"auroc": 4.0}
-    assert run.evaluations == [("validation", 4.0)]
-    assert run.events == [("finish", told), ("samples", {"samples": [{"of": [("validation", 4.0)]}]})]
-
-
-def test_finish_scores_test_rows_with_best_weights(tmp_path: Path) -> None:
-    run = Evaluated(tmp_path, sets=("validation", "test"))
-    told = run.finish(STOPPED_EARLY, evaluated_step=7)
-    assert (told["metrics"], told["validation"]) == ({"auroc": 4.0}, {"auroc": 4.0})
-    assert run.evaluations == [("test", 4.0)]
-
-
-@pytest.mark.parametrize(("evaluated_step", "again"), [(7, []), (None, [("validation", 7.0)])])
-def test_finish_evaluates_last_weights_at_most_once(
-    tmp_path: Path, evaluated_step: int | None, again: list[tuple[str, float]]
+def test_finish_evaluates_chosen_weights(
+    tmp_path: Path, sets: tuple[str, ...], patience: int, evaluated_step: int | None, chosen: int, evaluations: list[Any]
 ) -> None:
-    run = Evaluated(tmp_path, patience=0)
-    told = run.finish(STOPPED_EARLY, evaluated_step=evaluated_step)
-    assert told["chosen_step"] == 7
-    assert told["metrics"] == told["validation"] == {"auroc": 7.0}
-    assert run.evaluations == again
+    run = Evaluated(tmp_path, sets=sets, patience=patience)
+    told = run.finish(evaluated_step=evaluated_step)
+    assert (told["step"], told["chosen_step"], told["checkpoint"]) == (7, chosen, folder_of(str(tmp_path), chosen))
+    assert told["weights_sha256"] == weights_sha256(Checkpoint(told["checkpoint"]))
+    assert told["metrics"] == told["validation"] == {"auroc": float(chosen)}
+    assert run.evaluations == evaluations
+    assert run.events == [("finish", told), ("samples", {"samples": [{"of": evaluations}]})]
 
 
 def test_damaged_best_weights_raise_input_error(tmp_path: Path) -> None:
     run = Evaluated(tmp_path)
     (file,) = Path(folder_of(str(tmp_path), 4)).glob("data_*.safetensors")
     flip(file, -1)
-    with pytest.raises(InputError, match=r"best weights of the run\. Train it again"):
-        run.finish(STOPPED_EARLY, evaluated_step=7)
+    rejects(r"best weights of the run\. Train it again", run.finish)
 
 
 @pytest.mark.parametrize(
@@ -131,24 +114,22 @@ def test_damaged_best_weights_raise_input_error(tmp_path: Path) -> None:
         ([None], (None, None)),  # of a loader that does not number its rows
     ],
 )
-def test_finish_reports_lost_and_repeated_rows(
-    tmp_path: Path, trained: list[list[int] | None], expected: tuple[int | None, int | None]
-) -> None:
+def test_finish_reports_lost_and_repeated_rows(tmp_path: Path, trained: list[Any], expected: tuple[Any, Any]) -> None:
     run = Evaluated(tmp_path, patience=0)
     run.expected.add_ranges([(0, 4)], epoch=0)
     progress = dataclasses.replace(STOPPED_EARLY, trained=None if trained == [None] else TrainedRows())
     for numbers in trained:
         progress.count(None if numbers is None else RowNumbers(0, np.array(numbers)))
-    told = run.finish(progress, evaluated_step=7)
+    told = run.finish(progress)
     assert (told["rows_lost"], told["rows_repeated"]) == expected
 
 
 def test_stop_request_ends_final_test(tmp_path: Path) -> None:
     run = Evaluated(tmp_path, sets=("validation", "test"))
-    run.stop_signal = SimpleNamespace(poll=lambda: (True, False), urgent=lambda: True)
+    run.stop_signal = StopSignal(stop_after_scored=0)
     run.setup.eval_batches["test"] = lambda: iter([object()] * 10)
     run.setup.make_metrics = lambda: SimpleNamespace(update=lambda output: None, compute=dict)
-    assert run.finish_or_stop(STOPPED_EARLY, evaluated_step=7) is None
+    assert run.finish() is None
     assert run.events == []
 
 
@@ -157,11 +138,8 @@ def test_samples_use_evaluation_mode(tmp_path: Path, evaluated_step: int | None)
     run = Evaluated(tmp_path, patience=0)
     run.model.train()
     run.setup.make_samples = lambda: [{"training": run.model.training}]
-    run.finish(STOPPED_EARLY, evaluated_step=evaluated_step)
+    run.finish(evaluated_step=evaluated_step)
     assert run.events[-1] == ("samples", {"samples": [{"training": False}]})
-
-
-# -- saves
 
 
 def test_first_save_removes_summary_and_slow_save_is_logged_once(tmp_path: Path) -> None:
@@ -178,9 +156,6 @@ def test_first_save_removes_summary_and_slow_save_is_logged_once(tmp_path: Path)
     assert [(kind, fields["step"]) for kind, fields in events] == [
         ("checkpoint_late", 5), ("checkpoint", 5), ("checkpoint", 6), ("checkpoint_slow", 6), ("checkpoint", 7)
     ]  # fmt: skip
-
-
-# -- the peak
 
 
 def test_failed_matrix_product_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,9 +188,6 @@ def test_peak_requires_all_workers(monkeypatch: pytest.MonkeyPatch, mine: float,
     assert worker.peak_of_all(mine, world_size=2) == expected
 
 
-# -- threads
-
-
 @pytest.mark.parametrize(
     ("settings", "share", "threads"),
     [
@@ -229,9 +201,6 @@ def test_peak_requires_all_workers(monkeypatch: pytest.MonkeyPatch, mine: float,
 )
 def test_threads_respect_reserved_cpus(settings: dict[str, Any], share: int, threads: int) -> None:
     assert worker.threads_of_worker(ScalingConfig(**settings), node_cpus=share) == threads
-
-
-# -- the device's arithmetic
 
 
 @pytest.mark.parametrize("allowed", [True, False])

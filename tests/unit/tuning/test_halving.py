@@ -12,53 +12,41 @@ from rayrec import recipes
 from rayrec.config import InputError, line_of
 from rayrec.tuning import trials
 from rayrec.tuning.space import TuneConfig
-from rayrec.tuning.trials import (
-    Job,
-    TrialState,
-    cost,
-    folder_of,
-    num_continued,
-    order_of_trials,
-    rank_best,
-    run_waves,
-    selected_metric,
-    wave_fractions,
-)
 from rayrec.workloads.base import TrainConfig
 
 THIRDS = TuneConfig()
 
 
 def test_trial_order_starts_with_recipe_and_is_seeded() -> None:
-    order = order_of_trials(50, seed=0)
+    order = trials.order_of_trials(50, seed=0)
     assert order[0] == 0
     assert sorted(order) == list(range(50))
-    assert order == order_of_trials(50, seed=0) != order_of_trials(50, seed=1)
+    assert order == trials.order_of_trials(50, seed=0) != trials.order_of_trials(50, seed=1)
 
 
 def test_wave_fractions_and_cost() -> None:
-    assert wave_fractions(THIRDS) == pytest.approx((1 / 27, 1 / 9, 1 / 3, 1))
-    assert wave_fractions(TuneConfig(stop_early=False)) == (1.0,)
-    assert wave_fractions(TuneConfig(keep_fraction=0.5))[0] == 1 / 32
+    assert trials.wave_fractions(THIRDS) == pytest.approx((1 / 27, 1 / 9, 1 / 3, 1))
+    assert trials.wave_fractions(TuneConfig(stop_early=False)) == (1.0,)
+    assert trials.wave_fractions(TuneConfig(keep_fraction=0.5))[0] == 1 / 32
     # 48 trials in addition to the recipe's own, of which 16, 6 and 2 continue.
-    assert cost(49, THIRDS) == pytest.approx((27 + 48 + 16 * 2 + 6 * 6 + 2 * 18) / (27 * 49))
-    assert cost(1, THIRDS) == 1.0
-    assert cost(10, TuneConfig(stop_early=False)) == pytest.approx(1.0)
+    assert trials.cost(49, THIRDS) == pytest.approx((27 + 48 + 16 * 2 + 6 * 6 + 2 * 18) / (27 * 49))
+    assert trials.cost(1, THIRDS) == 1.0
+    assert trials.cost(10, TuneConfig(stop_early=False)) == pytest.approx(1.0)
     for keep in (0.05, 0.1, 0.2, 0.25, 1 / 3, 0.4, 0.5):
         for num_trials in (60, 100, 1000):
-            assert cost(num_trials, TuneConfig(keep_fraction=keep)) < 0.2
+            assert trials.cost(num_trials, TuneConfig(keep_fraction=keep)) < 0.2
 
 
 @pytest.mark.parametrize(("count", "keep", "kept"), [(48, 1 / 3, 16), (16, 1 / 3, 6), (3, 1 / 3, 1), (1, 1 / 3, 1), (4, 0.5, 2)])
 def test_num_continued_rounds_up(count: int, keep: float, kept: int) -> None:
-    assert num_continued(count, keep) == kept
+    assert trials.num_continued(count, keep) == kept
 
 
 def test_rank_best_excludes_failed_trials() -> None:
     values = {1: 0.7, 2: 0.9, 3: None, 4: 0.9, 5: 0.8, 6: None}
-    assert rank_best(values, 0.5, sign=1.0) == [2, 4, 5]
-    assert rank_best(values, 0.5, sign=-1.0) == [1, 5, 2]
-    assert rank_best({1: None, 2: None}, 0.5, sign=1.0) == []
+    assert trials.rank_best(values, 0.5, sign=1.0) == [2, 4, 5]
+    assert trials.rank_best(values, 0.5, sign=-1.0) == [1, 5, 2]
+    assert trials.rank_best({1: None, 2: None}, 0.5, sign=1.0) == []
 
 
 class Pool:
@@ -66,29 +54,29 @@ class Pool:
 
     def __init__(self, seed: int, *, killed_after: int | None = None, disk_is_full: bool = False) -> None:
         self.trained: list[tuple[int, int]] = []
-        self._waiting: list[Job] = []
+        self._waiting: list[trials.Job] = []
         self._chance, self._killed_after, self._disk_is_full = random.Random(seed), killed_after, disk_is_full
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: trials.Job) -> None:
         self._waiting.append(job)
 
-    def next(self) -> Job:
+    def next(self) -> trials.Job:
         if len(self.trained) == self._killed_after:
             raise KeyboardInterrupt
         job = self._waiting.pop(self._chance.randrange(len(self._waiting)))
         self.trained.append((job.number, job.wave))
-        folder = folder_of(job.config)
-        before = TrialState.of(folder)
+        folder = trials.folder_of(job.config)
+        before = trials.TrialState.of(folder)
         assert job.number == 0 or len(before.values) == job.wave
         if job.number == 5 or (job.number, job.wave) == (17, 1):
-            TrialState("failed", before.values, "it is wrong").save(folder)
+            trials.TrialState("failed", before.values, "it is wrong").save(folder)
         elif self._disk_is_full and (job.number, job.wave) in [(0, 3), (16, 1), (18, 0)]:
-            TrialState("failed", before.values, "no space left", can_retry=True).save(folder)
+            trials.TrialState("failed", before.values, "no space left", can_retry=True).save(folder)
         elif job.number == 9:  # Stops early.
-            TrialState("finished", (0.645,)).save(folder)
+            trials.TrialState("finished", (0.645,)).save(folder)
         else:
             value = None if job.number == 6 else (0.5, 0.7, 0.7, 0.7)[job.wave] + job.number / 100 * (-1) ** (job.wave == 1)
-            TrialState("finished" if job.fraction == 1 else "paused", (*before.values, value)).save(folder)
+            trials.TrialState("finished" if job.fraction == 1 else "paused", (*before.values, value)).save(folder)
         return job
 
 
@@ -97,8 +85,8 @@ def configs(folder: Path, count: int) -> list[TrainConfig]:
     return [config.replace(name=f"trial_{number:04d}") for number in range(count)]
 
 
-def searched(folder: Path, pool: Pool) -> dict[int, TrialState]:
-    return run_waves(configs(folder, 19), lambda: pool, THIRDS, note=lambda text: None)
+def searched(folder: Path, pool: Pool) -> dict[int, trials.TrialState]:
+    return trials.run_waves(configs(folder, 19), lambda: pool, THIRDS, note=lambda text: None)
 
 
 def test_selection_does_not_depend_on_completion_order(tmp_path: Path) -> None:
@@ -125,17 +113,15 @@ def test_killed_waves_resume_without_repeating(tmp_path: Path, killed_after: int
     assert searched(tmp_path / "killed", second) == expected
     assert sorted(first.trained + second.trained) == sorted(whole.trained)
     nothing = raising(AssertionError("nothing is left to train"))
-    assert run_waves(configs(tmp_path / "killed", 19), nothing, THIRDS, note=lambda text: None) == expected
+    assert trials.run_waves(configs(tmp_path / "killed", 19), nothing, THIRDS, note=lambda text: None) == expected
 
 
 def test_search_retries_trials_that_failed_for_outside_causes(tmp_path: Path) -> None:
-    whole = Pool(0)
-    expected = searched(tmp_path / "whole", whole)
+    expected = searched(tmp_path / "whole", Pool(0))
     first, second = Pool(1, disk_is_full=True), Pool(2)
     before = searched(tmp_path / "full", first)
     assert {number for number, standing in before.items() if standing.state == "failed"} == {0, 5, 16, 17, 18}
-    after = searched(tmp_path / "full", second)
-    assert after == expected | {13: before[13]}  # 13 replaced 18.
+    assert searched(tmp_path / "full", second) == expected | {13: before[13]}  # 13 replaced 18.
     assert {(0, 3), (16, 1), (18, 0)} <= set(second.trained)
     assert not {5, 17} & {number for number, _ in second.trained}
 
@@ -151,13 +137,11 @@ def test_search_retries_trials_that_failed_for_outside_causes(tmp_path: Path) ->
 def test_failed_trial_records_whether_it_can_retry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, cause: Exception | None, can_retry: bool
 ) -> None:
-    def fail(*arguments: Any, **options: Any) -> None:
-        raise error from cause
-
-    monkeypatch.setattr(trials, "train_until", fail)
+    error.__cause__ = cause
+    monkeypatch.setattr(trials, "train_until", raising(error))
     (config,) = configs(tmp_path, 1)
-    trials.train_part(Job(0, config, 0, 1.0, "auroc"))
-    found = TrialState.of(folder_of(config))
+    trials.train_part(trials.Job(0, config, 0, 1.0, "auroc"))
+    found = trials.TrialState.of(trials.folder_of(config))
     assert (found.state, found.error, found.can_retry) == ("failed", line_of(error), can_retry)
 
 
@@ -165,18 +149,16 @@ def test_selected_metric_skips_earlier_pauses() -> None:
     """The weights of these pauses are not kept."""
     config = recipes.criteo_demo("log").replace(early_stopping={"patience": 2})
     events = [{"auroc": value, "logloss": 0.5, "counted": value != 0.8} for value in (0.7, 0.74, 0.8, 0.75, 0.74, 0.74)]
-    assert selected_metric(events, config, "auroc") == 0.75
-    assert selected_metric(events[:3], config, "auroc") == 0.8  # It pauses there, so these weights exist.
-    uncounted = [{**event, "counted": False} for event in events]
-    assert selected_metric(uncounted, config, "auroc") == 0.74
-    old = [{"auroc": event["auroc"], "logloss": 0.5} for event in events]
-    assert selected_metric(old, config, "auroc") == 0.8
+    assert trials.selected_metric(events, config, "auroc") == 0.75
+    assert trials.selected_metric(events[:3], config, "auroc") == 0.8  # It pauses there, so these weights exist.
+    assert trials.selected_metric([{**event, "counted": False} for event in events], config, "auroc") == 0.74
+    assert trials.selected_metric([{"auroc": event["auroc"], "logloss": 0.5} for event in events], config, "auroc") == 0.8
 
 
 @pytest.mark.parametrize(("patience", "expected"), [(0, 0.71), (2, 0.74)])
 def test_selected_metric_matches_final_weights(patience: int, expected: float) -> None:
     config = recipes.criteo_demo("log").replace(early_stopping={"patience": patience})
     events: list[dict[str, Any]] = [{"auroc": value, "logloss": 0.5} for value in (0.7, 0.74, None, 0.71)]
-    assert selected_metric(events, config, "auroc") == expected
-    assert selected_metric(events[:3], config.replace(early_stopping={"patience": 0}), "auroc") is None
-    assert selected_metric([], config, "auroc") is None
+    assert trials.selected_metric(events, config, "auroc") == expected
+    assert trials.selected_metric(events[:3], config.replace(early_stopping={"patience": 0}), "auroc") is None
+    assert trials.selected_metric([], config, "auroc") is None

@@ -9,13 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders.faults import raising
+from builders.faults import raising, rejects
 from builders.runs import QUIET
 from pyarrow import csv
 
 import rayrec
 from rayrec import recipes, storage
-from rayrec.config import InputError
 from rayrec.data.materialized import writer
 from rayrec.data.materialized.dataset import open_preprocessed
 from rayrec.observe.events import read_events
@@ -26,23 +25,18 @@ from rayrec.tuning import trials as of_trials
 from rayrec.workloads.base import TrainConfig
 
 RATE = "workload.dense_optimizer.learning_rate"
+HERE: dict[str, Any] = {"early_stopping": {"patience": 0}, "cluster": {"address": "none"}}
+HERE["trackers"] = {"prometheus": False, "tensorboard": False}
+ALONE: dict[str, Any] = {"scaling": {"num_workers": 1}, "cluster": {"num_cpus": 1}}
 SEARCH: dict[str, Any] = {RATE: {"grid": [0.004, 1e30, 0.001, 2e-5]}}
 """Better settings than the recipe's, unstable ones, and others."""
 
 
 @pytest.fixture(scope="module")
 def config(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    return recipes.criteo_demo(str(click_log / "train.txt")).replace(
-        storage_path=str(tmp_path_factory.mktemp("searches")),
-        name="search",
-        steps=54,
-        evaluate_every=18,
-        batch_size=256,
-        early_stopping={"patience": 0},
-        trackers={"prometheus": False, "tensorboard": False},
-        cluster={"address": "none"},
-        workload={"dense_optimizer": {"learning_rate": 1e-5}},
-    )
+    plain = recipes.criteo_demo(str(click_log / "train.txt")).replace(steps=54, evaluate_every=18, batch_size=256, **HERE)
+    storage_path, workload = str(tmp_path_factory.mktemp("searches")), {"dense_optimizer": {"learning_rate": 1e-5}}
+    return plain.replace(storage_path=storage_path, name="search", workload=workload)
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +62,7 @@ def test_tune_compares_best_trial_with_recipe(found: dict[str, Any], config: Tra
     assert [step for step, _ in best["curve"]] == [2, 6, 18, 36, 54]
     assert [step for step, _ in own["curve"]] == [18, 36, 54]
     assert found["trained_share"] == pytest.approx((54 + 54 + 6 + 2 + 2) / (54 * 5))
-    own_best = {"auroc": best["best"], "checkpoint": best["checkpoint"]}
-    assert found["best"] == {"number": 1, "values": {RATE: 0.004}, **own_best}
+    assert found["best"] == {"number": 1, "values": {RATE: 0.004}, "auroc": best["best"], "checkpoint": best["checkpoint"]}
     assert best["best"] == best["curve"][-1][1]
     assert (found["validation_rows"], found["test_rows"]) == (1429, 1428)
     compared = found["compared"]["auroc"]
@@ -85,35 +78,27 @@ def test_tune_compares_best_trial_with_recipe(found: dict[str, Any], config: Tra
 
 def test_paused_trial_matches_uninterrupted_run(found: dict[str, Any], config: TrainConfig, tmp_path: Path) -> None:
     """The uninterrupted run reads the raw log instead of the preprocessed rows."""
-    alone = config.replace(
-        storage_path=str(tmp_path),
-        name="alone",
-        scaling={"num_workers": 1},
-        cluster={"num_cpus": 1},
-        workload={"dense_optimizer": {"learning_rate": 0.004}},
-    )
+    rate = {"dense_optimizer": {"learning_rate": 0.004}}
+    alone = config.replace(storage_path=str(tmp_path), name="alone", **ALONE, workload=rate)
     place = Path(found["folder"], "trials", "trial_0001")
     summary = json.loads((place / "summary.json").read_text())
     assert trainer.train(alone, console=QUIET).summary["weights_sha256"] == summary["weights_sha256"]
     assert (summary["restarts"], summary["rows_lost"], summary["rows_repeated"]) == (0, 0, 0)
-    starts = [event["step"] for event in read_events(place / "events.jsonl") if event["kind"] == "start"]
-    assert starts == [0, 2, 6, 18]
+    assert [event["step"] for event in read_events(place / "events.jsonl") if event["kind"] == "start"] == [0, 2, 6, 18]
 
 
 def test_repeated_tune_call_trains_nothing(found: dict[str, Any], config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [Path(found["folder"], "trials", f"trial_000{number}", "events.jsonl") for number in range(5)]
     before = [place.read_bytes() for place in events]
     monkeypatch.setattr(of_searches, "InProcessPool", None)
-    again = rayrec.tune(config, search=SEARCH, console=QUIET)
-    assert again == found
+    assert rayrec.tune(config, search=SEARCH, console=QUIET) == found
     assert [place.read_bytes() for place in events] == before
     for changes, message in (
         ({"search": {RATE: {"grid": [0.1]}}}, "contains a search with a different space. Use the same"),
         ({"trials": 3}, "contains a search with a different options"),
         ({"stop_early": False}, "contains a search with a different options and waves"),
     ):
-        with pytest.raises(InputError, match=message):
-            rayrec.tune(config, **{"search": SEARCH, "console": QUIET, **changes})
+        rejects(message, rayrec.tune, config, **{"search": SEARCH, "console": QUIET, **changes})
 
 
 def test_killed_search_matches_uninterrupted_one(
@@ -187,16 +172,9 @@ def own_log(path: str) -> str:
 
 
 def own_config(log: str, schema: Schema, storage_path: str) -> TrainConfig:
-    return recipes.clicks(log).replace(
-        storage_path=storage_path,
-        name="own",
-        steps=27,
-        batch_size=64,
-        early_stopping={"patience": 0},
-        trackers={"prometheus": False, "tensorboard": False},
-        cluster={"address": "none"},
-        workload={"schema": schema, "preset": {"min_count": 1}, "dense_optimizer": {"learning_rate": 1e-6}},
-    )
+    workload = {"schema": schema, "preset": {"min_count": 1}, "dense_optimizer": {"learning_rate": 1e-6}}
+    plain = recipes.clicks(log).replace(steps=27, batch_size=64, **HERE)
+    return plain.replace(storage_path=storage_path, name="own", workload=workload)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +196,7 @@ def test_own_log_search_matches_training_from_raw_rows(
     best = recipes.load_config(Path(found["best_config"]).read_text())
     assert best.workload == config.replace(workload={"dense_optimizer": {"learning_rate": 0.03}}).workload
     assert best.workload.schema.group == "user"
-    alone = trainer.train(best.replace(name="alone", scaling={"num_workers": 1}, cluster={"num_cpus": 1}), console=QUIET)
+    alone = trainer.train(best.replace(name="alone", **ALONE), console=QUIET)
     assert alone.summary["weights_sha256"] == trials[1]["weights_sha256"]
     # CSV is converted once, inside the storage path.
     converted = list(tmp_path.glob("**/tables/**/*.parquet"))

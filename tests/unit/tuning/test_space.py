@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from builders.faults import rejects
 
 from rayrec import recipes
-from rayrec.config import InputError
 from rayrec.tuning.space import Space, TuneConfig, with_values
 from rayrec.workloads.base import TrainConfig
 
@@ -48,15 +48,13 @@ def test_embedding_dim_search_keeps_bottom_mlp_consistent(recipe: Callable[[str]
 
 def test_grids_alone_are_tried_once() -> None:
     space = Space.of({"batch_size": {"grid": [1, 2, 3]}, "seed": {"grid": [0, 1]}}, source="s")
-    trials = space.trials(100, seed=0)
-    assert trials == [{}, *({"batch_size": size, "seed": seed} for size in (1, 2, 3) for seed in (0, 1))]
+    assert space.trials(100, seed=0) == [{}, *({"batch_size": size, "seed": seed} for size in (1, 2, 3) for seed in (0, 1))]
 
 
 def test_draws_cover_their_range() -> None:
     space = Space.of({"a": {"loguniform": [1e-6, 1.0]}, "b": {"integers": [1, 3]}, "c": {"uniform": [2, 4]}}, source="s")
     trials = space.trials(2001, seed=3)[1:]
-    logarithms = [math.log10(trial["a"]) for trial in trials]
-    assert sum(logarithms) / 2000 == pytest.approx(-3, abs=0.15)
+    assert sum(math.log10(trial["a"]) for trial in trials) / 2000 == pytest.approx(-3, abs=0.15)
     assert {trial["b"] for trial in trials} == {1, 2, 3}
     assert sum(trial["c"] for trial in trials) / 2000 == pytest.approx(3, abs=0.05)
 
@@ -77,8 +75,7 @@ def test_draws_cover_their_range() -> None:
     ],
 )
 def test_space_rejects_invalid_files(given: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        Space.read(given, source="space.yaml")
+    rejects(message, Space.read, given, source="space.yaml")
 
 
 @pytest.mark.parametrize(
@@ -92,8 +89,7 @@ def test_space_rejects_invalid_files(given: str, message: str) -> None:
     ],
 )
 def test_space_rejects_shared_and_invalid_fields(field: str, values: list[Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        Space.of({field: {"choice": values}}, source="s").check(recipes.criteo_demo("log"))
+    rejects(message, Space.of({field: {"choice": values}}, source="s").check, recipes.criteo_demo("log"))
 
 
 def test_tune_config_rejects_invalid_values() -> None:
@@ -103,5 +99,4 @@ def test_tune_config_rejects_invalid_values() -> None:
         ({"keep_fraction": 0.6}, "keep_fraction: must be above 0 and at most 0.5, got 0.6"),
         ({"gpus_per_trial": -1.0}, "gpus_per_trial: must be at least 0, got -1.0"),
     ):
-        with pytest.raises(InputError, match=message):
-            TuneConfig(**wrong)
+        rejects(message, TuneConfig, **wrong)

@@ -6,29 +6,17 @@ from rayrec.tuning.report import render, table_text
 
 
 def found(**changes: Any) -> dict[str, Any]:
-    """Return the result of a search with three trials, one of them failed."""
-
     def trial(number: int, values: dict[str, Any], best: float | None, **others: Any) -> dict[str, Any]:
         curve = [] if best is None else [[10, best - 0.01], [20, best]]
         told = {"state": "finished", "error": None, "step": 20, "rows": 2000, "seconds": 3.4, "checkpoint": "c"}
         return {"number": number, "values": values, "best": best, "curve": curve, **told, **others}
 
     values = {"workload.model.dropout": 0.25, "batch_size": 512}
-    difference = {"difference": 0.012, "low": 0.002, "high": 0.022, "p_value": 0.0123}
-    return {
-        "metric": "auroc",
-        "best": {"number": 1, "values": values, "auroc": 0.75, "checkpoint": "c"},
-        "validation_rows": 1429,
-        "test_rows": 1428,
-        "compared": {"auroc": difference},
-        "trained_share": 0.1353,
-        "trials": [
-            trial(1, values, 0.75),
-            trial(0, {}, 0.74),
-            trial(2, {**values, "batch_size": 1024}, None, state="failed", error="InputError: <too> large"),
-        ],
-        **changes,
-    }
+    failed = trial(2, {**values, "batch_size": 1024}, None, state="failed", error="InputError: <too> large")
+    result = {"metric": "auroc", "best": {"number": 1, "values": values, "auroc": 0.75, "checkpoint": "c"}}
+    result |= {"validation_rows": 1429, "test_rows": 1428, "trained_share": 0.1353}
+    result["compared"] = {"auroc": {"difference": 0.012, "low": 0.002, "high": 0.022, "p_value": 0.0123}}
+    return {**result, "trials": [trial(1, values, 0.75), trial(0, {}, 0.74), failed], **changes}
 
 
 def test_table_has_one_line_per_trial() -> None:
@@ -45,8 +33,7 @@ def test_table_has_one_line_per_trial() -> None:
 
 
 def test_table_omits_unknown_values() -> None:
-    own = {"number": 0, "values": {}, "auroc": 0.74, "checkpoint": "c"}
-    text = table_text(found(best=own, compared=None, trained_share=1.0))
+    text = table_text(found(best={"number": 0, "values": {}, "auroc": 0.74, "checkpoint": "c"}, compared=None, trained_share=1.0))
     assert "It has the settings of the recipe." in text
     assert "differs by" not in text
     assert "stopped early" not in text

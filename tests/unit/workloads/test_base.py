@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.faults import rejects
 
 from rayrec import recipes
-from rayrec.config import InputError
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.finalmlp import FinalMLPConfig
@@ -23,8 +23,7 @@ from rayrec.workloads.worker_setup import learning_rate_factor
 def test_batch_size_follows_policy(policy: str, world_size: int, expected: int) -> None:
     config = recipes.criteo_demo().replace(batch_size=100, scaling={"num_workers": (1, 4), "batch_policy": policy})
     assert effective_batch_size(config, rows=1_000_000, world_size=world_size) == expected
-    fixed = config.replace(scaling={"num_workers": 4})
-    assert effective_batch_size(fixed, rows=1_000_000, world_size=4) == 100
+    assert effective_batch_size(config.replace(scaling={"num_workers": 4}), rows=1_000_000, world_size=4) == 100
 
 
 def test_small_data_shrinks_batches() -> None:
@@ -50,38 +49,19 @@ def test_learning_rate_factor_follows_policy(policy: Any, expected: float) -> No
     ],
 )
 def test_scaling_config_rejects_invalid_values(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        ScalingConfig(**changes)
+    rejects(message, ScalingConfig, **changes)
 
 
-def test_worker_range_loads_from_yaml_and_flags() -> None:
-    from rayrec.cli.parser import parse
-    from rayrec.commands import COMMANDS
-
-    config = recipes.criteo_demo().replace(scaling={"num_workers": (1, 4)})
-    assert recipes.load_config(config.to_yaml()) == config
-    (parsed,) = parse(COMMANDS["train"], ["criteo_demo", "--scaling.num-workers", "1", "4"]).arguments
-    assert parsed.scaling.num_workers == (1, 4)
-    (parsed,) = parse(COMMANDS["train"], ["criteo_demo", "--scaling.num-workers", "3"]).arguments
-    assert parsed.scaling.num_workers == 3
-
-
-def test_early_stopping_requires_keep_best() -> None:
-    with pytest.raises(InputError, match="must be at least 1, because early stopping uses the best weights"):
-        recipes.criteo_demo().replace(checkpoint={"keep_best": 0}, early_stopping={"patience": 2})
-
-
-@pytest.mark.parametrize("factor", [0.0, 1.0])
-def test_plateau_lowers_learning_rates(factor: float) -> None:
-    with pytest.raises(InputError, match="above 0 and below 1"):
-        recipes.criteo_demo().replace(plateau={"factor": factor})
+def test_early_stopping_and_plateau_reject_invalid_values() -> None:
+    unkept = {"checkpoint": {"keep_best": 0}, "early_stopping": {"patience": 2}}
+    rejects("must be at least 1, because early stopping uses the best weights", recipes.criteo_demo().replace, **unkept)
+    for factor in (0.0, 1.0):
+        rejects("above 0 and below 1", recipes.criteo_demo().replace, plateau={"factor": factor})
 
 
 def test_click_workload_rejects_schema_without_sparse(tmp_path: Path) -> None:
-    dense_only = Schema(dense=("age", "price"), tokens="any", delimiter=",")
-    config = recipes.clicks(str(tmp_path), dense_only)
-    with pytest.raises(InputError, match=r"must have a sparse column for a click model. Name a column of categ"):
-        config.workload.check(config)
+    config = recipes.clicks(str(tmp_path), Schema(dense=("age", "price"), tokens="any", delimiter=","))
+    rejects(r"must have a sparse column for a click model. Name a column of categ", config.workload.check, config)
     buckets = config.replace(workload={"preset": {"dense": "buckets"}})
     buckets.workload.check(buckets)
 
@@ -94,9 +74,7 @@ def test_click_workload_rejects_schema_without_sparse(tmp_path: Path) -> None:
     ],
 )
 def test_click_workload_rejects_unsupported_columns(tmp_path: Path, model: ClickModelConfig, message: str) -> None:
-    schema = Schema(dense=("age",), sparse=("shop",), tokens="any", delimiter=",")
-    config = recipes.clicks(str(tmp_path), schema)
+    config = recipes.clicks(str(tmp_path), Schema(dense=("age",), sparse=("shop",), tokens="any", delimiter=","))
     config.workload.check(config)
     refused = config.replace(workload={"model": model})
-    with pytest.raises(InputError, match=f"^{message}"):
-        refused.workload.check(refused)
+    rejects(f"^{message}", refused.workload.check, refused)

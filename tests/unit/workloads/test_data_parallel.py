@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from builders.faults import rejects
 from ranks import data_parallel
 from ranks.checkpoint import run_ranks
 from torch.nn import functional
 
 from rayrec.batch import StepOutput
 from rayrec.checkpoint import Checkpoint, drop_tied_tensors, full_tensors, weights_sha256
-from rayrec.config import InputError
 from rayrec.metrics.means import RowMetrics
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, NamedOptimizer
 from rayrec.workloads.data_parallel.worker import multiply_adds_per_row
@@ -24,8 +24,6 @@ from rayrec.workloads.worker_setup import seed_generators, step_seed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoRates(DenseOptimizerConfig):
-    """Custom optimizer with a learning rate per parameter group."""
-
     bias_rate: float = 0.1
 
     def build_named(self, named_parameters: Mapping[str, torch.nn.Parameter]) -> NamedOptimizer:
@@ -64,8 +62,6 @@ def test_custom_optimizer_and_schedule_are_used(tmp_path: Path, monkeypatch: pyt
 
 
 class _Uncountable(torch.nn.Module):
-    """Model that fails under torch's dispatch modes."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
             raise TypeError("no dispatch here")
@@ -77,8 +73,7 @@ def test_uncountable_model_trains(caplog: pytest.LogCaptureFixture) -> None:
     workload: Any = configuration.workload
     sets = {"validation": workload.open_set(None, None, "validation")}
     context: Any = SimpleNamespace(device=torch.device("cpu"))
-    countable = workload.build(None)
-    assert multiply_adds_per_row(workload, countable, sets, context) == 4 * 36  # four layers of 6 by 6
+    assert multiply_adds_per_row(workload, workload.build(None), sets, context) == 4 * 36  # four layers of 6 by 6
     model = _Uncountable()
     with caplog.at_level(logging.WARNING):
         assert multiply_adds_per_row(workload, model, sets, context) is None
@@ -102,7 +97,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
 
 
 def test_one_worker_matches_plain_torch(alone: tuple[Path, list[dict[str, Any]]]) -> None:
-    """Compare bit for bit with a plain torch loop over the same rows."""
     folder, events = alone
     configuration = data_parallel.config(1)
     torch.manual_seed(configuration.seed)
@@ -116,8 +110,7 @@ def test_one_worker_matches_plain_torch(alone: tuple[Path, list[dict[str, Any]]]
         for group in optimizer.param_groups:
             group["lr"] = 0.02 * min(1.0, (step + 1) / 3)
         arrays = rows.read(order[step].numpy())
-        logits = model(torch.from_numpy(arrays["x"]))
-        loss = functional.cross_entropy(logits, torch.from_numpy(arrays["label"]))
+        loss = functional.cross_entropy(model(torch.from_numpy(arrays["x"])), torch.from_numpy(arrays["label"]))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -125,6 +118,8 @@ def test_one_worker_matches_plain_torch(alone: tuple[Path, list[dict[str, Any]]]
         losses.append(loss.item())
     assert [event["loss"] for event in events if event["kind"] == "step"] == pytest.approx(losses, abs=1e-6)
     stored = _tensors(folder / "12")
+    assert {"model.inner.weight", "optimizer.inner.weight.exp_avg"} <= stored.keys()
+    assert "model.outer.weight" not in stored  # tied to the inner one
     for name, value in drop_tied_tensors(model.state_dict()).items():
         assert torch.equal(stored[f"model.{name}"], value), name
 
@@ -148,8 +143,7 @@ def test_fsdp_rejects_full_parameter_optimizers() -> None:
     workload = data_parallel.config(1).workload
     for kind in ("lamb", "lars"):
         workload.replace(optimizer={"kind": kind})
-        with pytest.raises(InputError, match=f"kind: {kind} requires norms of full parameters"):
-            workload.replace(optimizer={"kind": kind}, parallel="fsdp")
+        rejects(f"kind: {kind} requires norms of full parameters", workload.replace, optimizer={"kind": kind}, parallel="fsdp")
 
 
 def test_fsdp_with_onednn_matches_one_worker(tmp_path: Path) -> None:
@@ -182,13 +176,6 @@ def test_batch_norm_statistics_match_on_all_workers(tmp_path: Path) -> None:
     run_ranks(data_parallel.statistics, 2, str(tmp_path))
 
 
-def test_tied_weights_are_saved_once(alone: tuple[Path, list[dict[str, Any]]]) -> None:
-    names = set(_tensors(alone[0] / "12"))
-    assert "model.inner.weight" in names
-    assert "model.outer.weight" not in names
-    assert "optimizer.inner.weight.exp_avg" in names
-
-
 def test_means_weight_rows_equally() -> None:
     metrics = RowMetrics(lambda means: {**means, "double": 2 * means["loss"]})
     for values in ([1.0, 1.0, 1.0], [5.0], []):
@@ -215,7 +202,5 @@ def test_seed_generators_matches_manual_seed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_settings_reject_invalid_values() -> None:
-    with pytest.raises(InputError, match="accumulate: must be at least 1, got 0"):
-        data_parallel.Small(accumulate=0)
-    with pytest.raises(InputError, match="loop: must be rayrec for recipe"):
-        data_parallel.config(1).replace(loop="huggingface")
+    rejects("accumulate: must be at least 1, got 0", data_parallel.Small, accumulate=0)
+    rejects("loop: must be rayrec for recipe", data_parallel.config(1).replace, loop="huggingface")

@@ -3,17 +3,19 @@
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from builders.faults import rejects, watched
+from ranks.checkpoint import same
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from rayrec import checkpoint, storage
+from rayrec import checkpoint
 from rayrec.checkpoint.writer import ExtraFiles
-from rayrec.config import InputError
 from rayrec.data.engine import ThreadEngine
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.data.text import text_blocks
@@ -32,47 +34,25 @@ from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.scoring import load_model
 from rayrec.workloads.data_parallel.worker import multiply_adds_per_row
 from rayrec.workloads.language import GPT2Config, LanguageWorkload, Prepared
-from rayrec.workloads.language_model import (
-    LENGTHS,
-    PROMPTS,
-    TextModel,
-    continued,
-    generate,
-    load_weights,
-    read_prompts,
-    row_losses,
-)
+from rayrec.workloads.language_model import LENGTHS, PROMPTS, continued, generate, load_weights, read_prompts, row_losses
 
 BLOCK = 16
 PART_BYTES = 1024
 TEXT = "the quick brown fox jumps over the lazy dog.\n"
 SMALL = GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=BLOCK, dropout=0.0)
+Saved = tuple[TrainConfig, str, Any]
+FILES, ROWS = characters(set(TEXT)), {"train": 20, "validation": 4}
+TOKENIZER = TextTokenizer(FILES, "tokenizer")
 
 
-def tokenizer_of(files: Files) -> TextTokenizer:
-    return TextTokenizer(files, "tokenizer")
-
-
-def folder_of(
-    path: Path, *, files: Files | None = None, block_size: int = BLOCK, sets: dict[str, int] | None = None, text: str = ""
-) -> TokenFolder:
+def folder_of(path: Path, *, files: Files = FILES, block_size: int = BLOCK, sets: Any = ROWS, text: str = "") -> TokenFolder:
     """Write a folder as `rayrec preprocess` does, without the rows."""
     path.mkdir(exist_ok=True)
-    files = characters(set(TEXT)) if files is None else files
-    tokenizer = tokenizer_of(files)
+    tokenizer = TextTokenizer(files, "tokenizer")
     write_tokenizer(files, str(path / "tokenizer"))
-    rows = {"train": 20, "validation": 4} if sets is None else sets
-    manifest = {
-        "format": "rayrec-tokens",
-        "version": 1,
-        "block_size": block_size,
-        "part_bytes": PART_BYTES,
-        "vocabulary_size": tokenizer.vocabulary_size,
-        "tokenizer": tokenizer.hash,
-        "end_token": tokenizer.end_token,
-        "sets": {name: {"blocks": count} for name, count in rows.items()},
-        "hash": f"{block_size}{text}",
-    }
+    manifest = {"format": "rayrec-tokens", "version": 1, "block_size": block_size, "part_bytes": PART_BYTES}
+    manifest |= {"vocabulary_size": tokenizer.vocabulary_size, "tokenizer": tokenizer.hash, "end_token": tokenizer.end_token}
+    manifest |= {"sets": {name: {"blocks": count} for name, count in sets.items()}, "hash": f"{block_size}{text}"}
     (path / "manifest.json").write_text(json.dumps(manifest))
     return open_tokens(str(path))
 
@@ -89,7 +69,6 @@ def prepare(config: TrainConfig, folder: Path) -> Prepared:
 
 
 def model_of(vocabulary_size: int = 30, *, seed: int = 0, scale: float = 5.0) -> GPT2LMHeadModel:
-    """Build a random model with distinct predictions."""
     torch.manual_seed(seed)
     model = SMALL.build(vocabulary_size).eval().requires_grad_(False)
     for parameter in model.parameters():
@@ -135,8 +114,7 @@ def test_row_cost_counts_matrix_products() -> None:
 def prompts_of(*rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-align prompts, padded with a token that must not matter."""
     width = max(map(len, rows))
-    padded = [[7] * (width - len(row)) + row for row in rows]
-    return torch.tensor(padded), torch.tensor([len(row) for row in rows])
+    return torch.tensor([[7] * (width - len(row)) + row for row in rows]), torch.tensor([len(row) for row in rows])
 
 
 def made(model: torch.nn.Module, *rows: list[int], count: int, temperature: float = 0.0, **how: Any) -> list[list[int]]:
@@ -148,13 +126,8 @@ def made(model: torch.nn.Module, *rows: list[int], count: int, temperature: floa
 
 def test_greedy_text_matches_transformers() -> None:
     model = model_of()
-    expected = model.generate(
-        torch.tensor([[3, 1, 4]]),
-        attention_mask=torch.ones(1, 3, dtype=torch.long),
-        max_new_tokens=BLOCK - 3,
-        do_sample=False,
-        pad_token_id=0,
-    )[0, 3:].tolist()
+    prompt, greedy = torch.tensor([[3, 1, 4]]), {"max_new_tokens": BLOCK - 3, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **greedy)[0, 3:].tolist()
     assert made(model, [3, 1, 4], count=BLOCK - 3) == [expected]
 
 
@@ -202,8 +175,7 @@ def test_sampling_follows_probabilities() -> None:
 
 
 def test_generation_stops_at_end_token() -> None:
-    tokenizer = tokenizer_of(bytes_bpe([TEXT * 20], 280))
-    model = model_of(tokenizer.vocabulary_size)
+    model = model_of(TextTokenizer(bytes_bpe([TEXT * 20], 280), "tokenizer").vocabulary_size)
     free = made(model, [3, 1, 4], [5, 9], count=30)
     end = free[0][4]
     stopped = made(model, [3, 1, 4], [5, 9], count=30, end_token=end)
@@ -214,13 +186,11 @@ def test_generation_stops_at_end_token() -> None:
 
 
 def test_sampling_depends_on_prompt_only() -> None:
-    tokenizer = tokenizer_of(characters(set(TEXT)))
-    model = model_of(tokenizer.vocabulary_size, scale=1.0)
-
-    settings: dict[str, Any] = {"tokenizer": tokenizer, "window": BLOCK, "max_new_tokens": 8, "temperature": 1.0}
+    model = model_of(TOKENIZER.vocabulary_size, scale=1.0)
+    settings: dict[str, Any] = {"tokenizer": TOKENIZER, "window": BLOCK, "max_new_tokens": 8, "temperature": 1.0}
 
     def texts(*prompts: str) -> list[str]:
-        rows, lengths = prompts_of(*(tokenizer.encode(prompt).tolist() for prompt in prompts))
+        rows, lengths = prompts_of(*(TOKENIZER.encode(prompt).tolist() for prompt in prompts))
         return continued(model, rows.numpy(), lengths.numpy(), device=torch.device("cpu"), **settings)
 
     together = texts("the dog", "fox", "the dog")
@@ -231,28 +201,25 @@ def test_sampling_depends_on_prompt_only() -> None:
 
 
 def test_prompts_are_read_from_lines(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(characters(set(TEXT)))
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"the fox\r\n\n" + b"the lazy dog " * 3)
-    arrays = read_prompts(str(path), tokenizer, window=BLOCK).read(np.arange(3))
+    arrays = read_prompts(str(path), TOKENIZER, window=BLOCK).read(np.arange(3))
     assert arrays[LENGTHS].tolist() == [7, 1, BLOCK]
     pairs = zip(arrays[PROMPTS], arrays[LENGTHS], strict=True)
-    texts = [tokenizer.decode(row[len(row) - length :]) for row, length in pairs]
+    texts = [TOKENIZER.decode(row[len(row) - length :]) for row, length in pairs]
     assert texts == ["the fox", "\n", ("the lazy dog " * 3)[-BLOCK:]]
     for content, message in ((b"the\xe9\n", "got an invalid byte at 3"), (b"", "has no prompts")):
         path.write_bytes(content)
-        with pytest.raises(InputError, match=message):
-            read_prompts(str(path), tokenizer, window=BLOCK)
+        rejects(message, read_prompts, str(path), TOKENIZER, window=BLOCK)
 
 
 # -- checkpoints, exports and initial weights
 
 
 @pytest.fixture(scope="module", params=["characters", "bytes_bpe"])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, str, Any]:
-    """Save a model. Returns the configuration, the checkpoint folder and the model."""
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("saved")
-    files = characters(set(TEXT)) if request.param == "characters" else bytes_bpe([TEXT * 20], 280)
+    files = FILES if request.param == "characters" else bytes_bpe([TEXT * 20], 280)
     config = small(folder / "tokens")
     folder_of(folder / "tokens", files=files)
     prepared = prepare(config, folder)
@@ -265,18 +232,17 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return config, str(folder / "step"), model
 
 
-def test_checkpoint_stores_tied_weights_once(saved: tuple[TrainConfig, str, Any]) -> None:
+def test_checkpoint_stores_tied_weights_once(saved: Saved) -> None:
     config, folder, model = saved
     names = list(checkpoint.Checkpoint(folder).manifest()["tensors"])
     assert "model.transformer.wte.weight" in names
     assert "model.lm_head.weight" not in names
     loaded = load_model(config.workload, config, checkpoint=folder)
-    assert isinstance(loaded, TextModel)
     text_blocks = torch.randint(0, model.config.vocab_size, (2, BLOCK))
     assert torch.equal(loaded(text_blocks).logits, model.eval()(text_blocks).logits)
 
 
-def test_predictions_continue_prompts(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
+def test_predictions_continue_prompts(saved: Saved, tmp_path: Path) -> None:
     config, folder, _ = saved
     path = tmp_path / "prompts.txt"
     path.write_text("the fox\n\nquick\n")
@@ -294,31 +260,21 @@ def test_predictions_continue_prompts(saved: tuple[TrainConfig, str, Any], tmp_p
     assert all(columns["text"])
 
 
-def test_scoring_uses_checkpoint_tokenizer(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
+def test_scoring_uses_checkpoint_tokenizer(saved: Saved, tmp_path: Path) -> None:
     config, folder, _ = saved
     (tmp_path / "more.txt").write_text(TEXT * 3)
     source = config.workload.open_labelled(config, checkpoint=folder, path=str(tmp_path / "more.txt"))
     rows = source.read(np.arange(len(source)))["tokens"]
     assert rows.shape[1] == BLOCK
-    decoded = load_tokenizer(f"{folder}/tokenizer").decode(rows.reshape(-1))
-    assert (TEXT * 3).startswith(decoded)
+    assert (TEXT * 3).startswith(load_tokenizer(f"{folder}/tokenizer").decode(rows.reshape(-1)))
     folder_of(tmp_path / "other", files=characters(set("other characters")))
-    with pytest.raises(InputError, match="tokenizer does not match the model"):
-        config.workload.open_labelled(config, checkpoint=folder, path=str(tmp_path / "other"))
+    open_labelled = partial(config.workload.open_labelled, config, checkpoint=folder)
+    rejects("tokenizer does not match the model", open_labelled, path=str(tmp_path / "other"))
 
 
-def test_scoring_cuts_text_as_training(
-    saved: tuple[TrainConfig, str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scoring_cuts_text_as_training(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, folder, _ = saved
-    cut: list[int] = []
-    read_texts = text_blocks.read_texts
-
-    def noting(file: storage.File, part_bytes: int) -> list[str]:
-        cut.append(part_bytes)
-        return read_texts(file, part_bytes)
-
-    monkeypatch.setattr(text_blocks, "read_texts", noting)
+    reads = watched(monkeypatch, text_blocks, "read_texts")
     (tmp_path / "more.txt").write_text(TEXT * 3)
     older = tmp_path / "older"
     shutil.copytree(folder, older)
@@ -327,10 +283,10 @@ def test_scoring_cuts_text_as_training(
     (older / "config.json").write_text(json.dumps(described))
     for checkpoint_folder in (folder, str(older)):
         config.workload.open_labelled(config, checkpoint=checkpoint_folder, path=str(tmp_path / "more.txt"))
-    assert cut == [PART_BYTES, 4 << 20]
+    assert [part_bytes for _, part_bytes, _ in reads] == [PART_BYTES, 4 << 20]
 
 
-def test_export_loads_in_transformers(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
+def test_export_loads_in_transformers(saved: Saved, tmp_path: Path) -> None:
     config, folder, model = saved
     told = config.workload.export(config, checkpoint=folder, out=str(tmp_path / "out"))
     assert told["bytes"] == (tmp_path / "out" / "model.safetensors").stat().st_size
@@ -344,7 +300,7 @@ def test_export_loads_in_transformers(saved: tuple[TrainConfig, str, Any], tmp_p
     assert tokenizer.eos_token_id == ours.end_token == other.config.eos_token_id
 
 
-def test_training_starts_from_pretrained_weights(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
+def test_training_starts_from_pretrained_weights(saved: Saved, tmp_path: Path) -> None:
     """Covers exports, save_pretrained, and hub weights without the name prefix and with masks."""
     from safetensors.torch import load_file, save_file
 
@@ -360,21 +316,15 @@ def test_training_starts_from_pretrained_weights(saved: tuple[TrainConfig, str, 
     for place in (export, tmp_path / "saved", hub):
         other = SMALL.build(model.config.vocab_size)
         load_weights(other, str(place))
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(other.state_dict()[name], tensor), (place, name)
+        assert same(other.state_dict(), model.state_dict()), place
     del plain["ln_f.bias"]
     save_file(plain, hub / "model.safetensors")
-    with pytest.raises(InputError, match=r"ln_f.bias must have shape \[16\], as in the model, got None"):
-        load_weights(SMALL.build(model.config.vocab_size), str(hub))
+    rejects(r"ln_f.bias must have shape \[16\], as in the model, got None", load_weights, other, str(hub))
     (hub / "model.safetensors").rename(hub / "pytorch_model.bin")
-    missing = r"model.safetensors not found. Other formats may contain code and are not read"
-    with pytest.raises(InputError, match=missing):
-        load_weights(SMALL.build(model.config.vocab_size), str(hub))
+    rejects("model.safetensors not found. Other formats may contain code", load_weights, other, str(hub))
 
 
-def test_pretrained_weights_reject_mismatch(
-    saved: tuple[TrainConfig, str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pretrained_weights_reject_mismatch(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, folder, model = saved
     config.workload.export(config, checkpoint=folder, out=str(tmp_path / "export"))
     begun = config.replace(workload={"weights": str(tmp_path / "export")})
@@ -387,30 +337,17 @@ def test_pretrained_weights_reject_mismatch(
     torch.manual_seed(5)
     built = begun.replace(workload={"weights": "export"}).workload.build(prepared)
     assert torch.equal(built.transformer.wte.weight, model.transformer.wte.weight)
-    wider = begun.replace(workload={"model": {"n_embd": 32}})
-    with pytest.raises(InputError, match="n_embd must be 32, as in the model, got 16"):
-        prepare(wider, tmp_path)
+    rejects("n_embd must be 32, as in the model, got 16", prepare, begun.replace(workload={"model": {"n_embd": 32}}), tmp_path)
 
 
 # -- the run around it
 
 
-def test_summary_describes_tokens(tmp_path: Path) -> None:
+def test_samples_continue_validation_text(tmp_path: Path) -> None:
     folder_of(tmp_path)
     config = small(tmp_path)
     prepared = prepare(config, tmp_path)
-    told = config.workload.summarize(prepared, {})
-    assert told["rows_of_sets"] == {"train": 20, "validation": 4}
-    assert (told["tokens_per_row"], told["vocabulary_size"]) == (BLOCK, len(set(TEXT)))
-    assert told["num_parameters"] == SMALL.num_parameters(len(set(TEXT)))
-
-
-def test_samples_continue_validation_text(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path)
-    tokenizer = load_tokenizer(folder.tokenizer)
-    config = small(tmp_path)
-    prepared = prepare(config, tmp_path)
-    rows = np.stack([tokenizer.encode(TEXT)[start : start + BLOCK] for start in range(4)]).astype(np.int64)
+    rows = np.stack([TOKENIZER.encode(TEXT)[start : start + BLOCK] for start in range(4)]).astype(np.int64)
     model = config.workload.build(prepared)
     sets = {"validation": ArrayRows({"tokens": rows})}
 
@@ -425,7 +362,7 @@ def test_samples_continue_validation_text(tmp_path: Path) -> None:
     json.dumps(made)
 
 
-def test_shard_cache_respects_limit(saved: tuple[TrainConfig, str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shard_cache_respects_limit(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rayrec.data.text import mds
 
     _, checkpoint_folder, _ = saved
@@ -434,8 +371,7 @@ def test_shard_cache_respects_limit(saved: tuple[TrainConfig, str, Any], tmp_pat
     rows = np.arange(4 * BLOCK, dtype=np.uint16).reshape(4, BLOCK)
     folder_of(token_folder, files=read_tokenizer(f"{checkpoint_folder}/tokenizer"), sets={"train": 4, "validation": 4})
     for name in ("train", "validation"):
-        shard = mds.write_shard(rows, str(token_folder / name / "shard.00000.mds"))
-        mds.write_index(str(token_folder / name), [shard])
+        mds.write_index(str(token_folder / name), [mds.write_shard(rows, str(token_folder / name / "shard.00000.mds"))])
     url = f"file://{token_folder}"
 
     def open_with(opened: str, **limits: int) -> None:
@@ -452,10 +388,8 @@ def test_shard_cache_respects_limit(saved: tuple[TrainConfig, str, Any], tmp_pat
     for opened in ("train", "validation", "labelled"):
         limited, other = sorted(("train_data", "eval_data"), reverse=opened == "train")
         open_with(opened, **{limited: 1 << 20, other: 1})
-        with pytest.raises(InputError, match="cache_bytes 1 is too small"):
-            open_with(opened, **{limited: 1, other: 1 << 20})
-    with pytest.raises(InputError, match=r"DataConfig.cache_bytes: must be at least 1, got 0"):
-        gpt2_tiny(url).replace(train_data={"cache_bytes": 0})
+        rejects("cache_bytes 1 is too small", open_with, opened, **{limited: 1, other: 1 << 20})
+    rejects(r"DataConfig.cache_bytes: must be at least 1, got 0", gpt2_tiny(url).replace, train_data={"cache_bytes": 0})
 
 
 @pytest.mark.parametrize(
@@ -468,8 +402,7 @@ def test_shard_cache_respects_limit(saved: tuple[TrainConfig, str, Any], tmp_pat
 )
 def test_prepare_rejects_unusable_tokens(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     folder_of(tmp_path, **changes)
-    with pytest.raises(InputError, match=message):
-        prepare(small(tmp_path), tmp_path)
+    rejects(message, prepare, small(tmp_path), tmp_path)
 
 
 def test_plain_text_error_names_preprocess_command(tmp_path: Path) -> None:
@@ -480,8 +413,7 @@ def test_plain_text_error_names_preprocess_command(tmp_path: Path) -> None:
         (tmp_path / "none", f"{tmp_path}/none: no such file or folder$"),
         (None, "must be a folder of token blocks"),
     ):
-        with pytest.raises(InputError, match=message):
-            prepare(small(path), tmp_path)
+        rejects(message, prepare, small(path), tmp_path)
 
 
 def test_resume_and_evaluation_reject_other_tokens(tmp_path: Path) -> None:
@@ -492,8 +424,7 @@ def test_resume_and_evaluation_reject_other_tokens(tmp_path: Path) -> None:
     tokens, same, other = (config.workload.data_hash(prepare(config, tmp_path)) for config in configs)
     assert tokens == same != other
     apart = configs[0].replace(eval_data={"path": str(tmp_path / "other")})
-    with pytest.raises(InputError, match="block size, tokenizer or vocabulary does not match"):
-        prepare(apart, tmp_path)
+    rejects("block size, tokenizer or vocabulary does not match", prepare, apart, tmp_path)
 
 
 def test_evaluation_folder_without_validation_uses_all_blocks(tmp_path: Path) -> None:
@@ -515,7 +446,4 @@ def test_recipes_match_descriptions() -> None:
 
 @pytest.mark.parametrize("fields", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": math.inf}])
 def test_generation_settings_are_validated(fields: dict[str, float]) -> None:
-    with pytest.raises(
-        InputError, match=r"max_new_tokens: must be at least 1, got 0|temperature: must be at least 0 and below inf, got"
-    ):
-        LanguageWorkload(**fields)  # type: ignore[arg-type]
+    rejects("(max_new_tokens: must be at least 1|temperature: must be at least 0 and below inf), got", LanguageWorkload, **fields)

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from builders.faults import rejects
+from ranks.checkpoint import same
 from torch.nn import functional
 
 from rayrec.config import InputError
@@ -47,8 +49,7 @@ def test_names_and_shapes_match_torchvision() -> None:
 
 def test_initial_values_have_torchvision_distribution() -> None:
     model = built()
-    again = built()
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+    assert same(model.state_dict(), built().state_dict())
     torch.manual_seed(1)
     assert not torch.equal(ResNetConfig().build().conv1.weight, model.conv1.weight)
     state = model.state_dict()
@@ -66,12 +67,9 @@ def spelt_out(state: dict[str, torch.Tensor], images: torch.Tensor, *, training:
     """Compute the network from its weights alone."""
 
     def normalised(name: str, values: torch.Tensor) -> torch.Tensor:
-        dimensions = (0, 2, 3)
-        mean, variance = (
-            (values.mean(dimensions), values.var(dimensions, correction=0))
-            if training
-            else (state[f"{name}.running_mean"], state[f"{name}.running_var"])
-        )
+        mean, variance = state[f"{name}.running_mean"], state[f"{name}.running_var"]
+        if training:
+            mean, variance = values.mean((0, 2, 3)), values.var((0, 2, 3), correction=0)
         weight, bias = state[f"{name}.weight"], state[f"{name}.bias"]
         scale = (weight / torch.sqrt(variance + 1e-5))[:, None, None]
         return (values - mean[:, None, None]) * scale + bias[:, None, None]
@@ -91,8 +89,7 @@ def spelt_out(state: dict[str, torch.Tensor], images: torch.Tensor, *, training:
     for stage in range(1, 5):
         values = block(f"layer{stage}.0", values, 1 if stage == 1 else 2)
         values = block(f"layer{stage}.1", values, 1)
-    pooled = functional.adaptive_avg_pool2d(values, 1).flatten(1)
-    return pooled @ state["fc.weight"].T + state["fc.bias"]
+    return functional.adaptive_avg_pool2d(values, 1).flatten(1) @ state["fc.weight"].T + state["fc.bias"]
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -107,8 +104,7 @@ def test_forward_matches_explicit_network(training: bool) -> None:
     with torch.no_grad():
         logits = model.train(training)(images)
         torch.testing.assert_close(logits, spelt_out(state, images, training=training), rtol=1e-4, atol=1e-4)
-    counted = model.bn1.num_batches_tracked.item()
-    assert counted == (1 if training else 0)
+    assert model.bn1.num_batches_tracked.item() == (1 if training else 0)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -132,28 +128,22 @@ def test_three_channel_weights_load_for_gray() -> None:
     images = torch.randn(4, 1, 28, 28)
     torch.testing.assert_close(gray(images), coloured(images.expand(-1, 3, -1, -1)), rtol=1e-4, atol=1e-5)
     # Files of the first years have no counters.
-    old = {name: value for name, value in coloured.state_dict().items() if "num_batches" not in name}
-    load_weights(gray, old, where="a.pt")
+    load_weights(gray, {name: value for name, value in coloured.state_dict().items() if "num_batches" not in name}, where="a.pt")
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
         ({"num_classes": 1000}, r"a\.pt: fc\.weight must have shape \(10, 512\), got \(1000, 512\)\. Choose weights"),
-        (
-            {"blocks": (3, 4, 6, 3)},
-            r"a\.pt: must match a ResNet with blocks \(2, 2.*, got unknown layer1\.2\.conv1\.weight, .* more",
-        ),
+        ({"blocks": (3, 4, 6, 3)}, r"a.pt: must match a ResNet with blocks \(2, 2.*, got unknown layer1.2.conv1.weight, .* more"),
         ({"blocks": (1, 1, 1, 1)}, r"a\.pt: must match a ResNet .*, got no layer1\.1\.conv1\.weight, .* more"),
     ],
 )
 def test_load_weights_rejects_other_networks(other: dict[str, Any], message: str) -> None:
     model, weights = built(), ResNetConfig(**other).build().state_dict()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(InputError, match=message) as raised:
-        load_weights(model, weights, where="a.pt")
-    assert "\n" not in str(raised.value)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    rejects(message, load_weights, model, weights, where="a.pt")
+    assert same(model.state_dict(), before)
     with pytest.raises(InputError, match=r"conv1\.weight must have shape \(64, 3, 7, 7\), got \(64, 1, 7, 7\)"):
         load_weights(built(num_channels=3), before, where="a.pt")
 
@@ -166,5 +156,4 @@ def test_multiply_adds_match_layers(channels: int, classes: int, size: int, expe
 
 @pytest.mark.parametrize("changes", [{"blocks": (2, 2, 0, 2)}, {"num_channels": 0}, {"num_classes": 0}])
 def test_settings_reject_impossible_values(changes: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=r"ResNetConfig\.\w+: .* at least 1"):
-        ResNetConfig(**changes)
+    rejects(r"ResNetConfig\.\w+: .* at least 1", ResNetConfig, **changes)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from builders.digits import idx, pictures, write_digits
+from builders.faults import rejects
+from ranks.checkpoint import same
 
 from rayrec import checkpoint
 from rayrec.checkpoint.safetensors import read_weights, write_weights
@@ -38,10 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepare(config: TrainConfig) -> Prepared:
-    context = RunContext(config, "run", ThreadEngine(1), lambda text: None, lambda what, done, total: None)
-    prepared = config.workload.prepare(context)
-    assert isinstance(prepared, Prepared)
-    return prepared
+    return config.workload.prepare(RunContext(config, "run", ThreadEngine(1), lambda text: None, lambda what, done, total: None))
 
 
 def on_worker(config: TrainConfig) -> WorkerContext:
@@ -175,8 +174,7 @@ def test_sets_match_file_rows(without_ray: None, folder: Path, tmp_path: Path) -
     for name in ("images", "labels"):
         assert np.array_equal(np.concatenate([part[name] for part in joined]), rows[name])
     assert (rows["images"].dtype, rows["labels"].dtype) == (np.uint8, np.int64)
-    other = write_digits(tmp_path / "other", train=20, test=10)
-    elsewhere = config.replace(eval_data={"path": str(other)})
+    elsewhere = config.replace(eval_data={"path": str(write_digits(tmp_path / "other", train=20, test=10))})
     assert elsewhere.workload.set_rows(prepare(elsewhere)) == {"train": 60, "validation": 10, "test": 10}
 
 
@@ -194,8 +192,7 @@ def test_resume_rejects_changed_images(without_ray: None, folder: Path, tmp_path
     path = moved / "train-images-idx3-ubyte.gz"
     *images, last = gzip.decompress(path.read_bytes())
     path.write_bytes(gzip.compress(bytes([*images, last ^ 1])))  # as many rows
-    with pytest.raises(InputError, match=r"^train_data: [^\n]* data_hash [^\n]* another --name\.$"):
-        loader_of(moved, state)
+    rejects(r"^train_data: [^\n]* data_hash [^\n]* another --name\.$", loader_of, moved, state)
 
 
 @pytest.mark.parametrize(
@@ -205,10 +202,7 @@ def test_resume_rejects_changed_images(without_ray: None, folder: Path, tmp_path
         ({"train_data": {"path": "nowhere"}}, "nowhere: train-images-idx3-ubyte not found, .* rayrec fetch mnist --out nowhere"),
         ({"eval_data": {"path": "nowhere"}}, "nowhere: t10k-images-idx3-ubyte not found"),
         ({"workload": {"weights": "nowhere.pt"}}, r"workload\.weights: nowhere\.pt: no such file"),
-        (
-            {"workload": {"validation_rows": 60}},
-            r"more training rows than validation_rows \(60\), got 60 training and 30 test rows",
-        ),
+        ({"workload": {"validation_rows": 60}}, r"more training rows than validation_rows \(60\), got 60 training and 30 test"),
         ({"workload": {"model": {"num_classes": 9}}}, "must be 0 to 8, got 9; set num_classes to 10"),
     ],
 )
@@ -232,10 +226,8 @@ def test_prepare_rejects_test_images_of_other_size(without_ray: None, folder: Pa
     [{"model": ResNetConfig(num_channels=3)}, {"std": 0.0}, {"validation_rows": -1}, {"label_smoothing": 1.0}, {"accumulate": 0}],
 )
 def test_settings_reject_impossible_values(fields: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=r"^(VisionWorkload\.|workload)"):
-        VisionWorkload(**fields)
-    with pytest.raises(InputError, match=r"^AugmentationConfig.max_"):
-        AugmentationConfig(max_scale=1.0)
+    rejects(r"^(VisionWorkload\.|workload)", VisionWorkload, **fields)
+    rejects(r"^AugmentationConfig.max_", AugmentationConfig, max_scale=1.0)
 
 
 # -- weights
@@ -253,36 +245,22 @@ def test_initial_weights_load_from_file(without_ray: None, folder: Path, tmp_pat
         model.fc.bias.fill_(3.0)  # its own, not the shared array
     assert torch.equal(config.workload.build(prepared).fc.bias, coloured.fc.bias)
     torch.save(ResNetConfig(num_classes=1000).build().state_dict(), tmp_path / "weights.pt")
-    with pytest.raises(InputError, match=r"weights\.pt: fc\.weight must have shape \(10, 512\), got \(1000, 512\)"):
-        prepare(config)
+    rejects(r"weights\.pt: fc\.weight must have shape", prepare, config)
 
 
 def test_weight_files_are_bit_identical(tmp_path: Path) -> None:
-    tensors = {
-        "a": torch.randn(3, 4),
-        "half": torch.randn(5).bfloat16(),
-        "count": torch.tensor(7),
-        "none": torch.zeros(0, 3),
-        "turned": torch.randn(3, 4).t(),
-    }
+    tensors = {"half": torch.randn(5).bfloat16(), "count": torch.tensor(7), "none": torch.zeros(0, 3)}
+    tensors |= {"whole": torch.randn(3, 4), "turned": torch.randn(3, 4).t()}
     path = str(tmp_path / "w.safetensors")
     assert write_weights(path, tensors) == Path(path).stat().st_size
     torch.save(tensors, tmp_path / "w.pt")
     for found in (read_weights(path), read_weights(str(tmp_path / "w.pt"))):
-        assert found.keys() == tensors.keys()
-        for name, tensor in tensors.items():
-            assert found[name].dtype == tensor.dtype
-            assert torch.equal(found[name], tensor)
-
-
-def test_weight_format_matches_safetensors(tmp_path: Path) -> None:
+        torch.testing.assert_close(found, tensors, rtol=0, atol=0)
     library = pytest.importorskip("safetensors.torch")
-    tensors = {"a": torch.randn(3, 4), "count": torch.tensor(7)}
-    write_weights(str(tmp_path / "ours.safetensors"), tensors)
-    library.save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
-    for found in (library.load_file(tmp_path / "ours.safetensors"), read_weights(str(tmp_path / "theirs.safetensors"))):
-        assert found.keys() == tensors.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    torch.testing.assert_close(library.load_file(path), tensors, rtol=0, atol=0)
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    library.save_file(contiguous, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    torch.testing.assert_close(read_weights(str(tmp_path / "theirs.safetensors")), tensors, rtol=0, atol=0)
 
 
 class Trap:
@@ -298,25 +276,18 @@ def test_read_weights_rejects_damaged_and_unsafe_files(tmp_path: Path, name: str
     else:
         write_weights(str(good), {"a": torch.ones(100)})
     whole = good.read_bytes()
-    contents = [b"", b"\xff" * 40, whole[:-7], whole[: len(whole) // 2], pickle.dumps(Trap())]
-    for content in contents:
+    for content in [b"", b"\xff" * 40, whole[:-7], whole[: len(whole) // 2], pickle.dumps(Trap())]:
         path.write_bytes(content)
-        with pytest.raises(InputError, match=rf"{name}: (damaged|must contain only tensors)") as raised:
-            read_weights(str(path))
-        assert "\n" not in str(raised.value)
+        rejects(rf"{name}: (damaged|must contain only tensors)", read_weights, str(path))
     if name == "w.safetensors":
-        too_long = b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}'
-        for head in (too_long, b'{"a":{"dtype":"F9"}}', b"[1]", b'{"a":3}'):
+        for head in (b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}', b'{"a":{"dtype":"F9"}}', b"[1]", b'{"a":3}'):
             path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(8))
-            with pytest.raises(InputError, match="damaged, must be a complete safetensors file"):
-                read_weights(str(path))
+            rejects("damaged, must be a complete safetensors file", read_weights, str(path))
     else:
         for value in ([torch.ones(2)], {"state_dict": {"a": torch.ones(2)}}):
             torch.save(value, path)
-            with pytest.raises(InputError, match="must contain only named tensors"):
-                read_weights(str(path))
-    with pytest.raises(InputError, match="no such file"):
-        read_weights(str(tmp_path / f"gone_{name}"))
+            rejects("must contain only named tensors", read_weights, str(path))
+    rejects("no such file", read_weights, str(tmp_path / f"gone_{name}"))
 
 
 # -- trained models
@@ -325,7 +296,6 @@ def test_read_weights_rejects_damaged_and_unsafe_files(tmp_path: Path, name: str
 def test_path_resolves_to_image_and_label_files(folder: Path, tmp_path: Path) -> None:
     config = mnist_resnet18()
     workload = config.workload
-    assert isinstance(workload, VisionWorkload)
 
     def labelled(path: Path) -> int:
         return len(workload.open_labelled(config, checkpoint="", path=str(path)))
@@ -334,28 +304,23 @@ def test_path_resolves_to_image_and_label_files(folder: Path, tmp_path: Path) ->
         source = workload.open_inputs(config, checkpoint="", path=str(path))
         return len(source), sorted(source.read(np.arange(1)))
 
-    both = ["images", "labels"]
     assert labelled(folder) == 30
     assert labelled(folder / "train-images-idx3-ubyte.gz") == 60
-    assert inputs(folder) == (30, both)
+    assert inputs(folder) == (30, ["images", "labels"])
     (tmp_path / "train-images.idx3-ubyte").write_bytes(idx(np.zeros((4, 28, 28), np.uint8)))
     assert inputs(tmp_path) == (4, ["images"])
-    with pytest.raises(InputError, match=r"train-images\.idx3-ubyte: label file not found\. Name the two files"):
-        labelled(tmp_path)
+    rejects(r"train-images\.idx3-ubyte: label file not found\. Name the two files", labelled, tmp_path)
     (tmp_path / "train-labels.idx1-ubyte").write_bytes(idx(np.zeros(4, np.uint8)))
     assert labelled(tmp_path) == 4
     (tmp_path / "mine").write_bytes(idx(np.zeros((3, 28, 28), np.uint8)))
     assert inputs(tmp_path / "mine") == (3, ["images"])
-    with pytest.raises(InputError, match="mine: label file not found"):
-        labelled(tmp_path / "mine")
-    with pytest.raises(InputError, match=r"nowhere: t10k-images-idx3-ubyte not found, .*; rayrec fetch mnist"):
-        inputs(tmp_path / "nowhere")
+    rejects("mine: label file not found", labelled, tmp_path / "mine")
+    rejects(r"nowhere: t10k-images-idx3-ubyte not found, .*; rayrec fetch mnist", inputs, tmp_path / "nowhere")
 
 
 def test_predictions_and_samples_match_softmax(without_ray: None, folder: Path) -> None:
     config = mnist_resnet18(str(folder)).replace(workload={"model": SMALL})
     workload = config.workload
-    assert isinstance(workload, VisionWorkload)
     torch.manual_seed(0)
     model = workload.build_from(config, checkpoint="").eval()
     rows = workload.open_labelled(config, checkpoint="", path=str(folder)).read(np.arange(30))
@@ -383,16 +348,13 @@ def test_predictions_and_samples_match_softmax(without_ray: None, folder: Path) 
 
 def test_export_has_torchvision_names(tmp_path: Path) -> None:
     config = mnist_resnet18().replace(workload={"model": SMALL, "mean": 0.25})
-    assert isinstance(config.workload, VisionWorkload)
     model = SMALL.build()
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     checkpoint.save(str(tmp_path / "step"), {**tensors, "optimizer.fc.bias.exp_avg": torch.zeros(10)}, state={})
     told = config.workload.export(config, checkpoint=str(tmp_path / "step"), out=str(tmp_path / "out"))
     found = read_weights(str(tmp_path / "out" / "model.safetensors"))
     assert told["tensors"] == len(found) == len(tensors)
-    other = SMALL.build()
-    other.load_state_dict(found)
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    assert same(found, model.state_dict())
     described = (tmp_path / "out" / "config.json").read_text()
     assert '"mean": 0.25' in described
     assert '"blocks": [' in described
@@ -401,10 +363,6 @@ def test_export_has_torchvision_names(tmp_path: Path) -> None:
 def test_recipes_are_complete() -> None:
     plain, better = mnist_resnet18("digits"), mnist_resnet18_augmented("digits")
     assert (plain.batch_size * plain.scaling.max_workers, plain.epochs, plain.train_data.shuffle) == (128, 2, "full")
-    assert isinstance(plain.workload, VisionWorkload)
     assert (plain.workload.optimizer.kind, plain.workload.optimizer.learning_rate) == ("adam", 1e-5)
     assert not plain.workload.augmentation.moves
-    assert isinstance(better.workload, VisionWorkload)
     assert better.workload.augmentation.moves
-    for config in (plain, better):
-        assert type(config)(**{name: getattr(config, name) for name in config.to_dict()}) == config

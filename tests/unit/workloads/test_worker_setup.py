@@ -9,9 +9,7 @@ from rayrec.config import InputError
 from rayrec.workloads.worker_setup import memory_errors
 
 CUDA = torch.device("cuda", 3)
-FULL = torch.OutOfMemoryError(
-    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 3 has a total capacity of 79.11 GiB of which 1.00 GiB is free."
-)
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 3 has a total capacity of 79.11 GiB.")
 
 
 def placed(name: str, rows: int, *, ranks: dict[int, int], share: float = 1.0) -> dict[str, Any]:

@@ -5,13 +5,14 @@ import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
+from builders.faults import rejects
 
 from rayrec import recipes
 from rayrec.cluster import connection, layout
 from rayrec.cluster.connection import is_connected  # the real one: tests/conftest.py replaces the module's
-from rayrec.config import InputError
 from rayrec.data.engine import TaskPlacement, ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine, RayShared
 from rayrec.observe.console import Console
@@ -22,7 +23,6 @@ from rayrec.training.trainer import launcher_of, trains_in_process
 from rayrec.workloads.base import TrainConfig
 
 ONE = {"num_workers": 1}
-STORE = {"object_store_bytes": 100_000_000}
 
 
 @pytest.fixture(autouse=True)
@@ -35,42 +35,26 @@ def config(scaling: dict[str, Any], **ray: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize(
-    ("scaling", "ray", "expected"),
+    ("scaling", "ray", "needs_ray"),
     [
-        (ONE, {}, True),
-        ({"num_workers": (1, 1)}, {}, True),
-        ({"num_workers": 2}, {}, False),
-        ({"num_workers": (1, 2)}, {}, False),  # may grow
-        ({**ONE, "resources_per_worker": {"slot": 1.0}}, {}, False),
-        (ONE, STORE, False),
-        (ONE, {"num_cpus": 2}, True),
-        (ONE, {"address": "none"}, True),
-        (ONE, {"address": "local"}, False),
-        (ONE, {"address": "head:6379"}, False),
-        (ONE, {"address": "auto"}, False),
-    ],
-)
-def test_one_worker_without_address_runs_in_process(scaling: dict[str, Any], ray: dict[str, Any], expected: bool) -> None:
-    wanted = config(scaling, **ray)
-    assert trains_in_process(wanted) is expected
-    launcher = launcher_of(wanted)
-    assert isinstance(launcher, ProcessLauncher if expected else RayLauncher)
-    assert ("Prometheus" in launcher.trackers()) is not expected
-
-
-@pytest.mark.parametrize(
-    ("scaling", "ray", "told"),
-    [
+        (ONE, {}, None),
+        ({"num_workers": (1, 1)}, {}, None),
         ({"num_workers": 2}, {}, "scaling.num_workers 2"),
-        ({"num_workers": (1, 4)}, {}, "scaling.num_workers 4"),
+        ({"num_workers": (1, 4)}, {}, "scaling.num_workers 4"),  # may grow
         ({**ONE, "resources_per_worker": {"slot": 1.0}}, {}, "scaling.resources_per_worker"),
-        (ONE, STORE, "cluster.object_store_bytes"),
+        (ONE, {"object_store_bytes": 100_000_000}, "cluster.object_store_bytes"),
+        (ONE, {"num_cpus": 2}, None),
     ],
 )
-def test_address_none_rejects_ray_only_settings(scaling: dict[str, Any], ray: dict[str, Any], told: str) -> None:
-    with pytest.raises(InputError) as raised:
-        launcher_of(config(scaling, address="none", **ray))
-    assert str(raised.value) == f"{told}: needs Ray, but --cluster.address is none. Omit one of the two"
+def test_one_worker_without_address_runs_in_process(scaling: dict[str, Any], ray: dict[str, Any], needs_ray: str | None) -> None:
+    wanted, here = config(scaling, **ray), needs_ray is None
+    assert trains_in_process(wanted) is here
+    launcher = launcher_of(wanted)
+    assert isinstance(launcher, ProcessLauncher if here else RayLauncher)
+    assert ("Prometheus" in launcher.trackers()) is not here
+    if not here:
+        refusal = f"^{needs_ray}: needs Ray, but --cluster.address is none. Omit one of the two$"
+        rejects(refusal, launcher_of, config(scaling, address="none", **ray))
 
 
 @pytest.mark.parametrize(
@@ -83,6 +67,7 @@ def test_address_none_rejects_ray_only_settings(scaling: dict[str, Any], ray: di
         ("none", "head:6379", True, True),
         ("local", None, False, False),
         ("head:6379", None, False, False),
+        ("auto", None, False, False),
     ],
 )
 def test_address_or_environment_selects_ray(
@@ -108,33 +93,26 @@ def test_is_connected_does_not_import_ray(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_connect_rejects_address_none_even_if_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "is_connected", lambda: True)
-    with pytest.raises(InputError, match=r"^address none: needs Ray here. Omit the address, or use local or HOST:PORT$"):
-        connection.connect("none", num_cpus=None, object_store_bytes=None, log_to_driver=False)
+    refusal = r"^address none: needs Ray here. Omit the address, or use local or HOST:PORT$"
+    rejects(refusal, connection.connect, "none", num_cpus=None, object_store_bytes=None, log_to_driver=False)
 
 
 def test_worker_modules_are_imported_during_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def load(name: str) -> None:
-        asked.append(name)
-        if len(asked) > 1:
-            raise ImportError(name)  # the worker reports it
-
+    load = Mock(side_effect=[None, ImportError("which the worker reports")])
     monkeypatch.setattr(process_launcher.importlib, "import_module", load)
     ProcessLauncher(config(ONE)).connect("runs", Console(quiet=True))
     for thread in threading.enumerate():
         if thread.name == "imports":
             thread.join(60)
-    assert asked == ["rayrec.training.launchers.process_worker", "rayrec.workloads.recsys.worker"]
+    modules = ["rayrec.training.launchers.process_worker", "rayrec.workloads.recsys.worker"]
+    assert load.call_args_list == [call(module) for module in modules]
 
 
 def test_threads_respect_usable_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Container with a quota of 4 CPUs on a machine with 64."""
-    monkeypatch.setattr(layout.machine, "usable_cpus", lambda *, granted: 4)
+    monkeypatch.setattr(layout.host_resources, "usable_cpus", lambda *, granted: 4)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
-    shares = ProcessLauncher(config(ONE)).allocate_resources(resumes=False, note=print)
-    assert shares.per_worker.max_cpus is not None
-    assert 0 < shares.per_worker.max_cpus <= 4
+    assert 0 < ProcessLauncher(config(ONE)).allocate_resources(resumes=False, note=print).per_worker.max_cpus <= 4
 
 
 @pytest.mark.parametrize(("own", "num_nodes"), [(True, 1), (False, 1), (False, 2)])

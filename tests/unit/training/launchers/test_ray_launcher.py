@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from builders.faults import raising
+from builders.faults import raising, rejects
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
@@ -19,7 +20,7 @@ from rayrec.cluster.layout import Node
 from rayrec.config import InputError
 from rayrec.data.engine import TaskPlacement
 from rayrec.training.launchers import ray_launcher
-from rayrec.training.launchers.base import AttemptContext, Driver, PreparedRun
+from rayrec.training.launchers.base import Driver, PreparedRun
 from rayrec.training.stop_monitor import Signals
 from rayrec.workloads.base import TrainConfig
 
@@ -73,9 +74,8 @@ class Attempts:
 
     def run(self) -> dict[str, Any] | None:
         shares = ray_launcher.allocate_resources(self._config)
-        return ray_launcher.run_attempts(
-            PreparedRun(self._config, self._folder, None, shares, 0.0), Driver(self.events, self.signals, self.notes.append)
-        )
+        driver = Driver(self.events, self.signals, self.notes.append)
+        return ray_launcher.run_attempts(PreparedRun(self._config, self._folder, None, shares, 0.0), driver)
 
 
 def test_failures_with_progress_do_not_accumulate(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -113,13 +113,11 @@ def test_signal_without_last_save_ends_run(nodes: Cluster, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("ending", [raising(KeyboardInterrupt()), raising(InputError("no such column")), lambda: None])
 def test_abandoned_workers_are_ended(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ending: Any) -> None:
-    groups = {"another's"}
-    monkeypatch.setattr(ray_launcher, "_placement_groups", groups.copy)
+    monkeypatch.setattr(ray_launcher, "_placement_groups", {"another's"}.copy)
     freed: list[set[str]] = []
     monkeypatch.setattr(ray_launcher, "_free_workers", freed.append)
-    run = Attempts(monkeypatch, [ending], config(), tmp_path)
     with contextlib.suppress(KeyboardInterrupt, InputError):
-        assert run.run() is None
+        assert Attempts(monkeypatch, [ending], config(), tmp_path).run() is None
     assert freed == [{"another's"}]
 
 
@@ -134,8 +132,7 @@ def test_run_uses_resources_left_by_other_jobs(nodes: Cluster, monkeypatch: pyte
 def test_wait_for_resources_reports_and_times_out(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nodes.slots = [(1, 0), (1, 0)]
     run = Attempts(monkeypatch, [raising(NO_ROOM)], config(node_wait_s=0.1), tmp_path)
-    with pytest.raises(InputError, match="waited 0 s for resources in use by other jobs; scaling: "):
-        run.run()
+    rejects("waited 0 s for resources in use by other jobs; scaling: ", run.run)
     first, second = run.notes
     assert first == "Waiting for resources for 2 workers, in use by other jobs"
     assert second.startswith("Waiting for resources in use by other jobs: scaling: ")
@@ -153,8 +150,7 @@ def test_scale_up_counts_only_joined_nodes(nodes: Cluster, monkeypatch: pytest.M
             found.append(growth.possible())
         return found
 
-    alone = ray_launcher._ScaleUpDetector(config(), 1, is_shared=False)
-    assert looks(alone) == [False, True]  # seen twice
+    assert looks(ray_launcher._ScaleUpDetector(config(), 1, is_shared=False)) == [False, True]  # seen twice
     crowded = ray_launcher._ScaleUpDetector(config(), 1, is_shared=True)  # the second slot is there, but another's
     assert looks(crowded) == [False, False]
     nodes.slots.append((1, 1))
@@ -163,99 +159,68 @@ def test_scale_up_counts_only_joined_nodes(nodes: Cluster, monkeypatch: pytest.M
     assert looks(crowded) == [False, False]
 
 
-class Request:
-    """Driver's stop request that raises a second signal after some `bytes_written`."""
-
-    channel = "the actor"
-
-    def __init__(self, bytes_written: list[int]) -> None:
-        self.bytes_written, self.closed = bytes_written, False
-
-    def send(self, cause: str) -> None:
-        pass
-
-    def written_bytes(self) -> int:
-        if not self.bytes_written:
-            raise KeyboardInterrupt
-        return self.bytes_written.pop(0)
-
-    def close(self) -> None:
-        self.closed = True
+def attempt(monkeypatch: pytest.MonkeyPatch, folder: Path, wanted: Any, *, fit: Any, request: Mock, signals: Signals) -> Any:
+    """Make an attempt with replaced workers and control channel."""
+    monkeypatch.setattr(ray_launcher, "StopRequest", lambda: request)
+    monkeypatch.setattr(ray_launcher, "_fit", fit)
+    monkeypatch.setattr(ray_launcher, "watched_requests", lambda *_: contextlib.nullcontext())
+    shares: Any = SimpleNamespace(per_worker=TaskPlacement(), num_workers=4)
+    return ray_launcher._attempt(PreparedRun(wanted, str(folder), None, shares, 0.0), signals, is_shared=False)
 
 
 @pytest.mark.parametrize("bytes_written", [[0] * 1000, [0]])
 def test_control_channel_ends_with_attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bytes_written: list[int]) -> None:
-    request, ended = Request(bytes_written), threading.Event()
-    monkeypatch.setattr(ray_launcher, "StopRequest", lambda: request)
-    monkeypatch.setattr(ray_launcher, "_fit", lambda *_: ended.wait(60))
-    monkeypatch.setattr(ray_launcher, "watched_requests", lambda *_: contextlib.nullcontext())
+    request, ended, signals = Mock(), threading.Event(), Signals()
+    request.written_bytes.side_effect = [*bytes_written, KeyboardInterrupt]  # a second signal
     monkeypatch.setattr("rayrec.training.launchers.base._POLL_S", 0.001)
-    shares = SimpleNamespace(per_worker=TaskPlacement(), num_workers=4)
-    signals = Signals()
     signals.cause = "SIGINT"
     wanted = config(grace_s=0.05 if len(bytes_written) > 1 else 60.0)
     with contextlib.suppress(KeyboardInterrupt):
-        run = PreparedRun(wanted, str(tmp_path), None, shares, 0.0)  # type: ignore[arg-type]
-        assert ray_launcher._attempt(run, signals, is_shared=False) is None
-    assert request.closed
+        assert not attempt(monkeypatch, tmp_path, wanted, fit=lambda *_: ended.wait(60), request=request, signals=signals)
+    request.close.assert_called_once_with()
     ended.set()
 
 
 @pytest.mark.parametrize("possible", [True, False])
 def test_job_hook_reaches_data_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, possible: bool) -> None:
     """Data tasks omit only the workers' hook: a job's own hook may set their credentials."""
-    assigned: list[AttemptContext] = []
-
-    def fit(attempt: AttemptContext, layout: Any) -> dict[str, Any]:
-        assigned.append(attempt)
-        return {}
-
-    monkeypatch.setattr(ray_launcher, "StopRequest", lambda: Request([]))
-    monkeypatch.setattr(ray_launcher, "_fit", fit)
-    monkeypatch.setattr(ray_launcher, "watched_requests", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(prestart, "is_possible", lambda: possible)
-    shares = SimpleNamespace(per_worker=TaskPlacement(), num_workers=4)
-    run = PreparedRun(config(), str(tmp_path), None, shares, 0.0)  # type: ignore[arg-type]
-    ray_launcher._attempt(run, Signals(), is_shared=False)
+    attempt(monkeypatch, tmp_path, config(), fit=(fit := Mock(return_value={})), request=Mock(), signals=Signals())
     assert (prestart.HOOK in ray_launcher.worker_environment(config())) is possible
-    assert assigned[0].engine.environment == ({prestart.HOOK: "", prestart.MODULES: ""} if possible else {})
+    assert fit.call_args.args[0].engine.environment == ({prestart.HOOK: "", prestart.MODULES: ""} if possible else {})
+
+
+def first_missing_s(monkeypatch: pytest.MonkeyPatch, *parts: Any) -> int | None:
+    """Return the first second of a minute at which data nodes are missing."""
+    clock = [0.0]
+    monkeypatch.setattr(ray_launcher.time, "monotonic", lambda: clock[0])
+    watch = ray_launcher._DataNodes(*parts)
+    for now_s in range(60):
+        clock[0] = float(now_s)
+        if watch.are_missing():
+            return now_s
+    return None
 
 
 @pytest.mark.parametrize(
-    ("nodes_left", "other_layout", "expected"), [(False, True, True), (True, True, False), (False, False, False)]
+    ("nodes_left", "other_layout", "missing"), [(False, True, True), (True, True, False), (False, False, False)]
 )
 def test_missing_data_nodes_end_attempt_if_replaceable(
-    monkeypatch: pytest.MonkeyPatch, nodes_left: bool, other_layout: bool, expected: bool
+    monkeypatch: pytest.MonkeyPatch, nodes_left: bool, other_layout: bool, missing: bool
 ) -> None:
     here = [Node("data", {"CPU": 8.0}), Node("worker", {"CPU": 8.0, "slot": 2.0})]
-    clock = [0.0]
-    monkeypatch.setattr(ray_launcher.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(connection, "alive_nodes", lambda **_: here)
     wanted = config().replace(scaling={"num_workers": 2}, cluster={"data_nodes": "separate"})
     shares = ray_launcher.allocate_resources(wanted)
     monkeypatch.setattr(connection, "data_nodes", lambda shares, **_: here[:1] if nodes_left else [])
     monkeypatch.setattr(connection, "alive_nodes", lambda **_: here[1:])
-    watch = ray_launcher._DataNodes(wanted.replace(cluster={"data_nodes": "auto" if other_layout else "separate"}), shares)
-    ends = []
-    for now_s in range(0, 60):
-        clock[0] = float(now_s)
-        if watch.are_missing():
-            ends.append(now_s)
-    assert bool(ends) == expected
-    assert not ends or ends[0] == 25
+    later = wanted.replace(cluster={"data_nodes": "auto" if other_layout else "separate"})
+    assert first_missing_s(monkeypatch, later, shares) == (25 if missing else None)
 
 
 def test_unreachable_head_does_not_end_attempt(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(ray_launcher.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(connection, "data_nodes", raising(ray_launcher.ray.exceptions.RaySystemError("gone")))
-    watch = ray_launcher._DataNodes(config(), ray_launcher.allocate_resources(config()))
-    for now_s in range(0, 60):
-        clock[0] = float(now_s)
-        assert not watch.are_missing()
-
-
-# -- the process group
+    assert first_missing_s(monkeypatch, config(), ray_launcher.allocate_resources(config())) is None
 
 
 def test_collective_timeout_includes_store_outage() -> None:
@@ -263,5 +228,4 @@ def test_collective_timeout_includes_store_outage() -> None:
     assert (ray_launcher.process_group(config).timeout_s, ray_launcher.process_group(config).backend) == (2400, "gloo")
     changed = config.replace(failure={"max_outage_s": 7200.0, "collective_timeout_s": 60.5}, scaling={"use_gpu": True})
     assert (ray_launcher.process_group(changed).timeout_s, ray_launcher.process_group(changed).backend) == (7261, "nccl")
-    with pytest.raises(InputError, match=r"collective_timeout_s: must be above 0, got 0\.0"):
-        config.replace(failure={"collective_timeout_s": 0.0})
+    rejects(r"collective_timeout_s: must be above 0, got 0\.0", config.replace, failure={"collective_timeout_s": 0.0})

@@ -7,43 +7,30 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from builders.faults import flip
+from builders.faults import flip, raising, rejects
+from builders.runs import QUIET
 from builders.scored_rows import Net, rows_file, scored, trained
+from ranks.checkpoint import same
 
 from rayrec import recipes
 from rayrec.checkpoint import Checkpoint
 from rayrec.config import InputError
-from rayrec.data.engine import StreamEngine
-from rayrec.observe.console import Console
-from rayrec.workloads.base import ScoringContext, TrainConfig
+from rayrec.workloads.base import ScoringContext
 from rayrec.workloads.data_parallel.scoring import load_model
 from rayrec.workloads.scoring import Scoring
 
+Saved = tuple[str, Net]
+
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Net]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return trained(tmp_path_factory.mktemp("run"))
 
 
-def _never() -> StreamEngine:
-    raise AssertionError("opening rows needs no data tasks")
-
-
-def _open(
-    checkpoint: str, path: str, *, evaluating: bool = False, batch_rows: int | None = None, config: TrainConfig | None = None
-) -> Scoring:
-    config = config or scored()
-    return config.workload.open_scoring(
-        ScoringContext(
-            config=config,
-            checkpoint=checkpoint,
-            path=path,
-            evaluating=evaluating,
-            batch_rows=batch_rows,
-            engine=_never,
-            console=Console(quiet=True),
-        )
-    )
+def _open(checkpoint: str, path: str, **changes: Any) -> Scoring:
+    context: dict[str, Any] = {"config": scored(), "evaluating": False, "batch_rows": None, "console": QUIET, **changes}
+    never = raising(AssertionError("opening rows needs no data tasks"))
+    return context["config"].workload.open_scoring(ScoringContext(checkpoint=checkpoint, path=path, engine=never, **context))
 
 
 def _tables(scoring: Scoring) -> list[pa.Table]:
@@ -51,15 +38,19 @@ def _tables(scoring: Scoring) -> list[pa.Table]:
     return [score(block) for block in range(scoring.num_blocks)]
 
 
-@pytest.mark.parametrize(
-    ("rows", "batch_rows", "num_blocks"), [(1, None, 1), (10, None, 1), (11, None, 2), (1000, 10, 17), (1000, 3, 42)]
-)
-def test_rows_are_predicted_once_in_order(
-    saved: tuple[str, Net], tmp_path: Path, rows: int, batch_rows: int | None, num_blocks: int
-) -> None:
+def _metrics(scoring: Scoring, rows: int) -> dict[str, float]:
+    totals = scoring.make_totals()
+    for table in _tables(scoring):
+        totals.update(table)
+    assert totals.rows == rows
+    return totals.compute()
+
+
+@pytest.mark.parametrize(("rows", "batch", "blocks"), [(1, None, 1), (10, None, 1), (11, None, 2), (1000, 10, 17), (1000, 3, 42)])
+def test_rows_are_predicted_once_in_order(saved: Saved, tmp_path: Path, rows: int, batch: int | None, blocks: int) -> None:
     path = rows_file(tmp_path, rows, labelled=False)
-    scoring = _open(saved[0], path, batch_rows=batch_rows)
-    assert (scoring.rows, scoring.num_blocks) == (rows, num_blocks)
+    scoring = _open(saved[0], path, batch_rows=batch)
+    assert (scoring.rows, scoring.num_blocks) == (rows, blocks)
     table = pa.concat_tables(_tables(scoring))
     assert table.column("row").to_pylist() == list(range(rows))
     assert table.column("row").type == pa.int64()
@@ -72,91 +63,59 @@ def test_rows_are_predicted_once_in_order(
     assert table.column("named").to_pylist() == [f"class {number}" for number in best]
 
 
-def test_means_cover_all_rows(saved: tuple[str, Net], tmp_path: Path) -> None:
+def test_means_cover_all_rows(saved: Saved, tmp_path: Path) -> None:
     path = rows_file(tmp_path, 1003)
-    scoring = _open(saved[0], path, evaluating=True)
-    totals = scoring.make_totals()
-    for table in _tables(scoring):
-        totals.update(table)
-    assert totals.rows == 1003
     arrays = np.load(path)
     with torch.no_grad():
-        losses = torch.nn.functional.cross_entropy(
-            saved[1](torch.from_numpy(arrays["x"])), torch.from_numpy(arrays["label"]), reduction="none"
-        )
-    metrics = totals.compute()
+        logits = saved[1](torch.from_numpy(arrays["x"]))
+        losses = torch.nn.functional.cross_entropy(logits, torch.from_numpy(arrays["label"]), reduction="none")
+    metrics = _metrics(_open(saved[0], path, evaluating=True), 1003)
     assert metrics["loss"] == pytest.approx(losses.double().mean().item(), rel=1e-7)
     assert metrics["perplexity"] == pytest.approx(np.exp(metrics["loss"]))
     assert metrics["bits"] == 32
 
 
-def test_scoring_uses_training_precision(saved: tuple[str, Net], tmp_path: Path) -> None:
+def test_scoring_uses_training_precision(saved: Saved, tmp_path: Path) -> None:
     scoring = _open(saved[0], rows_file(tmp_path, 5), evaluating=True, config=scored().replace(precision="bf16"))
-    totals = scoring.make_totals()
-    for table in _tables(scoring):
-        totals.update(table)
-    assert totals.compute()["bits"] == 16
+    assert _metrics(scoring, 5)["bits"] == 16
 
 
-def test_scoring_rejects_unusable_input(saved: tuple[str, Net], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="has no labels"):
-        _open(saved[0], rows_file(tmp_path, 5, labelled=False), evaluating=True)
-    with pytest.raises(InputError, match="has no rows to score"):
-        _open(saved[0], rows_file(tmp_path, 0))
+def test_scoring_rejects_unusable_input(saved: Saved, tmp_path: Path) -> None:
+    rejects("has no labels", _open, saved[0], rows_file(tmp_path, 5, labelled=False), evaluating=True)
+    rejects("has no rows to score", _open, saved[0], rows_file(tmp_path, 0))
 
 
-def test_loaded_model_matches_saved(saved: tuple[str, Net]) -> None:
+def test_loaded_model_matches_saved(saved: Saved) -> None:
     model = load_model(scored().workload, scored(), checkpoint=saved[0])  # type: ignore[arg-type]
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert model.outer.weight is model.inner.weight
-    for name, tensor in saved[1].state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
+    assert same(model.state_dict(), saved[1].state_dict())
     assert not any(name.startswith("model.outer.weight") for name in Checkpoint(saved[0]).manifest()["tensors"])
 
 
-class _Wider(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.BatchNorm1d(9)
-
-
-class _Deeper(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = torch.nn.Linear(2, 2)
-
-
-class _Untied(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.outer = torch.nn.Linear(4, 4)
-
-
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("part", "module", "message"),
     [
-        (_Wider, r": norm.bias: shape must be \[9\], got \[4\]"),
-        (_Deeper, r": more.bias: shape must be \[2\], got absent"),
-        (_Untied, r": outer.weight: shape must be \[4, 4\], got absent"),
-        (lambda: torch.nn.Linear(1, 1), r": bias: shape must be \[1\], got absent"),
+        ("norm", torch.nn.BatchNorm1d(9), r": norm.bias: shape must be \[9\], got \[4\]"),
+        ("more", torch.nn.Linear(2, 2), r": more.bias: shape must be \[2\], got absent"),
+        ("outer", torch.nn.Linear(4, 4), r": outer.weight: shape must be \[4, 4\], got absent"),
     ],
 )
 def test_load_model_rejects_other_weights(
-    saved: tuple[str, Net], monkeypatch: pytest.MonkeyPatch, other: Any, message: str
+    saved: Saved, monkeypatch: pytest.MonkeyPatch, part: str, module: Any, message: str
 ) -> None:
-    config = scored()
-    monkeypatch.setattr(type(config.workload), "build_from", lambda *_, **__: other())
-    with pytest.raises(InputError, match=message):
-        load_model(config.workload, config, checkpoint=saved[0])  # type: ignore[arg-type]
+    config, other = scored(), Net()
+    setattr(other, part, module)
+    monkeypatch.setattr(type(config.workload), "build_from", lambda *_, **__: other)
+    rejects(message, load_model, config.workload, config, checkpoint=saved[0])
 
 
 def test_load_model_rejects_damaged_weights(tmp_path: Path) -> None:
     checkpoint, _ = trained(tmp_path)
     chunk = Checkpoint(checkpoint).manifest()["tensors"]["model.inner.weight"]["chunks"][0]
     flip(f"{checkpoint}/{chunk['file']}", chunk["start"])
-    with pytest.raises(InputError, match="damaged, the checksum"):
-        load_model(scored().workload, scored(), checkpoint=checkpoint)  # type: ignore[arg-type]
+    rejects("damaged, the checksum", load_model, scored().workload, scored(), checkpoint=checkpoint)
 
 
 def test_export_rejects_click_models(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Tests of communication volumes against numbers computed by hand."""
 
+from typing import Any
+
 import pytest
 
 from rayrec import recipes
@@ -7,7 +9,6 @@ from rayrec.models.base import ModelInputs
 from rayrec.sharding.communication import CommunicationVolume, LinkBandwidth, Lookup, estimate_communication
 from rayrec.sharding.placement import TablePlacement
 from rayrec.workloads.recsys.planning import lookups_of
-from rayrec.workloads.recsys.workload import ClickWorkload
 
 ROWS = 10
 """Batch size per worker."""
@@ -15,32 +16,13 @@ ONE_ID = Lookup()
 
 
 def table(name: str, kind: str, ranks: list[int], *, dim: int = 16, rows: int = 100) -> TablePlacement:
-    return TablePlacement(
-        table=name,
-        num_embeddings=rows,
-        embedding_dim=dim,
-        sharding_type=kind,
-        bytes_of_rank=dict.fromkeys(ranks, rows * dim * 4 // (1 if kind == "data_parallel" else len(ranks))),
-    )
+    of_rank = dict.fromkeys(ranks, rows * dim * 4 // (1 if kind == "data_parallel" else len(ranks)))
+    return TablePlacement(table=name, num_embeddings=rows, embedding_dim=dim, sharding_type=kind, bytes_of_rank=of_rank)
 
 
-def traffic(
-    *tables: TablePlacement,
-    lookup: Lookup = ONE_ID,
-    workers: int = 4,
-    per_node: int = 2,
-    dense_weights: int = 0,
-    exchange_bytes: int = 4,
-) -> CommunicationVolume:
-    return estimate_communication(
-        tables,
-        {one.table: [lookup] for one in tables},
-        num_workers=workers,
-        workers_per_node=per_node,
-        batch_size=ROWS,
-        dense_weights=dense_weights,
-        exchange_bytes=exchange_bytes,
-    )
+def traffic(*tables: TablePlacement, lookup: Lookup = ONE_ID, **changes: Any) -> CommunicationVolume:
+    settings = {"num_workers": 4, "workers_per_node": 2, "batch_size": ROWS, "dense_weights": 0, "exchange_bytes": 4, **changes}
+    return estimate_communication(tables, {one.table: [lookup] for one in tables}, **settings)
 
 
 def test_table_wise_table_is_requested_by_all_workers() -> None:
@@ -56,42 +38,34 @@ def test_table_wise_table_is_requested_by_all_workers() -> None:
     assert found.bytes_per_row() == ((640 + 640 + 80) / 40, (1280 + 1280 + 160) / 40)
 
 
-def test_tables_on_all_workers_exchange_equally() -> None:
-    found = traffic(*(table(str(rank), "table_wise", [rank]) for rank in range(4))).flows["embeddings"]
-    assert found.sent_inside == found.received_inside == [640] * 4
-    assert found.sent_between == found.received_between == [2 * 1280] * 2
+COLUMNS, BY_ROWS = table("a", "column_wise", [0, 2]), table("a", "row_wise", [0, 1, 2, 3])
+SEQUENCE = Lookup(ids=20.0, pooled=False)
+RING = ([3 * 640, 0, 3 * 640, 0], [3 * 640] * 2, [3 * 640] * 2)  # each sends three of four parts
 
 
-def test_column_wise_shards_exchange_columns_and_ids() -> None:
-    found = traffic(table("a", "column_wise", [0, 2]))
-    assert found.flows["embeddings"].sent_between == [640, 640]  # 8 columns of 10 rows to two workers
-    assert found.flows["embeddings"].sent_inside == [320, 0, 320, 0]
-    assert found.flows["ids"].sent_inside == [0, 80, 0, 80]
-    assert found.flows["ids"].sent_between == [160, 160]
-
-
-def test_row_wise_sums_use_ring() -> None:
-    found = traffic(table("a", "row_wise", [0, 1, 2, 3]), lookup=Lookup(ids=2.0))
-    for name in ("embeddings", "gradients"):
-        flow = found.flows[name]
-        assert flow.sent_inside == [3 * 640, 0, 3 * 640, 0]  # of four parts, all but its own
-        assert flow.sent_between == flow.received_between == [3 * 640] * 2
-    # To each worker the length of each row, and a fourth of its two ids.
-    assert found.flows["ids"].sent_inside == [ROWS * (4 + 0.5 * 4)] * 4
-    assert found.flows["ids"].sent_between == [ROWS * (4 + 0.5 * 4) * 4] * 2
-
-
-def test_table_row_wise_stays_within_node() -> None:
-    found = traffic(table("a", "table_row_wise", [0, 1])).flows["embeddings"]
-    assert found.sent_inside == [2 * 640, 2 * 640, 0, 0]  # half of the sums of 40 rows
-    assert (found.sent_between, found.received_between) == ([1280, 0], [0, 1280])
-
-
-def test_unpooled_embeddings_are_sent_per_id() -> None:
-    sequence = Lookup(ids=20.0, pooled=False)
-    assert traffic(table("a", "table_wise", [0]), lookup=sequence).flows["embeddings"].sent_between == [20 * 1280, 0]
-    by_rows = traffic(table("a", "row_wise", [0, 1, 2, 3]), lookup=sequence).flows["embeddings"]
-    assert by_rows.sent_between == [20 * 640] * 2  # a fourth of it by each worker, to two of the other node
+@pytest.mark.parametrize(
+    ("tables", "lookup", "flow", "sent_inside", "sent_between", "received_between"),
+    [
+        ([table(str(rank), "table_wise", [rank]) for rank in range(4)], ONE_ID, "embeddings", [640] * 4, [2560] * 2, [2560] * 2),
+        # 8 columns of 10 rows to two workers, and the ids from all workers to both.
+        ([COLUMNS], ONE_ID, "embeddings", [320, 0, 320, 0], [640, 640], [640, 640]),
+        ([COLUMNS], ONE_ID, "ids", [0, 80, 0, 80], [160, 160], [160, 160]),
+        ([BY_ROWS], Lookup(ids=2.0), "embeddings", *RING),
+        ([BY_ROWS], Lookup(ids=2.0), "gradients", *RING),
+        # To each worker the length of each row, and a fourth of its two ids.
+        ([BY_ROWS], Lookup(ids=2.0), "ids", [ROWS * (4 + 0.5 * 4)] * 4, [ROWS * (4 + 0.5 * 4) * 4] * 2, [ROWS * 6 * 4] * 2),
+        # Half of the sums of 40 rows.
+        ([table("a", "table_row_wise", [0, 1])], ONE_ID, "embeddings", [2 * 640, 2 * 640, 0, 0], [1280, 0], [0, 1280]),
+        # Unpooled embeddings are sent for each id: by its worker, or a fourth of it by each, to two of the other node.
+        ([table("a", "table_wise", [0])], SEQUENCE, "embeddings", [20 * 640, 0, 0, 0], [20 * 1280, 0], [0, 20 * 1280]),
+        ([BY_ROWS], SEQUENCE, "embeddings", [20 * 160] * 4, [20 * 640] * 2, [20 * 640] * 2),
+    ],
+)
+def test_exchanges_depend_on_sharding(
+    tables: list[TablePlacement], lookup: Lookup, flow: str, sent_inside: Any, sent_between: Any, received_between: Any
+) -> None:
+    found = traffic(*tables, lookup=lookup).flows[flow]  # type: ignore[index]
+    assert (found.sent_inside, found.sent_between, found.received_between) == (sent_inside, sent_between, received_between)
 
 
 def test_replicated_weights_reduce_in_float32_ring() -> None:
@@ -109,7 +83,7 @@ def test_half_precision_halves_embedding_bytes() -> None:
 
 
 def test_one_worker_sends_no_bytes() -> None:
-    found = traffic(table("a", "table_wise", [0]), workers=1, per_node=1, dense_weights=1000)
+    found = traffic(table("a", "table_wise", [0]), num_workers=1, workers_per_node=1, dense_weights=1000)
     assert found.bytes_per_row() == (0, 0)
     assert found.rows_per_s(LinkBandwidth(10.0, 10.0)) is None
     assert found.limit(5000.0, LinkBandwidth(10.0)) == (5000.0, "model")
@@ -152,7 +126,6 @@ def test_text_describes_communication() -> None:
 def test_lookups_of_row() -> None:
     inputs = ModelInputs(2, ("a", "b", "c"), vocabularies=("a", "a", "c"), lists=(("b", 7), ("c", None)), weighted=True)
     workload = recipes.criteo_demo().workload
-    assert isinstance(workload, ClickWorkload)
     found = lookups_of(workload, inputs, None)
     assert found == {"a": [Lookup(1, weighted=True), Lookup(7, weighted=True)], "c": [Lookup(20, weighted=True)]}
     assert lookups_of(workload, inputs, [3, None, 2])["a"] == [Lookup(3, weighted=True), Lookup(7, weighted=True)]

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.click_models import Saved, hashed_preprocessor, save_clicks, save_two
-from builders.runs import QUIET
+from builders.faults import rejects
+from builders.runs import LEAN, QUIET
 
 import rayrec
 from rayrec import recipes
@@ -22,7 +23,6 @@ from rayrec.workloads.recsys.distillation import RECORD, Teacher, TeacherConfig,
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Saved, Saved]:
-    """Train teachers and return their checkpoints."""
     return save_two(tmp_path_factory.mktemp("teacher"))
 
 
@@ -36,8 +36,7 @@ def test_targets_mix_labels_and_probabilities(both: tuple[Saved, Saved]) -> None
     for weight in (0.25, 1.0):
         targets = load_targets(Teacher((str(both[1].checkpoint),), weight), both[1].preprocessor)(rows)
         assert targets.dtype == np.float32
-        expected = (1 - weight) * rows.label + weight * probabilities
-        np.testing.assert_allclose(targets, expected, atol=1e-6)
+        np.testing.assert_allclose(targets, (1 - weight) * rows.label + weight * probabilities, atol=1e-6)
 
 
 def test_targets_match_after_resume(both: tuple[Saved, Saved]) -> None:
@@ -70,8 +69,7 @@ def test_resumed_run_keeps_teacher(both: tuple[Saved, Saved], tmp_path: Path) ->
     (student / RECORD).write_text(json.dumps(record))  # as an earlier version wrote it
     assert open_teacher(config, run=str(student)) == teacher
     (student / RECORD).write_text(json.dumps([{**record, "weights": "0" * 16}]))
-    with pytest.raises(InputError, match="the teacher's weights changed since"):
-        open_teacher(config, run=str(student))
+    rejects("the teacher's weights changed since", open_teacher, config, run=str(student))
     assert open_teacher(TeacherConfig(), run=str(student)) is None
     with pytest.raises(InputError, match="contains no complete checkpoint"):
         open_teacher(TeacherConfig(checkpoint=str(tmp_path / "none"), weight=0.5), run=str(tmp_path / "other"))
@@ -79,30 +77,20 @@ def test_resumed_run_keeps_teacher(both: tuple[Saved, Saved], tmp_path: Path) ->
 
 def test_teacher_requires_weight_and_checkpoint() -> None:
     distilled = recipes.criteo_kaggle_distilled("log.txt")
-    with pytest.raises(InputError, match=r"Pass --workload.teacher.checkpoint RUN"):
-        distilled.workload.check(distilled)
+    rejects(r"Pass --workload.teacher.checkpoint RUN", distilled.workload.check, distilled)
     given = distilled.replace(workload={"teacher": {"checkpoint": "runs/teacher"}})
     given.workload.check(given)
     none = given.replace(workload={"teacher": {"weight": 0.0}})
-    with pytest.raises(InputError, match=r"teacher.weight: must be above 0"):
-        none.workload.check(none)
-    with pytest.raises(InputError, match=r"weight: must be between 0 and 1, got 1\.5"):
-        TeacherConfig(checkpoint="runs/teacher", weight=1.5)
+    rejects(r"teacher.weight: must be above 0", none.workload.check, none)
+    rejects(r"weight: must be between 0 and 1, got 1\.5", TeacherConfig, checkpoint="runs/teacher", weight=1.5)
     for nothing in ("", (), ("runs/teacher", "")):
-        with pytest.raises(InputError, match=r"teacher.checkpoint: must be one or more"):
-            TeacherConfig(checkpoint=nothing, weight=0.5)
+        rejects(r"teacher.checkpoint: must be one or more", TeacherConfig, checkpoint=nothing, weight=0.5)
 
 
 def test_several_teachers_match_ensemble(click_log: Path, tmp_path: Path) -> None:
     small = {"embedding_dim": 4, "bottom_mlp": (8, 4), "top_mlp": (8, 1)}
-    recipe = recipes.criteo_demo(str(click_log / "train.txt")).replace(
-        storage_path=str(tmp_path),
-        steps=4,
-        batch_size=256,
-        scaling={"num_workers": 1},
-        trackers={"prometheus": False, "tensorboard": False},
-        workload={"model": small},
-    )
+    short = {"steps": 4, "batch_size": 256, "scaling": {"num_workers": 1}, "workload": {"model": small}, **LEAN}
+    recipe = recipes.criteo_demo(str(click_log / "train.txt")).replace(storage_path=str(tmp_path), **short)
 
     def trained(name: str, **changes: Any) -> Result:
         return train(recipe.replace(name=name, **changes), console=QUIET)
@@ -123,10 +111,7 @@ def test_several_teachers_match_ensemble(click_log: Path, tmp_path: Path) -> Non
     assert stored.workload.teacher.checkpoint == (first, second)  # type: ignore[attr-defined]
 
     elsewhere = save_clicks(tmp_path / "elsewhere", preprocessor=hashed_preprocessor([5] * 26))
-    with pytest.raises(InputError, match=r"teacher.checkpoint: .*elsewhere.*: Preprocessor does not match .*first"):
-        student("refused", first, str(elsewhere.run))
+    other = r"teacher.checkpoint: .*elsewhere.*: Preprocessor does not match .*first"
+    rejects(other, student, "refused", first, str(elsewhere.run))
     rounded = trained("rounded", precision="bf16").folder
-    with pytest.raises(
-        InputError, match=r"rounded.*: precision bf16 does not match fp32 of .*first.*. Use models with one precision"
-    ):
-        student("mixed", first, rounded)
+    rejects(r"rounded.*: precision bf16 does not match fp32 of .*first.*. Use models with one", student, "mixed", first, rounded)

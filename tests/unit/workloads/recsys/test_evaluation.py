@@ -11,16 +11,13 @@ from rayrec.models.heads import label_heads
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, counted_columns, reliability_bins
 
 KEYS = ("colour", "size", "hashed")
-COLUMNS = (
-    SparseColumn(num_embeddings=10, num_tokens=8),
-    SparseColumn(num_embeddings=10, num_tokens=9, first_id=1, unknown_id=0, missing_id=0),
-    SparseColumn(num_embeddings=10, num_tokens=None),
-)
+ONE_ID = SparseColumn(num_embeddings=10, num_tokens=9, first_id=1, unknown_id=0, missing_id=0)
+COLUMNS = (SparseColumn(num_embeddings=10, num_tokens=8), ONE_ID, SparseColumn(num_embeddings=10, num_tokens=None))
 
 
 def batch(ids: np.ndarray) -> Batch:
-    rows = ids.shape[1]
-    return Batch({"dense": torch.zeros(rows, 0)}, 1.0, sparse_features(KEYS, list(ids), rows), {"label": torch.zeros(rows)})
+    rows, features = ids.shape[1], sparse_features(KEYS[: len(ids)], list(ids), ids.shape[1])
+    return Batch({"dense": torch.zeros(rows, 0)}, 1.0, features, {"label": torch.zeros(rows)})
 
 
 def evaluated(counts: EvaluationCounts, name: str, ids: np.ndarray, logits: np.ndarray, labels: np.ndarray) -> None:
@@ -28,9 +25,8 @@ def evaluated(counts: EvaluationCounts, name: str, ids: np.ndarray, logits: np.n
     for place, one in enumerate(counts.counted(name, iter([batch(ids[:, :30]), batch(ids[:, 30:])]))):
         part = slice(0, 30) if place == 0 else slice(30, None)
         assert len(one) == len(labels[part])
-        metrics.update(
-            StepOutput(torch.tensor(0.0), {"label": torch.tensor(logits[part])}, {"label": torch.tensor(labels[part])})
-        )
+        predicted, expected = ({"label": torch.tensor(values[part])} for values in (logits, labels))
+        metrics.update(StepOutput(torch.tensor(0.0), predicted, expected))
     assert metrics.compute()["rows"] == len(labels)
 
 
@@ -60,12 +56,9 @@ def test_counts_show_last_evaluation_only() -> None:
 
 def test_wrapped_ids_report_no_unknown() -> None:
     counts = EvaluationCounts({"colour": SparseColumn(num_embeddings=10, num_tokens=9)}, label_heads("label"))
-    ids = np.zeros((1, 4), np.int32)
-    features = sparse_features(("colour",), list(ids), 4)
-    only = Batch({"dense": torch.zeros(4, 0)}, 1.0, features, {"label": torch.ones(4)})
-    metrics = counts.make_metrics()
-    for _ in counts.counted("test", iter([only])):
-        metrics.update(StepOutput(torch.tensor(0.0), {"label": torch.tensor([-40.0, 0.0, 0.0, 40.0])}, {"label": torch.ones(4)}))
+    metrics, logits = counts.make_metrics(), torch.tensor([-40.0, 0.0, 0.0, 40.0])
+    for _ in counts.counted("test", iter([batch(np.zeros((1, 4), np.int32))])):
+        metrics.update(StepOutput(torch.tensor(0.0), {"label": logits}, {"label": torch.ones(4)}))
     _, categories = counts.shown()
     assert categories["columns"][0]["unknown"] is None
 

@@ -5,20 +5,23 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from builders.click_models import SMALL, Saved, make_preprocessor, save_clicks, save_two
-from builders.faults import flip, raising
+from builders.click_models import SMALL, Saved, hashed_preprocessor, make_preprocessor, row_text, save_clicks, save_two
+from builders.faults import flip, raising, rejects
 from builders.own_click_model import WithoutLabelConfig
 from builders.runs import QUIET
 from torch import nn
 
 from rayrec import checkpoint as checkpoints
-from rayrec import recipes
-from rayrec.checkpoint.format import seal
+from rayrec import recipes, storage
+from rayrec.checkpoint.format import seal, sha256_of
+from rayrec.checkpoint.writer import ExtraFiles
 from rayrec.config import InputError
+from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.text_parser import parse
@@ -41,55 +44,37 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Saved, Saved]:
 
 
 @pytest.fixture(scope="module")
-def run(both: tuple[Saved, Saved]) -> Path:
-    return both[0].run
-
-
-@pytest.fixture(scope="module")
 def config(both: tuple[Saved, Saved]) -> TrainConfig:
     return both[0].config
 
 
 @pytest.fixture
-def copied(run: Path, tmp_path: Path) -> Path:
-    """Copy the checkpoint, so that a test can damage it."""
-    return Path(shutil.copytree(run / "checkpoints" / "step_00000002", tmp_path / "step_00000002"))
+def copied(both: tuple[Saved, Saved], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(both[1].checkpoint, tmp_path / "step_00000002"))
 
 
-def _text(rows: int, *, labelled: bool) -> bytes:
-    rng = np.random.default_rng(0)
-    lines = []
-    for row in range(rows):
-        columns = [str(row % 2)] if labelled else []
-        values = rng.integers(-2, 5000, 13)
-        columns += ["" if value % 7 == 0 else str(value) for value in values]
-        columns += ["" if token % 5 == 0 else f"{token:08x}" for token in rng.integers(0, 1 << 32, 26)]
-        lines.append("\t".join(columns))
-    return ("\n".join(lines) + "\n").encode()
-
-
-def test_scores_match_saved_model(both: tuple[Saved, Saved], run: Path, config: TrainConfig) -> None:
-    preprocessor = both[1].preprocessor
-    raw, faults = parse(preprocessor.schema, _text(100, labelled=True))
+def _rows(preprocessor: Preprocessor, rows: int, *, labelled: bool = True) -> EncodedRows:
+    lines = ((b"%d\t" % (row % 2) if labelled else b"") + row_text(row, known=False) for row in range(rows))
+    raw, faults = parse(preprocessor.schema if labelled else preprocessor.schema.unlabelled(), b"".join(lines))
     assert not faults.total
-    rows = preprocessor.encode(raw)
-    expected = both[1].logits(rows)
+    return preprocessor.encode(raw)
 
-    loaded = open_served(str(run), config=config)  # the newest of the run
+
+def test_scores_match_saved_model(both: tuple[Saved, Saved], config: TrainConfig) -> None:
+    preprocessor = both[1].preprocessor
+    rows = _rows(preprocessor, 100)
+
+    loaded = open_served(str(both[0].run), config=config)  # the newest of the run
     assert loaded.source.endswith("step_00000002")
     assert loaded.preprocessor_hash == preprocessor.hash()
     scores = loaded.score(rows)
     assert scores.dtype == np.float32
-    np.testing.assert_array_equal(scores, expected)
+    np.testing.assert_array_equal(scores, both[1].logits(rows))
 
-    unlabelled, faults = parse(preprocessor.schema.unlabelled(), _text(100, labelled=False))
-    assert not faults.total
-    np.testing.assert_array_equal(loaded.score(preprocessor.encode(unlabelled)), scores)
-    single, _ = parse(preprocessor.schema, _text(1, labelled=True))
-    np.testing.assert_allclose(loaded.score(preprocessor.encode(single)), scores[:1], atol=1e-6)
+    np.testing.assert_array_equal(loaded.score(_rows(preprocessor, 100, labelled=False)), scores)
+    np.testing.assert_allclose(loaded.score(_rows(preprocessor, 1)), scores[:1], atol=1e-6)
 
-    older = open_served(str(run / "checkpoints" / "step_00000001"), config=config)
-    assert not np.allclose(older.score(rows), scores)
+    assert not np.allclose(open_served(str(both[0].checkpoint), config=config).score(rows), scores)
 
 
 def test_weight_bytes_exclude_optimizer(both: tuple[Saved, Saved]) -> None:
@@ -100,51 +85,41 @@ def test_weight_bytes_exclude_optimizer(both: tuple[Saved, Saved]) -> None:
 @pytest.mark.parametrize("name", ["absent", "empty"])
 def test_scoring_rejects_missing_checkpoint(tmp_path: Path, config: TrainConfig, name: str) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"contains no complete checkpoint.*step_00001000"):
-        open_served(str(tmp_path / name), config=config)
+    rejects(r"contains no complete checkpoint.*step_00001000", open_served, str(tmp_path / name), config=config)
 
 
 def test_scoring_rejects_damaged_weights(copied: Path, config: TrainConfig) -> None:
     data = copied / "data_00000.safetensors"
     chunk = checkpoints.Checkpoint(str(copied)).manifest()["tensors"]["model.top_mlp.layers.0.weight"]["chunks"][0]
     flip(data, chunk["start"])
-    with pytest.raises(InputError, match="damaged, the checksum"):
-        open_served(str(copied), config=config)
+    rejects("damaged, the checksum", open_served, str(copied), config=config)
     os.truncate(data, chunk["start"] + 4)
-    with pytest.raises(InputError, match="truncated"):
-        open_served(str(copied), config=config)
+    rejects("truncated", open_served, str(copied), config=config)
     data.unlink()
-    with pytest.raises(InputError, match="missing"):
-        open_served(str(copied), config=config)
+    rejects("missing", open_served, str(copied), config=config)
 
 
 def test_scoring_rejects_changed_preprocessor(copied: Path, config: TrainConfig) -> None:
     stored = copied / "preprocessor" / "preprocessor.json"
     stored.write_text(stored.read_text().replace('"mean": 0.5', '"mean": 2.0', 1))
-    with pytest.raises(InputError, match="does not match the stored"):
-        open_served(str(copied), config=config)
+    rejects("does not match the stored", open_served, str(copied), config=config)
     shutil.rmtree(copied / "preprocessor")
-    with pytest.raises(InputError, match="preprocessor/ not found, which every checkpoint of a click model has"):
-        open_served(str(copied), config=config)
+    rejects("preprocessor/ not found, which every checkpoint of a click model has", open_served, str(copied), config=config)
 
 
 def test_scoring_rejects_other_model_or_version(copied: Path, config: TrainConfig) -> None:
     wider = DLRMConfig(interaction="dot", embedding_dim=8, bottom_mlp=(8, 8), top_mlp=(8, 1))
     other = config.replace(workload=config.workload.replace(model=wider))
-    with pytest.raises(InputError, match=r"bottom_mlp\.layers\.1\.bias: shape must be \[8\], got \[4\]"):
-        open_served(str(copied), config=other)
+    rejects(r"bottom_mlp\.layers\.1\.bias: shape must be \[8\], got \[4\]", open_served, str(copied), config=other)
     deeper = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(8, 8, 4), top_mlp=(8, 1))
     with pytest.raises(InputError, match=r"bottom_mlp.*: shape must be"):
         open_served(str(copied), config=config.replace(workload=config.workload.replace(model=deeper)))
     manifest = copied / "manifest.json"
     manifest.write_text(json.dumps(seal({**json.loads(manifest.read_text()), "version": 99})))
-    with pytest.raises(InputError, match="format version must be 2, got 99"):
-        open_served(str(copied), config=config)
+    rejects("format version must be 2, got 99", open_served, str(copied), config=config)
 
 
 class _Trap:
-    """Object that creates a file when unpickled."""
-
     def __init__(self, mark: str) -> None:
         self._mark = mark
 
@@ -155,38 +130,42 @@ class _Trap:
 def test_loading_never_unpickles(copied: Path, config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = copied / "sprung"
     trap = pickle.dumps(_Trap(str(mark)))
-
-    refuse = raising(AssertionError("unpickled"))
     for module, function in ((pickle, "load"), (pickle, "loads"), (torch, "load")):
-        monkeypatch.setattr(module, function, refuse)
-    names = "model.pt data.pkl .metadata __0_0.distcp preprocessor/preprocessor.pkl weights data_00000-1.pkl"
-    for name in names.split():
+        monkeypatch.setattr(module, function, raising(AssertionError("unpickled")))
+    names = ("model.pt", "data.pkl", ".metadata", "__0_0.distcp", "preprocessor/preprocessor.pkl", "weights", "data_00000-1.pkl")
+    request = ScoringRequest(str(copied), "x.tsv", config, ScoringConfig(), QUIET)
+    for name in names:
         (copied / name).write_bytes(trap)
-        for open_it in (
-            lambda: open_served(str(copied), config=config),
-            lambda: ScoringRequest(str(copied), "x.tsv", config, ScoringConfig(), QUIET).open(evaluating=True, spare_cpus=0),
-        ):
-            with pytest.raises(InputError, match=f"{name}: must not be a pickle, .*\. Remove it"):
-                open_it()
+        refused = f"{name}: must not be a pickle, .*\. Remove it"
+        rejects(refused, open_served, str(copied), config=config)
+        rejects(refused, request.open, evaluating=True, spare_cpus=0)
         (copied / name).unlink()
     torch.save({}, copied / "archive")
-    with pytest.raises(InputError, match="archive: must not be a pickle"):
-        open_served(str(copied), config=config)
+    rejects("archive: must not be a pickle", open_served, str(copied), config=config)
     (copied / "archive").unlink()
     (copied / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")  # harmless, as is what an attempt left that lost
     (copied / "data_00000-1.safetensors.1234.partial").write_bytes(trap)
     open_served(str(copied), config=config)
-    tokens = copied / "preprocessor" / "tokens.npy"
-    np.save(tokens, np.array([_Trap(str(mark))], object), allow_pickle=True)
+    np.save(copied / "preprocessor" / "tokens.npy", np.array([_Trap(str(mark))], object), allow_pickle=True)
     with pytest.raises(ValueError, match="allow_pickle"):
         open_served(str(copied), config=config)
     assert not mark.exists()
 
 
-def test_config_round_trips_as_text(config: TrainConfig) -> None:
-    assert recipes.load_config("# a comment\n" + config.to_yaml()) == config
-    kaggle = recipes.criteo_kaggle(path="x.tsv").replace(scaling={"resources_per_worker": {"accelerator": 1.0}})
-    assert recipes.load_config(kaggle.to_yaml()) == kaggle
+def test_checkpoint_files_include_preprocessor(tmp_path: Path) -> None:
+    config = recipes.criteo_demo("none")
+    made = hashed_preprocessor([7] * 26, config.workload.schema)  # type: ignore[attr-defined]
+    made.save(str(tmp_path / "cache" / "abc"))
+    sources = config.workload.checkpoint_files(SimpleNamespace(folder=str(tmp_path / "cache" / "abc")))
+    assert sources == {f"preprocessor/{name}": f"{tmp_path}/cache/abc/{name}" for name in ("preprocessor.json", "tokens.npy")}
+    place = str(tmp_path / "step_00000001")
+    described = ExtraFiles({**sources, "config.yaml": b"a: 1"}).write(place)
+    assert Preprocessor.load(storage.join(place, "preprocessor")).hash() == made.hash()
+    for name, file in described.items():
+        assert file == {"bytes": len(Path(place, name).read_bytes()), "sha256": sha256_of(storage.join(place, name))}
+
+
+def test_load_config_keeps_unnamed_fields() -> None:
     partial = recipes.load_config("recipe: criteo_demo\nsteps: 7\nworkload:\n  model:\n    top_mlp: [32, 1]\n")
     assert partial == recipes.criteo_demo().replace(steps=7, workload={"model": {"top_mlp": (32, 1)}})
 
@@ -203,8 +182,7 @@ def test_config_round_trips_as_text(config: TrainConfig) -> None:
     ],
 )
 def test_load_config_rejects_invalid_text(text: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        recipes.load_config(text)
+    rejects(message, recipes.load_config, text)
 
 
 # The network between plain tensors gives what the trained model gives, as it is and as an exported program -----------
@@ -270,11 +248,9 @@ def test_custom_network_keeps_constants() -> None:
 def test_model_without_label_measures_and_predicts(tmp_path: Path) -> None:
     """Its items are ids 3 and 1: the second token and none. Numbers above 1 are measured."""
     schema = Schema(label=None, dense=("number",), sparse=("item",), tokens="any", delimiter=",")
-    tokens = np.array([70, 80, 90], np.uint64)
-    columns = (SparseColumn(num_embeddings=5, num_tokens=3),)
-    preprocessor = Preprocessor(
-        preset="rayrec", schema=schema, dense=(DenseColumn(mean=0.0, scale=1.0, kind="identity"),), sparse=columns, tokens=tokens
-    )
+    tokens, items = np.array([70, 80, 90], np.uint64), (SparseColumn(num_embeddings=5, num_tokens=3),)
+    numbers = (DenseColumn(mean=0.0, scale=1.0, kind="identity"),)
+    preprocessor = Preprocessor(preset="rayrec", schema=schema, dense=numbers, sparse=items, tokens=tokens)
     model = WithoutLabelConfig(embedding_dim=2)
     saved = save_clicks(tmp_path, model=model, preprocessor=preprocessor, cluster={"address": "none"})
     log = tmp_path / "log.csv"
@@ -292,6 +268,5 @@ def test_model_without_label_measures_and_predicts(tmp_path: Path) -> None:
     (predicted,) = tables[1]
     assert predicted.column_names == ["row", "best", "scores", "user"]
     assert predicted["best"].to_pylist() == [[80, -1]] * 4
-    assert open_served(str(saved.checkpoint), config=saved.config).scorer.heads == model.output_heads(
-        ModelInputs.of(preprocessor.inputs)
-    )
+    heads = open_served(str(saved.checkpoint), config=saved.config).scorer.heads
+    assert heads == model.output_heads(ModelInputs.of(preprocessor.inputs))

@@ -3,13 +3,14 @@
 import queue
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from builders.faults import rejects
 
 from rayrec import recipes
-from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.sharding.placement import PROCESS_BYTES
 from rayrec.training import forecast as forecasts
@@ -30,38 +31,25 @@ def config(tmp_path: Path) -> TrainConfig:
     return recipes.criteo_demo(str(tmp_path / "log.txt")).replace(batch_size=8, workload={"preset": {"min_count": 1}})
 
 
-class Trained:
-    """Stub that trains nothing."""
-
-    def __init__(self) -> None:
-        self.num_embeddings: list[list[int]] = []
-
-    def __call__(self, config: TrainConfig, rows: Any, **_: Any) -> list[Any]:
-        self.num_embeddings.append(rows.num_embeddings)
-        return [(1000, 0.5, 0.25)]
-
-
-def probed(config: TrainConfig, target: Target, train: Trained, *, cuda: bool = False) -> MeasuredSpeed:
-    return config.workload.probe_speed(config, target=target, local_workers=1, cuda=cuda, train=train)
+def probed(config: TrainConfig, target: Target, train: Any) -> MeasuredSpeed:
+    return config.workload.probe_speed(config, target=target, local_workers=1, cuda=False, train=train)
 
 
 def test_tables_are_checked_against_cluster_memory(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = Trained()
-    whole = probed(config, Target(2, 1, GB), trained)
-    (wanted,) = trained.num_embeddings
+    train = Mock(return_value=[(1000, 0.5, 0.25)])
+    whole = probed(config, Target(2, 1, GB), train)
+    wanted = train.call_args.args[1].num_embeddings
     assert not whole.notes
     assert min(wanted) >= ROWS
     assert sum(whole.worker_bytes) == sum(rows * (16 + 1) * 4 for rows in wanted)
-    with pytest.raises(InputError, match="tables"):
-        probed(config, Target(2, 1, 1_000_000), trained)
+    rejects("tables", probed, config, Target(2, 1, 1_000_000), train)
     # This machine holds too little, and the cluster enough.
     free = int((PROCESS_BYTES + sum(whole.worker_bytes) // 2) / 0.7)  # of which Ray's object store takes 0.3
     monkeypatch.setattr(planning, "available_host_bytes", lambda: free)
-    with pytest.raises(InputError, match=r"Assumed the memory of this machine. Set it with memory_gb=N in --cluster"):
-        probed(config, Target(2, 1), trained)
-    cut = probed(config, Target(2, 1, GB), trained)
+    rejects(r"Assumed the memory of this machine. Set it with memory_gb=N in --cluster", probed, config, Target(2, 1), train)
+    cut = probed(config, Target(2, 1, GB), train)
     assert (cut.plan, cut.worker_bytes) == (whole.plan, whole.worker_bytes)
-    held = trained.num_embeddings[-1]
+    held = train.call_args.args[1].num_embeddings
     assert sum(rows * (16 + 1) * 4 for rows in held) < sum(whole.worker_bytes) // 4
     (note,) = cut.notes
     assert f"with {max(held):,} rows in the largest" in note
@@ -69,11 +57,10 @@ def test_tables_are_checked_against_cluster_memory(config: TrainConfig, monkeypa
 
 def test_passed_gpu_speed_is_not_measured(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    trained = Trained()
-    monkeypatch.setattr(forecasts, "train_locally", trained)
+    monkeypatch.setattr(forecasts, "train_locally", train := Mock())
     config = config.replace(scaling={"num_workers": 2})
     found = forecast(config, ClusterShape.parse("cpus=16,gpus=2,gpu_rows_per_s=250000"))
-    assert not trained.num_embeddings
+    train.assert_not_called()
     assert found.model_rows_per_s == 250_000 * found.num_workers
     assert found.cpus_per_gpu is not None
     assert "given, not measured" in found.text()
@@ -91,7 +78,7 @@ def test_probe_trains_with_training_loop(config: TrainConfig, tmp_path: Path, mo
         return trained
 
     try:
-        found = config.workload.probe_speed(config, target=Target(1, 1, GB), local_workers=1, cuda=False, train=train)
+        found = probed(config, Target(1, 1, GB), train)
     finally:
         torch.distributed.destroy_process_group()
     ((rows, seconds, cpu_s),) = trained
@@ -102,11 +89,7 @@ def test_probe_trains_with_training_loop(config: TrainConfig, tmp_path: Path, mo
 
 def test_ids_wrap_in_smaller_table() -> None:
     ids = (np.array([0, 5, 9]), np.array([[1, 7], [2, 8], [3, 3]]), JaggedIds(np.array([4, 6]), np.array([0, 2, 0])))
-    rows = EncodedRows(np.zeros((3, 1), np.float32), ids)
-    one, two, bags = folded(rows, [5, 4, 10]).ids
-    assert isinstance(one, np.ndarray)
-    assert isinstance(two, np.ndarray)
-    assert isinstance(bags, JaggedIds)
+    one, two, bags = folded(EncodedRows(np.zeros((3, 1), np.float32), ids), [5, 4, 10]).ids
     assert one.tolist() == [0, 0, 4]
     assert two.tolist() == [[1, 3], [2, 0], [3, 3]]
     assert bags.values.tolist() == [4, 6]
