@@ -39,6 +39,10 @@ DIM, ROWS, STEPS = 8, 12, 3
 
 
 DLRM = DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(8, DIM), top_mlp=(8, 1))
+SGD: dict[str, Any] = {
+    "sparse_optimizer": SparseOptimizerConfig(kind="sgd", learning_rate=0.5),
+    "dense_optimizer": DenseOptimizerConfig(kind="sgd", learning_rate=0.1),
+}
 ADAM: dict[str, Any] = {
     # With an eps that does not make much of the last digits of small gradients.
     "sparse_optimizer": SparseOptimizerConfig(kind="adam", learning_rate=0.05, eps=0.01, weight_decay=0.1),
@@ -47,15 +51,8 @@ ADAM: dict[str, Any] = {
 
 
 def workload(tables: list[int], **settings: Any) -> ClickWorkload:
-    optimizers = {
-        "sparse_optimizer": SparseOptimizerConfig(kind="sgd", learning_rate=0.5),
-        "dense_optimizer": DenseOptimizerConfig(kind="sgd", learning_rate=0.1),
-    }
-    return ClickWorkload(
-        schema=schema(tables),
-        model=DINConfig(embedding_dim=DIM, attention=(4,), mlp=(8,)) if tables == SEQUENCES else DLRM,
-        **{**optimizers, **settings},
-    )
+    model = DINConfig(embedding_dim=DIM, attention=(4,), mlp=(8,)) if tables == SEQUENCES else DLRM
+    return ClickWorkload(schema=schema(tables), model=model, **{**SGD, **settings})
 
 
 def schema(tables: list[int]) -> Schema:
@@ -84,10 +81,10 @@ def config(tables: list[int], world_size: int, **settings: Any) -> TrainConfig:
     )
 
 
-def prepared(tables: list[int]) -> Any:
+def prepared(tables: list[int], inputs: Schema | None = None) -> Any:
     """Return the parts of a preparation that set-up needs."""
     return SimpleNamespace(
-        inputs=schema(tables),
+        inputs=inputs or schema(tables),
         num_embeddings=tables,
         sets={"train": SimpleNamespace(rows=10_000)},
         preprocessor=InProcess(SimpleNamespace(sparse=[], multi_hot=object())),

@@ -109,6 +109,11 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "several workers in one process": (good("--scaling.num-workers 2 --cluster.address none"), "scaling.num_workers 2"),
     "threads at an address": (command("vocabulary log --out v --engine threads --address host:1"), "engine threads"),
     "tokenizer absent": (command("preprocess FOLDER --format mds --out FOLDER/m --tokenizer none"), "tokenizer: none not found"),
+    "unknown data set": (command("fetch criteo_kagle --out FOLDER/x"), "did you mean 'criteo_kaggle'"),
+    "base URL": (command("fetch mnist --out FOLDER/x --base-url ftp://here"), "http"),
+    "log absent": (command("vocabulary FOLDER/none.txt --out FOLDER/x"), "none.txt: no such file"),
+    "unknown preset": (command("vocabulary FOLDER/none.txt --out FOLDER/x --preset torchrek"), "did you mean 'torchrec'"),
+    "schema absent": (command("vocabulary FOLDER/none.txt --out FOLDER/x --schema FOLDER/none.yaml"), "none.yaml"),
     "teacher without weight": (good("--workload.teacher.checkpoint FOLDER/none"), "teacher.weight: must be above 0"),
     # checkpoints
     "checkpoint absent": (command("evaluate FOLDER/none FOLDER"), "contains no complete checkpoint"),
