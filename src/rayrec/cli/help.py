@@ -32,8 +32,7 @@ def overview() -> str:
         _FIRST_STEPS,
     ]
     for group in get_args(Group):
-        of_group = [command for command in COMMANDS.values() if command.group == group]
-        for number, command in enumerate(of_group):
+        for number, command in enumerate([command for command in COMMANDS.values() if command.group == group]):
             text = command.summary[0].lower() + command.summary[1:]
             lines.append(f"{'' if number else group:8}{command.name:13}{text}")
     lines.append("rayrec COMMAND --help describes a command. rayrec train RECIPE --help-all shows all settings.")

@@ -59,8 +59,7 @@ def parse(command: Command, words: Sequence[str]) -> Call:
         job, words = words[index + 1 :], words[:index]
         if job[:1] != ["train"]:
             raise InputError("missing command to supervise. Usage: rayrec supervise [--flags] -- train RECIPE [--flags]")
-        unswitched = [word for word in job[1:] if word not in SWITCHES]
-        first = [*parse(COMMANDS["train"], unswitched).arguments, job[1:]]
+        first = [*parse(COMMANDS["train"], [word for word in job[1:] if word not in SWITCHES]).arguments, job[1:]]
         return _call(command, first, read(f"rayrec {command.name}", command_flags(command), words))
     if not command.recipe:
         return _call(command, [], read(f"rayrec {command.name}", command_flags(command), words))

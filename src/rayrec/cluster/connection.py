@@ -113,8 +113,7 @@ def _join(address: str, source: str, *, log_to_driver: bool) -> None:
 def _python_of_workers(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the runtime environment fields with which nodes fork a job's processes (`forked_worker.py`). Empty if the job was
     submitted with its own Python. Pure."""
-    submitted = json.loads(environment.get(_SUBMITTED, "{}")).get("runtime_env") or {}
-    if not _PYTHON_FIELDS.isdisjoint(submitted):
+    if not _PYTHON_FIELDS.isdisjoint(json.loads(environment.get(_SUBMITTED, "{}")).get("runtime_env") or {}):
         return {}
     return {"py_executable": forked_worker.python_of_a_job()}
 

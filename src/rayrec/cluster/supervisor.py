@@ -134,9 +134,7 @@ class _Supervisor:
     def run(self) -> Outcome:
         while True:
             try:
-                job = self._current()
-                if job is not None:
-                    job = self._follow(job)
+                job = self._follow(self._current())
             except Unreachable as error:
                 cause = self._outage.wait(str(error))
                 if cause is None:
@@ -222,14 +220,13 @@ class _Supervisor:
         self._show_log(submission_id, skip=0)
         return self._jobs.find(submission_id)
 
-    def _follow(self, job: Job) -> Job | None:
-        current: Job | None = job
-        while current is not None and current.live:
-            if current.status == "RUNNING":
-                self._see(current)
+    def _follow(self, job: Job | None) -> Job | None:
+        while job is not None and job.live:
+            if job.status == "RUNNING":
+                self._see(job)
             time.sleep(_POLL_S)
-            current = self._jobs.find(job.submission_id)
-        return current
+            job = self._jobs.find(job.submission_id)
+        return job
 
     def _see(self, job: Job) -> None:
         now, state = time.time(), self._state

@@ -144,8 +144,7 @@ def shared_actor(name: str, actor_class: type, **arguments: Any) -> dict[str, An
     from ray.serve.config import DeploymentActorConfig
 
     remote: Any = ray.remote(actor_class)
-    options = {"num_cpus": 0}
-    actor = DeploymentActorConfig(name=name, actor_class=remote, init_kwargs=arguments, actor_options=options)
+    actor = DeploymentActorConfig(name=name, actor_class=remote, init_kwargs=arguments, actor_options={"num_cpus": 0})
     return {"deployment_actors": [actor]}
 
 

@@ -53,12 +53,11 @@ def ensemble(checkpoints: Sequence[str], out: str, *, configs: Sequence[TrainCon
     with storage.writing_folder(out) as folder:
         join(folder, list(zip(opened, together.targets, strict=True)), state={}, extra_files=write_extra_files)
         tensors = Checkpoint(folder).manifest()["tensors"]
-    chunks = [chunk for tensor in tensors.values() for chunk in tensor["chunks"]]
     return {
         "out": storage.absolute(out),
         "checkpoints": [checkpoint.path for checkpoint in opened],
         "models": [type(alone).__name__.removesuffix("Config") for alone in together.model.models],
-        "weight_bytes": sum(chunk["bytes"] for chunk in chunks),
+        "weight_bytes": sum(chunk["bytes"] for tensor in tensors.values() for chunk in tensor["chunks"]),
     }
 
 

@@ -75,8 +75,7 @@ def evaluate(
     other_rows: ScoredRows | None = None
     if options.compare is not None:  # Opened before scoring, so that errors show up early
         assert other is not None
-        other_request = ScoringRequest(options.compare, path, other, options, console)
-        compared = other_request.open(evaluating=True, spare_cpus=0)
+        compared = ScoringRequest(options.compare, path, other, options, console).open(evaluating=True, spare_cpus=0)
         _check_clicks(compared, other, options)
     scored = scored_rows(opened, console, keys=options.slice_by)
     if compared is not None:

@@ -166,8 +166,7 @@ class ScoringApp:
             try:
                 opened = partial(open_body, content, **form, schema=schema, max_rows=self._config.max_rows)
                 # Parsing a large body would block the event loop.
-                large = len(content) > _INLINE_BYTES
-                body = await loop.run_in_executor(None, opened) if large else opened()
+                body = await loop.run_in_executor(None, opened) if len(content) > _INLINE_BYTES else opened()
                 async with asyncio.timeout_at(deadline_s):
                     answer = await self._batcher.submit(body)
                 return _response(answer.to_json(columns=with_columns))
@@ -234,8 +233,7 @@ class ScoringApp:
 
     async def _metrics(self, request: Request) -> Response:
         self._check_token(request)
-        snapshot = await self._collect() if self._collect else self.snapshot()
-        return _response(snapshot.to_text(), media_type=CONTENT_TYPE)
+        return _response((await self._collect() if self._collect else self.snapshot()).to_text(), media_type=CONTENT_TYPE)
 
     async def _openapi(self, request: Request) -> Response:
         self._check_token(request)

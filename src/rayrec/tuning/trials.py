@@ -184,8 +184,7 @@ def rank_best(values: Mapping[int, float | None], keep: float, *, sign: float) -
     """Return the trials to continue, the best first, given each trial's metric (None if it failed). Ties go to the lower number.
     `sign` is 1 if more is better, else -1. Pure."""
     scored = {number: value for number, value in values.items() if value is not None}
-    ranked = sorted(scored, key=lambda number: (-sign * scored[number], number))
-    return ranked[: num_continued(len(values), keep)]
+    return sorted(scored, key=lambda number: (-sign * scored[number], number))[: num_continued(len(values), keep)]
 
 
 def cost(trials: int, options: TuneConfig) -> float:

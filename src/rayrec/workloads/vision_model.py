@@ -41,8 +41,7 @@ def augmented(images: torch.Tensor, *, max_shift: float, max_rotation_degrees: f
         dim=1,
     )
     grid = functional.affine_grid(to_old, [rows, 1, height, width], align_corners=False)
-    moved = functional.grid_sample(images.float().unsqueeze(1), grid, padding_mode="zeros", align_corners=False)
-    return moved.squeeze(1)
+    return functional.grid_sample(images.float().unsqueeze(1), grid, padding_mode="zeros", align_corners=False).squeeze(1)
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -106,8 +105,7 @@ def _stage(width_in: int, width: int, *, blocks: int, stride: int) -> nn.Sequent
     if stride != 1:
         downsample = nn.Sequential(nn.Conv2d(width_in, width, 1, stride=stride, bias=False), BatchNorm(width))
     first = BasicBlock(width_in, width, stride=stride, downsample=downsample)
-    blocks_after = [BasicBlock(width, width, stride=1, downsample=None) for _ in range(blocks - 1)]
-    return nn.Sequential(first, *blocks_after)
+    return nn.Sequential(first, *[BasicBlock(width, width, stride=1, downsample=None) for _ in range(blocks - 1)])
 
 
 def load_weights(model: ResNet, weights: Mapping[str, torch.Tensor], *, where: str) -> None:

@@ -159,8 +159,7 @@ class TrackerThread:
         try:
             self._tracker = tracker = self._make()
             # Events within FLUSH_S of a delivery are sent by a later idle call, without waiting for another event.
-            idle = partial(self._deliver_due, tracker)
-            for event in follow(self._path, stop=self._stop, poll_s=poll_s, idle=idle):
+            for event in follow(self._path, stop=self._stop, poll_s=poll_s, idle=partial(self._deliver_due, tracker)):
                 self._take(tracker, event)
                 self._deliver_due(tracker)
             tracker.close()

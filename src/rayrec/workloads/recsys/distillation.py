@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,9 +15,6 @@ from rayrec.config import Config, InputError
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.metrics.binary import sigmoid
-
-if TYPE_CHECKING:
-    from rayrec.workloads.recsys.scorer import ClickScorer
 
 RECORD = "teacher.json"
 """File in the run folder that records its teacher, so that a resumed run uses the same one."""
@@ -100,20 +96,17 @@ def load_targets(teacher: Teacher, preprocessor: Preprocessor) -> Callable[[Enco
     the Knowledge in a Neural Network", at temperature 1). Memory: the teacher's weights, once per worker. Raises InputError for
     damaged weights, another kind of model, and incompatible models.
     """
-    scorer = _load_scorer(teacher.checkpoints, preprocessor)
+    from rayrec.workloads.recsys.scorer import click_settings, load_mean_scorer, load_scorer
+
+    if len(teacher.checkpoints) > 1:
+        scorer = load_mean_scorer(teacher.checkpoints, preprocessor=preprocessor, device="cpu")
+    else:
+        (checkpoint,) = teacher.checkpoints
+        model, precision = click_settings(Checkpoint(checkpoint))
+        scorer = load_scorer(model, precision=precision, checkpoint=checkpoint, preprocessor=preprocessor, device="cpu")
     weight = np.float32(teacher.weight)
 
     def targets(rows: EncodedRows) -> np.ndarray:
         return (1 - weight) * rows.label + weight * sigmoid(scorer.score(rows))
 
     return targets
-
-
-def _load_scorer(checkpoints: tuple[str, ...], preprocessor: Preprocessor) -> ClickScorer:
-    from rayrec.workloads.recsys.scorer import click_settings, load_mean_scorer, load_scorer
-
-    if len(checkpoints) > 1:
-        return load_mean_scorer(checkpoints, preprocessor=preprocessor, device="cpu")
-    (checkpoint,) = checkpoints
-    model, precision = click_settings(Checkpoint(checkpoint))
-    return load_scorer(model, precision=precision, checkpoint=checkpoint, preprocessor=preprocessor, device="cpu")

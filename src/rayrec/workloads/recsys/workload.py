@@ -55,8 +55,7 @@ class ClickWorkload(ClickSettings):
         return config.replace(workload=self.replace(schema=schema, preset=preset))
 
     def check_data(self, config: TrainConfig) -> None:
-        evaluated = config.train_data.path if config.eval_data.path is None else config.eval_data.path
-        check_grouped(self.schema, evaluated)
+        check_grouped(self.schema, config.train_data.path if config.eval_data.path is None else config.eval_data.path)
         if self.preprocessor is not None:
             Preprocessor.load(self.preprocessor)
         for data in (config.train_data, config.eval_data):
@@ -288,8 +287,7 @@ def _check_mixed(path: str) -> None:
 
 
 def _order(index: LogIndex, rows: tuple[int, int], data: DataConfig, seed: int) -> BlockOrder:
-    parts = tuple(index.parts(*rows))
-    return BlockOrder(parts, data.shuffle, seed, data.segments_per_block)
+    return BlockOrder(tuple(index.parts(*rows)), data.shuffle, seed, data.segments_per_block)
 
 
 def _best_auroc(path: str, index: LogIndex, test: tuple[int, int] | None) -> float | None:
