@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from rayrec.humanize import size_text
+from rayrec.humanize import aligned, size_text
 from rayrec.optim.config import FLOAT_BYTES
 
 if TYPE_CHECKING:
@@ -109,18 +109,11 @@ def describe(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -
     for row in rows:
         for rank, size in row.bytes_of_rank.items():
             sizes[rank].append(size)
-    widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
-    left = {0, 3, 4}
-
-    def layout(line: tuple[str, ...]) -> str:
-        cells = (f"{cell:{'<' if n in left else '>'}{width}}" for n, (cell, width) in enumerate(zip(line, widths, strict=True)))
-        return "  ".join(cells).rstrip()
-
     workers = [
         f"worker {rank}: {len(of_rank)} table{'s' if len(of_rank) > 1 else ''}, {readable(sum(of_rank))}"
         for rank, of_rank in sorted(sizes.items())
     ]
-    return "\n".join([layout(head), *map(layout, lines), *workers])
+    return "\n".join([*aligned([head, *lines], left={0, 3, 4}), *workers])
 
 
 def tables_of(model: nn.Module) -> dict[str, tuple[int, int]]:

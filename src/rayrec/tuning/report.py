@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rayrec.humanize import value_text
+from rayrec.humanize import aligned, value_text
 from rayrec.observe.report.charts import NUM_SERIES, Line, line_chart
 from rayrec.observe.report.page import Section, charts, document, join_parts, paragraph, table
 
@@ -11,9 +11,7 @@ from rayrec.observe.report.page import Section, charts, document, join_parts, pa
 def table_text(result: Mapping[str, Any]) -> str:
     """Format one line per trial, the best first, and notes on the best one."""
     heads, rows = _rows(result)
-    widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (heads, *rows)]
-    return "\n".join([*lines, *_notes(result)])
+    return "\n".join([*aligned([heads, *rows], left=()), *_notes(result)])
 
 
 def render(name: str, result: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, Protocol, final, runtime_checkable
+from typing import Any, Final, Protocol, final
 
 from rayrec import storage
 from rayrec.observe.event_json import redact_credentials
@@ -96,14 +96,6 @@ class Tracker(Protocol):
         """Deliver the rest. This is the last call."""
 
 
-@runtime_checkable
-class Abandonable(Protocol):
-    """Tracker that keeps the process alive while its server is unreachable."""
-
-    def abandon(self) -> None:
-        """Let the process end. Called from another thread if the tracker is abandoned."""
-
-
 @contextmanager
 def tracking(makers: Mapping[str, Callable[[], Tracker]], path: str, *, note: Callable[[str], None]) -> Iterator[None]:
     """Follow the event file with trackers while the context is open. On exit, they receive the remaining events.
@@ -149,8 +141,9 @@ class TrackerThread:
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._thread.is_alive():
             self._note_once(f"not finished {CLOSE_S:.0f} s after the end. The last events may be missing.")
-            if isinstance(self._tracker, Abandonable):
-                self._tracker.abandon()
+            # Of a tracker that keeps the process alive while its server is unreachable.
+            if abandon := getattr(self._tracker, "abandon", None):
+                abandon()
                 # The interpreter may abort if its shutdown interrupts the thread in foreign code.
                 self._thread.join(_ABANDONED_S)
 
