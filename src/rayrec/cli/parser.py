@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from rayrec.cli.flags import MISSING, SWITCHES, Flag, flag_name, flags_of, recipe_flags, takes_many, value_of
 from rayrec.commands.declaration import COMMANDS, Command, table_sizes
-from rayrec.commands.settings import nest, settings_of, updated
-from rayrec.config import InputError, renamed
+from rayrec.commands.settings import settings_of, updated
+from rayrec.config import InputError, nest, renamed
 
 _MAX_MATCHES = 3
 """Maximum number of suggestions for an unknown flag."""

@@ -16,7 +16,7 @@ from rayrec.humanize import json_values
 from rayrec.inference.config import EvaluationConfig
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
 from rayrec.metrics.binary import binary_metrics
-from rayrec.metrics.ranking import ranking_metrics
+from rayrec.metrics.ranking import DEFAULT_KS, ranking_metrics
 from rayrec.metrics.significance import compare, intervals
 from rayrec.observe.console import Console
 from rayrec.workloads.recsys.scoring import DAY, FREQUENCY
@@ -137,8 +137,10 @@ class _Measured:
         return _Measured(self.logits[rows], other_logits, self.labels[rows], groups, self.options)
 
     def _metrics(self, logits: np.ndarray) -> dict[str, Any]:
-        ranking = {} if self.groups is None else ranking_metrics(self.groups, logits, self.labels, ks=self.options.ks)
-        return {**binary_metrics(logits, self.labels), **ranking}
+        metrics = binary_metrics(logits, self.labels)
+        if self.groups is None:
+            return metrics
+        return {**metrics, **ranking_metrics(self.groups, logits, self.labels, ks=self.options.ranking_k or DEFAULT_KS)}
 
     def report(self) -> dict[str, Any]:
         result = self._metrics(self.logits)

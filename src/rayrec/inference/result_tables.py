@@ -74,7 +74,7 @@ def comparison_text(result: dict[str, Any]) -> str:
             row.append(_number(model[name]))
             if name in ("auroc", "logloss"):
                 row.append(_interval(model["intervals"][name]))
-        rows.append(row + [_integer(model[name]) for name, _ in _COSTS])
+        rows.append(row + ["-" if model[name] is None else f"{model[name]:,.0f}" for name, _ in _COSTS])
     pairs = [["difference", "auroc", "", "p", "logloss", "", "p"]]
     for pair in result["differences"]:
         row = [f"{pair['model']} less {pair['other']}"]
@@ -92,10 +92,6 @@ def comparison_text(result: dict[str, Any]) -> str:
             f"intervals of {resampling['confidence']:.0%}, {resampling['resamples']:,} resamples; AUROC by DeLong's test",
         ]
     )
-
-
-def _integer(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}"
 
 
 def _difference(compared: dict[str, Any], name: str) -> list[str]:

@@ -17,6 +17,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any, Final, final
 
 import orjson
+from prometheus_client.exposition import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -233,7 +234,8 @@ class ScoringApp:
 
     async def _metrics(self, request: Request) -> Response:
         self._check_token(request)
-        return _response((await self._collect() if self._collect else self.snapshot()).to_text(), media_type=CONTENT_TYPE)
+        snapshot = await self._collect() if self._collect else self.snapshot()
+        return _response(generate_latest(snapshot), media_type=CONTENT_TYPE)
 
     async def _openapi(self, request: Request) -> Response:
         self._check_token(request)

@@ -408,7 +408,7 @@ def finish(
         "rows": progress.rows,
         **accounted(progress, expected),
         "train_s": progress.train_s,
-        "blocked_fraction": progress.blocked_fraction(),
+        "blocked_fraction": progress.blocked_s / progress.train_s if progress.train_s else 0.0,
         "chosen_step": step,
         "checkpoint": best.path,
         "metrics": tested.get("test", validation),

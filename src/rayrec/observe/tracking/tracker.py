@@ -42,7 +42,11 @@ class AppendFile:
     def flush(self, *, now: bool = False) -> None:
         """Write the buffered bytes. URLs are uploaded every `UPLOAD_S` seconds, or `now`. Raises OSError on failure."""
         if self._is_url:
-            self._upload(now)
+            if len(self._waiting) != self._uploaded_bytes and (now or time.monotonic() >= self._next_upload_s):
+                with storage.retry_timeout(0):
+                    storage.write_bytes(self.path, bytes(self._waiting))
+                self._uploaded_bytes = len(self._waiting)
+                self._next_upload_s = time.monotonic() + UPLOAD_S
             return
         partial = f"{self.path}.partial"
         if self._descriptor is None:
@@ -52,14 +56,6 @@ class AppendFile:
             del self._waiting[: os.write(self._descriptor, self._waiting)]
         with contextlib.suppress(FileNotFoundError):  # Already renamed.
             os.replace(partial, self.path)
-
-    def _upload(self, now: bool) -> None:
-        if len(self._waiting) == self._uploaded_bytes or not (now or time.monotonic() >= self._next_upload_s):
-            return
-        with storage.retry_timeout(0):
-            storage.write_bytes(self.path, bytes(self._waiting))
-        self._uploaded_bytes = len(self._waiting)
-        self._next_upload_s = time.monotonic() + UPLOAD_S
 
     def close(self) -> None:
         """Flush, and close the file even if that fails."""

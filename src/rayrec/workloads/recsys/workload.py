@@ -74,7 +74,13 @@ class ClickWorkload(ClickSettings):
         assert config.train_data.path is not None
         self.preset.check(self.schema)
         if config.train_data.shuffle == "full":
-            _check_mixed(config.train_data.path)
+            data = LogSource.at(config.train_data.path).dataset()
+            if data is None or data.manifest["shuffle"] != "full":
+                raise InputError(
+                    f"train_data.shuffle: must be window, because {config.train_data.path} is not fully shuffled, got full. Run "
+                    f"`rayrec preprocess {config.train_data.path} --shuffle full --split ... --out DIR` and train on its output, "
+                    "or set window."
+                )
         folder = storage.join(context.folder, PREPROCESSOR_FOLDER)
         with CountingIndexer(
             self.preset.counting(self.schema),
@@ -275,15 +281,6 @@ class ClickWorkload(ClickSettings):
 def _resumes(folder: str) -> bool:
     """Return whether the run already has a Preprocessor."""
     return storage.exists(storage.join(folder, "preprocessor.json"))
-
-
-def _check_mixed(path: str) -> None:
-    data = LogSource.at(path).dataset()
-    if data is None or data.manifest["shuffle"] != "full":
-        raise InputError(
-            f"train_data.shuffle: must be window, because {path} is not fully shuffled, got full. Run `rayrec preprocess {path} "
-            "--shuffle full --split ... --out DIR` and train on its output, or set window."
-        )
 
 
 def _order(index: LogIndex, rows: tuple[int, int], data: DataConfig, seed: int) -> BlockOrder:
