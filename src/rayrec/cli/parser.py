@@ -21,9 +21,8 @@ _READERS = {"num_embeddings_per_feature": table_sizes}
 
 
 class Call(NamedTuple):
-    """Parsed function call of a command."""
+    """Parsed arguments of a command's function."""
 
-    command: Command
     arguments: list[Any]
     keywords: dict[str, Any]
 
@@ -53,7 +52,7 @@ def parse(command: Command, words: Sequence[str]) -> Call:
     """Parse the words after a command's name into a call. Raises InputError for invalid words."""
     words = list(words)
     if command.raw:
-        return Call(command, words, {})
+        return Call(words, {})
     if command.recipe == "after --":
         index = words.index("--") if "--" in words else len(words)
         job, words = words[index + 1 :], words[:index]
@@ -162,7 +161,7 @@ def _call(command: Command, first: list[Any], values: dict[str, Any]) -> Call:
     for name, parameter in parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
             first = [*first, *keywords.pop(name, ())]
-    return Call(command, first, keywords)
+    return Call(first, keywords)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -219,17 +219,15 @@ def worker_memories(
     # Replicated on all ranks, but saved by one
     data_parallel_bytes = sum(row.bytes_of_rank[0] for row in rows if row.sharding_type == "data_parallel")
     dense_saved = dense_weights * FLOAT_BYTES + dense_state_bytes
-    memories = []
-    for rank in range(world_size):
-        sharded_bytes = sum(row.bytes_of_rank.get(rank, 0) for row in rows if row.sharding_type != "data_parallel")
-        memories.append(
-            WorkerMemory(
-                tables=sum(row.device_bytes(rank) for row in rows),
-                gradients=sum(row.gradient_bytes for row in rows),
-                dense=dense_weights * FLOAT_BYTES + dense_saved,
-                batches=batch_bytes,
-                checkpoint=sharded_bytes + (data_parallel_bytes + dense_saved) // world_size,
-                host_tables=sum(row.host_bytes(rank) for row in rows),
-            )
+    sharded = [row for row in rows if row.sharding_type != "data_parallel"]
+    return [
+        WorkerMemory(
+            tables=sum(row.device_bytes(rank) for row in rows),
+            gradients=sum(row.gradient_bytes for row in rows),
+            dense=dense_weights * FLOAT_BYTES + dense_saved,
+            batches=batch_bytes,
+            checkpoint=sum(row.bytes_of_rank.get(rank, 0) for row in sharded) + (data_parallel_bytes + dense_saved) // world_size,
+            host_tables=sum(row.host_bytes(rank) for row in rows),
         )
-    return memories
+        for rank in range(world_size)
+    ]

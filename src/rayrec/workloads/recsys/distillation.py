@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayrec import storage
+from rayrec.bounds import Fraction
 from rayrec.checkpoint import Checkpoint, open_checkpoint
 from rayrec.config import Config, InputError
 from rayrec.data.encoded_rows import EncodedRows
@@ -27,13 +28,11 @@ class TeacherConfig(Config):
     checkpoint: str | tuple[str, ...] | None = None
     """Folder of a click model's checkpoint or run, reachable from every node. Its Preprocessor is reused. Several folders make
     the mean of their logits the teacher. They must have been trained with one Preprocessor and precision."""
-    weight: float = 0.0
+    weight: Fraction = 0.0
     """Weight of the teacher's probability in the target. The label has the remaining weight. 0 disables the teacher."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.weight <= 1:
-            raise InputError(f"teacher.weight: must be between 0 and 1, got {self.weight}")
         if self.checkpoint is not None and not all(self.checkpoints):
             raise InputError(
                 "teacher.checkpoint: must be one or more runs or checkpoints, got an empty value. Set it, or leave it out."
