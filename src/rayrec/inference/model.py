@@ -18,7 +18,6 @@ from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.inference.export.read import is_export, open_export
-from rayrec.models.scoring_tables import Quantization
 from rayrec.workloads.recsys.scorer import ClickScorer, click_settings, load_preprocessor, load_scorer
 from rayrec.workloads.scoring import PREFIX, Device
 
@@ -43,15 +42,6 @@ class ServedModel:
     @cached_property
     def preprocessor_hash(self) -> str:
         return self.preprocessor.hash()
-
-    @property
-    def quantization(self) -> Quantization:
-        """Quantization of the embedding tables."""
-        return self.scorer.quantization
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.scorer.weight_bytes
 
     def score(self, rows: EncodedRows) -> np.ndarray:
         """Return the logits of encoded rows, labelled or not, float32 [rows]."""

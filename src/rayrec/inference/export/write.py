@@ -105,7 +105,7 @@ def export_clicks(checkpoint: Checkpoint, out: str, *, config: TrainConfig, sett
     encoder_parity = _write_encoder(out, preprocessor, rows, settings)
     served = open_served(checkpoint.path, config=config)
     score = served.scorer.values
-    reference = _Reference(rows.score(score), rows.rows_per_s(score), served.weight_bytes)
+    reference = _Reference(rows.score(score), rows.rows_per_s(score), served.scorer.weight_bytes)
     del served, score  # Frees memory for the weights of the export
     _write_program(_write_weights(checkpoint, out, exported), storage.join(out, PROGRAM), preprocessor.num_embeddings)
     storage.write_bytes(storage.join(out, README), readme(exported).encode())
