@@ -130,8 +130,7 @@ class _Wrapped(torch.nn.Module):
     def no_sync(self) -> Iterator[None]:
         with self._pipeline.exchange(False):
             yield
-        with self._pipeline.exchange(True):  # FSDP keeps the last setting
-            pass
+        self._pipeline.exchange(True)
 
 
 @final

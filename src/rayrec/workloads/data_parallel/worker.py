@@ -194,17 +194,13 @@ class RowPipeline:
             time_gradient_exchange(self.clock, loss)
         return loss
 
-    @contextlib.contextmanager
-    def exchange(self, enabled: bool) -> Iterator[None]:
-        """Return a context that enables or disables averaging gradients over the workers."""
+    def exchange(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a context that enables or disables averaging gradients over the workers. FSDP keeps the last setting."""
         if isinstance(self.wrapped, FSDPModule):
             self.wrapped.set_requires_gradient_sync(enabled)
-            yield
-        elif isinstance(self.wrapped, DistributedDataParallel) and not enabled:
-            with self.wrapped.no_sync():
-                yield
-        else:
-            yield
+        if isinstance(self.wrapped, DistributedDataParallel) and not enabled:
+            return self.wrapped.no_sync()
+        return contextlib.nullcontext()
 
     @torch.no_grad()
     def _measure(self, batch: Batch) -> StepOutput:
