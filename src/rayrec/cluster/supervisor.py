@@ -193,16 +193,14 @@ class _Supervisor:
                 f"{self._jobs.url}: job {job.submission_id} trains run {self._state.name} with other flags. "
                 "Stop that job, use the same flags, or choose another --name"
             )
-        number = _number(job.submission_id, self._state.name)
-        tally = replace(self._state.tally, attempts=max(number, self._state.tally.attempts))
+        tally = replace(self._state.tally, attempts=max(_number(job.submission_id, self._state.name), self._state.tally.attempts))
         self._state_file.write(tally=tally, **{**_NO_JOB, "submission_id": job.submission_id, "submitted": True})
         return self._follow_job(job)
 
     def _submit(self, number: int) -> Job | None:
         """Submit a job, after storing its id so that it can be found if the answer is lost."""
         submission_id = f"{self._state.name}-{number:04d}"
-        tally = replace(self._state.tally, attempts=number)
-        self._state_file.write(tally=tally, **{**_NO_JOB, "submission_id": submission_id})
+        self._state_file.write(tally=replace(self._state.tally, attempts=number), **{**_NO_JOB, "submission_id": submission_id})
         variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(round(self._stop_wait_s))}
         for name in self._config.env:
             if name not in os.environ:

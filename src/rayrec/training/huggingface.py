@@ -49,8 +49,7 @@ def run(training: Training) -> bool:
     steps = _Steps(setup, progress, account, course, batches, losses, stop)
     device = _pipeline(setup).device
     with _as_it_is(device):
-        arguments = _arguments(workload, device, steps=account.total)
-        trainer = _Trainer(setup, batches, losses, arguments, steps)
+        trainer = _Trainer(setup, batches, losses, _arguments(workload, device, steps=account.total), steps)
     trainer.remove_callback(PrinterCallback)
     optimizer, clock = setup.optimizer.optimizer, setup.clock  # accelerate makes the optimizer's steps
     hooks = [

@@ -225,8 +225,7 @@ class StepAccounting:
     def count(self, loss: torch.Tensor, batches: Batches, *, stop: int) -> bool:
         """Count a step and return whether the segment must end before `stop`. Collective if a log or a poll is due."""
         if self._is_first:  # the pipeline may have pulled several batches
-            first_step_s = time.perf_counter() - self._start_s - batches.blocked_s
-            stages = {"first_batch": batches.blocked_s, "first_step": first_step_s}
+            stages = {"first_batch": batches.blocked_s, "first_step": time.perf_counter() - self._start_s - batches.blocked_s}
             self._log("start_up", {"process": "worker", "stages": stages})
             self._is_first = False
         progress, rows = self._progress, batches.trained()

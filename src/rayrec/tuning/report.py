@@ -1,6 +1,6 @@
 """Search results as a text table and an HTML page. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rayrec.humanize import aligned, value_text
@@ -69,10 +69,9 @@ def _rows(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def _scatter(result: Mapping[str, Any], field: str) -> Any:
     """Plot the metric over a numeric field, one dot per trial."""
-    trials: Sequence[Mapping[str, Any]] = result["trials"]
     points = [
         (float(trial["values"][field]), trial["best"])
-        for trial in trials
+        for trial in result["trials"]
         if isinstance(trial["values"].get(field), int | float) and trial["best"] is not None
     ]
     return line_chart(f"{result['metric']} by {field}", [Line(result["metric"], sorted(points))], x_label=field)

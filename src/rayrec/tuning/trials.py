@@ -238,8 +238,7 @@ def run_waves(
             waiting.discard(number)
             is_baseline_pending = is_baseline_pending and number != first
         if wave < last and group:
-            values = {number: states[number].value(wave) for number in group}
-            candidates = rank_best(values, options.keep_fraction, sign=sign)
+            candidates = rank_best({number: states[number].value(wave) for number in group}, options.keep_fraction, sign=sign)
             note(f"Continuing {len(candidates)} of {len(group)} trials after {fractions[wave]:.1%} of their steps")
             group = candidates
     if is_baseline_pending:
