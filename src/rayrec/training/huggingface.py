@@ -49,7 +49,8 @@ def run(training: Training) -> bool:
     steps = _Steps(setup, progress, account, course, batches, losses, stop)
     device = _pipeline(setup).device
     with _as_it_is(device):
-        trainer = _Trainer(setup, batches, losses, _arguments(workload, device, steps=account.total), steps)
+        arguments = _arguments(workload, device, steps=account.total)
+        trainer = _Trainer(setup, _Parts(batches, workload.accumulate), losses, arguments, steps)
     trainer.remove_callback(PrinterCallback)
     optimizer, clock = setup.optimizer.optimizer, setup.clock  # accelerate makes the optimizer's steps
     hooks = [
@@ -133,13 +134,27 @@ class _Wrapped(torch.nn.Module):
 
 
 @final
+class _Parts:
+    """Data loader for Trainer: batches in `accumulate` parts. Without a length, Trainer relies on `max_steps` and sees one
+    epoch."""
+
+    def __init__(self, batches: Batches, accumulate: int) -> None:
+        self._batches, self._accumulate = batches, accumulate
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self._batches:
+            for part in batch.parts(self._accumulate):
+                yield {**part.tensors, LOSS_WEIGHT: part.loss_weight}
+
+
+@final
 class _Trainer(Trainer):
     """Trainer with rayrec's batches, wrapped model, loss and optimizer."""
 
     def __init__(
-        self, setup: WorkerSetup, batches: Batches, losses: list[torch.Tensor], args: TrainingArguments, steps: TrainerCallback
+        self, setup: WorkerSetup, parts: _Parts, losses: list[torch.Tensor], args: TrainingArguments, steps: TrainerCallback
     ) -> None:
-        self._setup, self._batches, self._losses = setup, batches, losses
+        self._setup, self._parts, self._losses = setup, parts, losses
         optimizer = setup.optimizer.optimizer
         super().__init__(model=setup.model, args=args, optimizers=(optimizer, _Rates(optimizer)), callbacks=[steps])
 
@@ -155,10 +170,7 @@ class _Trainer(Trainer):
         return _Wrapped(self._setup)
 
     def get_train_dataloader(self) -> Any:
-        """Yield the batches in parts. Without a length, Trainer relies on `max_steps` and sees one epoch."""
-        for batch in self._batches:
-            for part in batch.parts(self.args.gradient_accumulation_steps):
-                yield {**part.tensors, LOSS_WEIGHT: part.loss_weight}
+        return self._parts
 
     def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
         with self._setup.clock.phase("backward"):  # copying and the forward pass have nested phases
