@@ -222,7 +222,8 @@ class _Steps(TrainerCallback):
         loss = torch.stack(self.losses).sum()
         self.losses.clear()
         # Trainer pulls no batch ahead, so a segment can end after any step.
-        if self.progress.step < self.stop and not self.account.count(loss, self.batches, stop=self.stop):
+        must_end = self.account.count(loss, self.batches, stop=self.stop)  # it also advances the step
+        if self.progress.step < self.stop and not must_end:
             return
         self.setup.pipeline.reset()
         try:

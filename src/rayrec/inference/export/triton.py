@@ -31,11 +31,11 @@ are allowed 100 times as much."""
 def write_repository(exported: ExportedModel, scorer: ClickScorer, folder: str, *, rows: ParityRows) -> dict[str, Any]:
     """Write click_model/config.pbtxt and click_model/1/model.onnx (with model.onnx.data) into `folder`, and compare the scores of
     ONNX Runtime on `rows`. Returns the report. Raises InputError if the ONNX graph cannot be built or scores differently."""
-    import onnxruntime
-
     preprocessor = exported.preprocessor
     graph = storage.join(folder, MODEL_NAME, "1", "model.onnx")
     write_onnx(preprocessor, scorer, graph)
+    import onnxruntime  # which it requires
+
     config = config_pbtxt(exported.version, num_dense=len(preprocessor.inputs.dense), num_ids=sum(id_widths(preprocessor)))
     storage.write_bytes(storage.join(folder, MODEL_NAME, "config.pbtxt"), config.encode())
     session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
