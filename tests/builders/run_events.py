@@ -1,7 +1,9 @@
 """Fake events of a run that lost a worker once."""
 
+import json
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from rayrec.observe.run_summary import RunSummary
@@ -32,14 +34,16 @@ class Events:
                 self.add("checkpoint", step=step, path=path, bytes=44_000_000, stall_s=0.25, write_s=1.5)
 
 
-def feed(tracker: Tracker, events: Iterable[dict[str, Any]], *, flush: bool = True) -> None:
-    """Feed the events of a run to a tracker and flush it after each."""
+def feed(tracker: Tracker, events: Iterable[dict[str, Any]], *, flush: bool = True, close: bool = False) -> None:
+    """Feed the events of a run to a tracker and flush it after each. Close it in the end if asked."""
     run = RunSummary(curves=False)
     for event in events:
         run.update(event)
         tracker.update(event, run)
         if flush:
             tracker.flush()
+    if close:
+        tracker.close()
 
 
 def begin(events: Events, name: str = "<script>alert(1)</script>") -> None:
@@ -79,6 +83,15 @@ def run(*, finished: bool = True) -> list[dict[str, Any]]:
         events.add("finish", step=200)
         events.add("summary", steps=200)
     return events.all
+
+
+def write_run(folder: Path, events: list[dict[str, Any]] | None = None, *, mode: str = "w") -> str:
+    """Write, or append to, the files of a run, by default of an unfinished one, and return its folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(CONFIG)
+    with (folder / "events.jsonl").open(mode) as file:
+        file.write("".join(json.dumps(event) + "\n" for event in (run(finished=False) if events is None else events)))
+    return str(folder)
 
 
 def cut(events: list[dict[str, Any]]) -> int:

@@ -113,8 +113,7 @@ def _join(address: str, source: str, *, log_to_driver: bool) -> None:
 def _python_of_workers(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the runtime environment fields with which nodes fork a job's processes (`forked_worker.py`). Empty if the job was
     submitted with its own Python. Pure."""
-    submitted = json.loads(environment.get(_SUBMITTED, "{}")).get("runtime_env") or {}
-    if not _PYTHON_FIELDS.isdisjoint(submitted):
+    if not _PYTHON_FIELDS.isdisjoint(json.loads(environment.get(_SUBMITTED, "{}")).get("runtime_env") or {}):
         return {}
     return {"py_executable": forked_worker.python_of_a_job()}
 
@@ -225,19 +224,18 @@ def alive_nodes(*, probe: bool = False, free: bool = False) -> list[Node]:
     ]
 
 
-def data_nodes(layout: Layout, *, probe: bool = False) -> list[Node]:
+def data_nodes(layout: Layout) -> list[Node]:
     """Return the nodes that can run data tasks of a run with this layout now, with the CPUs available to such tasks.
 
     A node counts if it is alive, not about to be drained, not reserved for workers, and has the CPUs of one task beyond all
-    placement groups on it, also of other jobs. CPUs of running tasks count as available, because tasks end. With `probe` a node
-    must also accept a TCP connection: Ray needs some 15 s to notice a lost node.
+    placement groups on it, also of other jobs. CPUs of running tasks count as available, because tasks end.
 
     If the list is empty, Ray queues the run's data tasks without an error until such a node joins. Needs a connection to Ray and
     makes three short calls to its head, so poll it every few seconds at most. Call it on the driver.
     """
     from ray.util.placement_group import placement_group_table
 
-    return nodes_for_tasks(alive_nodes(probe=probe), list(placement_group_table().values()), layout)
+    return nodes_for_tasks(alive_nodes(), list(placement_group_table().values()), layout)
 
 
 def _answers(host: str, port: int) -> bool:

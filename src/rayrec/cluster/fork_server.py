@@ -86,8 +86,7 @@ def main() -> None:
     # Python 3.12 warns of OpenBLAS threads, which OpenBLAS stops before a fork and restarts after it.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     with socket.socket(fileno=int(listening)) as listener:
-        imported = _Imported(libraries or LIBRARIES)
-        server = _Server(listener, imported, watched=int(watched), idle_s=float(idle_s) or None)
+        server = _Server(listener, _Imported(libraries or LIBRARIES), watched=int(watched), idle_s=float(idle_s) or None)
         following: _Next | None = server.run(preload)
     while following is not None:
         following = following()

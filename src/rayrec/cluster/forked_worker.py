@@ -92,11 +92,10 @@ def _modules(context: dict[str, Any], environment: Mapping[str, str]) -> str:
 
 def send_request(server: socket.socket, arguments: list[str], context: dict[str, Any]) -> None:
     """Send the state that the fork must copy from this process: a file with JSON, and the three standard files."""
-    added = context.get("env_vars", {})
     request = {
         "arguments": arguments,
         "environment": dict(os.environ),
-        "added": added,
+        "added": context.get("env_vars", {}),
         "modules": _modules(context, os.environ),
         "folder": os.getcwd(),
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),

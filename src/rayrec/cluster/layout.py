@@ -41,8 +41,7 @@ class TorchrunEnv:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
         """Return this process by its variables, or None without torchrun. Raises InputError if they are inconsistent."""
-        needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        if any(name not in environment for name in needed):
+        if any(name not in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
             return None
         defaults = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
         names = ("RANK", "WORLD_SIZE", *defaults)

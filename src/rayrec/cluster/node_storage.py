@@ -53,14 +53,12 @@ def require_reachable(paths: Iterable[str | None]) -> None:
     Raises InputError within seconds, naming the first node that fails, if this process itself reaches the store. Skips stores
     that this process cannot reach, and nodes that start no task in 60 s.
     """
-
     urls = sorted({_folder(path) for path in paths if path is not None and in_object_store(path)})
     node = ray_compat.local_node()
     if not urls or node is None or node.is_head():
         return
     urls = [url for url in urls if first_error([url], patience_s=0.0) is None]
-    errors = _check_nodes(urls) if urls else []
-    for address, error in errors:
+    for address, error in _check_nodes(urls) if urls else []:
         if error is not None and first_error(urls, patience_s=0.0) is None:
             raise InputError(refusal(address, error, os.environ))
 

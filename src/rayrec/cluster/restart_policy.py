@@ -90,8 +90,7 @@ def judge(policy: Policy, tally: AttemptHistory, ending: AttemptResult, *, jitte
     if 0 <= policy.max_failures < short_lived:
         attempts = f"{short_lived} attempts in a row" if short_lived > 1 else "the attempt"
         failed = f"ran for less than {policy.healthy_after_s:g} s or ended with an error of yours"
-        cause = f"{attempts} {failed}; the last {describe(ending)}"
-        return tally, Quit(2 if users_error else 1, cause)
+        return tally, Quit(2 if users_error else 1, f"{attempts} {failed}; the last {describe(ending)}")
     return tally, pause_s(short_lived, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, jitter=jitter)
 
 

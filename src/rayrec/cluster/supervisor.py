@@ -134,9 +134,7 @@ class _Supervisor:
     def run(self) -> Outcome:
         while True:
             try:
-                job = self._current()
-                if job is not None:
-                    job = self._follow(job)
+                job = self._follow(self._current())
             except Unreachable as error:
                 cause = self._outage.wait(str(error))
                 if cause is None:
@@ -195,16 +193,14 @@ class _Supervisor:
                 f"{self._jobs.url}: job {job.submission_id} trains run {self._state.name} with other flags. "
                 "Stop that job, use the same flags, or choose another --name"
             )
-        number = _number(job.submission_id, self._state.name)
-        tally = replace(self._state.tally, attempts=max(number, self._state.tally.attempts))
+        tally = replace(self._state.tally, attempts=max(_number(job.submission_id, self._state.name), self._state.tally.attempts))
         self._state_file.write(tally=tally, **{**_NO_JOB, "submission_id": job.submission_id, "submitted": True})
         return self._follow_job(job)
 
     def _submit(self, number: int) -> Job | None:
         """Submit a job, after storing its id so that it can be found if the answer is lost."""
         submission_id = f"{self._state.name}-{number:04d}"
-        tally = replace(self._state.tally, attempts=number)
-        self._state_file.write(tally=tally, **{**_NO_JOB, "submission_id": submission_id})
+        self._state_file.write(tally=replace(self._state.tally, attempts=number), **{**_NO_JOB, "submission_id": submission_id})
         variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(round(self._stop_wait_s))}
         for name in self._config.env:
             if name not in os.environ:
@@ -222,14 +218,13 @@ class _Supervisor:
         self._show_log(submission_id, skip=0)
         return self._jobs.find(submission_id)
 
-    def _follow(self, job: Job) -> Job | None:
-        current: Job | None = job
-        while current is not None and current.live:
-            if current.status == "RUNNING":
-                self._see(current)
+    def _follow(self, job: Job | None) -> Job | None:
+        while job is not None and job.live:
+            if job.status == "RUNNING":
+                self._see(job)
             time.sleep(_POLL_S)
-            current = self._jobs.find(job.submission_id)
-        return current
+            job = self._jobs.find(job.submission_id)
+        return job
 
     def _see(self, job: Job) -> None:
         now, state = time.time(), self._state

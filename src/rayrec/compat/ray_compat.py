@@ -144,8 +144,7 @@ def shared_actor(name: str, actor_class: type, **arguments: Any) -> dict[str, An
     from ray.serve.config import DeploymentActorConfig
 
     remote: Any = ray.remote(actor_class)
-    options = {"num_cpus": 0}
-    actor = DeploymentActorConfig(name=name, actor_class=remote, init_kwargs=arguments, actor_options=options)
+    actor = DeploymentActorConfig(name=name, actor_class=remote, init_kwargs=arguments, actor_options={"num_cpus": 0})
     return {"deployment_actors": [actor]}
 
 
@@ -161,8 +160,7 @@ def find_shared_actor(application: str, deployment: str, name: str) -> Any:
     import ray
 
     module = importlib.import_module(__name__)
-    identity = module.DeploymentID(deployment, application)
-    pattern = module.get_deployment_actor_name(identity, name, code_version="*")
+    pattern = module.get_deployment_actor_name(module.DeploymentID(deployment, application), name, code_version="*")
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["namespace"] == module.SERVE_NAMESPACE and fnmatch.fnmatchcase(actor["name"], pattern):
             return ray.get_actor(actor["name"], namespace=module.SERVE_NAMESPACE)

@@ -82,7 +82,8 @@ class Report:
             ("CUDA", ", ".join(machine.cuda_devices) or "no device"),
             ("kernels", "compiled" if self.kernels is None else f"FAIL: {self.kernels}"),
         ]
-        rows += [(f"import {name}", _probe_text(probe)) for name, probe in self.probes.items()]
+        for name, probe in self.probes.items():
+            rows.append((f"import {name}", f"works, {probe.import_s:.1f} s" if probe.ok else f"FAILS: {probe.error}"))
         rows += list(self.installed.items())
         rows += [(f"extra {name}", f"not installed: {command}") for name, command in self.extras.items()]
         width = max(len(name) for name, _ in rows) + 2
@@ -114,7 +115,7 @@ def doctor(
     probes = probe_all(PROBED) if probes is None else probes
     machine = this_machine() if machine is None else machine
     kernels = kernels_fault()
-    requirements = {_name(each) for each in _own_requirements(installed)} - {"torch", "torchrec", *FBGEMM}
+    requirements = {_name(each) for each in _requirements(installed)} - {"torch", "torchrec", *FBGEMM}
     named = ("rayrec", *sorted(requirements), "torch", "torchrec", *FBGEMM)
     return Report(
         machine=machine,
@@ -173,7 +174,7 @@ def extras(installed: Mapping[str, Installed], *, present: bool) -> list[str]:
 
     An extra counts as installed if its first distribution is, which rayrec uses for nothing else.
     """
-    named = {extra: _extra_requirements(installed, extra) for extra in EXTRAS}
+    named = {extra: _requirements(installed, extra) for extra in EXTRAS}
     return [extra for extra, adds in named.items() if adds and (_name(adds[0]) in installed) == present]
 
 
@@ -228,9 +229,9 @@ def _fbgemm_findings(
 
 def _requirement_findings(installed: Mapping[str, Installed], pip: str) -> Iterator[Finding]:
     """Check all other direct and transitive requirements of rayrec and TorchRec for presence and version."""
-    roots = _own_requirements(installed)
+    roots = _requirements(installed)
     for extra in extras(installed, present=True):
-        roots += _extra_requirements(installed, extra)
+        roots += _requirements(installed, extra)
     unmet: dict[str, set[tuple[str, str]]] = {}
     for asker, requirement in closure(roots, installed):
         name, specifier = _name(requirement), str(requirement.specifier)
@@ -280,29 +281,21 @@ def _machine_findings(machine: Machine) -> Iterator[Finding]:
 
 def _tested_versions(installed: Mapping[str, Installed]) -> tuple[str, str, str]:
     """Return `torchrec`, `fbgemm-gpu` and `fbgemm-gpu-cpu` with rayrec's version pins."""
-    pins = {_name(each): str(each.specifier) for each in _own_requirements(installed)}
+    pins = {_name(each): str(each.specifier) for each in _requirements(installed)}
     fbgemm = pins.get("fbgemm-gpu", "")
     return f"torchrec{pins.get('torchrec', '')}", f"fbgemm-gpu{fbgemm}", f"fbgemm-gpu-cpu{fbgemm}"
 
 
 def _torch_pin(installed: Mapping[str, Installed]) -> str:
-    return next((str(each) for each in _own_requirements(installed) if _name(each) == "torch"), "torch")
+    return next((str(each) for each in _requirements(installed) if _name(each) == "torch"), "torch")
 
 
-def _own_requirements(installed: Mapping[str, Installed]) -> list[Requirement]:
-    """Return rayrec's requirements without extras."""
+def _requirements(installed: Mapping[str, Installed], extra: str = "") -> list[Requirement]:
+    """Return rayrec's requirements without extras, or the additional ones of an extra."""
     from packaging.requirements import Requirement
 
     texts = installed["rayrec"].requires if "rayrec" in installed else ()
-    return [each for each in map(Requirement, texts) if _applies(each, "")]
-
-
-def _extra_requirements(installed: Mapping[str, Installed], extra: str) -> list[Requirement]:
-    """Return the additional requirements of one extra."""
-    from packaging.requirements import Requirement
-
-    texts = installed["rayrec"].requires if "rayrec" in installed else ()
-    return [each for each in map(Requirement, texts) if each.marker is not None and _applies(each, extra)]
+    return [each for each in map(Requirement, texts) if _applies(each, extra) and not (extra and each.marker is None)]
 
 
 def _applies(requirement: Requirement, extra: str) -> bool:
@@ -331,10 +324,6 @@ def _object_store_bytes(machine: Machine) -> int:
 
 def _gib(count: float) -> str:
     return f"{count / _GIB:.1f} GiB"
-
-
-def _probe_text(probe: Probe) -> str:
-    return f"works, {probe.import_s:.1f} s" if probe.ok else f"FAILS: {probe.error}"
 
 
 def _version_text(name: str, installed: Installed) -> str:

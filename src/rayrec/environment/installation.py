@@ -102,8 +102,7 @@ def installed_distributions() -> dict[str, Installed]:
 
     distributions: dict[str, Installed] = {}
     for distribution in metadata.distributions():
-        fields = distribution.metadata
-        name, *_ = fields.get_all("Name") or [None]
+        name, *_ = distribution.metadata.get_all("Name") or [None]
         if name is None or canonicalize_name(name) in distributions:  # a partly removed distribution has no name
             continue
         holds = canonicalize_name(name) in FBGEMM and any(path.parts[0] == "fbgemm_gpu" for path in distribution.files or ())
@@ -145,7 +144,6 @@ def _ending(status: int, stderr: str) -> str:
 def this_machine() -> Machine:
     """Return the machine as this process sees it."""
     memory = host_resources.memory()
-    shm = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
     return Machine(
         python=platform.python_version(),
         interpreter=sys.executable,
@@ -153,7 +151,7 @@ def this_machine() -> Machine:
         cpu_cores=host_resources.usable_cpus(),
         memory_bytes=memory.total,
         free_memory_bytes=memory.available,
-        shm_bytes=shm,
+        shm_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
         cuda_devices=_cuda_devices(),
     )
 

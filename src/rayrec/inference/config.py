@@ -9,7 +9,7 @@ from annotated_types import Ge
 
 from rayrec.bounds import Count, Fraction
 from rayrec.config import Config, InputError
-from rayrec.metrics.ranking import DEFAULT_KS, check_ks
+from rayrec.metrics.ranking import check_ks
 from rayrec.metrics.significance import Resampling
 from rayrec.workloads.scoring import Device
 
@@ -72,11 +72,6 @@ class EvaluationConfig(_ResampledConfig):
         if len(set(self.slice_by)) < len(self.slice_by):
             raise InputError(f"slice_by: values must be unique, got {', '.join(self.slice_by)}")
         check_ks(self.ranking_k)
-
-    @property
-    def ks(self) -> tuple[int, ...]:
-        """Ranks k of the ranking metrics."""
-        return self.ranking_k or DEFAULT_KS
 
     @property
     def asks_for_more(self) -> bool:

@@ -9,7 +9,7 @@ from rayrec import storage
 from rayrec.checkpoint import Checkpoint, open_checkpoint
 from rayrec.checkpoint.writer import join
 from rayrec.config import InputError
-from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
+from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER
 from rayrec.workloads.recsys.scorer import click_settings, load_preprocessor, merge_checkpoints
 from rayrec.workloads.recsys.settings import other_preprocessor
 from rayrec.workloads.recsys.workload import ClickWorkload
@@ -42,7 +42,11 @@ def ensemble(checkpoints: Sequence[str], out: str, *, configs: Sequence[TrainCon
                 f"{checkpoint.path}: recipe {config.recipe} does not predict clicks. An ensemble needs click models."
             )
     settings = [click_settings(checkpoint, config) for checkpoint, config in zip(opened, configs, strict=True)]
-    preprocessor = _common_preprocessor(opened)
+    preprocessor = load_preprocessor(opened[0].path)
+    for checkpoint in opened[1:]:
+        if load_preprocessor(checkpoint.path).hash() != preprocessor.hash():
+            error = other_preprocessor(checkpoint.path, opened[0].path)
+            raise InputError(f"{error} Or average their scores: rayrec compare --ensemble.")
     together = merge_checkpoints(opened, settings, preprocessor=preprocessor)
     described = configs[0].replace(workload={"model": together.model})
 
@@ -53,19 +57,9 @@ def ensemble(checkpoints: Sequence[str], out: str, *, configs: Sequence[TrainCon
     with storage.writing_folder(out) as folder:
         join(folder, list(zip(opened, together.targets, strict=True)), state={}, extra_files=write_extra_files)
         tensors = Checkpoint(folder).manifest()["tensors"]
-    chunks = [chunk for tensor in tensors.values() for chunk in tensor["chunks"]]
     return {
         "out": storage.absolute(out),
         "checkpoints": [checkpoint.path for checkpoint in opened],
         "models": [type(alone).__name__.removesuffix("Config") for alone in together.model.models],
-        "weight_bytes": sum(chunk["bytes"] for chunk in chunks),
+        "weight_bytes": sum(chunk["bytes"] for tensor in tensors.values() for chunk in tensor["chunks"]),
     }
-
-
-def _common_preprocessor(checkpoints: Sequence[Checkpoint]) -> Preprocessor:
-    first = checkpoints[0].path
-    preprocessor = load_preprocessor(first)
-    for checkpoint in checkpoints[1:]:
-        if load_preprocessor(checkpoint.path).hash() != preprocessor.hash():
-            raise InputError(f"{other_preprocessor(checkpoint.path, first)} Or average their scores: rayrec compare --ensemble.")
-    return preprocessor

@@ -16,7 +16,7 @@ from rayrec.humanize import json_values
 from rayrec.inference.config import EvaluationConfig
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
 from rayrec.metrics.binary import binary_metrics
-from rayrec.metrics.ranking import ranking_metrics
+from rayrec.metrics.ranking import DEFAULT_KS, ranking_metrics
 from rayrec.metrics.significance import compare, intervals
 from rayrec.observe.console import Console
 from rayrec.workloads.recsys.scoring import DAY, FREQUENCY
@@ -75,8 +75,7 @@ def evaluate(
     other_rows: ScoredRows | None = None
     if options.compare is not None:  # Opened before scoring, so that errors show up early
         assert other is not None
-        other_request = ScoringRequest(options.compare, path, other, options, console)
-        compared = other_request.open(evaluating=True, spare_cpus=0)
+        compared = ScoringRequest(options.compare, path, other, options, console).open(evaluating=True, spare_cpus=0)
         _check_clicks(compared, other, options)
     scored = scored_rows(opened, console, keys=options.slice_by)
     if compared is not None:
@@ -138,8 +137,10 @@ class _Measured:
         return _Measured(self.logits[rows], other_logits, self.labels[rows], groups, self.options)
 
     def _metrics(self, logits: np.ndarray) -> dict[str, Any]:
-        ranking = {} if self.groups is None else ranking_metrics(self.groups, logits, self.labels, ks=self.options.ks)
-        return {**binary_metrics(logits, self.labels), **ranking}
+        metrics = binary_metrics(logits, self.labels)
+        if self.groups is None:
+            return metrics
+        return {**metrics, **ranking_metrics(self.groups, logits, self.labels, ks=self.options.ranking_k or DEFAULT_KS)}
 
     def report(self) -> dict[str, Any]:
         result = self._metrics(self.logits)
@@ -257,5 +258,4 @@ def _encoded(values: pa.ChunkedArray) -> tuple[np.ndarray, list[str]]:
 def _grouped(groups: np.ndarray, names: list[str]) -> list[RowSlice]:
     order = np.argsort(groups, kind="stable")
     ends = np.cumsum(np.bincount(groups, minlength=len(names)))
-    slices = zip(names, np.split(order, ends[:-1]), strict=True)
-    return [RowSlice(name, rows) for name, rows in slices if len(rows)]
+    return [RowSlice(name, rows) for name, rows in zip(names, np.split(order, ends[:-1]), strict=True) if len(rows)]

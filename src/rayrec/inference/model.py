@@ -18,14 +18,12 @@ from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.inference.export.read import is_export, open_export
-from rayrec.models.scoring_tables import Quantization
 from rayrec.workloads.recsys.scorer import ClickScorer, click_settings, load_preprocessor, load_scorer
-from rayrec.workloads.scoring import PREFIX
+from rayrec.workloads.scoring import PREFIX, Device
 
 if TYPE_CHECKING:
     from rayrec.models.base import ClickModelConfig
     from rayrec.workloads.base import TrainConfig
-    from rayrec.workloads.scoring import Device
 
 
 @final
@@ -44,15 +42,6 @@ class ServedModel:
     @cached_property
     def preprocessor_hash(self) -> str:
         return self.preprocessor.hash()
-
-    @property
-    def quantization(self) -> Quantization:
-        """Quantization of the embedding tables."""
-        return self.scorer.quantization
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.scorer.weight_bytes
 
     def score(self, rows: EncodedRows) -> np.ndarray:
         """Return the logits of encoded rows, labelled or not, float32 [rows]."""
@@ -89,16 +78,14 @@ def open_served(
     check_extra_files(checkpoint.path, manifest)
     model, precision = click_settings(checkpoint, config, own=own)
     scorer = load_scorer(model, precision=precision, checkpoint=checkpoint.path, preprocessor=preprocessor, device=device)
-    version = f"{version_of(checkpoint)}-{scorer.quantization}"
-    return ServedModel(preprocessor, version, checkpoint.path, "checkpoint", scorer)
+    return ServedModel(preprocessor, f"{version_of(checkpoint)}-{scorer.quantization}", checkpoint.path, "checkpoint", scorer)
 
 
 def version_of(checkpoint: Checkpoint) -> str:
     """Return an id of the checkpoint's weights: its step, and 12 hex digits of the SHA-256 over all weight checksums."""
-    tensors = checkpoint.manifest()["tensors"]
     sums = {
         name: [(chunk["offsets"], chunk["sizes"], chunk["sha256"]) for chunk in entry["chunks"]]
-        for name, entry in tensors.items()
+        for name, entry in checkpoint.manifest()["tensors"].items()
         if name.startswith(PREFIX)
     }
     digest = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:12]

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rayrec.humanize import aligned
+
 _TEXT = ("checkpoint", "preprocessor")
 _COLUMNS = ("rows", "label_rate", "auroc", "logloss", "normalized_entropy", "calibration")
 """Metrics of slices."""
@@ -25,7 +27,7 @@ def _blocks(result: dict[str, Any]) -> Iterator[list[str]]:
         if compared:
             row += _difference(compared, name)
         rows.append(row)
-    yield _table(rows if len(rows[0]) > 2 else rows[1:])
+    yield aligned(rows if len(rows[0]) > 2 else rows[1:])
     resampling = result.get("resampling")
     if resampling:
         yield [f"intervals of {resampling['confidence']:.0%}, {resampling['resamples']:,} resamples"]
@@ -53,7 +55,7 @@ def _slices(slices: Sequence[dict[str, Any]]) -> list[str]:
             difference = row_slice["compared"]["differences"]["auroc"]
             row += [_number(difference["difference"], signed=True), _number(difference["p_value"])]
         rows.append(row)
-    return _table(rows)
+    return aligned(rows)
 
 
 _COSTS = (("parameters", "parameters"), ("multiply_adds", "multiply-adds"), ("rows_per_s", "rows/s"))
@@ -72,7 +74,7 @@ def comparison_text(result: dict[str, Any]) -> str:
             row.append(_number(model[name]))
             if name in ("auroc", "logloss"):
                 row.append(_interval(model["intervals"][name]))
-        rows.append(row + [_integer(model[name]) for name, _ in _COSTS])
+        rows.append(row + ["-" if model[name] is None else f"{model[name]:,.0f}" for name, _ in _COSTS])
     pairs = [["difference", "auroc", "", "p", "logloss", "", "p"]]
     for pair in result["differences"]:
         row = [f"{pair['model']} less {pair['other']}"]
@@ -84,16 +86,12 @@ def comparison_text(result: dict[str, Any]) -> str:
     resampling = result["resampling"]
     return "\n".join(
         [
-            *_table(rows),
+            *aligned(rows),
             "",
-            *_table(pairs),
+            *aligned(pairs),
             f"intervals of {resampling['confidence']:.0%}, {resampling['resamples']:,} resamples; AUROC by DeLong's test",
         ]
     )
-
-
-def _integer(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}"
 
 
 def _difference(compared: dict[str, Any], name: str) -> list[str]:
@@ -117,15 +115,3 @@ def _number(value: float | None, *, signed: bool = False) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:+.5f}" if signed else f"{value:.5f}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align the first column left, and all others right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if not column else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

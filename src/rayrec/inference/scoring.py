@@ -24,14 +24,13 @@ from rayrec.data.engine import StreamEngine, TaskPlacement, ThreadEngine
 from rayrec.humanize import size_text
 from rayrec.observe.console import Console
 from rayrec.storage.range_reader import in_order
-from rayrec.workloads.base import ScoringContext
+from rayrec.workloads.base import ScoringContext, TrainConfig
 from rayrec.workloads.scoring import Device, Scoring
 
 if TYPE_CHECKING:
     import ray.data
 
     from rayrec.inference.config import ScoringConfig
-    from rayrec.workloads.base import TrainConfig
 
 _PROCESS_BYTES = 1 << 30
 """Memory of a scoring process in addition to its weights: torch, Ray, a block's rows, columns and activations."""
@@ -186,8 +185,7 @@ class ScoringJob:
     def dataset(self, first_block: int = 0) -> ray.data.Dataset:
         """Return the scores from a block on."""
         assert self.on_ray
-        num_actors = max(1, min(self.pool.num_actors, self.scoring.num_blocks - first_block))
-        pool = dataclasses.replace(self.pool, num_actors=num_actors)
+        pool = dataclasses.replace(self.pool, num_actors=max(1, min(self.pool.num_actors, self.scoring.num_blocks - first_block)))
         return scored_dataset(self.scoring, first_block=first_block, pool=pool, device=self.device)
 
     def tables(self, console: Console, *, title: str = "score (rows)", first_row: int = 0) -> Iterator[pa.Table]:
@@ -246,7 +244,8 @@ class ScoringRequest:
         # Not in the actors: a pipeline of Ray Data 2.60 that fails at its first block leaks its actors and their CPUs.
         verify(checkpoint, "model.")
         on_ray = as_dataset or not is_in_process(self.config.cluster.address)
-        engine = cache(self._engine_on_ray if on_ray else self._local_engine)
+        cpus = host_resources.usable_cpus(granted=self.config.cluster.num_cpus)
+        engine: Callable[[], StreamEngine] = cache(self._engine_on_ray if on_ray else lambda: ThreadEngine(cpus))
         scoring = self.config.workload.open_scoring(
             ScoringContext(
                 config=self.config,
@@ -264,7 +263,7 @@ class ScoringRequest:
         if on_ray:
             connection.ship_code(self.config)
         pool = plan_pool(
-            connection.alive_nodes() if on_ray else [self._this_machine()],
+            connection.alive_nodes() if on_ray else [self._this_machine(cpus)],
             weight_bytes=weight_bytes(checkpoint),
             blocks=scoring.num_blocks,
             spare_cpus=spare_cpus,
@@ -273,11 +272,7 @@ class ScoringRequest:
         )
         return ScoringJob(scoring, checkpoint, pool, self.options.device, on_ray)
 
-    def _local_engine(self) -> StreamEngine:
-        return ThreadEngine(host_resources.usable_cpus(granted=self.config.cluster.num_cpus))
-
-    def _this_machine(self) -> Node:
-        cpus = host_resources.usable_cpus(granted=self.config.cluster.num_cpus)
+    def _this_machine(self, cpus: int) -> Node:
         resources = {"CPU": float(cpus), "memory": float(host_resources.memory().available)}
         if self.options.device == "cuda":
             import torch

@@ -17,6 +17,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any, Final, final
 
 import orjson
+from prometheus_client.exposition import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -166,8 +167,7 @@ class ScoringApp:
             try:
                 opened = partial(open_body, content, **form, schema=schema, max_rows=self._config.max_rows)
                 # Parsing a large body would block the event loop.
-                large = len(content) > _INLINE_BYTES
-                body = await loop.run_in_executor(None, opened) if large else opened()
+                body = await loop.run_in_executor(None, opened) if len(content) > _INLINE_BYTES else opened()
                 async with asyncio.timeout_at(deadline_s):
                     answer = await self._batcher.submit(body)
                 return _response(answer.to_json(columns=with_columns))
@@ -235,7 +235,7 @@ class ScoringApp:
     async def _metrics(self, request: Request) -> Response:
         self._check_token(request)
         snapshot = await self._collect() if self._collect else self.snapshot()
-        return _response(snapshot.to_text(), media_type=CONTENT_TYPE)
+        return _response(generate_latest(snapshot), media_type=CONTENT_TYPE)
 
     async def _openapi(self, request: Request) -> Response:
         self._check_token(request)

@@ -9,7 +9,7 @@ from typing import Any, Final, final
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -27,10 +27,6 @@ class Snapshot(Collector):
 
     def collect(self) -> Iterator[Metric]:
         return iter(self.families)
-
-    def to_text(self) -> bytes:
-        """Return the metrics in Prometheus text format 0.0.4."""
-        return generate_latest(self)
 
 
 @final

@@ -15,11 +15,11 @@ from rayrec.cluster import connection
 from rayrec.compat import ray_compat
 from rayrec.config import InputError
 from rayrec.imports import function_in_file
-from rayrec.inference.model import source_of
+from rayrec.inference.model import ServedModel, source_of
 from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import WILDCARDS, ServeConfig
 from rayrec.serve.control import APPLICATION, CALL_S, REGISTER, Control, Register, apply_configuration, keep_models
-from rayrec.serve.counters import Counters, Snapshot
+from rayrec.serve.counters import Counters
 from rayrec.serve.listener import Listener
 from rayrec.serve.replica_models import ConfiguredModels, DesiredState, ModelSource, ReplicaModels
 from rayrec.workloads.base import TrainConfig
@@ -28,7 +28,6 @@ from rayrec.workloads.recsys.workload import ClickWorkload
 if TYPE_CHECKING:
     from ray.serve import Application
 
-    from rayrec.inference.model import ServedModel
     from rayrec.models.base import ClickModelConfig
 
 _log = logging.getLogger(__name__)
@@ -113,7 +112,13 @@ class _Replica:
         self._control = Control(self._application, partial(ray_compat.get_shared_actor, REGISTER))
         self._silent = False
         self._mending = threading.Lock()
-        self._scoring = ScoringApp(self._models, counters, config=config, token_digest=token_digest, collect=self._collect)
+        self._scoring = ScoringApp(
+            self._models,
+            counters,
+            config=config,
+            token_digest=token_digest,
+            collect=lambda: self._call_register("collect", self._name, self._scoring.snapshot()),
+        )
 
     def __serve_build_asgi_app__(self) -> ScoringApp:
         return self._scoring
@@ -195,10 +200,6 @@ class _Replica:
             _log.exception("Model change failed")
         finally:
             self._mending.release()
-
-    async def _collect(self) -> Snapshot:
-        snapshot: Snapshot = await self._call_register("collect", self._name, self._scoring.snapshot())
-        return snapshot
 
 
 @final

@@ -290,8 +290,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._error_message:
             return
-        max_bytes = self._max_request_bytes if self._in_body else MAX_HEAD_BYTES
-        if self._received > max_bytes:
+        if self._received > (self._max_request_bytes if self._in_body else MAX_HEAD_BYTES):
             self._stop_timer("head")
             self.send_400_response("The request is too long.")
             return

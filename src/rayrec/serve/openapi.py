@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rayrec.environment.installation import versions
-from rayrec.models.heads import many
+from rayrec.models.heads import Head, many
 from rayrec.serve.row_readers import MAX_INTEGER, MAX_NUMBER
 
 if TYPE_CHECKING:
     from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.inference.model import ServedModel
-    from rayrec.models.heads import Head
     from rayrec.schema import Schema
     from rayrec.serve.config import ServeConfig
 

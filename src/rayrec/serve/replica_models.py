@@ -306,5 +306,4 @@ class Shadow:
                 self._counters.shadow_failures.inc()
                 continue
             self._counters.shadow_rows.labels(self.version).inc(len(logits))
-            difference = np.abs(scores - sigmoid(logits)).astype(np.float64)
-            self._counters.shadow_score_difference.observe(difference)
+            self._counters.shadow_score_difference.observe(np.abs(scores - sigmoid(logits)).astype(np.float64))

@@ -187,8 +187,7 @@ class AnyReader(RowReader):
         rows = 0
         for body in bodies:
             try:
-                table = self._table(body.rows) if body.rows is not None else self._split(body)
-                raw, faults = parse_table(table, self.schema)
+                raw, faults = parse_table(self._table(body.rows) if body.rows is not None else self._split(body), self.schema)
                 if faults.total:
                     raise _row_error(faults.first[0], faults.first[0].row or 0)
                 outcomes.append(slice(rows, rows + raw.rows))

@@ -154,8 +154,7 @@ def _deploy(config: ServeConfig, make: Callable[[], Application], control: Contr
         ) from None
     instance = find_instance(APPLICATION)
     assert instance is not None
-    versions = _versions(control.call_register("describe"))
-    return first_answering(urls(config, instance), versions=versions)
+    return first_answering(urls(config, instance), versions=_versions(control.call_register("describe")))
 
 
 @dataclass(frozen=True)
@@ -186,13 +185,12 @@ def find_instance(application: str) -> ServeInstance | None:
     details: dict[str, Any] = client.get_serve_details()
     options = details.get("http_options") or {}
     deployments = (details["applications"].get(application) or {}).get("deployments", {})
-    replicas = [replica for deployment in deployments.values() for replica in deployment["replicas"]]
     return ServeInstance(
         with_proxies=details.get("proxy_location") not in (None, "Disabled"),
         host=options.get("host") or "127.0.0.1",
         port=options.get("port") or 8000,
         proxy_ips=_distinct(details["proxies"].values()),
-        replica_ips=_distinct(replicas),
+        replica_ips=_distinct([replica for deployment in deployments.values() for replica in deployment["replicas"]]),
         applications=tuple(details["applications"]),
     )
 

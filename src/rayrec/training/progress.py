@@ -86,9 +86,6 @@ class Progress:
         elif self.trained is not None:
             self.trained.add(rows)
 
-    def blocked_fraction(self) -> float:
-        return self.blocked_s / self.train_s if self.train_s else 0.0
-
 
 class StopSignal(Protocol):
     """Reasons for an early save."""

@@ -71,19 +71,17 @@ def data_fields(sums: Mapping[str, float], *, seconds: float) -> dict[str, Any]:
     is a mean over time.
     """
     cpus, rows = sums["cpus"], sums["rows"]
-    stages = []
-    for name in STAGES:
-        wall_s, cpu_s = sums[f"{name}_wall_s"], sums[f"{name}_cpu_s"]
-        if wall_s:
-            stages.append(
-                {
-                    "stage": name,
-                    "rows_per_s": rows * cpus / wall_s,
-                    "busy": wall_s / (seconds * cpus),
-                    "cpu_share": cpu_s / wall_s,
-                    "queue_share": sums[f"{name}_queue_s"] / wall_s,
-                }
-            )
+    stages = [
+        {
+            "stage": name,
+            "rows_per_s": rows * cpus / wall_s,
+            "busy": wall_s / (seconds * cpus),
+            "cpu_share": sums[f"{name}_cpu_s"] / wall_s,
+            "queue_share": sums[f"{name}_queue_s"] / wall_s,
+        }
+        for name in STAGES
+        if (wall_s := sums[f"{name}_wall_s"])
+    ]
     busy_s = sum(sums[f"{name}_wall_s"] for name in STAGES)
     return {
         "seconds": seconds,
@@ -247,14 +245,13 @@ class StepAccounting:
         data = self._data.take() if self._data else []
         means, maxima = over_workers(*values, *data, *self._stop_signal.poll())
         *_, stop_requested, poll_preemption = maxima
-        mean, blocked_s, elapsed_s, num_rows = means[:4]
         times_max_s = dict(zip(times_s, maxima[4:], strict=False))
         times_s = dict(zip(times_s, means[4:], strict=False))
         max_memory = maxima[len(values) - len(memory) : len(values)]
-        self._log_steps(mean, num_rows, blocked_s, sum(times_s.values()) or elapsed_s, times_s, times_max_s, max_memory)
+        self._log_steps(means, times_s, times_max_s, max_memory)
         if self._data:
             self._data.log_means(means[len(values) : len(values) + len(data)], step=progress.step, log=self._log)
-        self._schedule_poll(elapsed_s)
+        self._schedule_poll(elapsed_s=means[2])
         self._losses, self._start_s, self._num_rows, batches.blocked_s = [], now_s, 0, 0.0
         if due:
             self._handle_stop_request(stop_requested, poll_preemption)
@@ -286,16 +283,10 @@ class StepAccounting:
             self.cut = "save" if self.cut == "none" else self.cut
 
     def _log_steps(
-        self,
-        loss: float,
-        num_rows: float,
-        blocked_s: float,
-        elapsed_s: float,
-        times_s: dict[str, float],
-        times_max_s: dict[str, float],
-        max_memory: Sequence[float],
+        self, means: Sequence[float], times_s: dict[str, float], times_max_s: dict[str, float], max_memory: Sequence[float]
     ) -> None:
-        progress = self._progress
+        progress, (loss, blocked_s, elapsed_s, num_rows) = self._progress, means[:4]
+        elapsed_s = sum(times_s.values()) or elapsed_s
         if progress.trained is None:  # count as the loader reports
             rows = self._rows_before + self._loader.rows(progress.step - self._first_step) - progress.rows
         else:

@@ -9,7 +9,7 @@ from rayrec.observe.data_side import PipelineStats
 from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.timing import PHASES
 
-INTERVAL_S, ROWS = 10.0, 10_000
+INTERVAL_S, ROWS, SHARES = 10.0, 10_000, ("busy", "cpu_share", "queue_share")
 SAVED = {"kind": "checkpoint", "stall_s": 1.0, "write_s": 1.0, "bytes": 1}
 EVALUATED = {"time": 60.0, "kind": "evaluate", "step": 40, "set": "validation"}
 
@@ -20,6 +20,7 @@ def run(
     stages: dict[str, tuple[float, float, float]] | None = None,
     cpus: float = 4.0,
     measured: bool = True,
+    peak_fraction: float = 0.6,
     intervals: int = 4,
     then: list[dict[str, Any]] | None = None,
     **data: Any,
@@ -33,13 +34,10 @@ def run(
         step |= {"rows_per_s": ROWS / INTERVAL_S, "blocked_fraction": spent.get("data", 0.0), "steps": 100, "loss": 0.5}
         if measured:
             step["times_s"] = {name: INTERVAL_S * spent.get(name, 0.0) for name in PHASES}
-            step["peak_fraction"] = 0.6
+            step["peak_fraction"] = peak_fraction
         events.append(step)
         if stages is not None:
-            told = [
-                {"stage": name, "busy": busy, "cpu_share": cpu, "queue_share": queued}
-                for name, (busy, cpu, queued) in stages.items()
-            ]
+            told = [{"stage": name, **dict(zip(SHARES, each, strict=True))} for name, each in stages.items()]
             fields = {"seconds": INTERVAL_S, "rows": ROWS, "cpus": cpus, "backlog_rows": 50.0, "stages": told, **data}
             events.append({"time": step["time"], "kind": "data", **fields})
     return events + (then or [])
@@ -59,9 +57,8 @@ def spilling(spilled_bytes: list[float], *, filled: int) -> list[dict[str, Any]]
 
 
 def full_for_a_moment() -> list[dict[str, Any]]:
-    events = spilling([0, 0, 0, 0], filled=30)
-    next(event for event in reversed(events) if event["kind"] == "data")["object_store_bytes"] = 99
-    return events
+    *events, last = spilling([0, 0, 0, 0], filled=30)
+    return [*events, {**last, "object_store_bytes": 99}]
 
 
 def slowest(**fractions: float) -> list[dict[str, Any]]:
@@ -69,14 +66,8 @@ def slowest(**fractions: float) -> list[dict[str, Any]]:
     events = run({"data": 0.07, "collectives": 0.52}, stages=CPU_BOUND)
     for event in events:
         if event["kind"] == "step":
-            slowest_s = {name: fraction * INTERVAL_S for name, fraction in fractions.items()}
-            event["times_max_s"] = {**event["times_s"], **slowest_s}
+            event["times_max_s"] = event["times_s"] | {name: fraction * INTERVAL_S for name, fraction in fractions.items()}
     return events
-
-
-def above_the_peak() -> list[dict[str, Any]]:
-    events = run({"data": 0.02, "optimizer": 0.05})
-    return [event | ({"peak_fraction": 1.23} if event["kind"] == "step" else {}) for event in events]
 
 
 VERDICTS: dict[str, tuple[list[dict[str, Any]], str]] = {
@@ -125,7 +116,7 @@ VERDICTS: dict[str, tuple[list[dict[str, Any]], str]] = {
         "waits for data 2 %. The data pipeline could deliver 10k rows/s, 10.0 times as many.",
     ),
     "model: a peak that was underestimated": (
-        above_the_peak(),
+        run({"data": 0.02, "optimizer": 0.05}, peak_fraction=1.23),
         "optimizer 5 %), faster than the peak measured at the start (a lower bound for the device), and waits",
     ),
     "model: time between the steps": (
@@ -216,14 +207,15 @@ def test_time_breakdown_without_phases_uses_blocked_fraction() -> None:
     assert not split.measured
 
 
-def data_side(events: list[dict[str, Any]]) -> PipelineStats | None:
-    return RunSummary(events).data.side()
+def data_side(events: list[dict[str, Any]]) -> PipelineStats:
+    side = RunSummary(events).data.side()
+    assert side is not None
+    return side
 
 
 def test_pipeline_stats_sum_stages() -> None:
-    assert data_side([]) is None
+    assert RunSummary([]).data.side() is None
     side = data_side(run({"data": 0.2}, stages=CPU_BOUND))
-    assert side is not None
     assert side.busy == pytest.approx(0.95)
     assert side.capacity_rows_per_s == pytest.approx(1000 / 0.95)
     assert [stage.name for stage in side.stages] == ["read", "parse", "encode"]
@@ -236,18 +228,13 @@ def test_pipeline_stats_weigh_attempts_by_cpus() -> None:
     """Eight busy CPUs, then two: no CPU paused."""
     all_busy = {"parse": (1.0, 1.0, 0.0)}
     events = run({"data": 0.2}, stages=all_busy, cpus=8.0, rows=80_000)
-    late_s = events[-1]["time"] + 1
     fewer = run({"data": 0.2}, stages=all_busy, cpus=2.0, rows=20_000)
-    later = [{**event, "time": event["time"] + late_s} for event in fewer]
+    later = [{**event, "time": event["time"] + events[-1]["time"] + 1} for event in fewer]
     for both, cpus in (([*events, *later], 2.0), ([*later, *events], 8.0)):
         side = data_side(both)
-        assert side is not None
-        assert (side.cpus, side.busy) == (cpus, pytest.approx(1.0))
-        assert side.rows_per_s == side.capacity_rows_per_s == pytest.approx(5000)
-        assert side.stages[0].busy == pytest.approx(1.0)
-        assert side.stages[0].rows_per_s == pytest.approx(5000)
+        assert (side.cpus, side.busy, side.stages[0].busy) == (cpus, pytest.approx(1.0), pytest.approx(1.0))
+        assert side.rows_per_s == side.capacity_rows_per_s == side.stages[0].rows_per_s == pytest.approx(5000)
     idle = data_side([*events, *run({"data": 0.2}, stages={"parse": (0.1, 1.0, 0.0)}, cpus=2.0, rows=2_000)])
-    assert idle is not None
     assert idle.busy == pytest.approx((8 + 0.2) / 10)
 
 
@@ -258,6 +245,5 @@ def test_pipeline_stats_include_intervals_without_blocks() -> None:
     nothing = {**block, "rows": 0, "stages": []}
     whole = {**block, "seconds": 30.0, "stages": [{**told[0], "busy": 0.2}]}
     apart, together = data_side([start, first, nothing, nothing, block]), data_side([start, first, whole])
-    assert apart is not None
     assert apart == together
     assert apart.busy == pytest.approx(0.2)

@@ -29,8 +29,8 @@ def test_line_chart_plots_flat_lines(points: list[tuple[float, float | None]]) -
 
 def test_line_chart_without_points_is_empty() -> None:
     points: Any = [(1.0, None), (2.0, float("nan")), (3.0, float("inf"))]
-    assert line_chart("none", [Line("none", points)], x_label="step") == ""
-    assert line_chart("none", [], x_label="step") == ""
+    for lines in ([Line("none", points)], []):
+        assert line_chart("none", lines, x_label="step") == ""
 
 
 def test_line_chart_thins_long_lines_and_keeps_peaks() -> None:
@@ -38,8 +38,7 @@ def test_line_chart_thins_long_lines_and_keeps_peaks() -> None:
     figure = line_chart("long", [Line("long", points)], x_label="step", marks=[Mark(2e5, "1", "beyond")])
     assert len(figure) < 30_000
     assert "beyond" not in figure
-    ys = {pair.split(",")[1] for pair in re.findall(r"[\d.]+,[\d.]+", figure)}
-    assert len(ys) == 2
+    assert len({pair.split(",")[1] for pair in re.findall(r"[\d.]+,[\d.]+", figure)}) == 2
 
 
 @pytest.mark.parametrize(

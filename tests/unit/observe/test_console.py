@@ -85,12 +85,8 @@ def test_console_survives_missing_stderr(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_console_survives_broken_pipe(unbuffered: str) -> None:
     """Standard output and the exit status do not change."""
-    code = (
-        "from rayrec.observe.console import Console\n"
-        "console = Console()\n"
-        "[console.note(f'note {number}') for number in range(3)]\n"
-        "print('the result')\n"
-    )
+    code = "from rayrec.observe.console import Console; console = Console()\n"
+    code += "[console.note(f'note {number}') for number in range(3)]; print('the result')\n"
     read, write = os.pipe()
     os.close(read)
     command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
@@ -130,12 +126,11 @@ def test_unreadable_events_end_only_the_display(capsys: pytest.CaptureFixture[st
 
 def test_console_prints_names_without_markup(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
-    console, names = Console(), ("[red]", "[/x]", ":smile:", "{task}", "a[0]")
-    for name in names:
+    console = Console()
+    for name in ("[red]", "[/x]", ":smile:", "{task}", "a[0]"):
         console.note(f"note {name}")
         with console.preparing():
             console.progress(f"index {name}", 1, 1, note=f"of {name}")
         console.table(f"title {name}", [(f"key {name}", f"value {name}")])
-    for name in names:
         for text in (f"note {name}", f"index {name}", f"of {name}", f"title {name}", f"key {name}", f"value {name}"):
             assert text in stream.getvalue(), text

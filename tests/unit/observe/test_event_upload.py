@@ -19,13 +19,13 @@ from rayrec.observe.events import EventWriter, follow, merge_events, read_events
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/run/events.jsonl"
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "events"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "run" / "events"
+def url(folder: Path) -> str:
+    return f"file://{folder}.jsonl"
 
 
 class Store:
@@ -54,6 +54,12 @@ def _steps(url: str) -> list[int]:
     return [event["step"] for event in read_events(url)]
 
 
+def _write(url: str, *steps: int) -> None:
+    with EventWriter(url) as writer:
+        for step in steps:
+            writer.write("step", step=step)
+
+
 def test_steps_are_batched_and_other_events_sent_at_once(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_upload, "_INTERVAL_S", 600.0)
     with EventWriter(url) as writer:
@@ -65,15 +71,13 @@ def test_steps_are_batched_and_other_events_sent_at_once(url: str, store: Store,
         assert store.num_uploads == 1  # Steps wait after an upload.
         writer.write("evaluate", step=50)
         until(lambda: store.num_uploads == 2)
-        assert _steps(url) == list(range(51))
+        assert _steps(url) == [*range(51)]
         monkeypatch.setattr(event_upload, "_INTERVAL_S", 0.1)  # Applies after the next upload.
-        writer.write("evaluate", step=51)
-        until(lambda: store.num_uploads == 3)
-        writer.write("step", step=52)
-        until(lambda: store.num_uploads == 4)
-        assert _steps(url) == list(range(53))
-    assert _steps(url) == list(range(53))
-    assert writer.num_lost == 0
+        for kind, step in (("evaluate", 51), ("step", 52)):
+            writer.write(kind, step=step)
+            until(lambda step=step: store.num_uploads == step - 48)
+        assert _steps(url) == [*range(53)]
+    assert (_steps(url), writer.num_lost) == ([*range(53)], 0)
 
 
 def test_flush_uploads_and_returns_success(url: str, store: Store) -> None:
@@ -94,13 +98,11 @@ def test_flush_uploads_and_returns_success(url: str, store: Store) -> None:
 
 def test_long_run_writes_several_parts(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_upload, "PART_BYTES", 500)
-    with EventWriter(url) as writer:
-        for step in range(40):
-            writer.write("step", step=step)
+    _write(url, *range(40))
     names = sorted(os.listdir(folder))
     assert len(names) > 3
     assert names[1].endswith("-000002.jsonl")
-    assert _steps(url) == list(range(40))
+    assert _steps(url) == [*range(40)]
 
 
 def test_outage_loses_no_events_and_never_blocks(url: str, store: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -145,8 +147,7 @@ def test_uploader_limits_waiting_bytes(url: str, store: Store, monkeypatch: pyte
     writer = EventWriter(url)
     for step in range(100):
         writer.write("step", step=step)
-    lost = writer.num_lost
-    assert 70 < lost < 100
+    assert 70 < (lost := writer.num_lost) < 100
     store.is_out = False
     assert writer.flush(timeout_s=60)
     assert _steps(url) == list(range(100 - lost))
@@ -171,14 +172,12 @@ def test_forked_process_writes_separate_parts(url: str, folder: Path) -> None:
     writer.write("step", step=1)
     child = os.fork()
     if not child:
-        status = 1
         try:
             writer.write("step", step=2)
             writer.close()
-            status = 0
         finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
+            os._exit(0)
+    os.waitpid(child, 0)
     writer.close()
     assert _steps(url) == [1, 2]
     assert len(os.listdir(folder)) == 2
@@ -189,31 +188,25 @@ def test_merge_events_orders_writers_by_time(url: str, folder: Path) -> None:
         for step in range(0, 20, 2):
             one.write("step", step=step)
             other.write("step", step=step + 1)
-    assert _steps(url) == list(range(20))
+    assert _steps(url) == [*range(20)]
+    for _ in range(2):
+        merge_events(url)
+        assert not folder.exists()
+        assert _steps(url) == [*range(20)]
+    _write(url, 20)  # The run continues.
+    assert _steps(url) == [*range(21)]
     merge_events(url)
-    assert not folder.exists()
-    assert _steps(url) == list(range(20))
-    merge_events(url)
-    with EventWriter(url) as writer:  # The run continues.
-        writer.write("step", step=20)
-    assert _steps(url) == list(range(21))
-    merge_events(url)
-    assert _steps(url) == list(range(21))
-    assert [event["step"] for event in read_events(str(folder) + ".jsonl")] == list(range(21))
+    assert _steps(url) == _steps(f"{folder}.jsonl") == [*range(21)]
 
 
 def test_interrupted_merge_duplicates_no_events(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with EventWriter(url) as writer:
-        for _ in range(3):
-            writer.write("step", step=1)
+    _write(url, 1, 1, 1)
     with monkeypatch.context() as patch:
         patch.setattr(storage, "remove_folder", lambda path: None)
         merge_events(url)
-    assert folder.exists()
-    assert _steps(url) == [1, 1, 1]
+    assert (folder.exists(), _steps(url)) == (True, [1, 1, 1])
     merge_events(url)
-    assert _steps(url) == [1, 1, 1]
-    assert not folder.exists()
+    assert (folder.exists(), _steps(url)) == (False, [1, 1, 1])
 
 
 def test_merge_keeps_growing_part(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,20 +237,17 @@ def test_follow_yields_each_event_once(url: str) -> None:
         assert writer.flush()
         assert next(events)["step"] == 2
     merge_events(url)
-    with EventWriter(url) as writer:
-        writer.write("step", step=3)
+    _write(url, 3)
     assert next(events)["step"] == 3
     merge_events(url)
-    with EventWriter(url) as writer:
-        writer.write("step", step=4)
+    _write(url, 4)
     stop.set()
     assert [event["step"] for event in events] == [4]
 
 
 def test_follow_waits_during_store_outage(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with EventWriter(url) as one, EventWriter(url) as other:
-        one.write("step", step=1)
-        other.write("step", step=2)
+    _write(url, 1)
+    _write(url, 2)
     read, failures = storage.read_bytes, [False, True, True, True]  # The second part fails after the first was read.
 
     def fail(path: str) -> bytes:

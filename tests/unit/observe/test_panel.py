@@ -1,7 +1,6 @@
 """Display of a run: figures, panel, `rayrec top`, and plain lines without a terminal."""
 
 import io
-import json
 import threading
 import time
 from pathlib import Path
@@ -22,9 +21,13 @@ from rayrec.observe.timing import PHASES
 SAVED = {"kind": "checkpoint", "step": 8, "path": "p", "bytes": 1e6}
 
 
+def screen(out: io.StringIO, **options: Any) -> RichConsole:
+    return RichConsole(file=out, width=100, color_system=None, **options)
+
+
 def shown(run: RunSummary, **options: Any) -> str:
     out = io.StringIO()
-    RichConsole(file=out, width=100, color_system=None).print(panel(run, **options))
+    screen(out).print(panel(run, **options))
     return out.getvalue()
 
 
@@ -158,43 +161,30 @@ def test_console_prints_plain_lines_without_terminal(capsys: pytest.CaptureFixtu
 
 def test_console_skips_past_events_and_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert console_lines(now(measured()), capsys, quiet=True) == ""
-    before = [{**event, "time": 1.0} for event in measured()]
-    assert console_lines(before, capsys) == ""
-
-
-def write(folder: Path, events: list[dict[str, Any]]) -> None:
-    (folder / "config.yaml").write_text(run_events.CONFIG)
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-
-
-def screen(out: io.StringIO, **options: Any) -> RichConsole:
-    return RichConsole(file=out, width=100, color_system=None, **options)
+    assert console_lines([{**event, "time": 1.0} for event in measured()], capsys) == ""
 
 
 def test_top_prints_once_without_terminal(tmp_path: Path) -> None:
-    write(tmp_path, measured())
+    run_events.write_run(tmp_path, measured())
     out = io.StringIO()
     assert top(str(tmp_path), console=screen(out)).step == 150
     assert "step 150 of 200" in out.getvalue()
     with pytest.raises(InputError, match=r"not a run folder"):
         top(str(tmp_path / "nowhere"))
-    with (tmp_path / "events.jsonl").open("a") as file:
-        file.write("no event\n{}\n")
+    run_events.write_run(tmp_path, [{}, {}], mode="a")
     with pytest.raises(InputError, match="not an event"):
         top(str(tmp_path), console=screen(out))
 
 
 def test_top_follows_until_run_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")  # A dumb terminal shows nothing until the end.
-    events = run_events.run()
+    events, out = run_events.run(), io.StringIO()
     cut = run_events.cut(events)
-    write(tmp_path, events[:cut])
-    out = io.StringIO()
+    run_events.write_run(tmp_path, events[:cut])
 
     def train() -> None:
         until(lambda: "step 120 of 200" in out.getvalue())
-        with (tmp_path / "events.jsonl").open("a") as file:
-            file.write("".join(json.dumps(event) + "\n" for event in events[cut:]))
+        run_events.write_run(tmp_path, events[cut:], mode="a")
 
     thread = threading.Thread(target=train)
     thread.start()
@@ -215,7 +205,7 @@ def test_top_returns_when_run_fails_or_stops(tmp_path: Path, last: dict[str, Any
     told = measured()
     last |= {"time": told[-1]["time"] + 1}
     assert not RunSummary([*told, {**last, "last": False}]).ended  # Another attempt follows.
-    write(tmp_path, [*told, {**last, "last": True}])
+    run_events.write_run(tmp_path, [*told, {**last, "last": True}])
     run = top(str(tmp_path), console=screen(io.StringIO(), force_terminal=True))
     assert (run.ended, run.status) == (True, status)
     assert "no events" not in shown(run, full=True)

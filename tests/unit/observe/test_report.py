@@ -1,6 +1,5 @@
 """HTML reports: valid, self-contained, complete, and without code from events."""
 
-import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,7 +12,6 @@ from builders import run_events
 import rayrec
 from rayrec.config import InputError
 from rayrec.observe.bottleneck import diagnose
-from rayrec.observe.events import EventWriter
 from rayrec.observe.report import comparison, training
 from rayrec.observe.report import run as report
 from rayrec.observe.report.charts import NUM_SERIES
@@ -111,16 +109,14 @@ def test_step_charts_match_step_event_fields() -> None:
 def test_page_shows_curves_and_marks(finished: str) -> None:
     said = [chart.get("aria-label", "") for chart in _charts(finished)]
     curves = ["Loss", "Validation perplexity", "Rows per second", "Share of time blocked on data"]
-    bars = ["Full run", "Over the run", "Timeline"]
-    assert [text.split(":")[0] for text in said] == curves + bars
+    assert [text.split(":")[0] for text in said] == [*curves, "Full run", "Over the run", "Timeline"]
     assert said[0].startswith("Loss: training from 9 to 0.135335, lowest 0.135335, highest 9; validation from ")
     loss, _, speed, *_ = _charts(finished)
     assert len(loss.findall("polyline")) == 2  # training, validation
     assert len(speed.findall("polyline")) == 2  # The line breaks at the restart.
     marks = [group.findtext("title") for group in loss.iter("g")]
     assert marks == ["restart 1 from step 100: worker 1 died of SIGKILL & <more>", "the weights to use: step 150"]
-    tooltips = [circle.findtext("title") for circle in loss.iter("circle")]
-    assert "training 9 (step 100)" in tooltips
+    assert "training 9 (step 100)" in [circle.findtext("title") for circle in loss.iter("circle")]
 
 
 def test_samples_mark_wrong_predictions(finished: str) -> None:
@@ -138,8 +134,7 @@ def test_page_of_running_job_shows_progress() -> None:
     assert _lacking(text, "not finished at step 150 of 200", "validation at step 150", "150 of 200") == []
     ended = ("finish", "summary", "samples")
     unfinished = report.Run("", [event for event in run_events.click_run() if event["kind"] not in ended], None)
-    found = diagnose(unfinished.sums)
-    assert found is not None
+    found: Any = diagnose(unfinished.sums)
     assert found.text in _text(unfinished)
     events = run_events.Events()
     run_events.begin(events)
@@ -153,38 +148,25 @@ def test_page_is_deterministic(finished: str) -> None:
     assert report.render(FINISHED) == finished
 
 
-def _write_run(folder: Path) -> None:
-    folder.mkdir()
-    (folder / "config.yaml").write_text(run_events.CONFIG)
-    lines = [json.dumps(event) + "\n" for event in run_events.run(finished=False)]
-    (folder / "events.jsonl").write_text("".join(lines))
-
-
 def test_report_accepts_file_or_folder(tmp_path: Path) -> None:
-    _write_run(tmp_path / "run")
-    run, out = str(tmp_path / "run"), tmp_path / "out"
+    run, out, plain = run_events.write_run(tmp_path / "run"), tmp_path / "out", tmp_path / "plain"
     assert report.write(run) == f"{run}/report.html"
-    assert rayrec.report(run, out=str(out)) == str(out / "report.html")
-    assert rayrec.report(run, run, out=str(out / "both")) == str(out / "both" / "report.html")
-    assert rayrec.report(run, out=str(out / "one.html")) == str(out / "one.html")
-    (tmp_path / "plain").write_text("")
-    assert rayrec.report(run, out=str(tmp_path / "plain")) == str(tmp_path / "plain")  # An existing file.
-    for path in (out / "report.html", out / "one.html", tmp_path / "plain"):
+    plain.write_text("")  # An existing file.
+    for place, path in ((out, out / "report.html"), (out / "one.html", out / "one.html"), (plain, plain)):
+        assert rayrec.report(run, out=str(place)) == str(path)
         assert path.read_bytes() == Path(run, "report.html").read_bytes()
+    assert rayrec.report(run, run, out=str(out / "both")) == str(out / "both" / "report.html")
     with pytest.raises(InputError, match="not a run folder"):
         report.write(str(tmp_path))
 
 
 def test_try_write_report_logs_errors(tmp_path: Path) -> None:
     notes: list[str] = []
-    report.try_write_report(str(tmp_path), note=notes.append)
-    assert len(notes) == 1
-    assert "Cannot write the report" in notes[0]
-    _write_run(tmp_path / "run")
-    with EventWriter(tmp_path / "run" / "events.jsonl") as writer:
-        writer.write("samples", samples=[{"kind": "image", "pixels": [[300]], "label": "1", "prediction": "1"}])
-    report.try_write_report(str(tmp_path / "run"), note=notes.append)
-    assert len(notes) == 2
+    image = {"kind": "image", "pixels": [[300]], "label": "1", "prediction": "1"}
+    events = [*run_events.run(finished=False), {"time": 1e9, "kind": "samples", "samples": [image]}]
+    for run in (str(tmp_path), run_events.write_run(tmp_path / "run", events)):
+        report.try_write_report(run, note=notes.append)
+    assert [note.startswith("Cannot write the report") for note in notes] == [True, True]
     assert not (tmp_path / "run" / "report.html").exists()
 
 
@@ -243,19 +225,16 @@ def test_data_section_covers_full_run() -> None:
 def test_page_shows_calibration_categories_and_tables() -> None:
     page = report.render(_click())
     calibration = _chart(page, "Share of clicks in the test rows")
-    tooltips = [circle.findtext("title") for circle in calibration.iter("circle")]
-    assert "observed 0.81 (predicted probability 0.8)" in tooltips
+    assert "observed 0.81 (predicted probability 0.8)" in [circle.findtext("title") for circle in calibration.iter("circle")]
     assert _lacking(_Page(page).text, "cat_09981,0001.23%50.00%", "<i>hashed3,000-0.00%") == []
-    memory = _chart(page, "Weights and optimizer state")
-    first, second = ["table_wise: 68 kB (51.5%)", "row_wise: 64 kB (48.5%)"], ["table_wise: 136 kB (68.0%)"]
-    second += ["row_wise: 64 kB (32.0%)"]
-    assert _tips(memory) == [f"worker {n}, {tip}" for n, tips in enumerate((first, second)) for tip in tips]
+    first = ["worker 0, table_wise: 68 kB (51.5%)", "worker 0, row_wise: 64 kB (48.5%)"]
+    second = ["worker 1, table_wise: 136 kB (68.0%)", "worker 1, row_wise: 64 kB (32.0%)"]
+    assert _tips(_chart(page, "Weights and optimizer state")) == first + second
 
 
 def test_page_shows_cost_if_price_is_set() -> None:
     run = _click(seconds=360.0)
-    spent = run.sums.cost(Price(2.5, nodes=4))
-    assert f"cost{spent.total:.4g}" in _text(run, price=Price(2.5, nodes=4))
+    assert f"cost{run.sums.cost(Price(2.5, nodes=4)).total:.4g}" in _text(run, price=Price(2.5, nodes=4))
     assert "Cost" not in _text(run)
 
 
@@ -291,14 +270,11 @@ def test_page_shows_provenance_and_early_stop() -> None:
     text = _text(report.Run("", [*events, early], run_events.click_summary() | best))
     wanted = ["commit0123abcd+", "machinehost, 8 CPUs", "commandrayrec train criteo_demo", "weights to usestep 50"]
     wanted += ["early stopat step 100 of 100: no improvement since step 50"]
-    wanted += ["95.3% of the way from 0.5 to the best possible 0.8123"]
-    assert _lacking(text, *wanted) == []
+    assert _lacking(text, *wanted, "95.3% of the way from 0.5 to the best possible 0.8123") == []
 
 
 def test_report_of_several_runs_requires_out(tmp_path: Path) -> None:
-    one, two, out = (str(tmp_path / name) for name in ("one", "two", "both.html"))
-    for folder in (one, two):
-        _write_run(Path(folder))
+    (one, two), out = (run_events.write_run(tmp_path / name) for name in ("one", "two")), str(tmp_path / "both.html")
     assert rayrec.report(one, two, out=out) == out
     assert "2 runs" in _Page(Path(out).read_text()).text
     for message, runs, place in (("--out", [one, two], None), ("at most 8", [one] * 9, out), ("missing run folder", [], out)):
@@ -349,6 +325,5 @@ def test_startup_section_shows_first_and_last_starts() -> None:
 
 
 def _starts(events: list[dict[str, Any]]) -> str:
-    section = training.start_up(RunSummary(events).starts)
-    assert section is not None
+    section: Any = training.start_up(RunSummary(events).starts)
     return section.body

@@ -10,7 +10,7 @@ from builders import run_events
 
 from rayrec.config import InputError
 from rayrec.observe.attempts import Restart
-from rayrec.observe.events import EventWriter, metrics_dataframe
+from rayrec.observe.events import metrics_dataframe
 from rayrec.observe.run_summary import Price, RunSummary
 from rayrec.observe.timing import Interval, in_order
 
@@ -26,8 +26,12 @@ BEGIN: tuple[Described, ...] = ((0, "run", {}), (1, "attempt", {}), (3, "start",
 END: tuple[Described, ...] = ((30, "finish", {}),)
 
 
+def event(time: float, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+    return {**DEFAULTS.get(kind, {}), "time": time, "kind": kind, **fields}
+
+
 def summary(*described: Described) -> RunSummary:
-    return RunSummary({**DEFAULTS.get(kind, {}), "time": time, "kind": kind, **fields} for time, kind, fields in described)
+    return RunSummary(event(*each) for each in described)
 
 
 @pytest.mark.parametrize(
@@ -42,22 +46,16 @@ def summary(*described: Described) -> RunSummary:
         ),
         (  # The next driver fails to prepare, the third continues.
             (
-                (6, "failure", {"cause": "the loss is nan", "last": True}),
-                (60, "run", {}),
-                (61, "failure", {"cause": "no such log", "last": True}),
-                (62, "run", {}),
-                (64, "start", {"step": 16}),
-                (65, "step", {"step": 20}),
+                *((6, "failure", {"cause": "the loss is nan", "last": True}), (60, "run", {})),
+                *((61, "failure", {"cause": "no such log", "last": True}), (62, "run", {})),
+                *((64, "start", {"step": 16}), (65, "step", {"step": 20})),
             ),
             [Restart("the loss is nan", 60, 4)],
         ),
         (  # Fails again before it trains.
             (
-                (6, "failure", {"cause": "first"}),
-                (8, "start", {"step": 8}),
-                (9, "failure", {"cause": "second"}),
-                (12, "start", {"step": 8}),
-                (14, "step", {"step": 20}),
+                *((6, "failure", {"cause": "first"}), (8, "start", {"step": 8})),
+                *((9, "failure", {"cause": "second"}), (12, "start", {"step": 8}), (14, "step", {"step": 20})),
             ),
             [Restart("first", 7, 12), Restart("second", 6, 0)],
         ),
@@ -67,12 +65,9 @@ def summary(*described: Described) -> RunSummary:
         ),
         (  # Paused before it trained again.
             (
-                (6, "failure", {"cause": "x"}),
-                (9, "start", {"step": 20}),
-                (12, "stop", {"cause": "a planned pause", "paused": True}),
-                (60, "run", {}),
-                (62, "start", {"step": 20}),
-                (65, "step", {"step": 40}),
+                *((6, "failure", {"cause": "x"}), (9, "start", {"step": 20})),
+                *((12, "stop", {"cause": "a planned pause", "paused": True}), (60, "run", {})),
+                *((62, "start", {"step": 20}), (65, "step", {"step": 40})),
             ),
             [Restart("x", 7, 0)],
         ),
@@ -109,10 +104,8 @@ def test_extended_run_is_not_restart() -> None:
 def test_pause_is_not_restart() -> None:
     pause = (6, "stop", {"cause": "a planned pause", "paused": True})
     run = summary(*BEGIN, pause, (60, "run", {}), (61, "attempt", {}), (62, "start", {"step": 20}), (63, "step", {"step": 30}))
-    assert [(each.first_step, each.end, each.restart) for each in run.attempts] == [
-        (0, "stopped: a planned pause", None),
-        (20, None, None),
-    ]
+    found = [(each.first_step, each.end, each.restart) for each in run.attempts]
+    assert found == [(0, "stopped: a planned pause", None), (20, None, None)]
 
 
 def test_attempt_has_end_and_cost() -> None:
@@ -129,11 +122,8 @@ def test_attempt_has_end_and_cost() -> None:
 def test_attempt_without_end_event_was_lost() -> None:
     lost = ((10, "run", {}), (11, "attempt", {}), (12, "failure", {"cause": "no room"}), (13, "attempt", {"number": 2}))
     found = summary(*BEGIN, *lost, (14, "start", {"step": 0}), (15, "stop", {"cause": "SIGTERM"})).attempts
-    assert [(each.end, each.first_step, each.restart is not None) for each in found] == [
-        ("the driver was lost", 0, False),
-        ("no room", None, False),
-        ("stopped: SIGTERM", 0, True),
-    ]
+    expected = [("the driver was lost", 0, False), ("no room", None, False), ("stopped: SIGTERM", 0, True)]
+    assert [(each.end, each.first_step, each.restart is not None) for each in found] == expected
 
 
 def test_driver_error_keeps_end_of_previous_attempt() -> None:
@@ -152,23 +142,18 @@ def test_standing_follows_last_event() -> None:
         ((7, "stop", {"cause": "SIGTERM"}), "stopped (SIGTERM) at step 20 of 40"),
         (END[0], "finished"),
     ):
-        time, kind, fields = described
-        run.update({**DEFAULTS.get(kind, {}), "time": time, "kind": kind, **fields})
+        run.update(event(*described))
         assert run.standing() == told
 
 
 def test_costs_of_restarts_and_saves() -> None:
     died = ((7, "failure", {"cause": "worker 0 died"}), (9, "start", {"step": 8}), (10, "step", {"step": 20}))
     first, second = ((at, "checkpoint", {"step": 20, "stall_s": stall_s}) for at, stall_s in ((6, 0.5), (11, 1.5)))
-    told = summary(*BEGIN, first, *died, second, *END).costs(train_s=98.0)
-    assert told == {
-        "restarts": 1,
-        "restart_causes": [{"cause": "worker 0 died", "lost_s": 4, "steps_redone": 12}],
-        "lost_s": 4,
-        "steps_redone": 12,
-        "checkpoint_stall_s": 2.0,
-        "checkpoint_stall_fraction": 0.02,
-    }
+    costs = {"lost_s": 4, "steps_redone": 12}
+    causes = [{"cause": "worker 0 died", **costs}]
+    stalls = {"checkpoint_stall_s": 2.0, "checkpoint_stall_fraction": 0.02}
+    found = summary(*BEGIN, first, *died, second, *END).costs(train_s=98.0)
+    assert found == {"restarts": 1, "restart_causes": causes, **costs, **stalls}
     assert RunSummary().costs(train_s=0.0)["checkpoint_stall_fraction"] == 0.0
 
 
@@ -183,9 +168,8 @@ def test_cost_counts_hours_epochs_and_auroc() -> None:
 
 
 def test_cost_leaves_idle_machines_out() -> None:
-    before = summary(*BEGIN)
     again = summary(*BEGIN, (36_005, "run", {}), (39_605, "start", {"step": 20}))
-    assert (before.working_s, again.working_s) == (5.0, 3605.0)
+    assert (summary(*BEGIN).working_s, again.working_s) == (5.0, 3605.0)
     spent = again.cost(Price(1.0))
     assert (spent.node_hours, spent.per_epoch, spent.per_auroc_point) == (pytest.approx(3605 / 3600), None, None)
 
@@ -210,40 +194,28 @@ def test_curve_joins_late_evaluation_and_step() -> None:
 def test_curve_counts_epochs_in_training_rows() -> None:
     prepared = (1, "prepared", {"rows_of_sets": {"train": 6400, "validation": 640}})
     steps = [(step, "step", {"step": step, "rows": step * 64}) for step in (50, 100, 150)]
-    rows = summary(prepared, (2, "start", {"step": 0}), *steps).curve()
-    assert [row["epoch"] for row in rows] == [0.5, 1.0, 1.5]
-
-
-def write(path: Path, events: list[dict[str, Any]]) -> Path:
-    with EventWriter(path) as writer:
-        for event in events:
-            writer.write(**{name: value for name, value in event.items() if name != "time"})
-    return path
+    assert [row["epoch"] for row in summary(prepared, (2, "start", {"step": 0}), *steps).curve()] == [0.5, 1.0, 1.5]
 
 
 def test_dataframe_has_one_row_per_step(tmp_path: Path) -> None:
-    frame = metrics_dataframe(write(tmp_path / "events.jsonl", run_events.run()))
+    frame = metrics_dataframe(f"{run_events.write_run(tmp_path, run_events.run())}/events.jsonl")
     measured = ["rows", "loss", "rows_per_s", "blocked_fraction"]
     validated = ["validation_loss", "validation_perplexity", "validation_rows"]
     assert list(frame.columns) == ["step", "epoch", *measured, *validated, "time_s"]
     assert frame["step"].tolist() == list(range(10, 201, 10))
     assert frame["epoch"].isna().all()  # The events lack the number of training rows.
-    perplexity = frame.set_index("step")["validation_perplexity"].dropna()
-    assert perplexity.to_dict() == dict.fromkeys((50, 100, 150, 200), 2.0)
+    assert frame.set_index("step")["validation_perplexity"].dropna().to_dict() == dict.fromkeys((50, 100, 150, 200), 2.0)
     assert frame["time_s"].is_monotonic_increasing
+    unlogged = metrics_dataframe(f"{run_events.write_run(tmp_path, run_events.run()[:1])}/events.jsonl")
+    assert (len(unlogged), "loss" in unlogged.columns) == (0, True)
     with pytest.raises(InputError, match="event file not found"):
         metrics_dataframe(tmp_path / "other.jsonl")
 
 
-def test_dataframe_of_unlogged_run_is_empty(tmp_path: Path) -> None:
-    frame = metrics_dataframe(write(tmp_path / "events.jsonl", [{"kind": "run", "recipe": "x"}]))
-    assert (len(frame), "loss" in frame.columns) == (0, True)
-
-
-def test_dataframe_needs_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataframe_needs_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(InputError, match="pip install pandas"):
-        metrics_dataframe(tmp_path / "events.jsonl")
+        metrics_dataframe("events.jsonl")
 
 
 def test_interval_restarts_after_restart() -> None:
@@ -256,11 +228,10 @@ def test_interval_restarts_after_restart() -> None:
 
 
 def test_repeated_step_is_marked_in_its_series() -> None:
-    run, repeats = RunSummary(), []
-    for number, (kind, step) in enumerate([("step", 10), ("step", 20), ("evaluate", 20), ("step", 20), ("step", 30)]):
-        run.update({"set": "validation", "time": number, "kind": kind, "step": step})
-        repeats.append(run.is_repeat)
-    assert repeats == [False, False, False, True, False]
+    run = RunSummary()
+    for kind, step, is_repeat in (("step", 10, 0), ("step", 20, 0), ("evaluate", 20, 0), ("step", 20, 1), ("step", 30, 0)):
+        run.update({"set": "validation", "time": step, "kind": kind, "step": step})
+        assert run.is_repeat == is_repeat
 
 
 def test_startup_times_group_by_attempt_and_command() -> None:

@@ -10,11 +10,9 @@ from rayrec.observe.timing import Stopwatch, process_age_s
 
 def test_stopwatch_times_consecutive_stages() -> None:
     watch = Stopwatch(last_s=100.0)
-    watch.lap("imports", at_s=102.5)
-    watch.lap("index", at_s=103.0)
-    watch.lap("imports", at_s=104.0)
-    watch.lap("clock of another machine", at_s=103.0)
-    watch.lap("folder", at_s=103.5)
+    laps = (("imports", 102.5), ("index", 103.0), ("imports", 104.0), ("clock of another machine", 103.0), ("folder", 103.5))
+    for name, at_s in laps:
+        watch.lap(name, at_s=at_s)
     assert watch.stages == {"imports": 3.5, "index": 0.5, "clock of another machine": 0.0, "folder": 0.5}
 
 

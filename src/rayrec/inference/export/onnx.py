@@ -63,8 +63,7 @@ class _FullModel(nn.Module):
             return values.float()
         affine = getattr(self, f"affine_{number}")[ids]
         if self._format.quantization == "int4":
-            pairs = torch.stack((values % 16, values // 16), dim=-1)
-            values = pairs.reshape(*ids.shape, self._format.dim)
+            values = torch.stack((values % 16, values // 16), dim=-1).reshape(*ids.shape, self._format.dim)
         return values.float() * affine[..., :1] + affine[..., 1:]
 
 
@@ -129,5 +128,4 @@ def id_widths(preprocessor: Preprocessor) -> list[int]:
 def onnx_inputs(rows: EncodedRows) -> dict[str, np.ndarray]:
     """Convert encoded rows to inputs of the graph."""
     columns = [np.asarray(column, np.int64).reshape(len(rows), -1) for column in rows.ids]
-    dense = {DENSE: rows.dense} if rows.dense.shape[1] else {}
-    return {IDS: np.concatenate(columns, axis=1), **dense}
+    return {IDS: np.concatenate(columns, axis=1), **({DENSE: rows.dense} if rows.dense.shape[1] else {})}

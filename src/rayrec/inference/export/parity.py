@@ -27,7 +27,7 @@ from rayrec.humanize import json_values
 from rayrec.inference.config import LARGEST_LOGIT_DIFFERENCE, ExportConfig
 from rayrec.metrics.binary import auroc
 from rayrec.schema import Schema
-from rayrec.workloads.recsys.run_rows import BATCH_ROWS, encode_parts, open_run_log
+from rayrec.workloads.recsys.scoring import BATCH_ROWS, encode_parts, open_run_log
 from rayrec.workloads.recsys.workload import ClickWorkload
 
 if TYPE_CHECKING:
@@ -127,8 +127,7 @@ def _read(
 
 def spread(ranges: Sequence[SegmentRange], *, rows: int) -> list[SegmentRange]:
     """Choose at most `rows` rows from evenly spaced segments. Pure."""
-    total = sum(part.stop - part.start for part in ranges)
-    num_parts = max(1, math.ceil(len(ranges) * min(1.0, rows / total)))
+    num_parts = max(1, math.ceil(len(ranges) * min(1.0, rows / sum(part.stop - part.start for part in ranges))))
     selected = [ranges[index * len(ranges) // num_parts] for index in range(num_parts)]
     parts, left = [], rows
     for number, part in enumerate(selected):
@@ -208,8 +207,7 @@ def _raw_rows(parts: Sequence[SegmentRange], encoder: Any, preprocessor: Preproc
 
 def _as_table_rows(table: pa.Table, schema: Schema) -> RawValues:
     raw, _ = parse_table(table, schema.unlabelled())
-    names = [name for name in (*schema.dense, *schema.sparse) if name in table.column_names]
-    values = table.select(names)
+    values = table.select([name for name in (*schema.dense, *schema.sparse) if name in table.column_names])
     for index, field in enumerate(values.schema):
         if pa.types.is_timestamp(field.type):  # Python's datetime has no nanoseconds
             kind = pa.timestamp("us", field.type.tz)

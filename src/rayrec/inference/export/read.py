@@ -12,7 +12,7 @@ import torch
 
 from rayrec import storage
 from rayrec.checkpoint.discovery import reject_pickles
-from rayrec.checkpoint.format import MANIFEST
+from rayrec.checkpoint.format import MANIFEST, sha256_of
 from rayrec.checkpoint.safetensors import DTYPES
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
@@ -50,7 +50,9 @@ def open_export(
     reject_pickles(path, files)
     for name in files:
         if name not in (TABLES, DENSE):  # Verified when they are read
-            verify_file(path, name, files)
+            file_path = _checked_path(path, name, files)
+            if sha256_of(file_path) != files[name]["sha256"]:
+                raise InputError(f"{file_path}: damaged, checksum does not match; {FIX}")
     preprocessor = Preprocessor.load(storage.join(path, PREPROCESSOR_FOLDER))
     exported = ExportedModel.of(path, manifest["model"], preprocessor, own=own)
     stored_bytes = files[DENSE]["bytes"] if DENSE in files else 0
@@ -64,15 +66,6 @@ def open_export(
     tables = read_tensors(path, TABLES, files, exported.tables())
     of_features = [tables[vocabulary] for vocabulary in preprocessor.inputs.vocabularies]
     return exported, make_scorer(model, of_features, row_format=exported.row_format, device=device)
-
-
-def verify_file(path: str, name: str, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check a file of an export. Raises InputError if it is missing or changed."""
-    digest, file_path = hashlib.sha256(), _checked_path(path, name, files)
-    for chunk in storage.read_stream(file_path):
-        digest.update(chunk)
-    if digest.hexdigest() != files[name]["sha256"]:
-        raise InputError(f"{file_path}: damaged, checksum does not match; {FIX}")
 
 
 def _checked_path(path: str, name: str, files: Mapping[str, Mapping[str, Any]]) -> str:

@@ -34,9 +34,14 @@ def write_repository(exported: ExportedModel, scorer: ClickScorer, folder: str, 
     preprocessor = exported.preprocessor
     graph = storage.join(folder, MODEL_NAME, "1", "model.onnx")
     write_onnx(preprocessor, scorer, graph)
+    import onnxruntime  # which it requires
+
     config = config_pbtxt(exported.version, num_dense=len(preprocessor.inputs.dense), num_ids=sum(id_widths(preprocessor)))
     storage.write_bytes(storage.join(folder, MODEL_NAME, "config.pbtxt"), config.encode())
-    difference = _difference(graph, rows, rows.score(scorer.score))
+    session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
+    logits = rows.score(lambda batch: session.run([OUTPUT], onnx_inputs(batch))[0][:, 0])
+    expected = rows.score(scorer.score)
+    difference = float((np.abs(logits.astype(np.float64) - expected) / np.maximum(1.0, np.abs(expected))).max())
     if not difference <= (_LARGEST_DIFFERENCE if exported.precision == "fp32" else 100 * _LARGEST_DIFFERENCE):
         raise InputError(f"triton: logits of the ONNX graph differ by up to {difference:.2g}. Export without --triton.")
     return {
@@ -46,14 +51,6 @@ def write_repository(exported: ExportedModel, scorer: ClickScorer, folder: str, 
         "bytes": sum(os.path.getsize(file.path) for file in storage.files_in(os.path.dirname(graph))),
         "sha256": sha256_of(graph),
     }
-
-
-def _difference(graph: str, rows: ParityRows, expected: np.ndarray) -> float:
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
-    logits = rows.score(lambda batch: session.run([OUTPUT], onnx_inputs(batch))[0][:, 0])
-    return float((np.abs(logits.astype(np.float64) - expected) / np.maximum(1.0, np.abs(expected))).max())
 
 
 def config_pbtxt(version: str, *, num_dense: int, num_ids: int) -> str:

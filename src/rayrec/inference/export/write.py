@@ -35,9 +35,8 @@ from rayrec.inference.export.triton import write_repository
 from rayrec.inference.model import open_served, version_of
 from rayrec.models.heads import BinaryHead, LabelHead
 from rayrec.models.scoring_tables import Quantization
-from rayrec.workloads.recsys.run_rows import BATCH_ROWS
 from rayrec.workloads.recsys.scorer import ClickScorer, PlainModel, click_settings, empty_model, flat_values, load_preprocessor
-from rayrec.workloads.recsys.scoring import cache_folder
+from rayrec.workloads.recsys.scoring import BATCH_ROWS, cache_folder
 from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.scoring import PREFIX
 
@@ -106,7 +105,7 @@ def export_clicks(checkpoint: Checkpoint, out: str, *, config: TrainConfig, sett
     encoder_parity = _write_encoder(out, preprocessor, rows, settings)
     served = open_served(checkpoint.path, config=config)
     score = served.scorer.values
-    reference = _Reference(rows.score(score), rows.rows_per_s(score), served.weight_bytes)
+    reference = _Reference(rows.score(score), rows.rows_per_s(score), served.scorer.weight_bytes)
     del served, score  # Frees memory for the weights of the export
     _write_program(_write_weights(checkpoint, out, exported), storage.join(out, PROGRAM), preprocessor.num_embeddings)
     storage.write_bytes(storage.join(out, README), readme(exported).encode())
@@ -145,8 +144,7 @@ def _write_encoder(out: str, preprocessor: Preprocessor, rows: ParityRows, setti
     program = storage.join(out, ENCODER)
     storage.write_bytes(program, encoder_program().encode())
     try:
-        encoder = runpy.run_path(program)["Encoder"](storage.join(out, PREPROCESSOR_FOLDER))
-        compared = compare_encoder(encoder, preprocessor, rows)
+        compared = compare_encoder(runpy.run_path(program)["Encoder"](storage.join(out, PREPROCESSOR_FOLDER)), preprocessor, rows)
     except ValueError as error:
         compared = {"rows": 0, "origin": rows.origin, "failure": str(error)}
     if compared["failure"] and not settings.ignore_parity:
@@ -170,8 +168,7 @@ def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel) ->
                 continue
             values = tensor.numpy()
             for start in range(0, len(values), _CHUNK_ROWS):
-                packed = row_format.pack(values[start : start + _CHUNK_ROWS], table=vocabulary_of[name])
-                yield np.ascontiguousarray(packed).data
+                yield np.ascontiguousarray(row_format.pack(values[start : start + _CHUNK_ROWS], table=vocabulary_of[name])).data
 
     tables, entries, begin = exported.tables(), [], 0
     for vocabulary in (vocabulary_of[name] for name in sorted(vocabulary_of)):  # In the order of full_tensors
@@ -206,8 +203,7 @@ def _write_program(model: PlainModel, path: str, num_embeddings: Sequence[int]) 
     shapes: tuple[Any, ...] = ({0: rows}, {0: rows})
     if of_sequences:
         shapes = (*shapes, tuple(of_sequences))
-    program = torch.export.export(model, tuple(examples), dynamic_shapes=shapes)
-    torch.export.save(program, path)
+    torch.export.save(torch.export.export(model, tuple(examples), dynamic_shapes=shapes), path)
 
 
 def _seal(out: str, exported: ExportedModel, sealed_files: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -274,7 +270,6 @@ def _failure(comparisons: dict[str, Comparison], exported: ExportedModel, settin
     failure = comparisons["export"].failure(exported.quantization, auroc_limit=settings.auroc_limit)
     if failure:
         return failure
-    exact = exported.quantization == "fp32" and exported.precision == "fp32"
-    quantization: Quantization = "fp32" if exact else "fp16"
+    quantization: Quantization = "fp32" if exported.quantization == exported.precision == "fp32" else "fp16"
     failure = comparisons["program"].failure(quantization, auroc_limit=settings.auroc_limit, relative=True)
     return failure and f"{failure} by {PROGRAM}"

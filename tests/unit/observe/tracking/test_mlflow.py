@@ -73,8 +73,12 @@ def test_new_run_with_same_name_is_separate(store: str) -> None:
     assert {run.info.status for run in runs(store)} == {"RUNNING"}  # Without an end event.
 
 
-@pytest.mark.parametrize("uri", ["file:/a/mlruns", "/a/mlruns", "mlruns", "http://host:5000", "https://host/x", "databricks"])
-def test_config_accepts_servers_and_folders(uri: str) -> None:
+URIS = ["file:/a/mlruns", "/a/mlruns", "mlruns", "http://host:5000", "https://host/x", "databricks", "sqlite:///mlflow.db"]
+
+
+@pytest.mark.parametrize("uri", URIS)
+def test_config_accepts_server_folder_and_database(monkeypatch: pytest.MonkeyPatch, uri: str) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name != "sqlalchemy" or uri.startswith("sqlite") or None)
     TrackersConfig(mlflow=True, mlflow_uri=uri).check({})
     TrackersConfig(mlflow=True).check({"MLFLOW_TRACKING_URI": uri})
 
@@ -93,24 +97,15 @@ def test_config_rejects_unwritable_address(monkeypatch: pytest.MonkeyPatch, uri:
         TrackersConfig(mlflow=True).check({"MLFLOW_TRACKING_URI": uri})
 
 
-def test_config_accepts_database_with_full_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
-    TrackersConfig(mlflow=True, mlflow_uri="sqlite:///mlflow.db").check({})
-
-
 def test_unreachable_server_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rayrec.observe.tracking.mlflow import MlflowTracker
 
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setattr(tracking_module, "CLOSE_S", 2.0)
-    uri = f"http://127.0.0.1:{free_ports(1)}"
-    path = tmp_path / "events.jsonl"
-    notes: list[str] = []
+    uri, path, notes = f"http://127.0.0.1:{free_ports(1)}", tmp_path / "events.jsonl", list[str]()
     config = recipes.gpt2_tiny().replace(name="run").to_dict()
-    with (
-        tracking({"MLflow": lambda: MlflowTracker(uri, experiment="x", config=config)}, str(path), note=notes.append),
-        EventWriter(path) as writer,
-    ):
+    make = {"MLflow": lambda: MlflowTracker(uri, experiment="x", config=config)}
+    with tracking(make, str(path), note=notes.append), EventWriter(path) as writer:
         writer.write("run", config_hash="", versions={})
         begin_s = time.monotonic()
         for step in range(1000):
@@ -118,6 +113,6 @@ def test_unreachable_server_delays_nothing(tmp_path: Path, monkeypatch: pytest.M
         assert time.monotonic() - begin_s < 10
         begin_s = time.monotonic()
     assert time.monotonic() - begin_s < 9.0  # Less than the default of 10.
-    assert len(notes) == 1
-    assert notes[0].startswith("MLflow: ")
-    assert "\n" not in notes[0]
+    (line,) = notes
+    assert line.startswith("MLflow: ")
+    assert "\n" not in line

@@ -82,7 +82,7 @@ def test_teacher_requires_weight_and_checkpoint() -> None:
     given.workload.check(given)
     none = given.replace(workload={"teacher": {"weight": 0.0}})
     rejects(r"teacher.weight: must be above 0", none.workload.check, none)
-    rejects(r"weight: must be between 0 and 1, got 1\.5", TeacherConfig, checkpoint="runs/teacher", weight=1.5)
+    rejects(r"weight: must be at least 0 and at most 1, got 1\.5", TeacherConfig, checkpoint="runs/teacher", weight=1.5)
     for nothing in ("", (), ("runs/teacher", "")):
         rejects(r"teacher.checkpoint: must be one or more", TeacherConfig, checkpoint=nothing, weight=0.5)
 
