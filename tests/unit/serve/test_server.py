@@ -268,10 +268,9 @@ def test_following_skips_damaged_checkpoints(
         _save(tmp_path, step, **{"score": 0.9, name: value})
     (Path(folder_of(str(tmp_path), 30)) / MANIFEST).mkdir(parents=True)
     watched = Watched("the first", monkeypatch)
-    watch = watched.watch()
     for which in ("newest", "best"):
         assert choose(str(tmp_path), which) == good  # type: ignore[arg-type]
-        watched.follow(watch, str(tmp_path), which)
+        watched.follow(tmp_path, which)
     assert watched.changes == [good]
     assert capsys.readouterr().err.count("Skipping a checkpoint: ") == 6
 
@@ -284,6 +283,7 @@ class Watched:
         self.desired, self.changes = DesiredState(1, ModelSource(1, path)), list[str]()
         self.failures, self.trouble, self.go_on = dict[str, str](), list[Exception](), threading.Event()
         self.go_on.set()
+        self.watch = server._Watch(server.Server("http://x", self, "x:1"), Console())  # type: ignore[arg-type]
 
     def call_register(self, method: str, *, timeout_s: float) -> dict[str, Any]:
         assert method == "describe"
@@ -303,15 +303,14 @@ class Watched:
             raise error
         self.desired = new
 
-    def watch(self) -> server._Watch:
-        return server._Watch(server.Server("http://x", self, "x:1"), Console())  # type: ignore[arg-type]
-
-    def follow(self, watch: server._Watch, run: str, which: Any = "newest") -> None:
-        """Follow until the change is complete and reported."""
-        watch.follow(run, which)
-        if watch._change is not None:
-            watch._change[1].exception(60)
-        assert watch.poll()
+    def follow(self, run: str | Path, which: Any = "newest", trouble: tuple[Exception, ...] = ()) -> None:
+        """Follow until the change is complete and reported. `trouble` is for the change alone."""
+        self.trouble += trouble
+        self.watch.follow(str(run), which)
+        if self.watch._change is not None:
+            self.watch._change[1].exception(60)
+        self.trouble = [error for error in self.trouble if error not in trouble]
+        assert self.watch.poll()
 
 
 @pytest.fixture
@@ -320,9 +319,9 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 def test_following_switches_to_new_checkpoints(watched: Watched, tmp_path: Path) -> None:
-    watch, first = watched.watch(), watched.desired.model.path
+    watch, first = watched.watch, watched.desired.model.path
     run = os.path.relpath(tmp_path)
-    watched.follow(watch, run)
+    watched.follow(run)
     assert watched.changes == []  # it serves that already, by whatever name
     newest = _save(tmp_path, 20, None)
     watched.go_on.clear()
@@ -330,24 +329,19 @@ def test_following_switches_to_new_checkpoints(watched: Watched, tmp_path: Path)
         watch.follow(run, "newest")
         assert watch.poll()
     watched.go_on.set()
-    watched.follow(watch, run)
+    watched.follow(run)
     assert watched.changes == [newest]
-    watched.follow(watch, run)
+    watched.follow(run)
     watched.desired = control.revert_model(watched.desired)
     assert watch.poll()
-    watched.follow(watch, run)  # after a rollback that is what the user wants
+    watched.follow(run)  # after a rollback that is what the user wants
     assert (watched.changes, watched.desired.model.path) == ([newest], first)
 
 
 def test_failed_checkpoint_is_retried(watched: Watched, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    watch, newest = watched.watch(), _save(tmp_path, 20, None)
+    newest = _save(tmp_path, 20, None)
     for _ in range(10):
-        watched.trouble = [InputError("the store was out")]
-        watch.follow(str(tmp_path), "newest")
-        if watch._change is not None:
-            watch._change[1].exception(60)
-        watched.trouble = []
-        assert watch.poll()
+        watched.follow(tmp_path, trouble=(InputError("the store was out"),))
     assert watched.changes == [newest] * 4
     assert capsys.readouterr().err.count("Keeping the model: the store was out") == 4
 
@@ -355,18 +349,18 @@ def test_failed_checkpoint_is_retried(watched: Watched, tmp_path: Path, capsys: 
 def test_following_survives_outages(
     watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    watch = watched.watch()
+    watch = watched.watch
     for error in (OSError("the store was out for 5 s"), InputError("access denied"), None):
         monkeypatch.setattr(server, "choose", raising(error) if error else choose)
         for _ in range(3):
-            watched.follow(watch, str(tmp_path))
+            watched.follow(tmp_path)
     newest = _save(tmp_path, 20, None)
     for _ in range(5):
         watched.trouble = [ray.exceptions.ActorUnavailableError("it starts again", b"\0" * 16) for _ in range(2)]
-        watched.follow(watch, str(tmp_path))
+        watched.follow(tmp_path)
         watch.follow(str(tmp_path), "newest")  # sees the failure
     watched.trouble = []
-    watched.follow(watch, str(tmp_path))
+    watched.follow(tmp_path)
     assert watched.desired.model.path == newest
     printed = capsys.readouterr().err
     for cause in ("the store was out for 5 s", "access denied"):

@@ -30,9 +30,7 @@ def track(store: str, events: list[dict[str, Any]], **config: Any) -> None:
     from rayrec.observe.tracking.mlflow import MlflowTracker
 
     values = recipes.criteo_demo().replace(name="run", **config).to_dict()
-    tracker = MlflowTracker(store, experiment="rayrec", config=values)
-    run_events.feed(tracker, events)
-    tracker.close()
+    run_events.feed(MlflowTracker(store, experiment="rayrec", config=values), events, close=True)
 
 
 def runs(store: str) -> list[Any]:

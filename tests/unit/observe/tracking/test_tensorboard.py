@@ -44,17 +44,14 @@ def curves(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def track(folder: Path, events: list[dict[str, Any]]) -> None:
-    tracker = TensorBoardTracker(str(folder), config="recipe: x\nseed: 0\n")
-    run_events.feed(tracker, events)
-    tracker.close()
+    run_events.feed(TensorBoardTracker(str(folder), config="recipe: x\nseed: 0\n"), events, close=True)
 
 
 def test_curves_match_events(tmp_path: Path) -> None:
     events = run_events.run()
     track(tmp_path, [event for event in events if event["kind"] != "finish"])
     shown = curves(tmp_path)
-    rows = RunSummary(events).curve()
-    loss = {row["step"]: row["loss"] for row in rows}
+    loss = {row["step"]: row["loss"] for row in RunSummary(events).curve()}
     assert shown["train/loss"].keys() == loss.keys()
     assert all(math.isclose(shown["train/loss"][step], value, rel_tol=1e-6) for step, value in loss.items())
     assert list(shown["validation/loss"]) == [50, 100, 150, 200]
@@ -65,8 +62,7 @@ def test_curves_match_events(tmp_path: Path) -> None:
     assert version.file_version == "brain.Event:2"
     (text,) = [value for record in records(path) for value in record.summary.value if value.HasField("tensor")]
     assert text.tensor.string_val[0] == b"    recipe: x\n    seed: 0"
-    times = [record.wall_time for record in records(path)]
-    assert times[-1] == events[-4]["time"]
+    assert [record.wall_time for record in records(path)][-1] == events[-4]["time"]
 
 
 def test_resuming_driver_duplicates_no_points(tmp_path: Path) -> None:

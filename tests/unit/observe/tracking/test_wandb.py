@@ -18,15 +18,13 @@ from rayrec import recipes
 wandb = pytest.importorskip("wandb")
 BLOCK_BYTES = 32 << 10
 FULL, LAST = 1, 4
+CONFIG = recipes.gpt2_tiny().replace(name="run").to_dict()
 
 
 def track(folder: Path, events: list[dict[str, Any]]) -> None:
     from rayrec.observe.tracking.wandb import WandbTracker
 
-    config = recipes.gpt2_tiny().replace(name="run").to_dict()
-    tracker = WandbTracker(str(folder), project="rayrec", offline=True, config=config)
-    run_events.feed(tracker, events)
-    tracker.close()
+    run_events.feed(WandbTracker(str(folder), project="rayrec", offline=True, config=CONFIG), events, close=True)
 
 
 def scanned(data: bytes) -> Iterator[bytes]:
@@ -77,8 +75,7 @@ def test_resuming_driver_replaces_offline_run(tmp_path: Path) -> None:
     assert [row["step"] for row in rows if "train/loss" in row] == list(range(10, 201, 10))
     assert [row["step"] for row in rows if "validation/loss" in row] == [50, 100, 150, 200]
     assert rows[-1] == {"step": 200, "final/loss": 0.5}
-    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    assert b"WANDB_API_KEY" not in written
+    assert b"WANDB_API_KEY" not in b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
 class OnlineRun:
@@ -105,8 +102,7 @@ def online(run: OnlineRun, monkeypatch: pytest.MonkeyPatch) -> Any:
     from rayrec.observe.tracking.wandb import WandbTracker
 
     monkeypatch.setattr("wandb.init", lambda **settings: run)
-    config = recipes.gpt2_tiny().replace(name="run").to_dict()
-    return WandbTracker("folder", project="rayrec", offline=False, config=config)
+    return WandbTracker("folder", project="rayrec", offline=False, config=CONFIG)
 
 
 STEP_100 = {"kind": "step", "time": 1.0, "step": 100, "steps": 200, "loss": 0.5}
@@ -125,8 +121,7 @@ def test_unsent_measures_are_sent_later_in_order(monkeypatch: pytest.MonkeyPatch
 
 def test_resuming_driver_sends_only_unsent_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     before = OnlineRun({}, resumed=False)
-    tracker = online(before, monkeypatch)
-    run_events.feed(tracker, [STEP_100])  # The driver is killed before it sends the evaluation of this step.
+    run_events.feed(online(before, monkeypatch), [STEP_100])  # The driver is killed before it sends the evaluation of this step.
     after = OnlineRun(before.summary, resumed=True)
     tracker = online(after, monkeypatch)
     run_events.feed(tracker, [STEP_100, EVALUATION_100, {**STEP_100, "step": 110}], flush=False)
@@ -143,9 +138,7 @@ def test_exit_code_follows_last_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     finished = [*failed, begun, STEP_100, {"kind": "finish", "time": 6.0, "step": 100, "metrics": {}}]
     for events, exit_code in ((stopped, 0), (failed, 1), (finished, 0)):
         run = OnlineRun({}, resumed=False)
-        tracker = online(run, monkeypatch)
-        run_events.feed(tracker, events, flush=False)
-        tracker.close()
+        run_events.feed(online(run, monkeypatch), events, flush=False, close=True)
         assert run.exit_code == exit_code
 
 
