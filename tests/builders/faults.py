@@ -1,9 +1,15 @@
 """Functions that fail, bytes that change, and waiting for what comes of it."""
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from rayrec import storage
+from rayrec.config import InputError
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
@@ -30,6 +36,39 @@ def at_first(
         return function(*arguments, **named)
 
     return call
+
+
+def unreadable(patch: pytest.MonkeyPatch, end: str, error: Exception) -> None:
+    """Make every read of a file whose path ends so raise an error."""
+    with_retries = storage.files.with_retries
+
+    def fails(path: str, call: Any) -> Any:
+        if path.endswith(end) and call.__name__ == "read":
+            raise error
+        return with_retries(path, call)
+
+    patch.setattr(storage.files, "with_retries", fails)
+    if "data_" in end:  # others are streamed
+        patch.setattr(os, "preadv", raising(error))
+
+
+def watched(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, ...]]:
+    """Record each call of a function: its arguments, then its result."""
+    function, calls = getattr(owner, name), list[tuple[Any, ...]]()
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        calls.append((*arguments, result := function(*arguments, **named)))
+        return result
+
+    patch.setattr(owner, name, call)
+    return calls
+
+
+def rejects(message: str, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> None:
+    """Check that a call raises an InputError of one line, which matches a pattern."""
+    with pytest.raises(InputError, match=message) as raised:
+        call(*arguments, **named)
+    assert "\n" not in str(raised.value)
 
 
 def flip(path: str | Path, place: int | None = None, *, bit: int = 1) -> None:

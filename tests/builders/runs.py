@@ -9,6 +9,8 @@ from rayrec.training import trainer
 from rayrec.workloads.base import TrainConfig
 
 QUIET = Console(quiet=True)
+LEAN: dict[str, Any] = {"trackers": {"prometheus": False, "tensorboard": False}, "observe": {"times": False}}
+"""Settings of a run without trackers and step times."""
 
 
 def train(config: TrainConfig, **changes: Any) -> trainer.Result:

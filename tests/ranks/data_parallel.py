@@ -3,12 +3,13 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from builders.faults import watched
+from builders.loops import StopSignal
 from ranks.checkpoint import local
 from torch import distributed
 from torch.nn import functional
@@ -55,8 +56,11 @@ class Small(DataParallelWorkload):
     batch_norm: bool = False
     noise: float = 0.0
 
-    def prepare(self, context: RunContext) -> Any:
-        raise AssertionError("not called here")
+    def check(self, config: TrainConfig) -> None:
+        pass
+
+    def prepare(self, context: RunContext) -> None:
+        pass
 
     def set_rows(self, prepared: Any) -> dict[str, int]:
         return ROWS
@@ -114,20 +118,12 @@ class NextToken(DataParallelWorkload):
         return -metrics["loss"]
 
 
-def products_by_onednn(patch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """Make oneDNN compute GPT-2's products of any size; yield the shapes of their inputs."""
+def products_by_onednn(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Make oneDNN compute GPT-2's products of any size; return them as they are made."""
     from rayrec.workloads import language_model
 
-    seen: list[torch.Size] = []
-    stack = language_model.linear_stack
-
-    def noting(rows: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
-        seen.append(rows.shape)
-        return stack(rows, *arguments, **named)
-
     patch.setattr(language_model, "_MIN_MULTIPLY_ADDS", 1)
-    patch.setattr(language_model, "linear_stack", noting)
-    return seen
+    return watched(patch, language_model, "linear_stack")
 
 
 def next_token_config(world_size: int, **workload: Any) -> TrainConfig:
@@ -183,7 +179,7 @@ def train(folder: str, rank: int, configuration: TrainConfig, *, from_step: int 
         progress=progress,
         log=lambda kind, fields: events.append({"kind": kind, **fields}),
         save=save,
-        stop_signal=SimpleNamespace(poll=lambda: (False, False), preempted=lambda: False, urgent=lambda: False),
+        stop_signal=StopSignal(),
     )
     loop.run(training)
     loader.close()

@@ -8,8 +8,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders.faults import raising
-from builders.runs import QUIET
+from builders.faults import raising, rejects
+from builders.runs import LEAN, QUIET
 
 import rayrec
 from rayrec import recipes, storage
@@ -52,17 +52,13 @@ def write(config: TrainConfig, data: Any, *, resumes: bool = False) -> list[str]
 
 
 def test_dataframe_run_matches_parquet_run(tmp_path: Path) -> None:
-    small = config(tmp_path, steps=4, batch_size=64, scaling={"num_workers": 1}).updated(
-        {"trackers": {"tensorboard": False, "prometheus": False}, "evaluate_every": 4}
-    )
+    small = config(tmp_path, steps=4, batch_size=64, scaling={"num_workers": 1}, evaluate_every=4, **LEAN)
     frame, held_out = ratings(), ratings(200, seed=1)
     result = rayrec.train(small, data=frame, eval_data=held_out, console=QUIET)
     for name, rows in (("train", frame), ("eval", held_out)):
         rows.drop(columns="unused").to_parquet(tmp_path / f"{name}.parquet", index=False)
-    of_files = small.updated(
-        {"name": "files", **{f"{name}_data": {"path": f"{tmp_path}/{name}.parquet"} for name in ("train", "eval")}}
-    )
-    expected = rayrec.train(of_files, console=QUIET)
+    paths = {f"{name}_data": {"path": f"{tmp_path}/{name}.parquet"} for name in ("train", "eval")}
+    expected = rayrec.train(small.updated({"name": "files", **paths}), console=QUIET)
     assert result.summary["weights_sha256"] == expected.summary["weights_sha256"]
     assert result.metrics == expected.metrics
     longer = small.replace(steps=6)
@@ -78,8 +74,7 @@ def test_dataframe_is_written_as_parquet(tmp_path: Path, monkeypatch: pytest.Mon
     (note,) = write(config(tmp_path), ratings())
     place = tmp_path / "run" / "data" / "train"
     assert note == f"Wrote 600 rows to {place} as Parquet (once); the run reads its train_data from there"
-    table = pq.read_table(place / "part-000000.parquet")
-    assert table.column_names == ["liked", "age", "user", "movie"]
+    assert pq.read_table(place / "part-000000.parquet").column_names == ["liked", "age", "user", "movie"]
     files = [pq.ParquetFile(file.path) for file in storage.list_files(str(place))]
     assert [(file.metadata.num_rows, file.num_row_groups) for file in files] == [(200, 2)] * 3
     written = pd.concat([file.read().to_pandas() for file in files], ignore_index=True)
@@ -94,10 +89,8 @@ def test_resumed_run_keeps_written_data(tmp_path: Path) -> None:
     (note,) = write(config(tmp_path), ratings(seed=1), resumes=True)  # other values are not noticed
     assert note.endswith("the given data is not read again")
     assert written.read_bytes() == before
-    for changed, message in (
-        (ratings(601), r"rows: 600 -> 601"),
-        (ratings().assign(age=1), r"columns: {.*'age': 'double'.*} -> {.*'age': 'int64'.*}"),
-    ):
+    retyped = r"columns: {.*'age': 'double'.*} -> {.*'age': 'int64'.*}"
+    for changed, message in ((ratings(601), r"rows: 600 -> 601"), (ratings().assign(age=1), retyped)):
         with pytest.raises(InputError, match=rf"{tmp_path}/run/data/train: .* other data \({message}\). Use the same"):
             write(config(tmp_path), changed, resumes=True)
     write(config(tmp_path), ratings(601))  # nothing is trained yet
@@ -130,8 +123,7 @@ def test_failed_write_leaves_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_dataframe_input_rejects_invalid_data(tmp_path: Path, data: Any, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        write(config(tmp_path, **changes), data)
+    rejects(message, write, config(tmp_path, **changes), data)
     assert not list(tmp_path.iterdir())
 
 
@@ -144,11 +136,8 @@ def test_dataframe_input_accepts_criteo_columns(tmp_path: Path) -> None:
     """Categories of 8 hexadecimal digits, and integers that pandas stores as floats because of missing values."""
     recipe = criteo_demo().replace(name="run", storage_path=str(tmp_path))
     schema = recipe.workload.table_schema
-    assert schema is not None
-    frame = pd.DataFrame(
-        {"label": [0, 1]} | {name: [None, 3] for name in schema.dense} | dict.fromkeys(schema.sparse, "0000000a")
-    )
-    write(recipe, frame.rename(columns={"label": schema.label}))
+    columns = {schema.label: [0, 1], **{name: [None, 3] for name in schema.dense}, **dict.fromkeys(schema.sparse, "0000000a")}
+    write(recipe, pd.DataFrame(columns))
     assert pq.read_schema(tmp_path / "run/data/train/part-000000.parquet").names == list(schema.columns)
 
 

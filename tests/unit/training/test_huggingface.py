@@ -1,16 +1,16 @@
 """HuggingFace loop, bit-identical in steps, segments and events to rayrec's own."""
 
 import dataclasses
-import math
 import os
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from builders.loops import StopSignal
+from ranks.checkpoint import same
 from ranks.data_parallel import NextToken, products_by_onednn
 
 from rayrec.checkpoint.state import all_tensors, make_state
@@ -19,62 +19,24 @@ from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.training import huggingface, loop
 from rayrec.training.progress import Progress, Training
 from rayrec.workloads.base import TrainConfig, WorkerContext
-from rayrec.workloads.run_config import CheckpointConfig
 
 
 def config(**changes: Any) -> TrainConfig:
     """Return a configuration with 13 steps of 8 rows in two epochs and a bit (last step of an epoch: 4 rows), evaluated every 5
     and saved every 4 steps."""
-    workload = NextToken(
-        optimizer=DenseOptimizerConfig(kind="adamw", learning_rate=0.01, max_gradient_norm=0.5),
-        schedule=LearningRateSchedule(warmup_steps=3, decay_fraction=0.5),
-    )
-    made = TrainConfig(
-        recipe="next_token",
-        workload=workload,
-        steps=13,
-        batch_size=8,
-        evaluate_every=5,
-        log_every=2,
-        checkpoint=CheckpointConfig(every=4),
-    )
-    return made.replace(**changes)
-
-
-@dataclass
-class StopSignal:
-    """Stop request or preemption after some trained steps."""
-
-    progress: Progress
-    stop_at: float = math.inf
-    preempt_at: float = math.inf
-
-    def poll(self) -> tuple[bool, bool]:
-        return self.progress.step >= self.stop_at, self.progress.step >= self.preempt_at
-
-    def urgent(self) -> bool:
-        return self.progress.step >= self.stop_at
-
-    def preempted(self) -> bool:
-        self.preempt_at = math.inf
-        return True
-
-
-@dataclass(frozen=True)
-class Save:
-    progress: dict[str, Any]
-    loader: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
+    optimizer = DenseOptimizerConfig(kind="adamw", learning_rate=0.01, max_gradient_norm=0.5)
+    workload = NextToken(optimizer=optimizer, schedule=LearningRateSchedule(warmup_steps=3, decay_fraction=0.5))
+    made = TrainConfig(recipe="next_token", workload=workload, steps=13, batch_size=8, evaluate_every=5, log_every=2)
+    return made.replace(checkpoint={"every": 4}).replace(**changes)
 
 
 class Attempt:
     """One call of a loop, from the start or from a save."""
 
-    def __init__(self, run: Any, wanted: TrainConfig, *, start: Save | None = None, **stop_signal: float) -> None:
+    def __init__(self, run: Any, wanted: TrainConfig, *, start: Any = None, **stop_signal: float) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.saves: dict[int, Save] = {}
-        self.rates: list[float] = []
-        progress = Progress(**start.progress) if start else Progress()
+        self.saves: dict[int, Any] = {}
+        self.progress = progress = Progress(**start.progress) if start else Progress()
         context = WorkerContext(wanted, 0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
         loader = wanted.workload.make_loader(context, None, state=start and start.loader, step=progress.step)
         self.setup = wanted.workload.set_up(context, None)
@@ -86,20 +48,12 @@ class Attempt:
 
         def save(progress: Progress, state: dict[str, Any], *, score: Any, needed: bool, complete: bool) -> None:
             copies = {name: tensor.clone() for name, tensor in self.tensors().items()}
-            self.saves[progress.step] = Save(dataclasses.asdict(progress), state, copies)
+            self.saves[progress.step] = SimpleNamespace(progress=dataclasses.asdict(progress), loader=state, tensors=copies)
 
-        training = Training(
-            config=wanted,
-            setup=self.setup,
-            loader=loader,
-            progress=progress,
-            log=lambda kind, fields: self.events.append((kind, fields)),
-            save=save,
-            stop_signal=StopSignal(progress, **stop_signal),
-        )
-        self.finished = run(training)
+        parts: dict[str, Any] = {"log": lambda kind, fields: self.events.append((kind, fields)), "save": save}
+        parts["stop_signal"] = StopSignal(lambda: progress.step, **stop_signal)
+        self.finished = run(Training(config=wanted, setup=self.setup, loader=loader, progress=progress, **parts))
         loader.close()
-        self.progress = progress
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return all_tensors(self.setup.model, self.setup.optimizer)
@@ -109,12 +63,6 @@ class Attempt:
         timed = {"rows_per_s", "blocked_fraction", "times_s", "multiply_adds_per_s", "peak_fraction", "memory_bytes"}
         kept = [(kind, fields) for kind, fields in self.events if kind != "data"]
         return [(kind, {k: v for k, v in fields.items() if k not in timed}) for kind, fields in kept]
-
-
-def assert_same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
 
 
 @pytest.mark.parametrize(
@@ -129,16 +77,6 @@ def assert_same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tenso
     ids=str,
 )
 def test_huggingface_loop_matches_own_loop(changes: dict[str, Any]) -> None:
-    check_that_both_loops_do_the_same(changes)
-
-
-def test_huggingface_loop_matches_own_loop_with_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = products_by_onednn(monkeypatch)
-    check_that_both_loops_do_the_same({"workload": {"accumulate": 2}})
-    assert products
-
-
-def check_that_both_loops_do_the_same(changes: dict[str, Any]) -> None:
     own, other = (Attempt(run, config(**changes)) for run in (loop.run, huggingface.run))
     assert (own.finished, other.finished) == (True, True)
     assert own.told() == other.told()
@@ -147,10 +85,16 @@ def check_that_both_loops_do_the_same(changes: dict[str, Any]) -> None:
         assert all(min(times[name] for name in ("data", "forward", "backward", "optimizer")) > 0 for times in times_s)
     assert own.saves.keys() == other.saves.keys() == {4, 8, 12, 13}
     for step, save in own.saves.items():
-        assert_same(save.tensors, other.saves[step].tensors)
+        assert same(save.tensors, other.saves[step].tensors)
         assert save.loader == other.saves[step].loader
     timeless = {"train_s": 0, "blocked_s": 0}
     assert dataclasses.asdict(own.progress) | timeless == dataclasses.asdict(other.progress) | timeless
+
+
+def test_huggingface_loop_matches_own_loop_with_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = products_by_onednn(monkeypatch)
+    test_huggingface_loop_matches_own_loop({"workload": {"accumulate": 2}})
+    assert products
 
 
 def test_accumulated_parts_match_full_batch() -> None:
@@ -163,18 +107,16 @@ def test_accumulated_parts_match_full_batch() -> None:
 
 @pytest.fixture(scope="module")
 def whole() -> Attempt:
-    """Run one attempt from start to end."""
     return Attempt(huggingface.run, config())
 
 
-@pytest.mark.parametrize("step", [4, 8, 12])
+@pytest.mark.parametrize("step", [4, 8, 12, 13])
 def test_resumed_attempt_matches_uninterrupted_weights(whole: Attempt, step: int) -> None:
     rest = Attempt(huggingface.run, config(), start=whole.saves[step])
     assert rest.finished
-    assert_same(rest.tensors(), whole.tensors())
-    assert [event for event in rest.told() if event[0] == "evaluate"] == [
-        event for event in whole.told() if event[0] == "evaluate" and event[1]["step"] > step
-    ]
+    assert same(rest.tensors(), whole.tensors())
+    found, expected = ([event for event in each.told() if event[0] == "evaluate"] for each in (rest, whole))
+    assert found == [event for event in expected if event[1]["step"] > step]
 
 
 def test_stop_request_saves_step_and_resumes(whole: Attempt) -> None:
@@ -183,14 +125,14 @@ def test_stop_request_saves_step_and_resumes(whole: Attempt) -> None:
     assert first.progress.step == 6
     assert list(first.saves) == [4, 6]
     rest = Attempt(loop.run, config(), start=first.saves[6])  # either loop may resume where the other stopped
-    assert_same(rest.tensors(), whole.tensors())
+    assert same(rest.tensors(), whole.tensors())
 
 
 def test_preemption_notice_saves_and_training_continues(whole: Attempt) -> None:
     warned = Attempt(huggingface.run, config(), preempt_at=6)
     assert warned.finished
     assert list(warned.saves) == [4, 6, 8, 12, 13]
-    assert_same(warned.tensors(), whole.tensors())
+    assert same(warned.tensors(), whole.tensors())
 
 
 def test_stop_at_due_evaluation_resumes_with_evaluation(whole: Attempt) -> None:
@@ -198,11 +140,7 @@ def test_stop_at_due_evaluation_resumes_with_evaluation(whole: Attempt) -> None:
     assert (first.progress.step, first.progress.evaluation_due) == (5, True)
     rest = Attempt(huggingface.run, config(log_every=5), start=first.saves[5])
     assert rest.told()[0][0] == "evaluate"
-    assert_same(rest.tensors(), whole.tensors())  # which was logged more often
-
-
-def test_finished_run_trains_no_step(whole: Attempt) -> None:
-    assert Attempt(huggingface.run, config(), start=whole.saves[13]).finished
+    assert same(rest.tensors(), whole.tensors())  # which was logged more often
 
 
 def test_non_finite_loss_raises_input_error() -> None:
@@ -211,19 +149,11 @@ def test_non_finite_loss_raises_input_error() -> None:
 
 
 def test_loss_matches_plain_trainer_script(tmp_path: Path) -> None:
-    """Plain Trainer on the same rows in the same order."""
     from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
-    wanted = config(
-        steps=10,
-        log_every=1,
-        batch_size=4,  # whole epochs of full batches
-        workload={
-            "model": {"dropout": 0.0},
-            "schedule": {"warmup_steps": 0, "decay_fraction": 0.0},
-            "optimizer": {"eps": 1e-8, "weight_decay": 0.01},
-        },
-    )
+    plain = {"model": {"dropout": 0.0}, "schedule": {"warmup_steps": 0, "decay_fraction": 0.0}}
+    workload = {**plain, "optimizer": {"eps": 1e-8, "weight_decay": 0.01}}
+    wanted = config(steps=10, log_every=1, batch_size=4, workload=workload)  # whole epochs of full batches
     ours = Attempt(huggingface.run, wanted)
     context = WorkerContext(wanted, 0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
     loader = wanted.workload.make_loader(context, None, state=None, step=0)
@@ -254,8 +184,7 @@ def test_loss_matches_plain_trainer_script(tmp_path: Path) -> None:
     trainer.train()
     theirs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert [fields["loss"] for kind, fields in ours.told() if kind == "step"] == pytest.approx(theirs, abs=6e-5)
-    for name, tensor in ours.setup.model.state_dict().items():
-        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.setup.model.state_dict(), model.state_dict(), rtol=1e-5, atol=1e-5)
 
 
 def test_huggingface_loop_restores_process_and_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from builders.logs import learn, open_index
+from builders.loops import StopSignal, fake_setup
 from ranks.data_parallel import Small, config
 
 from rayrec import recipes, storage
@@ -49,9 +51,7 @@ def spin(seconds: float) -> None:
         hashlib.sha256(block).digest()
 
 
-def train(
-    configuration: TrainConfig, setup: WorkerSetup, loader: Any, *, save_s: float = 0.0
-) -> tuple[Diagnosis, list[dict[str, Any]]]:
+def train(configuration: TrainConfig, setup: WorkerSetup, loader: Any, *, save_s: float = 0.0) -> tuple[Diagnosis, list[Any]]:
     events: list[dict[str, Any]] = [{"time": time.time(), "kind": "start", "step": 0, "rows": 0}]
 
     def log(kind: str, fields: dict[str, Any]) -> None:
@@ -61,26 +61,14 @@ def train(
         time.sleep(save_s)
         log("checkpoint", {"step": progress.step, "stall_s": save_s, "bytes": 1000, "write_s": save_s or 1.0})
 
-    training = Training(
-        config=configuration,
-        setup=setup,
-        loader=loader,
-        progress=Progress(),
-        log=log,
-        save=save,
-        stop_signal=SimpleNamespace(poll=lambda: (False, False), preempted=lambda: False, urgent=lambda: False),
-    )
-    loop.run(training)
+    parts: dict[str, Any] = {"progress": Progress(), "log": log, "save": save, "stop_signal": StopSignal()}
+    loop.run(Training(config=configuration, setup=setup, loader=loader, **parts))
     loader.close()
     # Beside so few steps the evaluation at the end would be the largest part.
-    found = diagnose(RunSummary(event for event in events if event["kind"] != "evaluate"))
-    assert found is not None
-    return found, events
+    return diagnose(RunSummary(event for event in events if event["kind"] != "evaluate")), events
 
 
 class SlowRows(ArrayRows):  # type: ignore[misc]  # final for others
-    """Row source with a read delay."""
-
     delay: Callable[[], None] = staticmethod(lambda: None)
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
@@ -88,8 +76,9 @@ class SlowRows(ArrayRows):  # type: ignore[misc]  # final for others
         return super().read(indices)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Slow(Small):
-    """`Small` with a slow source or model."""
+    model_s: float = 0.0
 
     def open_set(self, context: WorkerContext, prepared: Any, name: str) -> Any:
         rows = super().open_set(context, prepared, name)
@@ -104,12 +93,9 @@ class Slow(Small):
             time.sleep(self.model_s)
         return super().measure(model, tensors)
 
-    model_s = 0.0
-
 
 def small_run(*, read: Callable[[], None] = lambda: None, model_s: float = 0.0, save_s: float = 0.0) -> Any:
-    workload = Slow(optimizer=config(1).workload.optimizer)  # type: ignore[attr-defined]
-    object.__setattr__(workload, "model_s", model_s)
+    workload = Slow(optimizer=config(1).workload.optimizer, model_s=model_s)  # type: ignore[attr-defined]
     configuration = config(1).replace(workload=workload)
     context = WorkerContext(configuration, 0, 1, torch.device("cpu"), ThreadEngine(1))
     prepared = {"read": read}
@@ -126,8 +112,7 @@ def test_bottleneck_detects_slow_row_source(work: Callable[[float], None], cause
 def test_bottleneck_detects_slow_model_with_full_accounting() -> None:
     found, events = small_run(model_s=5 * DELAY_S)
     assert found.bottleneck == "model"
-    steps = [event for event in events if event["kind"] == "step"]
-    for before, event in pairwise(steps):
+    for before, event in pairwise([event for event in events if event["kind"] == "step"]):
         assert event["times_s"]["forward"] >= 5 * DELAY_S
         assert event["multiply_adds_per_s"] > 0
         assert sum(event["times_s"].values()) == pytest.approx((event["rows"] - before["rows"]) / event["rows_per_s"])
@@ -138,9 +123,6 @@ def test_bottleneck_detects_slow_checkpoint_storage() -> None:
     assert found.bottleneck == "checkpoint"
 
 
-# -- click logs
-
-
 @pytest.fixture(scope="module")
 def prepared(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[LogIndex, Preprocessor]:
     path = tmp_path_factory.mktemp("planted") / "log.txt"
@@ -149,42 +131,20 @@ def prepared(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return index, learn(index)
 
 
-class Steps:
-    """Model with 2 ms per step."""
+def click_run(prepared: tuple[LogIndex, Preprocessor]) -> Diagnosis:
+    (index, preprocessor), clock = prepared, HostTimer()
 
-    def __init__(self, clock: HostTimer) -> None:
-        self._clock = clock
-
-    def progress(self, batches: Iterator[Any]) -> Any:
+    def progress(batches: Iterator[Any]) -> Any:
         next(batches)
-        with self._clock.phase("forward"):
+        with clock.phase("forward"):
             time.sleep(0.002)
         return SimpleNamespace(loss=torch.tensor(1.0))
 
-    def reset(self) -> None:
-        pass
-
-
-def click_run(prepared: tuple[LogIndex, Preprocessor]) -> Diagnosis:
-    index, preprocessor = prepared
-    clock = HostTimer()
-    setup: Any = SimpleNamespace(
-        pipeline=Steps(clock),
-        clock=clock,
-        multiply_adds_per_row=None,
-        peak_multiply_adds_per_s=None,
-        model=SimpleNamespace(train=lambda: None, eval=lambda: None),
-        optimizer=SimpleNamespace(param_groups=[]),
-        begin_step=lambda step, total: None,
-        make_metrics=lambda: SimpleNamespace(update=None, compute=lambda: {"auroc": 0.5}),
-        eval_batches={"validation": lambda: iter(())},
-    )
     order = BlockOrder(tuple(SegmentRange(s, 0, s.rows) for s in index.segments), "window", 0, 3)
     source = TaskSource(InProcess(preprocessor), ThreadEngine(1), SCHEMA, order.max_block_rows, prefetch_blocks=1)
     loader = Loader(order, ClickBatches(source, SCHEMA), BatchSharding(0, 1, 32), epochs=1)
     configuration = recipes.criteo_demo("none").replace(log_every=4, evaluate_every=10**6, early_stopping={"patience": 0})
-    found, _ = train(configuration, setup, loader)
-    return found
+    return train(configuration, fake_setup(SimpleNamespace(progress=progress, reset=lambda: None), clock=clock), loader)[0]
 
 
 def test_bottleneck_detects_slow_log_storage(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> None:

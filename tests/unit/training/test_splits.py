@@ -3,47 +3,19 @@
 import json
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.csv as arrow_csv
 import pytest
+from builders.csv_runs import train, write_days
 
 from rayrec import cli
 from rayrec.data import synthetic
 
-ROWS, DAYS = 400, 4
-SCHEMA = "{label: click, dense: [age], sparse: [user, item], tokens: any, timestamp: at, delimiter: ','}"
-
 
 @pytest.fixture
-def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a folder with a CSV file per day, and its schema next to it."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    rng = np.random.default_rng(0)
-    (tmp_path / "log").mkdir()
-    (tmp_path / "schema.yaml").write_text(SCHEMA)
-    for day in range(DAYS):
-        table = pa.table(
-            {
-                "click": rng.integers(0, 2, ROWS),
-                "age": rng.integers(0, 90, ROWS),
-                "user": rng.integers(0, 30, ROWS),
-                "item": rng.integers(0, 20, ROWS),
-                "at": pa.array((day * ROWS + np.arange(ROWS)) * 1_000_000, pa.timestamp("us")),
-            }
-        )
-        arrow_csv.write_csv(table, tmp_path / "log" / f"day_{day}.csv")
-    return tmp_path / "log"
-
-
-def trained(path: Path, *flags: str) -> None:
-    """Run `rayrec train` for two steps as run `run`, in the parent of the log's folder."""
-    folder = path.parent
-    arguments = ["--schema", str(folder / "schema.yaml"), "--train-data.path", str(path), "--storage-path", str(folder)]
-    length = ["--name", "run", "--steps", "2", "--batch-size", "200", "--evaluate-every", "2", "-q"]
-    model = ["--model", "linear", "--trackers.no-tensorboard", "--min-steps-per-epoch", "1"]
-    assert cli.run(["train", "clicks", *arguments, *length, *model, *flags]) == 0
+    write_days(tmp_path, 0, 1, 2, 3)
+    return tmp_path
 
 
 def summary(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
@@ -59,24 +31,23 @@ def summary(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
     ],
 )
 def test_train_without_test_rows_reports_validation(
-    log: Path, capsys: pytest.CaptureFixture[str], flags: str, sets: dict[str, int]
+    folder: Path, capsys: pytest.CaptureFixture[str], flags: str, sets: dict[str, int]
 ) -> None:
     names = flags.split()
-    trained(log, *(f"--workload.preset.split.{word}" if not place % 2 else word for place, word in enumerate(names)))
+    assert not train(folder, *(f"--workload.preset.split.{w}" if not place % 2 else w for place, w in enumerate(names)))
     found = summary(capsys)
     assert found["rows_of_sets"] == sets
     assert found["metrics"] == found["validation"]
-    assert cli.run(["report", str(log.parent / "run")]) == 0
-    assert cli.run(["export", str(log.parent / "run"), "--out", str(log.parent / "exported")]) == 0
+    assert cli.run(["report", str(folder / "run")]) == 0
+    assert cli.run(["export", str(folder / "run"), "--out", str(folder / "exported")]) == 0
 
 
 @pytest.mark.parametrize("by", ["rows", "group --group user", "time"])
-def test_train_accepts_split_files_without_test(log: Path, capsys: pytest.CaptureFixture[str], by: str) -> None:
-    out = log.parent / "parts"
-    schema = ["--schema", str(log.parent / "schema.yaml")]
-    assert cli.run(["split", str(log), "--out", str(out), "--by", *by.split(), "--test", "0", *schema]) == 0
+def test_train_accepts_split_files_without_test(folder: Path, capsys: pytest.CaptureFixture[str], by: str) -> None:
+    paths = [str(folder / "log"), "--out", str(folder / "parts"), "--schema", str(folder / "schema.yaml")]
+    assert cli.run(["split", *paths, "--by", *by.split(), "--test", "0"]) == 0
     assert list(summary(capsys)["parts"]) == ["train", "validation"]  # type: ignore[call-overload]
-    trained(out, "--workload.preset.split.kind", "named_files")
+    assert not train(folder, "--workload.preset.split.kind", "named_files", log="parts")
     found = summary(capsys)
     assert list(found["rows_of_sets"]) == ["train", "validation"]  # type: ignore[call-overload]
     assert found["metrics"] == found["validation"]

@@ -3,7 +3,6 @@
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +12,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from builders.faults import flip
-from builders.runs import QUIET, events_of, train
+from builders.faults import flip, rejects
+from builders.runs import LEAN, QUIET, events_of, train
 from ranks import data_parallel
+from ranks.checkpoint import same
 
 import rayrec
 from rayrec import checkpoint as checkpoints
 from rayrec import recipes
 from rayrec.checkpoint import Checkpoint, full_tensors, open_checkpoint
 from rayrec.checkpoint.state import all_tensors, start_from
-from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.models.embeddings import TableValues
 from rayrec.models.ranking.dcnv2 import DCNv2Config
@@ -31,9 +30,9 @@ from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.observe.console import Console
 from rayrec.schema import Feature, Schema
 from rayrec.training import worker
-from rayrec.workloads.base import RunContext
 
 ROWS, SEED = 600, 3
+Captured = Callable[[], dict[str, torch.Tensor]]
 SCHEMA = Schema(
     label="click",
     dense=("price",),
@@ -67,29 +66,14 @@ def day(folder: Path, number: int) -> str:
     return str(path)
 
 
+WORKLOAD: dict[str, Any] = {"model": DLRM, "schema": SCHEMA, "preset": {"min_count": 1}, "schedule": {"decay_fraction": 0.0}}
+WORKLOAD |= {"sparse_optimizer": {"learning_rate": 0.1}, "dense_optimizer": {"learning_rate": 0.02}}
+RUN = {"batch_size": 100, "min_steps_per_epoch": 1, "steps": 8, "evaluate_every": 8, "seed": SEED, **LEAN}
+RUN["early_stopping"] = {"patience": 0}  # the last weights: a resumed run has more evaluations to choose from
+
+
 def config(path: str, folder: Path, name: str, **workload: Any) -> rayrec.TrainConfig:
-    settings = {
-        "model": DLRM,
-        "schema": SCHEMA,
-        "preset": {"min_count": 1},
-        "schedule": {"decay_fraction": 0.0},
-        "sparse_optimizer": {"learning_rate": 0.1},
-        "dense_optimizer": {"learning_rate": 0.02},
-        **workload,
-    }
-    return recipes.clicks(path).replace(
-        name=name,
-        workload=settings,
-        batch_size=100,
-        min_steps_per_epoch=1,
-        storage_path=str(folder),
-        steps=8,
-        evaluate_every=8,
-        early_stopping={"patience": 0},  # the last weights: a resumed run has more evaluations to choose from
-        seed=SEED,
-        trackers={"prometheus": False, "tensorboard": False},
-        observe={"times": False},
-    )
+    return recipes.clicks(path).replace(name=name, storage_path=str(folder), workload={**WORKLOAD, **workload}, **RUN)
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +82,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], dict[str, torch.Tensor]]:
+def captured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Captured:
     """Return weights and optimizer state after a warm start, before the first step."""
     places: list[str] = []
 
@@ -120,13 +104,11 @@ OPTIMIZERS = {"rowwise_adagrad": "adam", "adagrad": "adagrad", "adam": "adamw", 
 
 @pytest.mark.parametrize(("sparse", "dense"), OPTIMIZERS.items())
 def test_warm_start_keeps_known_rows_and_initializes_new_ones(
-    tmp_path: Path, captured: Callable[[], dict[str, torch.Tensor]], sparse: str, dense: str
+    tmp_path: Path, captured: Captured, sparse: Any, dense: Any
 ) -> None:
     decay = {"weight_decay": 0.01} if sparse in ("adam", "adamw") else {}
-    optimizers = {
-        "sparse_optimizer": {"kind": sparse, "learning_rate": 0.1, **decay},
-        "dense_optimizer": {"kind": dense, "learning_rate": 0.02},
-    }
+    optimizers = {"sparse_optimizer": {"kind": sparse, "learning_rate": 0.1, **decay}}
+    optimizers["dense_optimizer"] = {"kind": dense, "learning_rate": 0.02}
     train(config(day(tmp_path, 0), tmp_path, "old", **optimizers))
     # Counted again, so that ids are in another order, some categories are new, and others dropped.
     new = config(day(tmp_path, 1), tmp_path, "new", **optimizers)
@@ -146,8 +128,7 @@ def test_warm_start_keeps_known_rows_and_initializes_new_ones(
         )
         fresh = torch.zeros_like(tensor)
         if name.startswith("model."):
-            rows = len(tensor)
-            TableValues(SEED, vocabulary, rows, DIM).fill(fresh)
+            TableValues(SEED, vocabulary, len(tensor), DIM).fill(fresh)
         for token, row in new_ids.items():
             source = before[name][old_ids[token]] if token in old_ids else fresh[row]
             assert torch.equal(tensor[row], source), (name, row)
@@ -181,37 +162,31 @@ def test_warm_start_without_changes_matches_original_run(tmp_path: Path) -> None
     # What resumes has its own checkpoint, and does not start with the old one again, which may be gone.
     train(runs[2].replace(steps=2))
     shutil.move(old, tmp_path / "moved")
-    resumed = train(runs[2]).summary
-    assert resumed["weights_sha256"] == one["weights_sha256"]
+    assert train(runs[2]).summary["weights_sha256"] == one["weights_sha256"]
     assert [event["step"] for event in events_of(tmp_path / "three", "start")] == [0, 2]
     assert len(events_of(tmp_path / "three", "warm_start")) == 1
-    with pytest.raises(InputError, match="contains no complete checkpoint"):
-        train(runs[0].replace(name="four"))
+    rejects("contains no complete checkpoint", train, runs[0].replace(name="four"))
     assert not (tmp_path / "four" / "events.jsonl").exists()
 
 
 @pytest.mark.parametrize("sparse", ["rowwise_adagrad", "adamw"])
-def test_warm_start_is_independent_of_sharding_plan(
-    tmp_path: Path, captured: Callable[[], dict[str, torch.Tensor]], sparse: str
-) -> None:
+def test_warm_start_is_independent_of_sharding_plan(tmp_path: Path, captured: Captured, sparse: str) -> None:
     optimizer = {"sparse_optimizer": {"kind": sparse, "learning_rate": 0.1}}
     logs = [day(tmp_path, number) for number in (0, 1)]
     train(config(logs[0], tmp_path, "old", **optimizer))
     found = []
     for plan in ("table_wise", "column_wise", "data_parallel"):
-        sharding = {"sharding": {"sharding_types": (plan,), "min_column_width": 4}}
-        new = config(logs[1], tmp_path, plan, **optimizer, **sharding)
+        new = config(logs[1], tmp_path, plan, **optimizer, sharding={"sharding_types": (plan,), "min_column_width": 4})
         train(new.replace(init_from=str(tmp_path / "old"), steps=1, evaluate_every=1))
         start = captured()
         # Columns of a row-wise state have names of their own, and equal values after a start from whole rows.
         found.append({name.partition(".columns_")[0]: tensor for name, tensor in start.items()})
-    for other in found[1:]:
-        assert found[0].keys() == other.keys()
-        assert all(torch.equal(tensor, other[name]) for name, tensor in found[0].items())
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])
 
 
 def test_warm_start_supports_sequences_and_ensembles(
-    tmp_path: Path, captured: Callable[[], dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, captured: Captured, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = {"model": DINConfig(embedding_dim=4, attention=(8,), mlp=(8,), members=2)}
     train(config(day(tmp_path, 0), tmp_path, "old", **model))
@@ -241,53 +216,27 @@ def test_warm_start_rejects_mismatch_before_workers_start(tmp_path: Path) -> Non
         "shares? a row|hashing does not match": {"preset": {"min_count": 1, "max_num_embeddings": 20}},
     }
     for message, workload in wrong.items():
-        refused = config(log, tmp_path, "new", **workload).replace(init_from=str(tmp_path / "old"))
-        with pytest.raises(InputError, match=message) as error:
-            train(refused)
-        assert "\n" not in str(error.value)
+        rejects(message, train, config(log, tmp_path, "new", **workload).replace(init_from=str(tmp_path / "old")))
         assert events_of(tmp_path / "new", "attempt") == []
         shutil.rmtree(tmp_path / "new")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SmallNetwork(data_parallel.Small):
-    """Data-parallel model."""
-
-    def check(self, config: rayrec.TrainConfig) -> None:
-        pass
-
-    def prepare(self, context: RunContext) -> None:
-        pass
-
-
 def test_warm_start_of_other_models_matches_by_name(tmp_path: Path) -> None:
     plain = data_parallel.config(1, steps=6)
-    workload = SmallNetwork(optimizer=plain.workload.optimizer, batch_norm=True)  # type: ignore[attr-defined]
-    settings = plain.replace(
-        name="old",
-        storage_path=str(tmp_path),
-        workload=workload,
-        trackers={"prometheus": False, "tensorboard": False},
-        scaling={"num_workers": 1},
-        observe={"times": False},
-    )
+    workload = data_parallel.Small(optimizer=plain.workload.optimizer, batch_norm=True)  # type: ignore[attr-defined]
+    settings = plain.replace(name="old", storage_path=str(tmp_path), workload=workload, **LEAN)
     first = train(settings).summary
-    still = settings.replace(
-        name="kept", init_from=str(tmp_path / "old"), steps=1, workload={"optimizer": {"learning_rate": 0.0}}
-    )
+    unmoved = {"optimizer": {"learning_rate": 0.0}}
+    still = settings.replace(name="kept", init_from=str(tmp_path / "old"), steps=1, workload=unmoved)
     assert train(still).summary["validation"]["loss"] != first["validation"]["loss"]  # batch norm has seen another batch
     before, after = tensors(tmp_path / "old"), tensors(tmp_path / "kept")
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items() if name.endswith("weight"))
     (steps,) = {int(tensor) for name, tensor in after.items() if name.endswith(".step")}
     assert steps == 7  # Adam's own, which goes with its moments
-    refused = {
-        "bias: shape must be absent, got .6.": {"batch_norm": False},
-        "optimizer.kind adamw, this run has sgd": {"optimizer": {"kind": "sgd"}},
-    }
-    for message, changes in refused.items():
-        with pytest.raises(InputError, match=message):
-            train(still.replace(name="refused", workload=changes))
+    absent, rule = "bias: shape must be absent, got .6.", "optimizer.kind adamw, this run has sgd"
+    for message, changes in ((absent, {"batch_norm": False}), (rule, {"optimizer": {"kind": "sgd"}})):
+        rejects(message, train, still.replace(name="refused", workload=changes))
 
 
 def test_warm_start_rejects_damaged_checkpoint(tmp_path: Path) -> None:
@@ -296,14 +245,10 @@ def test_warm_start_rejects_damaged_checkpoint(tmp_path: Path) -> None:
     weights = next(Path(open_checkpoint(str(tmp_path / "old")).path).glob("data_*.safetensors"))
     flip(weights, -3, bit=4)
     new = config(log, tmp_path, "new").replace(init_from=str(tmp_path / "old"))
-    with pytest.raises(InputError, match="damaged, the checksum"):
-        train(new)
+    rejects("damaged, the checksum", train, new)
     os.truncate(weights, weights.stat().st_size - 1)
-    with pytest.raises(InputError, match="bytes instead of"):
-        train(new.replace(name="newer"))
+    rejects("bytes instead of", train, new.replace(name="newer"))
 
 
 def test_run_with_lost_checkpoints_does_not_restart_warm() -> None:
-    assignment: Any = SimpleNamespace(folder="runs/new", warm_start=None)
-    with pytest.raises(InputError, match="would start again from init_from"):
-        worker._start_warm(assignment, None)  # type: ignore[arg-type]
+    rejects("would start again from init_from", worker._start_warm, SimpleNamespace(folder="runs/new", warm_start=None), None)

@@ -1,9 +1,13 @@
 """Failure policy and causes of failed attempts."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import ray
+from builders.faults import rejects
 from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
@@ -12,7 +16,6 @@ from ray.train.v2._internal.exceptions import (
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
 from ray.train.v2.api.preemption import PreemptionInfo
 
-from rayrec.config import InputError
 from rayrec.training.launchers.failures import FailurePolicy, cause_of, errors_in_code, is_preemption, lacks_resources
 from rayrec.workloads.run_config import FailureConfig
 
@@ -45,51 +48,42 @@ def test_cause_of_describes_attempt_failure(error: Exception, preemption: bool, 
 
 
 CONNECTION = RuntimeError("connection closed by peer")
+failed = partial(WorkerGroupError, "failed")
 
 
 @pytest.mark.parametrize(
-    ("failures", "expected"),
+    ("error", "expected"),
     [
-        ({0: KeyError("items")}, ["KeyError: 'items'"]),
-        ({0: TypeError("a"), 1: CONNECTION}, ["TypeError: a"]),
-        ({0: ValueError("x\ny"), 1: ValueError("x\ny")}, ["ValueError: y"]),
-        ({0: TypeError("a"), 1: AttributeError("b")}, ["TypeError: a", "AttributeError: b"]),
-        ({0: ray.exceptions.RayTaskError("f", "", IndexError("c"))}, ["IndexError: c"]),
-        ({0: CONNECTION}, None),
-        ({0: OSError("no space left"), 1: MemoryError()}, None),
-        ({0: ValueError("connection reset"), 1: ray.exceptions.RayActorError()}, None),
-        ({}, None),
+        (failed({0: KeyError("items")}), {"KeyError: 'items'"}),
+        (failed({0: TypeError("a"), 1: CONNECTION}), {"TypeError: a"}),
+        (failed({0: ValueError("x\ny"), 1: ValueError("x\ny")}), {"ValueError: y"}),
+        (failed({0: TypeError("a"), 1: AttributeError("b")}), {"TypeError: a", "AttributeError: b"}),
+        (failed({0: ray.exceptions.RayTaskError("f", "", IndexError("c"))}), {"IndexError: c"}),
+        (failed({0: CONNECTION}), None),
+        (failed({0: OSError("no space left"), 1: MemoryError()}), None),
+        (failed({0: ValueError("connection reset"), 1: ray.exceptions.RayActorError()}), None),
+        (failed({}), None),
+        *((error, None) for error in (ANNOUNCED, NO_ROOM, NOT_STARTED, ray.exceptions.RayActorError())),
     ],
-    ids=str,
 )
-def test_errors_in_code_returns_repeatable_errors(failures: dict[int, Exception], expected: list[str] | None) -> None:
-    assert errors_in_code(WorkerGroupError("failed", failures)) == (None if expected is None else {*expected})
-
-
-@pytest.mark.parametrize("error", [ANNOUNCED, NO_ROOM, NOT_STARTED, ray.exceptions.RayActorError()])
-def test_errors_in_code_ignores_other_failures(error: Exception) -> None:
-    assert errors_in_code(error) is None
+def test_errors_in_code_returns_repeatable_errors(error: Exception, expected: set[str] | None) -> None:
+    assert errors_in_code(error) == expected
 
 
 def wrong(message: str = "no column 'items'") -> WorkerGroupError:
-    return WorkerGroupError("failed", {0: KeyError(message), 1: CONNECTION})
-
-
-def test_failure_policy_rejects_same_code_error_from_same_step() -> None:
-    tolerance = FailurePolicy(FailureConfig(max_failures=100))
-    tolerance.pause_s(wrong(), attempt_s=100.0, progressed=False)
-    with pytest.raises(WorkerGroupError):
-        tolerance.pause_s(wrong(), attempt_s=100.0, progressed=False)
+    return failed({0: KeyError(message), 1: CONNECTION})
 
 
 @pytest.mark.parametrize(
-    ("between", "progressed"), [([wrong("another")], False), ([DIED], False), ([ANNOUNCED], False), ([], True)], ids=str
+    ("between", "progressed", "retries"),
+    [([], False, False), ([wrong("another")], False, True), ([DIED], False, True), ([ANNOUNCED], False, True), ([], True, True)],
 )
-def test_failure_policy_retries_other_errors_and_steps(between: list[Exception], progressed: bool) -> None:
+def test_failure_policy_rejects_same_code_error_from_same_step(between: list[Any], progressed: bool, retries: bool) -> None:
     tolerance = FailurePolicy(FailureConfig(max_failures=100))
     for error in [wrong(), *between]:
         tolerance.pause_s(error, attempt_s=100.0, progressed=False)
-    assert tolerance.pause_s(wrong(), attempt_s=100.0, progressed=progressed) == 0.0
+    with nullcontext() if retries else pytest.raises(WorkerGroupError):
+        assert tolerance.pause_s(wrong(), attempt_s=100.0, progressed=progressed) == 0.0
 
 
 @pytest.fixture
@@ -133,8 +127,7 @@ def test_failure_policy_limits_wait_for_resources(after: Callable[..., float]) -
         assert after(NO_ROOM, attempt_s=99) == 0
         assert after(ANNOUNCED, attempt_s=99) == 0
     assert after(NO_ROOM, attempt_s=60) == 0
-    with pytest.raises(InputError, match="no room for the workers for 120 s: other jobs use"):
-        after(NO_ROOM, attempt_s=60)
+    rejects("no room for the workers for 120 s: other jobs use", after, NO_ROOM, attempt_s=60)
 
 
 def test_failure_policy_accepts_zero_or_unlimited_failures() -> None:

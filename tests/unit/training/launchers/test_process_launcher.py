@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import ray
 import torch
-from builders.faults import raising
-from builders.runs import QUIET, events_of
+from builders.faults import raising, rejects
+from builders.runs import LEAN, QUIET, events_of
 from ranks import data_parallel
 from torch import distributed
 
@@ -36,24 +36,17 @@ WAIT_S = 60.0
 class Small(data_parallel.Small):
     """Model that calls `AT_STEP` in the forward pass of every training step, numbered from 1 in this process."""
 
-    def check(self, config: TrainConfig) -> None:
-        pass
-
     def prepare(self, context: RunContext) -> None:
         assert isinstance(context.engine, ThreadEngine)
 
     def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if model.training:
-            at_step()
+            STATE.number += 1
+            STATE.act(STATE.number)
         return super().measure(model, tensors)
 
 
 STATE = SimpleNamespace(number=0, act=lambda number: None)
-
-
-def at_step() -> None:
-    STATE.number += 1
-    STATE.act(STATE.number)
 
 
 @pytest.fixture(autouse=True)
@@ -87,15 +80,9 @@ def workers() -> list[threading.Thread]:
 def config(folder: Path, **changes: Any) -> TrainConfig:
     plain = data_parallel.config(1, steps=STEPS)
     workload = Small(optimizer=plain.workload.optimizer, schedule=plain.workload.schedule)  # type: ignore[attr-defined]
-    return plain.replace(
-        name="run",
-        storage_path=str(folder),
-        workload=workload,
-        evaluate_every=6,
-        trackers={"prometheus": False, "tensorboard": False},
-        scaling={"num_workers": 1, "threads_per_worker": torch.get_num_threads() + 1},
-        observe={"times": False},
-    ).updated(changes)
+    scaling = {"num_workers": 1, "threads_per_worker": torch.get_num_threads() + 1}
+    made = plain.replace(name="run", storage_path=str(folder), workload=workload, evaluate_every=6, scaling=scaling, **LEAN)
+    return made.updated(changes)
 
 
 def run(folder: Path, **changes: Any) -> trainer.Result:
@@ -123,7 +110,6 @@ def terminate() -> None:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Weights of an uninterrupted run."""
     return run(tmp_path_factory.mktemp("uninterrupted")).summary["weights_sha256"]
 
 
@@ -136,10 +122,9 @@ def test_in_process_run_completes(tmp_path: Path, expected: str) -> None:
 
     STATE.act = act
     threads = torch.get_num_threads()
-    result = run(tmp_path)
+    summary = run(tmp_path).summary
     assert set(inside) == {(1, threads + 1, "attempt")}
     assert len(inside) == STEPS
-    summary = result.summary
     assert (summary["steps"], summary["rows_lost"], summary["rows_repeated"]) == (STEPS, 0, 0)
     assert summary["weights_sha256"] == expected
     folder = tmp_path / "run"
@@ -170,7 +155,7 @@ def test_worker_error_is_raised_unchanged(tmp_path: Path, error: Exception, caus
         run(tmp_path)
     assert raised.value is error
     assert raised.value.__cause__ is None
-    assert [frame.name for frame in traceback.extract_tb(error.__traceback__)][-2:] == ["at_step", "act"]
+    assert [frame.name for frame in traceback.extract_tb(error.__traceback__)][-2:] == ["measure", "act"]
     found = events(tmp_path)
     assert (found[-1]["kind"], found[-1]["cause"], found[-1]["last"]) == ("failure", cause or str(error), True)
     assert [event["kind"] for event in found].count("attempt") == 1  # it is not tried again
@@ -196,7 +181,6 @@ def test_signal_saves_and_same_call_resumes(
     if isinstance(ended.value, SystemExit):
         assert ended.value.code == 143
     saved = latest(str(tmp_path / "run"))
-    assert saved is not None
     assert 3 <= saved.step < STEPS
     stop = events(tmp_path)[-1]
     assert (stop["kind"], stop["cause"], stop["step"], stop["last"]) == ("stop", cause, saved.step, True)
@@ -214,14 +198,11 @@ def test_paused_run_matches_uninterrupted_run(tmp_path: Path) -> None:
     reached = []
     for share in (1 / 12, 1 / 4, 1 / 4, 1 / 2):  # after 1, 3 and 6 of 12 steps, of which 6 is evaluated in any case
         assert trainer.train_until(config(tmp_path, **patient), share, console=QUIET) is None
-        saved = latest(str(tmp_path / "run"))
-        assert saved is not None
-        reached.append((STATE.number, saved.step))
+        reached.append((STATE.number, latest(str(tmp_path / "run")).step))
     assert reached == [(1, 1), (3, 3), (3, 3), (6, 6)]
     stop = events(tmp_path)[-1]
     assert (stop["kind"], stop["cause"], stop["last"], stop["paused"]) == ("stop", "a planned pause", True, True)
     result = trainer.train_until(config(tmp_path, **patient), 1.0, console=QUIET)
-    assert result is not None
     for name in ("weights_sha256", "steps", "rows", "restarts", "rows_lost", "rows_repeated", "validation"):
         assert result.summary[name] == whole[name], name
     assert STATE.number == STEPS
@@ -310,6 +291,5 @@ def test_launcher_rejects_rank_of_larger_process_group(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(distributed, "is_initialized", lambda: True)
         patch.setattr(distributed, "get_world_size", lambda: 4)
-        with pytest.raises(InputError, match="this process is one of 4 of a process group"):
-            run(tmp_path)
+        rejects("this process is one of 4 of a process group", run, tmp_path)
     assert not (tmp_path / "run").exists()

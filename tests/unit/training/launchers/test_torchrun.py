@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders.faults import until
+from builders.faults import raising, rejects, until
+from builders.runs import train
 from hosts.ports import free_ports
 from torch.distributed import DistStoreError, HashStore
 
 from rayrec import recipes
 from rayrec.cluster.layout import TorchrunEnv
-from rayrec.config import InputError
-from rayrec.observe.console import Console
-from rayrec.training import trainer
 from rayrec.training.launchers import process_worker
 from rayrec.training.launchers.process_launcher import fitted
 from rayrec.training.launchers.process_worker import StoreControlChannel, StoreRendezvous, end, train_other
@@ -33,8 +31,7 @@ def test_torchrun_env_reads_variables() -> None:
         ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 of LOCAL_WORLD_SIZE=1"),
         ({"LOCAL_WORLD_SIZE": "8(x2)"}, r"RANK=3, WORLD_SIZE=4, LOCAL_WORLD_SIZE=8\(x2\): .* must be integers"),
     ):
-        with pytest.raises(InputError, match=message):
-            TorchrunEnv.from_environment(FOUND | wrong)
+        rejects(message, TorchrunEnv.from_environment, FOUND | wrong)
 
 
 def test_fitted_config_has_one_worker_per_process() -> None:
@@ -46,8 +43,7 @@ def test_fitted_config_has_one_worker_per_process() -> None:
         ({"scaling": {"resources_per_worker": {"x": 1.0}}}, "scaling.resources_per_worker: needs Ray"),
         ({"cluster": {"object_store_bytes": 1 << 30}}, "cluster.object_store_bytes: needs Ray"),
     ):
-        with pytest.raises(InputError, match=message):
-            fitted(config.replace(**changes), launched)
+        rejects(message, fitted, config.replace(**changes), launched)
 
 
 @pytest.fixture
@@ -55,9 +51,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> TorchrunEnv:
     found = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1))}
     for name, value in found.items():
         monkeypatch.setenv(name, value)
-    launched = TorchrunEnv.from_environment()
-    assert launched is not None
-    return launched
+    return TorchrunEnv.from_environment()
 
 
 def meetings(*ranks: int) -> list[StoreRendezvous]:
@@ -84,11 +78,7 @@ def test_store_channel_delivers_messages(monkeypatch: pytest.MonkeyPatch) -> Non
     channel.send_profile_request({"steps": 2})
     until(lambda: len(requests) > 1)
     assert requests == [{"steps": 1}, {"steps": 2}]
-
-    def gone(key: str) -> bytes:
-        raise DistStoreError("Connection reset")
-
-    monkeypatch.setattr(meeting, "get", gone)
+    monkeypatch.setattr(meeting, "get", raising(DistStoreError("Connection reset")))
     with pytest.raises(OSError, match="the store of the run's processes is gone"):
         channel.stop_reason()
 
@@ -114,18 +104,14 @@ def test_other_processes_receive_run_result(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_torchrun_with_one_process_matches_plain_run(click_log: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    config = recipes.criteo_demo(str(click_log / "train.txt")).replace(
-        storage_path=str(tmp_path), steps=4, evaluate_every=4, batch_size=64, scaling={"num_workers": 1}
-    )
-    quiet = Console(quiet=True)
-    plain = trainer.train(config.replace(name="plain", cluster={"address": "none"}), console=quiet)
+    config = recipes.criteo_demo(str(click_log / "train.txt")).replace(steps=4, evaluate_every=4, batch_size=64)
+    config = config.replace(storage_path=str(tmp_path), scaling={"num_workers": 1})
+    plain = train(config, name="plain", cluster={"address": "none"})
     request.getfixturevalue("alone")
-    launched = trainer.train(config.replace(name="launched", scaling={"num_workers": 2}), console=quiet)
+    launched = train(config, name="launched", scaling={"num_workers": 2})
     assert launched.summary["weights_sha256"] == plain.summary["weights_sha256"]
-    with pytest.raises(InputError, match=r"train_data\.path: must be a training log"):
-        trainer.train(config.replace(name="other", train_data={"path": None}), console=quiet)
-    stored = json.loads((tmp_path / "launched" / "summary.json").read_text())
-    assert stored == launched.summary
+    rejects(r"train_data\.path: must be a training log", train, config, name="other", train_data={"path": None})
+    assert json.loads((tmp_path / "launched" / "summary.json").read_text()) == launched.summary
 
 
 def test_closed_rendezvous_raises_in_threads(alone: TorchrunEnv, monkeypatch: pytest.MonkeyPatch) -> None:
