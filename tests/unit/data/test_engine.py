@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from builders.faults import until
 
 from rayrec import storage
 from rayrec.config import InputError
@@ -22,8 +23,7 @@ def values(tables: Iterator[pa.Table]) -> list[float]:
 
 
 def stream(function: Callable[[Any], pa.Table], items: range, *, num_threads: int = 2, prefetch: int = 1) -> Generator[Any]:
-    engine = ThreadEngine(num_threads)
-    return engine.stream("stream", function, items, block_bytes=1, prefetch_blocks=prefetch)
+    return ThreadEngine(num_threads).stream("stream", function, items, block_bytes=1, prefetch_blocks=prefetch)
 
 
 def threads_named(name: str) -> list[threading.Thread]:
@@ -70,10 +70,9 @@ def test_in_order_limits_prefetch(num_threads: int, prefetch: int) -> None:
     assert begun == 0  # nothing runs before it is read
     for expected in range(20):
         assert next(reading) == expected
-        deadline_s = time.monotonic() + 30
         # What the reader just took is counted as unread until it is back for more.
-        while begun < min(20, expected + num_threads + prefetch) and time.monotonic() < deadline_s:
-            time.sleep(0.0005)
+        due = min(20, expected + num_threads + prefetch)
+        until(lambda due=due: begun >= due, timeout_s=30, pause_s=0.0005)
         with lock:
             read = expected  # the value that the reader holds
     assert most_unread <= num_threads + prefetch + 1

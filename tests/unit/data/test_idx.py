@@ -12,8 +12,7 @@ from rayrec.datasets import mnist
 
 
 def idx(array: np.ndarray, *, code: int = 0x08) -> bytes:
-    head = bytes([0, 0, code, array.ndim]) + np.asarray(array.shape, ">i4").tobytes()
-    return head + array.tobytes()
+    return bytes([0, 0, code, array.ndim]) + np.asarray(array.shape, ">i4").tobytes() + array.tobytes()
 
 
 IMAGES = np.arange(5 * 4 * 3, dtype=np.uint8).reshape(5, 4, 3)

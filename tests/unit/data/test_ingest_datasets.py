@@ -37,8 +37,7 @@ def test_next_dataset_starts_early(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [next(found) for _ in range(3)] == [0, 1, 2]
     assert datasets.opened == [range(0, 5)]
     assert next(found) == 3
-    threaded = next(found)
-    assert threaded == 4
+    assert next(found) == 4
     assert next(found) == 5
     assert datasets.opened == [range(0, 5), range(5, 10)]
     assert datasets.closed == [range(0, 5)]

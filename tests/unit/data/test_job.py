@@ -3,43 +3,36 @@
 import errno
 import functools
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from builders.engines import Died, LoopEngine
+from builders.faults import at_first, raising
 
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.job import COMPLETE, JobFolder, resumable_job
 
 MADE_OF: dict[str, Any] = {"checkpoint": "a", "input": ["log", 3]}
-MADE_OF_FILE = "_job/made_of.json"
 
 
-@dataclass(frozen=True)
-class Item:
-    number: int
+ITEMS = [SimpleNamespace(number=number) for number in range(5)]
 
 
-ITEMS = [Item(number) for number in range(5)]
-
-
-def _write(item: Item, *, folder: JobFolder) -> pa.Table:
+def _write(item: SimpleNamespace, *, folder: JobFolder) -> pa.Table:
     folder.require()
     storage.write_bytes(storage.join(folder.path, f"file-{item.number}"), b"%d" % item.number)
     return folder.done("write", item.number, {"square": item.number**2})
 
 
-def _make(out: str, *, last_file: str | None = "last", engine: LoopEngine | None = None) -> list[int]:
+def _make(out: str, *, last_file: str | None, engine: LoopEngine | None = None) -> None:
     with resumable_job(out, MADE_OF, last_file=last_file) as job:
-        task = functools.partial(_write, folder=job.folder)
-        found = [found["square"] for found in job.run("write", task, ITEMS, engine or LoopEngine())]
+        list(job.run("write", functools.partial(_write, folder=job.folder), ITEMS, engine or LoopEngine()))
         if last_file is not None:
             storage.write_bytes(storage.join(job.folder.path, last_file), b"whole")
-    return found
 
 
 def _begun(out: str, *, last_file: str | None = None, names: tuple[str, ...] = ("a",)) -> Any:
@@ -50,10 +43,6 @@ def _begun(out: str, *, last_file: str | None = None, names: tuple[str, ...] = (
         storage.write_bytes(storage.join(job.folder.path, name), name.encode())
     job.folder.done("write", 0, {})
     return context
-
-
-def _raise(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("place", ["", "file://"])
@@ -100,8 +89,7 @@ def test_partial_folder_is_kept_after_first_task(tmp_path: Path) -> None:
     Path(failed.__enter__().folder.path, "prepared").write_text("1")
     assert not failed.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert not os.listdir(tmp_path)
-    killed = _begun(out)
-    assert not killed.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert not _begun(out).__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     other = {**MADE_OF, "input": ["log", 4]}
     with pytest.raises(InputError, match=r"incomplete output of a call with a different input; use the same .* remove that"):
         resumable_job(out, other, last_file=None).__enter__()
@@ -118,7 +106,7 @@ def test_job_without_finished_tasks_restarts(tmp_path: Path, place: str) -> None
     (work / "_job" / "keys").mkdir(parents=True)
     (work / "half").mkdir()
     (work / "a").write_text("1")
-    (work / MADE_OF_FILE).write_text('{"input": "another"}')
+    (work / "_job" / "made_of.json").write_text('{"input": "another"}')
     with resumable_job(f"{place}{tmp_path}/out", MADE_OF, last_file="last") as job:
         assert not job.resumed
         assert storage.read_json(job.folder.aid("made_of.json")) == MADE_OF
@@ -140,7 +128,7 @@ def test_kill_while_folder_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """The same call finds either all that it needs to resume, or the folder."""
     out, killed = tmp_path / "out", _begun(str(tmp_path / "out"))
     with monkeypatch.context() as patch:
-        patch.setattr(*{"rename": (os, "rename"), "remove": (storage, "remove_folder")}[killed_at], _raise)
+        patch.setattr(*{"rename": (os, "rename"), "remove": (storage, "remove_folder")}[killed_at], raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             killed.__exit__(None, None, None)
     if killed_at == "remove":
@@ -181,7 +169,7 @@ def test_job_resumes_removal_after_copy(tmp_path: Path, monkeypatch: pytest.Monk
     url = f"file://{tmp_path}/out"
     killed = _begun(url)
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "remove_folder", _raise)
+        patch.setattr(storage, "remove_folder", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             killed.__exit__(None, None, None)
     with pytest.raises(InputError, match="exists already"):
@@ -205,22 +193,14 @@ def test_task_errors_name_fix(tmp_path: Path) -> None:
     folder = JobFolder(str(tmp_path / "gone"))
     with pytest.raises(InputError, match=r"gone: not visible from a data task on .*choose an --out that all nodes share"):
         folder.require()
-    full = r"gone: No space left .*make room there and run the same command"
-    with pytest.raises(InputError, match=full), folder.disk_errors():
+    with pytest.raises(InputError, match=r"gone: No space left .*make room there and run the same command"), folder.disk_errors():
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(PermissionError), folder.disk_errors():
         raise PermissionError(errno.EPERM, "no")
 
 
 def test_error_is_raised_while_tasks_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    remove, refusals = storage.remove_folder, [OSError(errno.ENOTEMPTY, "not empty")] * 2
-
-    def remove_at_last(path: str) -> None:
-        if refusals:
-            raise refusals.pop()
-        remove(path)
-
-    monkeypatch.setattr(storage, "remove_folder", remove_at_last)
+    monkeypatch.setattr(storage, "remove_folder", at_first([OSError(errno.ENOTEMPTY, "not empty")] * 2, storage.remove_folder))
     with pytest.raises(InputError, match=r"^bad rows$"), resumable_job(str(tmp_path / "out"), MADE_OF, last_file="last"):
         raise InputError("bad rows")
     assert os.listdir(tmp_path) == []

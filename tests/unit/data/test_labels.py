@@ -69,6 +69,7 @@ def commands(folder: Path) -> list[list[str]]:
         ["vocabulary", log, "--out", str(folder / "v"), *schema],
         ["preprocess", log, "--out", str(folder / "p"), "--format", "parquet", *schema],
         ["split", log, "--out", str(folder / "s"), "--by", "rows", *schema],
+        ["validate", log, *schema],
     ]
 
 
@@ -84,17 +85,7 @@ def test_commands_name_labels_and_fix(
         assert cli.run(command) == 2
         line = capsys.readouterr().err.splitlines()[-1]
         assert "labels must be 0 or 1, found 1, 2, 3, 4, 5 in column rating; derive one, such as rating >= 4" in line
-        assert "max-bad-fraction" not in line
-
-
-def test_validate_names_labels_and_fix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "schema.yaml").write_text(YAML)
-    path = write(tmp_path, [1, 2, 3, 4, 5], "csv")
-    assert cli.run(["validate", str(path), "--schema", str(tmp_path / "schema.yaml")]) == 2
-    assert "found 1, 2, 3, 4, 5 in column rating; derive one, such as rating >= 4" in capsys.readouterr().err
+        assert command[0] == "validate" or "max-bad-fraction" not in line  # validate names another broken gate
 
 
 TEXT = Schema(tokens="hexadecimal", label="click", dense=("age",), sparse=("user",))

@@ -24,10 +24,7 @@ FILES = 300
 
 
 def table(rows: int, first: int = 0) -> pa.Table:
-    numbers = range(first, first + rows)
-    return pa.table(
-        {"clicked": [i % 2 for i in numbers], "price": [float(i) for i in numbers], "shop": [f"shop {i}" for i in numbers]}
-    )
+    return pa.Table.from_pylist([{"clicked": i % 2, "price": float(i), "shop": f"shop {i}"} for i in range(first, first + rows)])
 
 
 @pytest.fixture
@@ -58,8 +55,7 @@ def test_many_store_files_need_few_requests(tmp_path: Path, store: SlowStore, ki
     assert store.calls["info"] + store.calls["list"] < 30, store.calls
     assert store.most_at_once >= 8
     store.reset()
-    again = open_index(f"slow://{log}", schema, cache=f"slow://{tmp_path}/cache")
-    assert again == index
+    assert open_index(f"slow://{log}", schema, cache=f"slow://{tmp_path}/cache") == index
     assert store.calls.total() < 12, store.calls  # a resumed run: a listing, and the index
     store.reset()
     read_raw(index.segments[:48], schema)
@@ -134,11 +130,9 @@ def test_edited_log_is_reported_and_old_caches_removed(tmp_path: Path) -> None:
     first = open_index(str(log), SCHEMA, cache=cache, note=notes.append)
     assert [note for note in notes if "changed" in note] == []
     (log / "b.txt").write_bytes(line(0) * 25 + line(1) * 25)
-    second = open_index(str(log), SCHEMA, cache=cache, note=notes.append)
-    assert second.rows == first.rows == 100
-    size = len(line(0)) * 50
+    assert open_index(str(log), SCHEMA, cache=cache, note=notes.append).rows == first.rows == 100
     assert [note for note in notes if "changed" in note] == [
-        f"{log}/b.txt: bytes 0-{size} changed since the log was last indexed; runs on the old rows cannot resume"
+        f"{log}/b.txt: bytes 0-{(len(line(0)) * 50)} changed since the log was last indexed; runs on the old rows cannot resume"
     ]
     (log / "a.txt.gz").write_bytes(gzip.compress(line(1) * 51))
     assert open_index(str(log), SCHEMA, cache=cache).rows == 101

@@ -134,6 +134,5 @@ def test_stage_times_sum_until_taken() -> None:
     assert sums["read_queue_s"] == pytest.approx(0.3)
     assert 200 <= sums["waited_row_s"] <= 100 * most_s
     assert 2 <= sums["waited_block_s"] <= most_s
-    again = dict(zip(StageTimes.FIELDS, account.take(), strict=True))
-    assert again == {**dict.fromkeys(StageTimes.FIELDS, 0.0), "cpus": 1.5}
+    assert dict(zip(StageTimes.FIELDS, account.take(), strict=True)) == {**dict.fromkeys(StageTimes.FIELDS, 0.0), "cpus": 1.5}
     assert len(STAGES) == 3

@@ -5,13 +5,13 @@ import json
 import pickle
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from builders.faults import raising, until
 from hosts.program_server import Program, ProgramServer
 
 from rayrec.config import InputError
@@ -26,10 +26,9 @@ ROWS = np.random.default_rng(0).integers(0, 50_000, (sum(SHARDS), BLOCK)).astype
 
 
 def write(folder: Path, rows: np.ndarray = ROWS, sizes: Sequence[int] = SHARDS) -> Path:
-    edges = np.cumsum([0, *sizes])
     infos = [
         mds.write_shard(rows[low:high], str(folder / f"shard.{number:05d}.mds"))
-        for number, (low, high) in enumerate(itertools.pairwise(edges))
+        for number, (low, high) in enumerate(itertools.pairwise(np.cumsum([0, *sizes])))
     ]
     mds.write_index(str(folder), infos)
     return folder
@@ -181,8 +180,7 @@ def test_cached_shards_are_not_fetched(written: Path, tmp_path: Path) -> None:
         rows.read(np.arange(97))
         assert (rows.downloaded_bytes > 0) is expected
         rows.close()
-    changed = write(tmp_path / "changed", ROWS + 1)
-    other = TokenRows(url(changed), cache_folder=str(tmp_path))
+    other = TokenRows(url(write(tmp_path / "changed", ROWS + 1)), cache_folder=str(tmp_path))
     np.testing.assert_array_equal(other.read(np.arange(97))["tokens"], ROWS + 1)
 
 
@@ -195,8 +193,7 @@ def test_limited_cache_keeps_limit_and_mapped_shards(tmp_path: Path) -> None:
     first = TokenRows(url(source), cache_folder=str(cache), cache_bytes=limit_bytes)
     np.testing.assert_array_equal(first.read(np.array([0, 5]))["tokens"], many[[0, 5]])
     second = TokenRows(url(source), cache_folder=str(cache), cache_bytes=limit_bytes)
-    order = np.random.default_rng(0).permutation(96)
-    for batch in np.array_split(order, 12):
+    for batch in np.array_split(np.random.default_rng(0).permutation(96), 12):
         second.will_read(batch)
         np.testing.assert_array_equal(second.read(batch)["tokens"], many[batch])
     second.close()
@@ -225,19 +222,14 @@ rows.read(np.arange(3))
     (ended,) = processes.run(Program(dying, (url(written), str(tmp_path))))
     assert ended.status == -9
     assert list(tmp_path.glob("*/*.partial"))
-    rows = TokenRows(url(written), cache_folder=str(tmp_path))
-    np.testing.assert_array_equal(rows.read(np.arange(97))["tokens"], ROWS)
+    np.testing.assert_array_equal(TokenRows(url(written), cache_folder=str(tmp_path)).read(np.arange(97))["tokens"], ROWS)
     assert not list(tmp_path.glob("*/*.partial"))
 
 
 def test_failed_download_retries(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = TokenRows(url(written), cache_folder=str(tmp_path))
-
-    def out(*_: Any) -> Any:
-        raise OSError("the store is out")
-
     with monkeypatch.context() as patch:
-        patch.setattr(cache.ShardCache, "fetch", out)
+        patch.setattr(cache.ShardCache, "fetch", raising(OSError("the store is out")))
         rows.will_read(np.arange(97))
         with pytest.raises(OSError, match="the store is out"):
             rows.read(np.arange(3))
@@ -249,10 +241,7 @@ def test_failed_download_retries(written: Path, tmp_path: Path, monkeypatch: pyt
 def test_will_read_fetches_ahead(written: Path, tmp_path: Path) -> None:
     rows = TokenRows(url(written), cache_folder=str(tmp_path))
     rows.will_read(np.array([40]))
-    deadline_s = time.monotonic() + 30
-    while not copies(tmp_path):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    until(lambda: copies(tmp_path))
     assert [file.name for file in copies(tmp_path)] == ["shard.00001.mds"]
     rows.close()
 

@@ -65,8 +65,7 @@ def test_parts_cover_text(texts: list[str], part_bytes: int, fraction: float, tm
 
 def test_invalid_utf8_raises_with_position(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"line\n" * 10 + "hé".encode("latin-1"))
-    source = Source(str(tmp_path / "latin.txt"), "latin.txt", 52)
-    parts = parts_of([source], validation_fraction=0.0, part_bytes=16)
+    parts = parts_of([Source(str(tmp_path / "latin.txt"), "latin.txt", 52)], validation_fraction=0.0, part_bytes=16)
     assert read_part(parts[0]) == "line\n" * 4
     with pytest.raises(InputError, match=r"^latin\.txt: byte 51 is not UTF-8 [^\n]*iconv[^\n]*$"):
         read_part(parts[-1])
