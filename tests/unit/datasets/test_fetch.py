@@ -127,8 +127,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """On the loopback interface; `files` says what it has."""
     monkeypatch.setenv("no_proxy", "*")
     files: dict[str, Served] = {}
-    handler = type("BoundHandler", (Handler,), {"files": files})
-    with QuietServer(("127.0.0.1", 0), handler) as running:
+    with QuietServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"files": files})) as running:
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
         yield Server(f"http://127.0.0.1:{running.server_address[1]}", files)
@@ -359,8 +358,7 @@ def test_fetch_runs_two_transfers(server: Server, tmp_path: Path) -> None:
     names = [f"day_{day}.gz" for day in range(5)]
     for name in names:
         server.files[name] = Served(body=BODY[:1000], before=count)
-    results = fetch([server.file(name) for name in names], str(tmp_path), retries=RETRIES)
-    assert [result["name"] for result in results] == names
+    assert [result["name"] for result in fetch([server.file(name) for name in names], str(tmp_path), retries=RETRIES)] == names
     assert most == 2
 
 
@@ -477,6 +475,5 @@ def test_fetch_rejects_invalid_archives(server: Server, tmp_path: Path) -> None:
     fails(b"nothing", "damaged tar file")
     for compressed in (lzma.compress(gzip.decompress(whole)), bz2.compress(gzip.decompress(whole))):
         middle = len(compressed) // 2
-        torn = compressed[:middle] + b" " * 100_000 + compressed[middle + 100_000 :]
-        fails(torn, "damaged tar file")
+        fails(compressed[:middle] + b" " * 100_000 + compressed[middle + 100_000 :], "damaged tar file")
     fails(whole, r"train\.txt of .*: md5 must be \w+ as published", md5=md5(OTHER))

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from rayrec.data.logs.index import Block, Segment, SegmentRange
 from rayrec.ingest.block_order import BlockOrder, BlockRange, Position, full_epoch, shard_block_ranges, skip_rows
 
-block_ranges = st.lists(st.integers(1, 40), max_size=12).map(
-    lambda sizes: [BlockRange(number, 3, 3 + size) for number, size in enumerate(sizes)]
-)
+sizes = st.lists(st.integers(1, 40), max_size=12)
+block_ranges = sizes.map(lambda sizes: [BlockRange(number, 3, 3 + size) for number, size in enumerate(sizes)])
 
 
 def rows_of(block_ranges: list[BlockRange]) -> list[tuple[int, int]]:
@@ -69,8 +68,7 @@ def test_every_row_once_across_reshards(shuffle: str, sizes: list[int], moves: l
     for world_size, batch_size, wanted in [*moves, (1, 1, 10_000)]:
         position = Position.from_dict(json.loads(json.dumps(position.to_dict())))
         position = position.for_workers(blocks, world_size=world_size, batch_size=batch_size)
-        shards = position.shards(blocks)
-        left = [skip_rows(shard, position.step_in_deal * batch_size) for shard in shards]
+        left = [skip_rows(shard, position.step_in_deal * batch_size) for shard in position.shards(blocks)]
         steps = min(wanted, -(-max(len(rows_of(shard)) for shard in left) // batch_size))
         for shard in left:
             used += rows_of(shard)[: steps * batch_size]
@@ -94,21 +92,6 @@ def test_finished_epoch_has_empty_shards() -> None:
     done = Position(0, 5, 1, 2, None).for_workers(blocks, world_size=3, batch_size=2)
     assert done.pieces == ()
     assert done.shards(blocks) == [[], [], []]
-
-
-@pytest.mark.parametrize(
-    "position", [Position(), Position(2, 5, 3, 64, (BlockRange(1, 0, 5), BlockRange(4, 2, 9)), "0a1b"), Position(1, 0, 1, 1, ())]
-)
-def test_position_json_roundtrip(position: Position) -> None:
-    assert Position.from_dict(json.loads(json.dumps(position.to_dict()))) == position
-
-
-def test_shuffle_none_keeps_log_order() -> None:
-    order = make_order([5, 6, 7, 8, 9], "none")
-    for epoch in (0, 1):
-        rows = log_rows(order.blocks(epoch))
-        assert rows == sorted(rows)
-        assert len(rows) == order.rows == 35
 
 
 def test_shuffle_files_keeps_files_together() -> None:
@@ -138,8 +121,7 @@ def test_window_shuffles_segments_and_rows_inside_blocks() -> None:
             expected = [p.segment.first_row + row for p in block.parts for row in range(p.start, p.stop)]
             assert sorted(mine) == sorted(expected)
             assert mine != sorted(mine)
-    other = BlockOrder(order.parts, "window", 8, 4)
-    assert log_rows(other.blocks(0)) != epochs[0]
+    assert log_rows(BlockOrder(order.parts, "window", 8, 4).blocks(0)) != epochs[0]
 
 
 def of_paths(*paths: str, shuffle: str = "window", seed: int = 7) -> BlockOrder:
@@ -168,8 +150,7 @@ def test_moved_log_keeps_identity() -> None:
     assert of_paths("a/day", "b/day").identity == of_paths("c/day", "b/day").identity
     # Where files are permuted, that begins with the order of their whole paths.
     assert of_paths("a/day", "b/day", shuffle="files").identity != of_paths("c/day", "b/day", shuffle="files").identity
-    unpacked = [of_paths(f"cache/{mark:016x}-day_0").identity for mark in (1, 2)]
-    assert unpacked == [of_paths("log/day_0").identity] * 2
+    assert [of_paths(f"cache/{mark:016x}-day_0").identity for mark in (1, 2)] == [of_paths("log/day_0").identity] * 2
 
 
 @pytest.mark.parametrize("made", ["tables/{:016x}/00000/dt={}/part.parquet", "unpacked/{:016x}-day_{}"])

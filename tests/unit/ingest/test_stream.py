@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from builders.faults import until
 from builders.logs import made_from, open_index
 
 from rayrec.config import InputError
@@ -25,8 +25,6 @@ from rayrec.ingest.stream import STOP_REQUESTED, Prefetcher, RowStream, TaskSour
 from rayrec.training import stop_monitor
 
 BLOCKS = 4
-
-
 BlockRanges = list[tuple[Block, BlockRange]]
 
 
@@ -57,11 +55,7 @@ class Given(ThreadEngine):
 
     def __init__(self, tables: Callable[[], Generator[pa.Table, None, None]]) -> None:
         super().__init__(num_threads=1)
-        self.__dict__["given"] = tables
-
-    def stream(self, *_: Any, **__: Any) -> Generator[pa.Table, None, None]:
-        made: Generator[pa.Table, None, None] = self.__dict__["given"]()
-        return made
+        self.__dict__["stream"] = lambda *_, **__: tables()
 
 
 def stream(block_ranges: BlockRanges, preprocessor: Preprocessor, engine: Given) -> RowStream:
@@ -69,8 +63,7 @@ def stream(block_ranges: BlockRanges, preprocessor: Preprocessor, engine: Given)
 
 
 def numbers(block_ranges: BlockRanges, preprocessor: Preprocessor, engine: Given) -> list[int]:
-    found = stream(block_ranges, preprocessor, engine)
-    return [number for rows in found if rows.row_numbers is not None for number in rows.row_numbers.tolist()]
+    return [number for rows in stream(block_ranges, preprocessor, engine) for number in rows.row_numbers.tolist()]
 
 
 @pytest.mark.parametrize("made", [0, 1, 3, BLOCKS])
@@ -92,18 +85,11 @@ def test_stop_makes_missing_blocks_locally(
     thread = threading.Thread(target=lambda: found.append(numbers(block_ranges, preprocessor, Given(tables))), daemon=True)
     thread.start()
     thread.join(60)
-    expected = np.concatenate(
-        [
-            block.parts[0].segment.first_row + block.order()[block_range.start : block_range.stop]
-            for block, block_range in block_ranges
-        ]
-    )
-    assert found == [expected.tolist()]
+    expected = [each.parts[0].segment.first_row + each.order()[rows.start : rows.stop] for each, rows in block_ranges]
+    assert found == [np.concatenate(expected).tolist()]
 
 
-def test_stream_raises_task_errors_and_closes_early(
-    block_ranges: BlockRanges, preprocessor: Preprocessor, never: threading.Event
-) -> None:
+def test_stream_raises_errors_and_closes(block_ranges: BlockRanges, preprocessor: Preprocessor, never: threading.Event) -> None:
     closed = threading.Event()
 
     def tables() -> Generator[pa.Table, None, None]:
@@ -128,8 +114,7 @@ def test_stream_raises_task_errors_and_closes_early(
 def test_stop_reaches_every_worker(monkeypatch: pytest.MonkeyPatch, never: threading.Event, rank: int) -> None:
     monkeypatch.setattr(stop_monitor, "POLL_S", 0.01)
     monkeypatch.setattr(stop_monitor, "_RANKS_POLL_S", 0.01)
-    channel: Any = SimpleNamespace(stop_reason=lambda: "SIGTERM")
-    watch = stop_monitor.StopMonitor(channel, rank=rank)
+    watch = stop_monitor.StopMonitor(SimpleNamespace(stop_reason=lambda: "SIGTERM"), rank=rank)
     assert STOP_REQUESTED.wait(10)
     watch.close()
     assert (watch.cause is None) == (rank == 1)  # all act on what worker 0 has heard
@@ -165,9 +150,7 @@ def test_prefetcher_limits_values_and_closes_source() -> None:
     source = Source(50)
     ahead = Prefetcher(source.values(), max_prefetch=2)
     assert [next(ahead), next(ahead)] == [0, 1]
-    deadline_s = time.monotonic() + 5
-    while source.made < 5 and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    until(lambda: source.made >= 5, timeout_s=5)
     time.sleep(0.05)
     assert source.made == 5  # two read, two that wait, and one that finds no room
     ahead.close()
