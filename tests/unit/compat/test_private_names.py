@@ -22,8 +22,7 @@ def _get(library: str, name: str) -> Any:
 @pytest.mark.parametrize(("library", "name"), ALL)
 def test_private_name_exists_with_reason(library: str, name: str) -> None:
     entry = ALL[library, name]
-    found = _get(library, name)
-    assert isinstance(found, ModuleType) == (entry.attribute is None)
+    assert isinstance(_get(library, name), ModuleType) == (entry.attribute is None)
     assert entry.reason.endswith(".")
     assert "\n" not in entry.reason
 
@@ -87,8 +86,7 @@ def test_ray_constants_match() -> None:
     from ray._private import ray_constants, worker
 
     assert ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR == ray_compat.SETUP_HOOK_VARIABLE
-    identity = ray_compat.DeploymentID("deployment", "application")
-    name = ray_compat.get_deployment_actor_name(identity, "actor", code_version="*")
+    name = ray_compat.get_deployment_actor_name(ray_compat.DeploymentID("deployment", "application"), "actor", code_version="*")
     assert name.split("::")[-4:] == ["application", "deployment", "*", "actor"]
     assert isinstance(ray_compat.SERVE_NAMESPACE, str)
     assert ray_compat.local_node() is worker._global_node
@@ -97,8 +95,7 @@ def test_ray_constants_match() -> None:
 
 def test_torch_private_attributes_exist() -> None:
     found = torch_compat.uncounted_operators(lambda: 0, lambda: 0)
-    overload = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    assert torch_compat.operator_of(overload) in found
+    assert torch_compat.operator_of(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default) in found
     assert torch_compat.onednn_has_bfloat16() in (False, True)
     called = []
     value = torch.ones(1, requires_grad=True)

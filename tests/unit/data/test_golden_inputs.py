@@ -6,32 +6,14 @@ Regenerate knowingly: RAYREC_WRITE_GOLDEN=1.
 import gzip
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import golden_inputs as data
 from builders.golden import FOLDER, check_golden
-from builders.golden_inputs import (
-    PRESETS,
-    SCHEMAS,
-    Log,
-    adopted,
-    any_rows,
-    bags,
-    click_loader,
-    criteo_lines,
-    digests,
-    encoded,
-    index_of,
-    log_of,
-    made_up_order,
-    order_of,
-    prepared,
-    row_loader,
-    write_csv,
-    write_parquet,
-    write_text,
-)
+from builders.golden_inputs import SCHEMAS, Log, any_rows, criteo_lines, digests, log_of, order_of, write_csv
 
 SHUFFLES = ("none", "files", "window", "full")
 
@@ -39,7 +21,7 @@ SHUFFLES = ("none", "files", "window", "full")
 
 PREPROCESSORS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     # case: log, schema, preset, changes of its rules
-    **{f"criteo {preset}": ("text", "criteo", preset, {}) for preset in PRESETS},
+    **{f"criteo {preset}": ("text", "criteo", preset, {}) for preset in data.PRESETS},
     "criteo hashed": ("text", "criteo", "rayrec", {"max_num_embeddings": 16}),
     "criteo modulo": ("text", "criteo", "mlperf-v1", {"token_modulo": 50}),
     "plain": ("csv", "plain", "rayrec", {}),
@@ -55,8 +37,7 @@ PREPROCESSORS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", PREPROCESSORS)
 def test_preprocessor_matches_golden(case: str, tmp_path: Path) -> None:
     kind, schema, preset, changes = PREPROCESSORS[case]
-    found = encoded(log_of(tmp_path, kind, SCHEMAS[schema](), preset, **changes))
-    check_golden("preprocessors", found, case=case)
+    check_golden("preprocessors", data.encoded(log_of(tmp_path, kind, SCHEMAS[schema](), preset, **changes)), case=case)
 
 
 # Batches -------------------------------------------------------------------------------------------------------------
@@ -67,20 +48,16 @@ SOURCES: dict[str, Callable[[Path], Log]] = {
     "parquet": lambda folder: log_of(folder, "parquet", SCHEMAS["everything"]()),
     "binary": lambda folder: log_of(folder, "text", SCHEMAS["criteo"]()),
     "npy": lambda folder: log_of(folder, "parquet", SCHEMAS["plain"]()),
-    "npz": lambda folder: adopted(folder / "arrays"),
+    "npz": lambda folder: data.adopted(folder / "arrays"),
     "preprocessed parquet": lambda folder: log_of(folder, "parquet", SCHEMAS["everything"]().replace(group=None)),
     "hexadecimal csv": lambda folder: log_of(folder, "csv", SCHEMAS["criteo"]()),
     "hexadecimal parquet": lambda folder: log_of(folder, "parquet", SCHEMAS["criteo"]()),
     "buckets": lambda folder: log_of(folder, "text", SCHEMAS["criteo"](), "fuxictr-x4"),
-    "bags": lambda folder: log_of(folder, "text", SCHEMAS["criteo"](), multi_hot=bags()),
+    "bags": lambda folder: log_of(folder, "text", SCHEMAS["criteo"](), multi_hot=data.bags()),
 }
 WRITTEN = {"binary": "binary", "npy": "npy", "preprocessed parquet": "parquet", "buckets": "npy"}
 """Sources that are written in a preprocessed format first."""
-PAIRS = [
-    (source, shuffle, 1 + (row + column) % 3)
-    for row, source in enumerate(list(SOURCES)[:7])
-    for column, shuffle in enumerate(SHUFFLES)
-]
+PAIRS = [(source, shuffle, 1 + (i + j) % 3) for i, source in enumerate(list(SOURCES)[:7]) for j, shuffle in enumerate(SHUFFLES)]
 """Each format in each order, and each of both with 1, 2 and 3 workers."""
 
 LOADERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -104,7 +81,7 @@ def source_log(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str],
         key = (source, "full" if shuffle == "full" else "none") if source in WRITTEN else (source, "")
         if key not in made:
             out = tmp_path_factory.mktemp("prepared") / "out"
-            made[key] = prepared(made[source, ""], out, format=WRITTEN[source], shuffle=shuffle)
+            made[key] = data.prepared(made[source, ""], out, format=WRITTEN[source], shuffle=shuffle)
         return made[key]
 
     return make
@@ -112,7 +89,7 @@ def source_log(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str],
 
 def check_batches(log: Log, case: str, shuffle: str, workers: int, **changes: Any) -> None:
     order = order_of(log, shuffle)
-    loaders = [click_loader(log, order, rank, workers, **changes) for rank in range(workers)]
+    loaders = [data.click_loader(log, order, rank, workers, **changes) for rank in range(workers)]
     check_golden("batches", digests(loaders), case=case)
 
 
@@ -201,14 +178,14 @@ def write_unaligned(path: Path) -> None:
     rows = any_rows(90, seed=4)
     for row in rows[5::9]:
         row["kinds"] = [*row["kinds"], "k1"]
-    write_parquet(path, rows)
+    data.write_parquet(path, rows)
 
 
 def write_hexadecimal_csv(path: Path) -> None:
     """Write CSV of a log of hexadecimal tokens with all faults of text except those of full lines."""
     names = ",".join(SCHEMAS["criteo"]().columns).encode() + b"\n"
     lines = [line for name in ("labels", "integers", "hexadecimals") for line in TEXTS[name]()]
-    write_text(path, [names, *(line.replace(b"\t", b",") for line in lines)])
+    data.write_text(path, [names, *(line.replace(b"\t", b",") for line in lines)])
 
 
 TABLES: dict[str, tuple[str, str, Callable[[Path], None]]] = {
@@ -216,8 +193,8 @@ TABLES: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "csv": ("log.csv", "everything", write_damaged_csv),
     "packed csv": ("log.csv.gz", "lists", write_packed_csv),
     "csv of hexadecimals": ("log.csv", "criteo", write_hexadecimal_csv),
-    "parquet": ("log.parquet", "everything", lambda path: write_parquet(path, damaged_rows())),
-    "parquet in large groups": ("log.parquet", "everything", lambda path: write_parquet(path, damaged_rows(), 1000)),
+    "parquet": ("log.parquet", "everything", lambda path: data.write_parquet(path, damaged_rows())),
+    "parquet in large groups": ("log.parquet", "everything", lambda path: data.write_parquet(path, damaged_rows(), 1000)),
     "unaligned lists": ("log.parquet", "aligned", write_unaligned),
     "packed text": ("log.gz", "criteo", write_packed_text),
 }
@@ -226,12 +203,12 @@ TABLES: dict[str, tuple[str, str, Callable[[Path], None]]] = {
 @pytest.mark.parametrize("case", [*TEXTS, *TABLES])
 def test_index_of_damaged_log_matches_golden(case: str, tmp_path: Path) -> None:
     if case in TEXTS:
-        write_text(tmp_path / "log", TEXTS[case]())
-        found = index_of(tmp_path / "log", SCHEMAS["criteo"]())
+        data.write_text(tmp_path / "log", TEXTS[case]())
+        found = data.index_of(tmp_path / "log", SCHEMAS["criteo"]())
     else:
         name, schema, write = TABLES[case]
         write(tmp_path / name)
-        found = index_of(tmp_path / name, SCHEMAS[schema]())
+        found = data.index_of(tmp_path / name, SCHEMAS[schema]())
     check_golden("damaged_logs", found, case=case)
 
 
@@ -266,23 +243,20 @@ def test_click_positions_match_golden(source_log: Callable[[str, str], Log], sou
     order = order_of(log, shuffle)
 
     def make(rank: int, workers: int, **changes: Any) -> Any:
-        return click_loader(log, order, rank, workers, batch_size=25 + workers // 3, epochs=2, **changes)
+        return data.click_loader(log, order, rank, workers, batch_size=25 + workers // 3, epochs=2, **changes)
 
     check_golden("positions", {"order": order.identity, **resumed(make)}, case=f"{source} {shuffle}")
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_row_positions_match_golden(shuffle: str) -> None:
-    def make(rank: int, workers: int, **changes: Any) -> Any:
-        return row_loader(shuffle, rank, workers, **changes)
-
-    evaluated = digests([row_loader(shuffle, rank, 3, epochs=1, small_steps=True) for rank in range(3)])
-    check_golden("positions", {"evaluated": evaluated, **resumed(make)}, case=f"rows {shuffle}")
+    evaluated = digests([data.row_loader(shuffle, rank, 3, epochs=1, small_steps=True) for rank in range(3)])
+    check_golden("positions", {"evaluated": evaluated, **resumed(partial(data.row_loader, shuffle))}, case=f"rows {shuffle}")
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_identity_of_order_matches_golden(shuffle: str) -> None:
-    order = made_up_order(shuffle)
+    order = data.made_up_order(shuffle)
     blocks = [[block.order().tolist() for block in order.blocks(epoch)] for epoch in range(2)]
     check_golden("positions", {"order": order.identity, "blocks": blocks}, case=f"made-up {shuffle}")
 

@@ -64,9 +64,8 @@ def test_vectorized_selects_kernel_for_cpu(capability: str, monkeypatch: pytest.
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     kernel_threads.vectorized.cache_clear()
     try:
-        assert kernel_threads.vectorized("rayrec_pairwise_dots").__name__.endswith(
-            "dots" if capability == "DEFAULT" else capability.lower()
-        )
+        ending = "dots" if capability == "DEFAULT" else capability.lower()
+        assert kernel_threads.vectorized("rayrec_pairwise_dots").__name__.endswith(ending)
         torch.testing.assert_close(pairwise_dots(dense, sparse, places), expected)
     finally:
         kernel_threads.vectorized.cache_clear()

@@ -53,8 +53,7 @@ def test_table_adam_matches_torch(kind: Any, weight_decay: float) -> None:
     state = own.state_dict()["state"]["table"]
     for name, value in reference.state[expected].items():
         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-9)
-    untouched = found.detach()[35:] - start().detach()[35:]
-    assert bool(untouched.any()) == (weight_decay > 0)
+    assert bool((found.detach()[35:] - start().detach()[35:]).any()) == (weight_decay > 0)
     assert torch.equal(state["exp_avg"][30:35] != 0, torch.ones(5, COLUMNS, dtype=torch.bool))
 
 
@@ -68,16 +67,8 @@ def test_sparse_adam_matches_torch() -> None:
 
 
 def step_of(number: int, *, every_row: bool) -> AdamStep:
-    return AdamStep(
-        learning_rate=0.1,
-        number=number,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        l2=0.01 * every_row,
-        decay=0.1 * every_row,
-        every_row=every_row,
-        gradient_scale=0.5,
-    )
+    of_rows = {"l2": 0.01 * every_row, "decay": 0.1 * every_row, "every_row": every_row}
+    return AdamStep(learning_rate=0.1, number=number, betas=(0.9, 0.999), eps=1e-8, gradient_scale=0.5, **of_rows)
 
 
 @pytest.mark.parametrize("every_row", [True, False])
@@ -122,8 +113,7 @@ def test_row_gradients_match_autograd(threads: int, pooled: bool, weighted: bool
     """Test three features with bags of 0 to 3 ids, two of which share a table. 0 threads means torch operators."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(4, (3 * 10,), generator=generator)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(4, (3 * 10,), generator=generator).cumsum(0)])
     ids = torch.randint(9, (int(offsets[-1]),), generator=generator)
     weights = torch.rand(len(ids), generator=generator) if weighted else None
     tables = [torch.randn(9, 4, generator=generator).requires_grad_() for _ in range(2)]
@@ -133,10 +123,8 @@ def test_row_gradients_match_autograd(threads: int, pooled: bool, weighted: bool
         mine = slice(int(of_feature[0]), int(of_feature[-1]))
         scale = torch.ones(len(ids[mine])) if weights is None else weights[mine]
         if pooled:
-            bags = torch.nn.functional.embedding_bag(
-                ids[mine], table, of_feature[:-1] - of_feature[0], mode="sum", per_sample_weights=scale
-            )
-            outputs.append(bags)
+            starts = of_feature[:-1] - of_feature[0]
+            outputs.append(torch.nn.functional.embedding_bag(ids[mine], table, starts, mode="sum", per_sample_weights=scale))
         else:
             outputs.append(table[ids[mine]] * scale.unsqueeze(1))
     output = torch.cat(outputs, dim=1 if pooled else 0)
@@ -145,8 +133,7 @@ def test_row_gradients_match_autograd(threads: int, pooled: bool, weighted: bool
     lookups = Lookups(ids, offsets, weights, gradient, 10, pooled)
     features = [TableFeatures(0, 1, 0, 4, 9), TableFeatures(1, 2, 4, 4, 9)]
     ranges = [(int(offsets[0]), int(offsets[10])), (int(offsets[10]), int(offsets[30]))]
-    gradients = lookups.of_tables(features) if threads else lookups.with_torch_ops(features, ranges)
-    for number, found in enumerate(gradients):
+    for number, found in enumerate(lookups.of_tables(features) if threads else lookups.with_torch_ops(features, ranges)):
         assert len(found.ids) == len(found.ids.unique())
         dense = torch.zeros(9, 4).index_add_(0, found.ids, found.values)
         expected = tables[number].grad
@@ -163,8 +150,7 @@ def test_row_gradients_separate_tables_of_unequal_width() -> None:
     rows = torch.tensor([5] * 2 * bags + [7] * bags + [6] * bags)
     ids = (torch.rand(len(rows), generator=generator) * rows).long()
     lookups = Lookups(ids, offsets, None, torch.randn(bags, 20, generator=generator), bags, True)
-    ranges = [(0, 12), (12, 18), (18, 18), (18, 24)]
-    expected, found = lookups.of_tables(features), lookups.with_torch_ops(features, ranges)
+    expected, found = lookups.of_tables(features), lookups.with_torch_ops(features, [(0, 12), (12, 18), (18, 18), (18, 24)])
     for table, (kernel, operators) in zip(features, zip(expected, found, strict=True), strict=True):
         dense = [torch.zeros(table.rows, table.columns).index_add_(0, one.ids, one.values) for one in (kernel, operators)]
         torch.testing.assert_close(dense[1], dense[0])
@@ -174,8 +160,7 @@ def test_row_gradients_separate_tables_of_unequal_width() -> None:
 
 def test_row_gradients_add_several_backward_passes() -> None:
     one = RowGradients(torch.tensor([4, 1]), torch.tensor([[1.0], [2.0]]))
-    two = RowGradients(torch.tensor([1, 3]), torch.tensor([[10.0], [20.0]]))
-    found = RowGradients.sum([one, two])
+    found = RowGradients.sum([one, RowGradients(torch.tensor([1, 3]), torch.tensor([[10.0], [20.0]]))])
     assert dict(zip(found.ids.tolist(), found.values[:, 0].tolist(), strict=True)) == {1: 12.0, 3: 20.0, 4: 1.0}
 
 
@@ -186,8 +171,7 @@ def test_row_gradients_add_several_backward_passes() -> None:
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad"])
 def test_data_parallel_optimizer_matches_formula(kind: Any, eps: float) -> None:
     table = torch.nn.Parameter(torch.ones(5, 4))
-    config = SparseOptimizerConfig(kind=kind, learning_rate=0.1, eps=eps)
-    optimizer = data_parallel_optimizer(config, {"table": table})
+    optimizer = data_parallel_optimizer(SparseOptimizerConfig(kind=kind, learning_rate=0.1, eps=eps), {"table": table})
     gradient = torch.zeros(5, 4)
     gradient[1], gradient[3] = torch.tensor([2.0, 4.0, -6.0, 8.0]), torch.full((4,), 0.5)
     expected, squares = torch.ones(5, 4), torch.zeros(5, 4)
@@ -203,8 +187,7 @@ def test_data_parallel_optimizer_matches_formula(kind: Any, eps: float) -> None:
     if kind == "sgd":
         assert not state
     else:
-        kept = squares if kind == "adagrad" else squares[:, 0]
-        torch.testing.assert_close(state, {"momentum1": kept}, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(state, {"momentum1": squares if kind == "adagrad" else squares[:, 0]}, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("eps", [0.25, 0.0])
