@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from builders.click_models import hashed_preprocessor
 from builders.engines import Died, LoopEngine
+from builders.faults import at_first, raising
 from builders.logs import open_index
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.encoding.rules import DenseColumn, SparseColumn
+from rayrec.data.encoding.rules import DenseColumn
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex
@@ -33,21 +34,13 @@ from rayrec.data.materialized.dataset import open_preprocessed
 from rayrec.data.materialized.dataset import read as read_preprocessed
 from rayrec.data.materialized.formats import WRITABLE_FORMATS, combine
 from rayrec.data.materialized.writer import preprocess
-from rayrec.datasets.criteo import SCHEMA
 from rayrec.storage.cache import unpack
 
 ROWS = 2_000
 
 
 def make(multi_hot: MultiHot | None = None) -> Preprocessor:
-    return Preprocessor(
-        preset="hashed",
-        schema=SCHEMA,
-        dense=(DenseColumn(),) * 13,
-        sparse=(SparseColumn(2**28, None),) * 26,
-        tokens=np.zeros(0, np.uint32),
-        multi_hot=multi_hot,
-    )
+    return hashed_preprocessor([2**28] * 26, dense=(DenseColumn(),) * 13, multi_hot=multi_hot)
 
 
 @pytest.fixture
@@ -90,29 +83,18 @@ def test_interrupted_job_resumes(log: Path, tmp_path: Path, format: str, shuffle
         with pytest.raises(Died):
             run(log, out, engine=LoopEngine(tasks), **settings)
         assert not out.exists()
-        done: list[int] = []
-        notes: list[str] = []
-        engine = LoopEngine()
+        done, notes, engine = [], [], LoopEngine()
         again = run(log, out, engine=engine, progress=done.append, note=notes.append, **settings)
-        assert engine.tasks == whole_engine.tasks - tasks
-        assert files_of(out) == expected
+        assert (engine.tasks, done[-1], files_of(out)) == (whole_engine.tasks - tasks, ROWS, expected)
         assert (again["hash"], again["bytes"]) == (whole["hash"], whole["bytes"])
-        assert done[-1] == ROWS
         assert [note for note in notes if note.startswith("Resuming ")] == notes[: tasks > 0]
         assert not Path(f"{out}.partial").exists()
 
 
 def test_kill_after_last_task_resumes(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(path: str, data: bytes) -> None:
-        if path.endswith("dataset.json"):
-            raise Died
-        write_bytes(path, data)
-
-    write_bytes = storage.write_bytes
-    monkeypatch.setattr(storage, "write_bytes", killed)
+    monkeypatch.setattr(storage, "write_bytes", at_first([Died()], storage.write_bytes, end="dataset.json"))
     with pytest.raises(Died):
         run(log, tmp_path / "out", format="npy")
-    monkeypatch.undo()
     engine = LoopEngine()
     run(log, tmp_path / "out", format="npy", engine=engine)
     assert engine.tasks == 0
@@ -142,8 +124,7 @@ def test_resume_rejects_other_inputs(log: Path, tmp_path: Path) -> None:
         ({"segments_per_task": 3, "shuffle": "full"}, "shuffle, seed, segments_per_task"),
         ({"preprocessor": make(MultiHot(sizes=(1,) * 26))}, "preprocessor"),
     ):
-        told = rf"out\.partial: incomplete output of a call with a different {named}; use the same .* remove"
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=rf"incomplete output of a call with a different {named}; use the same .* remove"):
             run(log, out, **changes)
     day = log / "day_1"
     day.write_bytes(day.read_bytes() + day.read_bytes())
@@ -165,8 +146,6 @@ def test_preprocess_rejects_invalid_logs(log: Path, tmp_path: Path) -> None:
             preprocess(index, format="npy", engine=LoopEngine(), **arguments)
     with pytest.raises(InputError, match=r"sets: rows 4-9 of b overlap other sets or exceed the log of 2000 rows"):
         run(log, tmp_path / "b", sets={"a": (0, 5), "b": (4, 9)})
-    with pytest.raises(InputError, match=r"out: exists already; remove it or choose another place"):
-        run(log, tmp_path / "out")
 
 
 def test_rows_outside_sets_are_stored(log: Path, tmp_path: Path) -> None:
@@ -189,26 +168,20 @@ def test_preprocess_writes_to_urls(log: Path, tmp_path: Path, monkeypatch: pytes
     run(log, out, format="parquet")
     run(log, tmp_path / "local", format="parquet")
     assert files_of(tmp_path / "remote") == files_of(tmp_path / "local")
-    made = open_preprocessed(out, verify=True)
-    rows = read_preprocessed(made.index.segments, np.arange(ROWS), make())
-    assert len(rows) == ROWS
-    with pytest.raises(InputError, match="remote: exists already"):
-        run(log, out, format="parquet")
+    assert len(read_preprocessed(open_preprocessed(out, verify=True).index.segments, np.arange(ROWS), make())) == ROWS
 
 
 def test_small_disk_raises(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
-    told = r"out\.partial: about 0\.0 GB are needed and 0\.0 GB are free there\. Free space or"
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=r"out\.partial: about 0\.0 GB are needed and 0\.0 GB are free there\. Free space or"):
         run(log, tmp_path / "out")
     assert not Path(f"{tmp_path / 'out'}.partial").exists()
 
 
 def test_full_disk_resumes(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = r"out\.partial: No space left on device; make room there and run the same"
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-        with pytest.raises(InputError, match=told):
+        patch.setattr(os, "pwrite", raising(OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(InputError, match=r"out\.partial: No space left on device; make room there and run the same"):
             run(log, tmp_path / "out")
     run(log, tmp_path / "out")
 

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from builders.click_models import hashed_preprocessor
 from builders.engines import LoopEngine
 from builders.logs import open_index
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rayrec.data.encoded_rows import EncodedRows
-from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.encoding.rules import DenseColumn, SparseColumn
+from rayrec.data.encoding.rules import DenseColumn
 from rayrec.data.logs.index import LogIndex, SegmentRange, numbered
 from rayrec.data.logs.splits import Split
 from rayrec.data.materialized import write_tasks
@@ -24,16 +24,9 @@ from rayrec.data.materialized.dataset import read as read_preprocessed
 from rayrec.data.materialized.formats import WRITABLE_FORMATS
 from rayrec.data.materialized.write_tasks import Permutation, gather_runs, write_run
 from rayrec.data.materialized.writer import preprocess
-from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.block_order import blocks_of_epoch
 
-PREPROCESSOR = Preprocessor(
-    preset="hashed",
-    schema=SCHEMA,
-    dense=(DenseColumn(),) * 13,
-    sparse=(SparseColumn(2**28, None),) * 26,
-    tokens=np.zeros(0, np.uint32),
-)
+PREPROCESSOR = hashed_preprocessor([2**28] * 26, dense=(DenseColumn(),) * 13)
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +49,8 @@ def keys(rows: EncodedRows) -> list[bytes]:
 
 
 def shuffled(index: LogIndex, out: Path, **changes: Any) -> PreprocessedDataset:
-    arguments: dict[str, Any] = {
-        "format": "binary",
-        "engine": LoopEngine(),
-        "sets": Split(kind="last_file").rows(index),
-        "shuffle": "full",
-        "seed": 1,
-        **changes,
-    }
-    preprocess(index, preprocessor=PREPROCESSOR, out=str(out), **arguments)
+    arguments: dict[str, Any] = {"format": "binary", "sets": Split(kind="last_file").rows(index), "shuffle": "full", "seed": 1}
+    preprocess(index, preprocessor=PREPROCESSOR, out=str(out), engine=LoopEngine(), **{**arguments, **changes})
     return open_preprocessed(str(out), verify=True)
 
 
@@ -105,15 +91,13 @@ def test_permutation_separates_neighbours() -> None:
 def test_gather_runs_restores_positions(tmp_path: Path) -> None:
     places = np.random.default_rng(0).permutation(1000)
     lists = pa.array([[i] * (i % 3) for i in range(1000)], pa.large_list(pa.int32()))
-    pairs = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(2000)), 2)
-    table = pa.table({"lists": lists, "pairs": pairs})
+    table = pa.table({"lists": lists, "pairs": pa.FixedSizeListArray.from_arrays(pa.array(np.arange(2000)), 2)})
     paths = []
     for number, start in enumerate(range(0, 1000, 250)):
         paths.append(str(tmp_path / f"{number}.arrow"))
         write_run([table.slice(start, 100), table.slice(start + 100, 150)], places[start : start + 250], paths[-1])
     for start, stop in ((0, 1000), (0, 1), (333, 650), (999, 1000)):
-        got = gather_runs(paths, start, stop)
-        assert got.equals(table.take(pa.array(np.argsort(places)[start:stop])))
+        assert gather_runs(paths, start, stop).equals(table.take(pa.array(np.argsort(places)[start:stop])))
 
 
 def test_shuffle_moves_training_rows_only(index: LogIndex, tmp_path: Path) -> None:
@@ -124,16 +108,13 @@ def test_shuffle_moves_training_rows_only(index: LogIndex, tmp_path: Path) -> No
     before, after = keys(all_rows(plain.index, 0, 2000)), keys(all_rows(mixed.index, 0, 2000))
     assert before[stop:] == after[stop:]
     assert sorted(before[:stop]) == sorted(after[:stop])
-    places = Permutation(1500, seed=1)(np.arange(1500))
-    assert [after[place] for place in places] == before[:stop]
+    assert [after[place] for place in Permutation(1500, seed=1)(np.arange(1500))] == before[:stop]
     sizes = [[(s.start, s.stop, s.rows) for s in made.index.segments] for made in (plain, mixed)]
     assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
-def test_shuffle_matches_for_any_tasks_and_format(
-    index: LogIndex, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shuffle_matches_for_any_tasks(index: LogIndex, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = keys(all_rows(shuffled(index, tmp_path / "expected").index, 0, 2000))
     for segments_per_task in (1, 4, 1000):
         made = shuffled(index, tmp_path / str(segments_per_task), format=format, segments_per_task=segments_per_task)
@@ -141,16 +122,7 @@ def test_shuffle_matches_for_any_tasks_and_format(
     monkeypatch.setattr("rayrec.data.materialized.writer.MAX_SHUFFLE_TASKS", 2)
     made = shuffled(index, tmp_path / "few", format=format, segments_per_task=1)
     assert keys(all_rows(made.index, 0, 2000)) == expected
-    other = shuffled(index, tmp_path / "other", format=format, seed=2)
-    assert keys(all_rows(other.index, 0, 2000)) != expected
-
-
-def test_without_sets_all_rows_are_shuffled(index: LogIndex, tmp_path: Path) -> None:
-    mixed = shuffled(index, tmp_path / "mixed", sets=None)
-    plain = shuffled(index, tmp_path / "plain", sets=None, shuffle="none")
-    before, after = keys(all_rows(plain.index, 0, 2000)), keys(all_rows(mixed.index, 0, 2000))
-    places = Permutation(2000, seed=1)(np.arange(2000))
-    assert [after[place] for place in places] == before
+    assert keys(all_rows(shuffled(index, tmp_path / "other", format=format, seed=2).index, 0, 2000)) != expected
 
 
 def unevenness(days: np.ndarray, batch_size: int) -> float:

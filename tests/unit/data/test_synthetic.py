@@ -20,8 +20,7 @@ ROWS = 70_000  # more than one block
 
 def all_rows(plan: GroundTruth, rows: int, days: int) -> list[Rows]:
     starts = synthetic.day_starts(rows, days)
-    blocks = range(-(-rows // BLOCK_ROWS))
-    return [r for b in blocks for _, r in plan.rows(b, spans=synthetic.block_spans(b, starts=starts))]
+    return [r for b in range(-(-rows // BLOCK_ROWS)) for _, r in plan.rows(b, spans=synthetic.block_spans(b, starts=starts))]
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +47,7 @@ def test_more_rows_keep_first_rows() -> None:
     plan = GroundTruth("terabyte", 1)
     (short,), long = all_rows(plan, 5_000, 1), all_rows(plan, 20_000, 1)
     for name in ("labels", "logits", "missing", "tokens"):
-        joined = np.concatenate([getattr(piece, name) for piece in long], axis=-1)
-        assert (joined[..., :5_000] == getattr(short, name)).all()
+        assert (np.concatenate([getattr(piece, name) for piece in long], axis=-1)[..., :5_000] == getattr(short, name)).all()
 
 
 def test_seeds_differ() -> None:
@@ -88,8 +86,7 @@ def test_label_rate_and_auroc_match_targets(dialect: str, rate: float) -> None:
 def test_truth_matches_file_rows(kaggle: tuple[Path, dict[str, Any]], planted: tuple[np.ndarray, np.ndarray]) -> None:
     out, truth = kaggle
     logits, labels = planted
-    written = np.array([line[0] == "1" for line in (out / "train.txt").read_text().splitlines()])
-    assert (written == labels).all()
+    assert (np.array([line[0] == "1" for line in (out / "train.txt").read_text().splitlines()]) == labels).all()
     assert json.loads((out / "truth.json").read_text()) == truth
     assert truth["auroc"] == pytest.approx(roc_auc_score(labels, logits), abs=1e-12)
     assert truth["label_rate"] == labels.mean()
@@ -137,15 +134,12 @@ def test_dated_folders_apply_drift(tmp_path: Path) -> None:
     assert files == [*names, "truth.json"]
     # The truth is that of the rows: theirs are drawn from the law of day 0, 5 and 10.
     plan = GroundTruth("kaggle", 4)
-    whole = GroundTruth("kaggle", 4, 5).rows(0, spans=[(0, 2_000), (1, 2_000), (2, 2_000)])
-    days = [rows for _, rows in whole]
-    rng = np.random.Generator(np.random.SFC64(np.random.SeedSequence(4, spawn_key=(2, 0))))
-    draws = plan._draws(rng)
+    days = [rows for _, rows in GroundTruth("kaggle", 4, 5).rows(0, spans=[(0, 2_000), (1, 2_000), (2, 2_000)])]
+    draws = plan._draws(np.random.Generator(np.random.SFC64(np.random.SeedSequence(4, spawn_key=(2, 0)))))
     for number, day in enumerate((0, 5, 10)):
         expected = plan._rows(draws[:, 2_000 * number : 2_000 * (number + 1)], day)
         assert (days[number].logits == expected.logits).all()
-        auroc = synthetic.exact_auroc(expected.logits, expected.labels)
-        assert truth["days_detail"][number]["auroc"] == auroc
+        assert truth["days_detail"][number]["auroc"] == synthetic.exact_auroc(expected.logits, expected.labels)
     assert truth["drift"] == 5
     synthetic.generate(str(tmp_path / "plain"), **arguments)
     synthetic.generate(str(tmp_path / "split"), first_date="2026-01-01", **arguments)
@@ -254,8 +248,7 @@ def format_extremes(capacity: int) -> bytes:
 
 
 def test_format_rows_matches_python_within_buffer() -> None:
-    tokens = [*["0a1f9bcd"] * 9, ""]
-    wanted = "".join(f"1\t{value}\t{token}\n" for value, token in zip(EXTREMES[0], tokens, strict=True)).encode()
+    wanted = "".join(f"1\t{value}\t{token}\n" for value, token in zip(EXTREMES[0], [*["0a1f9bcd"] * 9, ""], strict=True)).encode()
     assert format_extremes(10 * max_row_bytes(1, 1)) == wanted
     assert format_extremes(len(wanted)) == wanted  # a buffer of just the right size will do
     for capacity in range(len(wanted)):
@@ -264,12 +257,8 @@ def test_format_rows_matches_python_within_buffer() -> None:
 
 
 def test_format_rows_rejects_mismatched_arrays() -> None:
-    good = {
-        "dense": np.zeros((1, 2), dtype=np.int32),
-        "tokens": np.zeros((1, 2), dtype=np.uint32),
-        "missing": np.zeros(2, dtype=np.uint64),
-        "out": np.zeros(100, dtype=np.uint8),
-    }
+    good = {"dense": np.zeros((1, 2), np.int32), "tokens": np.zeros((1, 2), np.uint32)}
+    good |= {"missing": np.zeros(2, np.uint64), "out": np.zeros(100, np.uint8)}
     labels = np.zeros(2, dtype=np.uint8)
     assert format_rows(labels, **good) == len("0\t0\t00000000\n") * 2
     for name, array in good.items():
