@@ -65,8 +65,7 @@ def test_initial_values_depend_on_seed_and_table_name_only() -> None:
 
 
 def test_tables_start_on_meta_device() -> None:
-    tables = build_embeddings([10_000_000], embedding_dim=16, seed=0)
-    assert tables.embedding_bags["cat_0"].weight.is_meta
+    assert build_embeddings([10_000_000], embedding_dim=16, seed=0).embedding_bags["cat_0"].weight.is_meta
 
 
 def test_build_embeddings_rejects_empty_table() -> None:
@@ -79,15 +78,11 @@ ODD_NAMES += ["\u00fcser/id \u5e97", "a b"]
 
 
 def test_table_name_supports_any_column_name() -> None:
-    odd = build_embeddings(
-        [5] * len(ODD_NAMES), embedding_dim=4, seed=1, device="cpu", table_of={name: name for name in ODD_NAMES}
-    )
+    odd = build_embeddings([5] * len(ODD_NAMES), embedding_dim=4, seed=1, device="cpu", table_of={n: n for n in ODD_NAMES})
     assert len(odd.state_dict()) == len(ODD_NAMES)
     keys = [f"embedding_bags.{table_name(name)}.weight" for name in ODD_NAMES]
     assert list(odd.state_dict()) == keys
-    batch = KeyedJaggedTensor(
-        keys=ODD_NAMES, values=torch.arange(len(ODD_NAMES)) % 5, lengths=torch.ones(len(ODD_NAMES), dtype=torch.int32)
-    )
+    batch = KeyedJaggedTensor(ODD_NAMES, torch.arange(len(ODD_NAMES)) % 5, lengths=torch.ones(len(ODD_NAMES), dtype=torch.int32))
     pooled = odd(batch)
     assert list(pooled.keys()) == ODD_NAMES
     for number, (name, key) in enumerate(zip(ODD_NAMES, keys, strict=True)):

@@ -1,7 +1,5 @@
 """Ensembles in one model: predictions, and independent training of each member."""
 
-from typing import Any
-
 import pytest
 import torch
 from builders.click_models import whole_model
@@ -31,13 +29,9 @@ def batch(inputs: ModelInputs) -> Batch:
     if inputs.more_labels:
         labels["like"][::3] = torch.nan
         labels["seconds"][::4] = torch.nan
-    return Batch(
-        {"dense": torch.rand(ROWS, 2, generator=chance)},
-        1 / ROWS,
-        KeyedJaggedTensor(keys=["a", "b"], values=ids, lengths=torch.ones(2 * ROWS, dtype=torch.int32), stride=ROWS),
-        labels,
-        weights=torch.rand(ROWS, generator=chance),
-    )
+    features = KeyedJaggedTensor(keys=["a", "b"], values=ids, lengths=torch.ones(2 * ROWS, dtype=torch.int32), stride=ROWS)
+    dense, weights = torch.rand(ROWS, 2, generator=chance), torch.rand(ROWS, generator=chance)
+    return Batch({"dense": dense}, 1 / ROWS, features, labels, weights=weights)
 
 
 @pytest.mark.parametrize(
@@ -79,20 +73,16 @@ def test_single_member_builds_plain_network() -> None:
 
 def test_members_use_separate_parts_of_sequences() -> None:
     inputs = ModelInputs(0, ("item", "history"), "click", vocabularies=("item", "item"), lists=(("history", None),))
-    config: Any = DINConfig(embedding_dim=DIM, attention=(), mlp=(), members=2)
-    network = build_network(config, inputs).eval()
+    network = build_network(DINConfig(embedding_dim=DIM, attention=(), mlp=(), members=2), inputs).eval()
     item, values = torch.rand(ROWS, 2 * DIM), torch.rand(3 * ROWS, 2 * DIM)
     lengths = torch.full((ROWS,), 3)
-    made = network(
-        torch.zeros(ROWS, 0),
-        KeyedEmbeddings.in_order(inputs.features, 2 * DIM, item, {"history": JaggedEmbeddings(values, lengths)}),
-    )
+    lists = {"history": JaggedEmbeddings(values, lengths)}
+    made = network(torch.zeros(ROWS, 0), KeyedEmbeddings.in_order(inputs.features, 2 * DIM, item, lists))
     parts = []
     for number, member in enumerate(network.members):
         part = slice(number * DIM, (number + 1) * DIM)
-        given = KeyedEmbeddings.in_order(
-            inputs.features, DIM, item[:, part], {"history": JaggedEmbeddings(values[:, part], lengths)}
-        )
+        lists = {"history": JaggedEmbeddings(values[:, part], lengths)}
+        given = KeyedEmbeddings.in_order(inputs.features, DIM, item[:, part], lists)
         parts.append(member(torch.zeros(ROWS, 0), given)["click"])
     torch.testing.assert_close(made["click"], (parts[0] + parts[1]) / 2)
 

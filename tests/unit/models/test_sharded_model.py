@@ -45,14 +45,9 @@ def step(network: nn.Module, **changes: Any) -> torch.Tensor:
         def build(self, inputs: ModelInputs, *, precision: str = "fp32") -> nn.Module:
             return network
 
-    ids = KeyedJaggedTensor(
-        keys=["cat_0"], values=torch.zeros(ROWS, dtype=torch.long), lengths=torch.ones(ROWS, dtype=torch.int32)
-    )
-    labels = {"label": torch.tensor([0.0, 1.0, 1.0])}
-    fields = {"loss_weight": 1.0, "sparse_features": ids, "labels": labels, **changes}
-    batch = Batch({"dense": torch.zeros(ROWS, 13)}, **fields)
-    loss: torch.Tensor = whole_model(Made(embedding_dim=2), [4])(batch)[0]
-    return loss
+    ids = KeyedJaggedTensor(["cat_0"], torch.zeros(ROWS, dtype=torch.long), lengths=torch.ones(ROWS, dtype=torch.int32))
+    fields = {"loss_weight": 1.0, "sparse_features": ids, "labels": {"label": torch.tensor([0.0, 1.0, 1.0])}, **changes}
+    return whole_model(Made(embedding_dim=2), [4])(Batch({"dense": torch.zeros(ROWS, 13)}, **fields))[0]
 
 
 @pytest.mark.parametrize(
@@ -95,18 +90,11 @@ def test_embedding_penalty_applies_to_network_inputs() -> None:
     )
     item, history, tags = torch.tensor([0, 1, 2]), torch.tensor([1, 1, 3, 0]), torch.tensor([0, 1, 1, 4, 2])
     of_history, of_tags = torch.tensor([3, 0, 1]), torch.tensor([2, 3, 0])
-    batch = Batch(
-        {"dense": torch.zeros(3, 0)},
-        1 / 3,
-        KeyedJaggedTensor(keys=["tags"], values=tags, lengths=of_tags, stride=3),
-        {"click": torch.tensor([1.0, 0.0, 1.0])},
-        sequence_features=KeyedJaggedTensor(
-            keys=["item", "history"],
-            values=torch.cat([item, history]),
-            lengths=torch.cat([torch.ones(3, dtype=torch.int64), of_history]),
-            stride=3,
-        ),
-    )
+    pooled = KeyedJaggedTensor(keys=["tags"], values=tags, lengths=of_tags, stride=3)
+    ids, lengths = torch.cat([item, history]), torch.cat([torch.ones(3, dtype=torch.int64), of_history])
+    listed = KeyedJaggedTensor(keys=["item", "history"], values=ids, lengths=lengths, stride=3)
+    labels = {"click": torch.tensor([1.0, 0.0, 1.0])}
+    batch = Batch({"dense": torch.zeros(3, 0)}, 1 / 3, pooled, labels, sequence_features=listed)
     gradients = []
     for penalty in (0.0, 0.6):
         config = DINConfig(embedding_dim=4, attention=(4,), mlp=(4,), embedding_penalty=penalty)

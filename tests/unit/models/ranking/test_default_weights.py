@@ -8,7 +8,7 @@ from zlib import crc32
 
 import pytest
 import torch
-from torch.nn import functional
+from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 
 from rayrec import models
 from rayrec.batch import Batch
@@ -52,11 +52,7 @@ def measured(name: str) -> dict[str, Any]:
         else:
             outputs = network(dense, KeyedEmbeddings.in_order(inputs.features, config.table_width, values.flatten(1)))
         own, batch = network_loss(network), Batch({"dense": dense}, 1.0, None, wanted)
-        loss = (
-            own(outputs, batch).mean()
-            if own
-            else sum(functional.binary_cross_entropy_with_logits(outputs[name], wanted[name]) for name in wanted)
-        )
+        loss = own(outputs, batch).mean() if own else sum(cross_entropy(outputs[name], wanted[name]) for name in wanted)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

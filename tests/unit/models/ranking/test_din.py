@@ -36,10 +36,8 @@ def network(*, precision: str = "fp32") -> DIN:
 
 def embedded(values: torch.Tensor, item: torch.Tensor, tags: torch.Tensor, *, lengths: torch.Tensor = LENGTHS) -> KeyedEmbeddings:
     """Build embeddings delivered in a different order than the features."""
-    history = JaggedEmbeddings(values, lengths)
-    return KeyedEmbeddings(
-        INPUTS.features, DIM, lambda: (torch.cat([tags, item], dim=1), (2, 0)), sequences=lambda: {"history": history}
-    )
+    lists, pooled = {"history": JaggedEmbeddings(values, lengths)}, torch.cat([tags, item], dim=1)
+    return KeyedEmbeddings(INPUTS.features, DIM, lambda: (pooled, (2, 0)), sequences=lambda: lists)
 
 
 def test_other_networks_receive_sequence_sums() -> None:

@@ -189,13 +189,8 @@ def after_crosses(inner: nn.Module, config: ClickModelConfig, x0: torch.Tensor, 
 def of_dcnv3(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
     """Compute sections 3.2 to 3.4: heads, concatenated halves of embeddings, and both networks."""
     stacked = torch.stack(fields(net, dense, values), dim=1)
-    inputs = torch.stack(
-        [
-            torch.cat([half.flatten(1) for half in head.tensor_split(2, dim=2)], dim=1)
-            for head in stacked.tensor_split(config.heads, dim=2)
-        ],
-        dim=1,
-    )
+    halves = [head.tensor_split(2, dim=2) for head in stacked.tensor_split(config.heads, dim=2)]
+    inputs = torch.stack([torch.cat([half.flatten(1) for half in pair], dim=1) for pair in halves], dim=1)
     outputs = {}
     for name, crosses, dropout in (("deep", net.deep, config.deep_dropout), ("shallow", net.shallow, config.shallow_dropout)):
         x = inputs
@@ -354,9 +349,7 @@ def of_ple(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values
 
 def reference_of(name: str) -> Reference:
     """Return the formula of a network in `CONFIGS`, whose name starts with the model's."""
-    model = name.split(maxsplit=1)[0]
-    found: Reference = globals()["of_mixture" if name == "dcnv2 mixture" else f"of_{model}"]
-    return found
+    return globals()["of_mixture" if name == "dcnv2 mixture" else f"of_{name.split(maxsplit=1)[0]}"]
 
 
 def cross_entropy(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -373,8 +366,7 @@ def reference_loss(config: ClickModelConfig, outputs: Outputs, labels: Outputs) 
         return loss + (outputs["seconds"] - labels["seconds"]).square().double().mean()
     if isinstance(config, FinalNetConfig):
         taught = torch.sigmoid(outputs["click"]).detach().double()
-        towers = [name for name in outputs if name != "click"]
-        return loss + sum(cross_entropy(outputs[name], taught).mean() for name in towers)
+        return loss + sum(cross_entropy(outputs[name], taught).mean() for name in outputs if name != "click")
     if isinstance(config, DCNv3Config):
         own = [cross_entropy(outputs[name], labels["click"]).mean() for name in ("deep", "shallow")]
         return loss + sum(other * (other - loss).clamp(min=0) for other in own)
@@ -384,8 +376,7 @@ def reference_loss(config: ClickModelConfig, outputs: Outputs, labels: Outputs) 
 def framework_loss(net: nn.Module, outputs: Outputs, labels: Outputs) -> torch.Tensor:
     """Compute the loss of a batch as `ClickModel` does."""
     inputs = SEVERAL if "like" in outputs else INPUTS
-    heads = label_heads(inputs.label, inputs.more_labels)
-    head = _Head(net, inputs, heads, dim=DIM, penalty=0.0, one_by_one=set())
+    head = _Head(net, inputs, label_heads(inputs.label, inputs.more_labels), dim=DIM, penalty=0.0, one_by_one=set())
     return head._summed_loss(outputs, Batch({"dense": torch.zeros(ROWS, 0)}, 1.0, None, labels))[0] / ROWS
 
 
@@ -399,9 +390,7 @@ def shaken(net: nn.Module) -> nn.Module:
     return net
 
 
-def assert_same(
-    net: nn.Module, config: ClickModelConfig, outputs: Outputs, expected: Outputs, leaves: list[torch.Tensor]
-) -> None:
+def compare(net: nn.Module, config: ClickModelConfig, outputs: Outputs, expected: Outputs, leaves: list[torch.Tensor]) -> None:
     """Compare outputs and gradients of all weights and `leaves`: number features and table rows."""
     assert outputs.keys() == expected.keys()
     for name, values in expected.items():
@@ -439,7 +428,7 @@ def test_model_matches_formula(name: str, *, training: bool) -> None:
     dense, values = leaf(ROWS, 2), leaf(ROWS, 3, config.width)
     expected = reference_of(name)(net, config, dense, values)
     outputs = net(dense, KeyedEmbeddings.in_order(INPUTS.features, config.width, values.flatten(1)))
-    assert_same(net, config, outputs, expected, [dense, values])
+    compare(net, config, outputs, expected, [dense, values])
 
 
 LENGTHS = torch.tensor([3, 0, 5, 1, 2, 0, 4, 5, 1, 1, 2, 3, 0, 1, 5, 2, 4])
@@ -452,9 +441,7 @@ def attended(unit: nn.Module, targets: torch.Tensor, rows: list[torch.Tensor]) -
     for layer, activation in zip(unit.layers, unit.activations, strict=True):
         hidden = dice(activation, linear(layer, hidden))
     weights = iter(linear(unit.weight, hidden)[:, 0])
-    return torch.stack(
-        [sum((next(weights) * item for item in items), torch.zeros_like(t)) for t, items in zip(targets, rows, strict=True)]
-    )
+    return torch.stack([sum((next(weights) * item for item in items), torch.zeros_like(targets[0])) for items in rows])
 
 
 TARGETS = {"history": "item", "items": "item", "shops": "shop"}
@@ -468,14 +455,10 @@ def test_din_matches_formula(features: tuple[str, ...], *, training: bool) -> No
     [(items, shops)]."""
     sequences = [name for name in features if name in TARGETS]
     pooled = [name for name in features if name not in TARGETS]
-    inputs = ModelInputs(
-        2,
-        features,
-        "click",
-        vocabularies=tuple(TARGETS.get(name, name) for name in features),
-        lists=tuple((name, None if name == "tags" else 5) for name in features if name in (*TARGETS, "tags")),
-        aligned=(("items", "shops"),) if len(sequences) > 1 else (),
-    )
+    vocabularies = tuple(TARGETS.get(name, name) for name in features)
+    lists = tuple((name, None if name == "tags" else 5) for name in features if name in (*TARGETS, "tags"))
+    aligned = (("items", "shops"),) * (len(sequences) > 1)
+    inputs = ModelInputs(2, features, "click", vocabularies=vocabularies, lists=lists, aligned=aligned)
     config = DINConfig(embedding_dim=DIM, attention=(6, 3), mlp=(8, 5), dropout=0.3)
     torch.manual_seed(0)
     net = shaken(config.build(inputs)).train(training)
@@ -489,7 +472,7 @@ def test_din_matches_formula(features: tuple[str, ...], *, training: bool) -> No
     expected = {"click": linear(net.logit, tower(net.tower, together, config.dropout))[:, 0]}
     lists = {name: JaggedEmbeddings(values, LENGTHS) for name, values in items.items()}
     given = KeyedEmbeddings.in_order(features, DIM, bags.flatten(1), lists)
-    assert_same(net, config, net(dense, given), expected, [dense, bags, *items.values()])
+    compare(net, config, net(dense, given), expected, [dense, bags, *items.values()])
 
 
 def test_every_model_has_formula() -> None:

@@ -1,11 +1,9 @@
 """Behavior of single click models: DLRM's cost and settings, initial values, WideDeep's bias, FinalMLP's context."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from builders.click_models import whole_model
-from builders.networks import CROSSES, DEEPFM, DIM, FINALMLP, GDCN, INPUTS, WIDEDEEP
+from builders.click_models import SMALL, whole_model
+from builders.networks import DEEPFM, DIM, FINALMLP, INPUTS, WIDEDEEP
 from torch import nn
 from torch.nn import functional
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -21,29 +19,9 @@ from rayrec.models.ranking.linear import LinearConfig
 from rayrec.models.sharded_model import ClickModel
 
 
-def test_gated_crosses_initialize_biases_between_0_and_1() -> None:
-    torch.manual_seed(0)
-    biases, plain = (
-        torch.cat([cross.linear.bias for cross in config.build(INPUTS).network.crosses]) for config in (GDCN, CROSSES)
-    )
-    assert 0 <= biases.min() < 0.2
-    assert 0.8 < biases.max() < 1
-    assert not plain.any()
-
-
-def test_number_vectors_initialize_as_xavier_layers() -> None:
-    torch.manual_seed(0)
-    inputs = replace(INPUTS, num_dense=4000)
-    for config, std in ((DEEPFM.replace(embedding_dim=16), (2 / 17) ** 0.5), (DEEPFM, (2 / 5) ** 0.5)):
-        built = config.build(inputs).fields
-        assert built.number_vectors.std().item() == pytest.approx(std, rel=0.02)
-        assert built.linear.weight.std().item() == pytest.approx(1.0, rel=0.04)
-
-
 def _widedeep() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    net = WIDEDEEP.replace(dropout=0.0).build(INPUTS).eval()
-    return net, torch.randn(17, 2), torch.randn(17, 3, WIDEDEEP.width)
+    return WIDEDEEP.replace(dropout=0.0).build(INPUTS).eval(), torch.randn(17, 2), torch.randn(17, 3, WIDEDEEP.width)
 
 
 def _clicks(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -77,8 +55,7 @@ def test_finalmlp_context_rejects_unknown_features() -> None:
 
 
 def test_linear_model_replaces_other_models() -> None:
-    like = DLRMConfig(embedding_penalty=0.1, members=2)
-    assert LinearConfig.replacing(like) == LinearConfig(embedding_penalty=0.1, members=2)
+    assert LinearConfig.replacing(DLRMConfig(embedding_penalty=0.1, members=2)) == LinearConfig(embedding_penalty=0.1, members=2)
     assert DLRMConfig.replacing(LinearConfig(members=2)).embedding_dim == 16
     recipe, demo = recipes.criteo_ensemble("log"), recipes.criteo_demo("log")
     dlrm, final, linear = recipe.workload.model.models  # type: ignore[attr-defined]
@@ -91,32 +68,16 @@ def test_linear_model_replaces_other_models() -> None:
 
 
 SIZES = [50, 3, 700, 20]
-SMALL = DLRMConfig(
-    interaction="dot",
-    embedding_dim=8,
-    bottom_mlp=(32, 8),
-    top_mlp=(32, 16, 1),
-    cross_layers=2,
-    cross_low_rank=6,
-    projection_first=(24, 16),
-    projection_second=(24, 24),
-)
 
 
 def batch(rows: int, *, seed: int = 0, loss_weight: float = 1.0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.cat([torch.randint(0, size, (rows,), generator=generator) for size in SIZES])
-    return Batch(
-        tensors={"dense": torch.randn(rows, 13, generator=generator)},
-        sparse_features=KeyedJaggedTensor(
-            keys=[f"cat_{index}" for index in range(len(SIZES))],
-            values=ids,
-            lengths=torch.ones(len(SIZES) * rows, dtype=torch.int32),
-            stride=rows,
-        ),
-        labels={"label": torch.randint(0, 2, (rows,), generator=generator).float()},
-        loss_weight=loss_weight,
-    )
+    keys, lengths = [f"cat_{index}" for index in range(len(SIZES))], torch.ones(len(SIZES) * rows, dtype=torch.int32)
+    features = KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths, stride=rows)
+    dense = torch.randn(rows, 13, generator=generator)
+    labels = torch.randint(0, 2, (rows,), generator=generator).float()
+    return Batch({"dense": dense}, loss_weight, features, {"label": labels})
 
 
 def build(config: DLRMConfig = SMALL, **settings: object) -> ClickModel:
@@ -134,9 +95,8 @@ def test_multiply_adds_count_built_layers(interaction: str) -> None:
     config = SMALL.replace(interaction=interaction)
     model = build(config)
     weights = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embedding_bags" not in n)
-    products = {"dot": 5 * 5 * 8, "cross": 0, "projection": 2 * 3 * 8}[interaction]
-    cost = network_multiply_adds(model.head.network, model.head.inputs, config)
-    assert cost == weights + products
+    products = {"dot": 5 * 5 * 8, "cross": 0, "projection": 2 * 2 * 8}[interaction]
+    assert network_multiply_adds(model.head.network, model.head.inputs, config) == weights + products
     assert model.training
 
 
@@ -168,10 +128,9 @@ def test_initial_weights_depend_on_seed_only() -> None:
 
 
 def test_bottom_mlp_follows_embedding_dim_unless_set() -> None:
-    assert SMALL.replace(embedding_dim=16).bottom_mlp == (32, 16)
+    assert SMALL.replace(embedding_dim=16).bottom_mlp == (16, 16)
     assert SMALL.replace(embedding_dim=16, bottom_mlp=(64, 16)).bottom_mlp == (64, 16)
-    stored = {"class": SMALL.to_dict()["class"], "embedding_dim": 16}
-    assert SMALL.updated(stored).bottom_mlp == (32, 16)
+    assert SMALL.updated({"class": SMALL.to_dict()["class"], "embedding_dim": 16}).bottom_mlp == (16, 16)
     other = SMALL.updated({"class": "deepfm", "embedding_dim": 16})
     assert (type(other).__name__, other.embedding_dim) == ("DeepFMConfig", 16)
     with pytest.raises(InputError, match="must end with embedding_dim 16"):
