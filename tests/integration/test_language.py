@@ -130,9 +130,9 @@ def test_a_checkpoint_is_evaluated_predicted_with_and_exported(runs: dict[str, R
     assert [len(text) for text in table["text"]] == [24, 24]
     told = rayrec.export(result.folder, out=str(tmp_path / "export"))
     assert told["bytes"] > 0
-    model = GPT2LMHeadModel.from_pretrain(tmp_path / "export")
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "export")
     assert "lm_head.weight" not in load_file(tmp_path / "export" / "model.safetensors")
-    batch = AutoTokenizer.from_pretrain(tmp_path / "export")(["the cat sees it."], return_tensors="pt")["input_ids"]
+    batch = AutoTokenizer.from_pretrained(tmp_path / "export")(["the cat sees it."], return_tensors="pt")["input_ids"]
     assert batch.shape == (1, BLOCK)
     assert model(batch, labels=batch).loss.item() < 2 * metrics["loss"]
     # A run begins where that one ended.
