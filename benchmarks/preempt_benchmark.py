@@ -5,7 +5,6 @@ killed at its deadline, and another joins some seconds later. The baseline ignor
 count. An undisturbed run gives the weights to compare with.
 """
 
-import json
 import random
 import statistics
 import tempfile
@@ -29,7 +28,7 @@ REPLACEMENT_S = 5.0
 PACE_S = 0.4
 """Minimum seconds per step, which gives as many steps between notice and kill as on other machines."""
 WAIT_S = 1800.0
-NODE = json.dumps({"num_cpus": 1, "resources": {"slot": 1}})
+NODE: dict[str, Any] = {"num_cpus": 1, "resources": {"slot": 1}}
 UNDISTURBED = "no preemption"
 PERIODIC = "notices ignored, periodic checkpoints alone"
 UNSEEN = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
@@ -102,9 +101,9 @@ class Arm:
         """`seen`: whether the workers receive notices. `least`: the workers that the run continues with if there are no more."""
         self._stamps = folder / "stamps"
         self._cluster = cluster
-        self._cluster.add_node(json.dumps({"num_cpus": 2}))
+        self._cluster.add_node(num_cpus=2)
         for _ in range(WORKERS):
-            address = self._cluster.add_node(NODE)
+            address = self._cluster.add_node(**NODE)
         self._hosts = list(range(1, WORKERS + 1))
         workers = WORKERS if least == WORKERS else (least, WORKERS)
         config = small_run(
@@ -142,7 +141,7 @@ class Arm:
             preemptions.append((notice_s, time.time()))
             assert self.run.session.process.poll() is None, "the run was over before the kill"
             time.sleep(REPLACEMENT_S)
-            self._cluster.add_node(NODE)
+            self._cluster.add_node(**NODE)
             self._hosts.append(max(self._hosts) + 1)
             self._wait_for(step, since_s=preemptions[-1][1])
         summary = self.run.summary(timeout_s=1800)

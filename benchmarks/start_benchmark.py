@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hosts.ports import free_ports
-from hosts.processes import RayHead, Session, environment_for
+from hosts.processes import RayHead, Session, environment_for, wait_for_ray
 from logs import synthetic_log
 from recover_benchmark import BARE, first_step_after
 from rows import emit, in_turn, medians_of, say
@@ -111,7 +111,7 @@ def train(flags: Sequence[str], log: Path, run: Path) -> dict[str, float]:
         tempfile.TemporaryDirectory(prefix="rs", dir="/tmp") as folder,  # a short path
         RayHead(Path(folder), cache=run.parent / "cache", num_cpus=2) as head,
     ):
-        head.wait()
+        wait_for_ray(head)
         flags = [head.address if flag == "HEAD" else flag for flag in flags]
         train_once(flags, log, run.with_name(f"{run.name}_before"))
         return train_once(flags, log, run)

@@ -39,24 +39,18 @@ def kill(role: str) -> Callable[[Run, random.Random], bool]:
 
 def kill_data_task(run: Run, chance: random.Random) -> bool:
     try:
-        return bool(run.session.kill_data_task(timeout_s=3))
+        run.session.kill_data_task(timeout_s=3)
+        return True
     except AssertionError:
         return False
 
 
-def kill_driver(run: Run, chance: random.Random) -> bool:
-    run.kill_driver()
-    return True
+def always(act: Callable[[Run], object]) -> Callable[[Run, random.Random], bool]:
+    def one(run: Run, chance: random.Random) -> bool:
+        act(run)
+        return True
 
-
-def kill_everything(run: Run, chance: random.Random) -> bool:
-    run.session.end()
-    return True
-
-
-def terminate(run: Run, chance: random.Random) -> bool:
-    run.session.process.terminate()
-    return True
+    return one
 
 
 def damage(run: Run, chance: random.Random) -> bool:
@@ -74,9 +68,9 @@ MISFORTUNES: dict[str, Callable[[Run, random.Random], bool]] = {
     "worker": kill("train worker"),
     "data task": kill_data_task,
     "controller": kill("controller"),
-    "driver": kill_driver,
-    "everything": kill_everything,
-    "SIGTERM": terminate,
+    "driver": always(Run.kill_driver),
+    "everything": always(lambda run: run.session.end()),
+    "SIGTERM": always(lambda run: run.session.process.terminate()),
     "checkpoint": damage,
 }
 """What may happen; each returns whether there was something for it to happen to."""

@@ -53,9 +53,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     connection.is_connected = _is_connected if "local_ray" in getattr(item, "fixturenames", ()) else lambda: False
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files that take longest first: two processes that take one file after the other then end at about the same time
-    (with pytest-xdist's option --no-loadscope-reorder, which keeps this order)."""
+    """Marks exhaustive tests as extended ones too. Puts the files that take longest first: two processes that take one file after
+    the other then end at about the same time (with pytest-xdist's option --no-loadscope-reorder, which keeps this order)."""
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker("extended")
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
 
@@ -103,15 +107,12 @@ def made_once(shared_folder: Path) -> Callable[[str, Callable[[Path], object]], 
 @pytest.fixture(scope="session")
 def undisturbed(click_log: Path, made_once: Callable[[str, Callable[[Path], object]], Path]) -> dict[str, Any]:
     """The summary of a small run of 480 steps that nothing happens to, in two workers on a Ray of its own."""
-    from hosts.processes import Run, small_run
+    from hosts.processes import finished, small_run
 
     def train(folder: Path) -> None:
-        with Run(small_run(click_log, str(folder), steps=480), folder / "commands", cache=folder / "cache") as run:
-            run.start()
-            run.summary()
+        finished(small_run(click_log, str(folder), steps=480), folder / "commands", cache=folder / "cache")
 
-    summary: dict[str, Any] = json.loads((made_once("undisturbed", train) / "run" / "summary.json").read_text())
-    return summary
+    return json.loads((made_once("undisturbed", train) / "run" / "summary.json").read_text())
 
 
 @pytest.fixture(scope="session")
@@ -134,6 +135,13 @@ def local_ray(start_ray: Callable[[], None]) -> Iterator[None]:
     start_ray()
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache of rayrec's for this test alone; exports measure their speed in a moment."""
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("rayrec.inference.export.parity._SPEED_S", 0.01)
 
 
 @pytest.fixture

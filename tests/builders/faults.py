@@ -78,10 +78,12 @@ def flip(path: str | Path, place: int | None = None, *, bit: int = 1) -> None:
     Path(path).write_bytes(data)
 
 
-def until(condition: Callable[[], Any], *, timeout_s: float = 60, pause_s: float = 0.01) -> Any:
-    """Wait for a condition, and return what it comes to."""
+def until(
+    condition: Callable[[], Any], *, timeout_s: float = 60, pause_s: float = 0.01, told: Callable[[], object] = lambda: ""
+) -> Any:
+    """Wait for a condition, and return what it comes to. `told`: more text of the error if it does not come."""
     deadline_s = time.monotonic() + timeout_s
     while not (found := condition()):
-        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s"
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {told()}"
         time.sleep(pause_s)
     return found

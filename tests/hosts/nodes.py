@@ -16,14 +16,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any
 
-POLL_S = 0.05
+from hosts.processes import RAYREC, EndsOnExit, Session, pids, ray_start, wait_for_ray
+
 _SUBNET = "10.77.0"
 _PORT = 6379
 _SHM_BYTES = 256 << 20
@@ -48,39 +46,29 @@ _HEALTH = {
 @functools.cache
 def missing() -> str | None:
     """What this machine lacks for namespaces of nodes, and how to get it; None if nothing."""
-    commands = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
-    for command, package in commands.items():
+    for command in ("ip", "unshare", "nsenter", "setpriv"):
         if shutil.which(command) is None:
-            return f"needs the command `{command}`: apt-get install {package}"
-    trial = "mount --make-rprivate / && mount -t tmpfs tmpfs /dev/shm && ip link add name va type veth peer name vb && " + (
-        "ip link add name br type bridge && ip link set va master br"
-    )
-    done = subprocess.run(
-        ["unshare", *_ALL, "--fork", "--mount-proc", "sh", "-c", trial], capture_output=True, text=True, check=False
-    )
+            return f"needs the command `{command}`: apt-get install iproute2 util-linux"
+    trial = "mount --make-rprivate / && mount -t tmpfs tmpfs /dev/shm && ip link add name va type veth peer name vb"
+    trial += " && ip link add name br type bridge && ip link set va master br"
+    command = ["unshare", *_ALL, "--fork", "--mount-proc", "sh", "-c", trial]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return None
     return f"needs root, and a kernel with namespaces, veth and bridge ({done.stderr.strip().splitlines()[-1:]})"
 
 
 @functools.cache
-def missing_netem() -> str | None:
-    """Why links cannot be given delay and loss here; None if they can."""
-    return _missing_qdisc("netem", "delay 1ms")
-
-
-@functools.cache
-def missing_tbf() -> str | None:
-    """Why links cannot be given a speed here; None if they can."""
-    return _missing_qdisc("tbf", "rate 1gbit burst 512kb latency 20ms")
-
-
 def _missing_qdisc(kind: str, settings: str) -> str | None:
+    """Why links cannot be given a queue of this kind here; None if they can."""
     trial = f"ip link add name va type veth peer name vb && tc qdisc add dev va root {kind} {settings}"
-    done = subprocess.run(["unshare", "--net", "sh", "-c", trial], capture_output=True, text=True, check=False)
-    if done.returncode == 0:
+    if subprocess.run(["unshare", "--net", "sh", "-c", trial], capture_output=True, check=False).returncode == 0:
         return None
     return f"needs a kernel with the qdisc {kind} (module sch_{kind}) and the command `tc` (package iproute2)"
+
+
+missing_netem = functools.partial(_missing_qdisc, "netem", "delay 1ms")  # of delay and loss
+missing_tbf = functools.partial(_missing_qdisc, "tbf", "rate 1gbit burst 512kb latency 20ms")  # of speed
 
 
 class _Space:
@@ -89,15 +77,10 @@ class _Space:
     def __init__(self, setup: str, *, kinds: Sequence[str], environment: Mapping[str, str]) -> None:
         flags = [*kinds, "--fork", "--kill-child"] + (["--mount-proc"] if "--pid" in kinds else [])
         script = f"set -e\n{setup}\nexec {sys.executable} -c '{_INIT}'"
-        self._holder = subprocess.Popen(
-            # Ends with the test's process, however that ends.
-            ["setpriv", "--pdeathsig", "KILL", "unshare", *flags, "sh", "-c", script],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            env=dict(environment),
-        )
+        # Ends with the test's process, however that ends.
+        command = ["setpriv", "--pdeathsig", "KILL", "unshare", *flags, "sh", "-c", script]
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self._holder = subprocess.Popen(command, **streams, text=True, env=dict(environment))
         assert self._holder.stdout is not None
         assert self._holder.stderr is not None
         if self._holder.stdout.readline() != "ready\n":
@@ -117,44 +100,7 @@ class _Space:
         """SIGKILLs all that runs in here."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        self._holder.wait()
-        for stream in (self._holder.stdout, self._holder.stderr):
-            assert stream is not None
-            stream.close()
-
-
-@dataclass(frozen=True)
-class Done:
-    """How a command ended."""
-
-    status: int
-    out: str
-    err: str
-    seconds: float
-
-
-@dataclass
-class Command:
-    """A command that runs on a node."""
-
-    process: subprocess.Popen[bytes]
-    output: Path
-    begin_s: float = field(default_factory=time.monotonic)
-
-    @property
-    def out(self) -> str:
-        return Path(f"{self.output}.out").read_text(errors="replace")
-
-    @property
-    def err(self) -> str:
-        return Path(f"{self.output}.err").read_text(errors="replace")
-
-    def wait(self, *, timeout_s: float = 240) -> Done:
-        try:
-            status = self.process.wait(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {timeout_s} s: {self.out[-2000:]}{self.err[-4000:]}") from None
-        return Done(status, self.out, self.err, time.monotonic() - self.begin_s)
+        self._holder.communicate()
 
 
 class Node:
@@ -192,74 +138,53 @@ class Node:
         self._space.call("ip", "address", "add", f"{self.address}/24", "dev", "eth0")
         self._space.call("ip", "link", "set", "eth0", "up")
 
-    def start(self, *command: str, **environment: str) -> Command:
+    def start(self, *command: str, **environment: str) -> Session:
         self._commands += 1
         output = self._network.folder / f"{self.name}-{self._commands}"
-        with open(f"{output}.out", "wb") as out, open(f"{output}.err", "wb") as err:
-            process = subprocess.Popen(
-                self._space.command(command),
-                env={**self.environment, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
-        return Command(process, output)
+        return Session(self._space.command(command), environment={**self.environment, **environment}, output=output)
 
-    def run(self, *command: str, timeout_s: float = 240, **environment: str) -> Done:
+    def run(self, *command: str, timeout_s: float = 240, **environment: str) -> Session:
         return self.start(*command, **environment).wait(timeout_s=timeout_s)
 
-    def rayrec(self, *arguments: str, timeout_s: float = 240, **environment: str) -> Done:
+    def rayrec(self, *arguments: str, timeout_s: float = 240, **environment: str) -> Session:
         """Runs the command on the cluster, which it finds by RAY_ADDRESS."""
         return self.start_rayrec(*arguments, **environment).wait(timeout_s=timeout_s)
 
-    def start_rayrec(self, *arguments: str, **environment: str) -> Command:
-        more = {"RAY_ADDRESS": self._network.head_address, **environment}
-        return self.start(sys.executable, "-m", "rayrec", *arguments, **more)
+    def start_rayrec(self, *arguments: str, **environment: str) -> Session:
+        return self.start(*RAYREC, *arguments, **{"RAY_ADDRESS": self._network.head_address, **environment})
 
-    def start_ray(self, *, cpus: int, head: bool = False, resources: Mapping[str, float] | None = None) -> Command:
+    def start_ray(self, *, cpus: int, head: bool = False, resources: Mapping[str, float] | None = None) -> Session:
         """Starts Ray's processes of this node; `wait_for_ray` waits for them."""
-        place = ["--head", "--port", str(_PORT)] if head else ["--address", self._network.head_address]
-        return self.start(
-            str(Path(sys.executable).parent / "ray"),
-            *("start", "--block", "--disable-usage-stats", *place, "--node-ip-address", self.address),
-            *("--num-cpus", str(cpus), "--resources", json.dumps(dict(resources or {}))),
-            *("--object-store-memory", str(_STORE_BYTES)),
-            *(("--include-dashboard", "false", "--temp-dir", str(self._network.local / "ray")) if head else ()),
-        )
+        place = ("--head", "--port", _PORT) if head else ("--address", self._network.head_address)
+        local = ("--include-dashboard", "false", "--temp-dir", self._network.local / "ray") if head else ()
+        has = ("--num-cpus", cpus, "--resources", json.dumps(dict(resources or {})), "--object-store-memory", _STORE_BYTES)
+        return self.start(*ray_start(*place, "--node-ip-address", self.address, *has, *local))
 
     def processes(self, holding: str) -> list[int]:
         """Pids, as this test sees them, of this node's processes whose command line holds a text; lowest first."""
         space = os.stat(f"/proc/{self._space.pid}/ns/pid").st_ino
-        found = []
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-                if os.stat(f"/proc/{name}/ns/pid").st_ino == space:
-                    line = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    if holding in line:
-                        found.append(int(name))
-        return sorted(found)
+
+        def fits(pid: int) -> bool:
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            return os.stat(f"/proc/{pid}/ns/pid").st_ino == space and holding in line
+
+        return pids(fits)
 
     def unplug(self) -> None:
         """Cuts the node off the others; its processes do not see it."""
         self._network.switch.call("ip", "link", "set", self._link, "down")
 
-    def plug(self) -> None:
-        self._network.switch.call("ip", "link", "set", self._link, "up")
-
     def disturb(self, *, delay_ms: float, loss_percent: float) -> None:
         """Delays and drops what the node sends; see `missing_netem`."""
-        self._space.call(
-            *("tc", "qdisc", "replace", "dev", "eth0", "root", "netem"), *("delay", f"{delay_ms}ms", "loss", f"{loss_percent}%")
-        )
+        self._queue("netem", "delay", f"{delay_ms}ms", "loss", f"{loss_percent}%")
 
     def limit(self, *, gbit_per_s: float) -> None:
         """At most so much leaves the node; see `missing_tbf`."""
         burst = max(128 << 10, int(gbit_per_s * 50_000))  # 0.4 ms; the kernel cuts its packets of 64 KiB where it is less
-        self._space.call(
-            *("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf"),
-            *("rate", f"{gbit_per_s}gbit", "burst", f"{burst}b", "latency", "20ms"),
-        )
+        self._queue("tbf", "rate", f"{gbit_per_s}gbit", "burst", f"{burst}b", "latency", "20ms")
+
+    def _queue(self, *settings: str) -> None:
+        self._space.call("tc", "qdisc", "replace", "dev", "eth0", "root", *settings)
 
     def sent_bytes(self) -> int:
         """What has left the node since it was made."""
@@ -272,17 +197,7 @@ class Node:
         self._space.end()
 
 
-def wait_for_ray(*commands: Command, timeout_s: float = 240) -> None:
-    """Waits until the Ray node of each command takes work."""
-    deadline_s = time.monotonic() + timeout_s
-    for command in commands:
-        while "Ray runtime started" not in command.out + command.err:
-            assert command.process.poll() is None, command.out + command.err
-            assert time.monotonic() < deadline_s, command.out + command.err
-            time.sleep(POLL_S)
-
-
-class Network:
+class Network(EndsOnExit):
     """Machines that reach each other and nothing else."""
 
     def __init__(self, *, unshared: Sequence[Path] = ()) -> None:
@@ -309,7 +224,7 @@ class Network:
         its further resources. With a `token` the cluster demands it; the first machine's user has it, at ~/.ray/auth_token."""
         machines = [self.add() for _ in nodes]
         security = {"RAY_AUTH_MODE": "disabled"} if token is None else {"RAY_AUTH_TOKEN": token, "RAY_AUTH_MODE": "token"}
-        started: list[Command] = []
+        started: list[Session] = []
         for machine, has in zip(machines, nodes, strict=True):
             resources = {name: amount for name, amount in has.items() if name != "cpus"}
             machine.environment.update(security)
@@ -317,18 +232,16 @@ class Network:
             for name in security:
                 del machine.environment[name]
             if len(started) == 1:
-                wait_for_ray(*started)
-        wait_for_ray(*started)
+                wait_for_ray(started[0])
+        for each in started:
+            wait_for_ray(each)
         if token is not None:
             path = machines[0].folder / "home" / ".ray" / "auth_token"
             path.parent.mkdir()
             path.write_text(token)
         return machines
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def end(self) -> None:
         for node in self.nodes:
             node.end()
         self.switch.end()

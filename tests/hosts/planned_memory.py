@@ -12,7 +12,6 @@ import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 DIM, TRAIN_ROWS, EVAL_ROWS, STEPS = 64, 4096, 8192, 4
 SIZES = (100_000, 1_500_000, 4_000_000)
@@ -21,13 +20,9 @@ SIZES = (100_000, 1_500_000, 4_000_000)
 
 def measured(rows: int) -> dict[str, int]:
     """Bytes: `forecast` and `peak`, the most that was resident, with tables of so many rows in all."""
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "hosts.planned_memory", str(rows)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-W", "ignore", "-m", "hosts.planned_memory", str(rows)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert found.returncode == 0, found.stderr
     return json.loads(found.stdout.splitlines()[-1])
 
@@ -45,11 +40,11 @@ def _resident_bytes(field: str) -> int:
 
 def _run(rows: int, folder: str) -> dict[str, int]:
     import torch
+    from builders.savers import Run
     from ranks import click
     from torch import distributed
 
     import rayrec.training.worker  # noqa: F401  # what a worker has loaded, Ray among it
-    from rayrec.checkpoint import Retention, Saver, acquire_lease
     from rayrec.checkpoint.state import all_tensors
     from rayrec.models.ranking.dlrm import DLRMConfig
     from rayrec.native import keep_freed_memory
@@ -58,7 +53,6 @@ def _run(rows: int, folder: str) -> dict[str, int]:
     from rayrec.workloads.base import Target, TrainConfig
     from rayrec.workloads.recsys.planning import tables_of
     from rayrec.workloads.recsys.workload import ClickWorkload
-    from rayrec.workloads.run_config import ScalingConfig
 
     keep_freed_memory()
     torch.set_num_threads(2)
@@ -70,23 +64,15 @@ def _run(rows: int, folder: str) -> dict[str, int]:
         sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad"),
         dense_optimizer=DenseOptimizerConfig(kind="adam"),
     )
-    config = TrainConfig(
-        recipe="memory", workload=workload, batch_size=TRAIN_ROWS, eval_batch_size=EVAL_ROWS, scaling=ScalingConfig(num_workers=1)
-    )
+    config = TrainConfig(recipe="memory", workload=workload, batch_size=TRAIN_ROWS, eval_batch_size=EVAL_ROWS)
+    config = config.replace(scaling={"num_workers": 1})
     process = _resident_bytes("VmRSS")
     forecast = tables_of(workload, config, tables, inputs=schema, target=Target(1, 1), memory_bytes=1 << 50).memories[0]
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
-    prepared: Any = SimpleNamespace(**vars(click.prepared(tables)))
+    prepared = click.prepared(tables)
     prepared.sets = {"train": SimpleNamespace(rows=100 * TRAIN_ROWS)}
     setup = workload.set_up(click.context(config, 0, 1), prepared)
-    saver = Saver(
-        f"{folder}/run",
-        lease=acquire_lease(f"{folder}/run"),
-        retention=Retention(),
-        extra_files={},
-        max_outage_s=60.0,
-        log=lambda kind, fields: None,
-    )
+    saver = Run(f"{folder}/run").saver(max_outage_s=60.0)
 
     def train(first: int) -> None:
         batches = iter([click.batch(tables, step, 0, 1, rows=TRAIN_ROWS) for step in range(first, first + STEPS)])

@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
+import psutil
+from builders.faults import until
 from hosts.ports import free_ports
 
 from rayrec import recipes, storage
+from rayrec.checkpoint import committed
 from rayrec.config import InputError
 from rayrec.observe.events import read_events
 from rayrec.workloads.base import TrainConfig
@@ -30,6 +32,7 @@ ROLES = {
 }
 """What the command line of a process holds by what it does."""
 POLL_S = 0.02
+RAYREC = (sys.executable, "-m", "rayrec")
 
 _CLUSTER = """
 import json, sys, time
@@ -62,6 +65,37 @@ def _is_standby(pid: int) -> bool:
         return False
 
 
+def run_command(
+    *command: str | Path, status: int = 0, timeout_s: float = 400, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, which must be with `status`, and return its output as text."""
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, timeout=timeout_s, **options)
+    assert done.returncode == status, f"{command}\n{done.stdout[-3000:]}{done.stderr[-4000:]}"
+    return done
+
+
+def pids(fits: Callable[[int], object]) -> list[int]:
+    """Return the processes that fit, lowest pid first, without those that end meanwhile."""
+    found = []
+    for pid in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))):
+        with contextlib.suppress(OSError):
+            if fits(pid):
+                found.append(pid)
+    return found
+
+
+def kill_all(find: Callable[[], list[int]], *, timeout_s: float = 120) -> None:
+    """SIGKILL processes until none is found."""
+
+    def none_left() -> bool:
+        for pid in (left := find()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not left
+
+    until(none_left, timeout_s=timeout_s, pause_s=POLL_S, told=find)
+
+
 @dataclass(frozen=True)
 class Process:
     """One process as /proc shows it."""
@@ -82,7 +116,19 @@ def read_process(pid: int) -> Process | None:
     return None if state in "ZX" else Process(pid, int(parent), state, command)
 
 
-class Session:
+class EndsOnExit:
+    """What ends when a `with` block is left."""
+
+    def end(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+class Session(EndsOnExit):
     """A command and all that it starts: Ray's processes leave the command's group, but carry its session."""
 
     def __init__(
@@ -103,13 +149,36 @@ class Session:
     def err(self) -> str:
         return Path(f"{self._output}.err").read_text(errors="replace")
 
+    @property
+    def status(self) -> int:
+        """The exit status; call `wait` before."""
+        return self.process.returncode
+
+    def wait(self, *, timeout_s: float = 240) -> Self:
+        """Wait until the command has ended."""
+        try:
+            self.process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s} s: {self._last_lines()}") from None
+        return self
+
+    def until(self, condition: Callable[[], Any], *, timeout_s: float = 240, pause_s: float = POLL_S) -> Any:
+        """Wait for a condition, which must come before the command ends, and return what it comes to."""
+
+        def found() -> Any:
+            ended = self.process.poll() is not None
+            value = condition()
+            assert value or not ended, f"the command ended with {self.status}:\n{self._last_lines()}"
+            return value
+
+        return until(found, timeout_s=timeout_s, pause_s=pause_s, told=self._last_lines)
+
+    def _last_lines(self) -> str:
+        return f"{self.out[-2000:]}\n{self.err[-4000:]}"
+
     def processes(self) -> list[Process]:
-        found = []
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(ProcessLookupError):
-                if os.getsid(int(name)) == self.process.pid and (process := read_process(int(name))):
-                    found.append(process)
-        return found
+        found = pids(lambda pid: os.getsid(pid) == self.process.pid)
+        return [process for pid in found if (process := read_process(pid))]
 
     def find(self, role: str) -> list[Process]:
         """Those of a role, lowest pid first."""
@@ -117,31 +186,23 @@ class Session:
         # A process that the raylet is about to start shows the raylet's own command line.
         return [process for pid, process in sorted(found.items()) if process.parent not in found]
 
-    def kill(self, role: str, *, timeout_s: float = 180) -> int:
-        """SIGKILLs the first process of a role, as soon as there is one, and returns its pid."""
-        deadline_s = time.monotonic() + timeout_s
-        while not (found := self.find(role)):
-            assert time.monotonic() < deadline_s, f"no {role} in {timeout_s} s"
-            time.sleep(POLL_S)
+    def kill(self, role: str) -> None:
+        """SIGKILLs the first process of a role, as soon as there is one."""
+        found = until(lambda: self.find(role), timeout_s=180, pause_s=POLL_S, told=lambda: f"a {role}")
         os.kill(found[0].pid, signal.SIGKILL)
-        return found[0].pid
 
-    def wait_for_standby(self, num_processes: int, *, timeout_s: float = 180) -> None:
+    def wait_for_standby(self, num_processes: int) -> None:
         """Waits until so many idle processes of Ray have imported what a train worker needs."""
-        deadline_s = time.monotonic() + timeout_s
-        while sum(_is_standby(process.pid) for process in self.find("idle")) < num_processes:
-            assert time.monotonic() < deadline_s, f"fewer than {num_processes} processes in standby after {timeout_s} s"
-            time.sleep(0.5)
+        is_ready = lambda: sum(_is_standby(process.pid) for process in self.find("idle")) >= num_processes  # noqa: E731
+        until(is_ready, timeout_s=180, pause_s=0.5, told=lambda: f"{num_processes} processes in standby")
 
-    def kill_data_task(self, *, timeout_s: float = 180) -> int:
-        """SIGKILLs a process in the midst of a data task, and returns its pid. Tasks are short, so it is stopped first."""
-        deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s:
-            for process in self.find("data task"):
-                if self._stopped_in_task(process.pid):
-                    os.kill(process.pid, signal.SIGKILL)
-                    return process.pid
-        raise AssertionError(f"no data task in {timeout_s} s")
+    def kill_data_task(self, *, timeout_s: float = 180) -> None:
+        """SIGKILLs a process in the midst of a data task. Tasks are short, so it is stopped first."""
+
+        def stopped() -> int | None:
+            return next((each.pid for each in self.find("data task") if self._stopped_in_task(each.pid)), None)
+
+        os.kill(until(stopped, timeout_s=timeout_s, pause_s=0, told=lambda: "a data task"), signal.SIGKILL)
 
     def _stopped_in_task(self, pid: int) -> bool:
         """Stops a process; goes on with it, and False, where the task was over before."""
@@ -156,20 +217,8 @@ class Session:
 
     def end(self) -> None:
         """SIGKILLs whatever is left of the session."""
-        deadline_s = time.monotonic() + 120
-        while left := self.processes():
-            for process in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
-            assert time.monotonic() < deadline_s, left
-            time.sleep(POLL_S)
+        kill_all(lambda: [process.pid for process in self.processes()])
         self.process.wait()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.end()
 
 
 def environment_for(cache: Path, **more: str) -> dict[str, str]:
@@ -191,16 +240,16 @@ class RayCluster(Session):
         )
         self._raylets: list[int] = []
 
-    def add_node(self, node: str, *, timeout_s: float = 240) -> str:
-        """Adds a node, by the JSON of what `ray.cluster_utils.Cluster.add_node` takes; returns the cluster's address. Nodes are
-        counted from 0 in the order in which they were added, those that are gone included."""
-        address, raylet = self._ask(node, timeout_s=timeout_s).split()
+    def add_node(self, **node: Any) -> str:
+        """Adds a node, by what `ray.cluster_utils.Cluster.add_node` takes; returns the cluster's address. Nodes are counted from
+        0 in the order in which they were added, those that are gone included."""
+        address, raylet = self._ask(node).split()
         self._raylets.append(int(raylet))
         return address
 
-    def drain_node(self, seconds: float, *, node: int = -1, timeout_s: float = 240) -> None:
-        """Announces that a node, by default the one added last, will be gone in so many seconds."""
-        answer = self._ask(json.dumps({"drain_s": seconds, "node": node}), timeout_s=timeout_s)
+    def drain_node(self, seconds: float, *, node: int) -> None:
+        """Announces that a node will be gone in so many seconds."""
+        answer = self._ask({"drain_s": seconds, "node": node})
         assert answer.startswith("(True"), answer
 
     def kill_node(self, node: int) -> None:
@@ -210,17 +259,12 @@ class RayCluster(Session):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
-    def _ask(self, request: str, *, timeout_s: float) -> str:
+    def _ask(self, request: dict[str, Any]) -> str:
         before = len(self.out.splitlines())
         assert self.process.stdin is not None
-        self.process.stdin.write(request.encode() + b"\n")
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
-        deadline_s = time.monotonic() + timeout_s
-        while len(lines := self.out.splitlines()) == before:
-            assert self.process.poll() is None, self.err
-            assert time.monotonic() < deadline_s, self.err
-            time.sleep(POLL_S)
-        return lines[-1]
+        return self.until(lambda: self.out.splitlines()[before:])[-1]
 
     def kill_node_of(self, process: Process) -> None:
         """SIGKILLs the raylet of a worker: a forked one is no child of it, but connected to its socket."""
@@ -234,34 +278,17 @@ class RayCluster(Session):
         os.kill(raylet, signal.SIGKILL)
 
 
-class RayNode(Session):
-    """A node that `ray start --block` started."""
-
-    def wait(self, *, timeout_s: float = 180) -> None:
-        """Until it takes work."""
-        deadline_s = time.monotonic() + timeout_s
-        while "Ray runtime started" not in self.out + self.err:
-            assert self.process.poll() is None, self.out + self.err
-            assert time.monotonic() < deadline_s, self.out + self.err
-            time.sleep(POLL_S)
+def ray_start(*options: object) -> list[str]:
+    """The command that starts Ray's processes of a node and stays with them; `wait_for_ray` waits for them."""
+    return [str(Path(sys.executable).parent / "ray"), "start", "--block", "--disable-usage-stats", *map(str, options)]
 
 
-class RayPod(RayNode):
-    """A node of a Ray on this machine as KubeRay starts it: `ray start --block` is the process that gets SIGTERM first."""
-
-    def __init__(self, folder: Path, *, cache: Path, address: str, num_cpus: int, resources: str, grace_s: float) -> None:
-        """`grace_s`: what its manifest gives Ray from the SIGTERM to the end."""
-        options = ("--num-cpus", str(num_cpus), "--resources", resources, "--object-store-memory", "200000000")
-        ports = ("--dashboard-agent-listen-port", str(free_ports(1)))
-        ray = str(Path(sys.executable).parent / "ray")
-        super().__init__(
-            [ray, "start", "--block", "--disable-usage-stats", "--address", address, *options, *ports],
-            environment=environment_for(cache, RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=str(grace_s)),
-            output=folder / "pod",
-        )
+def wait_for_ray(node: Session) -> None:
+    """Wait until the Ray node of the command takes work."""
+    node.until(lambda: "Ray runtime started" in node.out + node.err)
 
 
-class RayHead(RayNode):
+class RayHead(Session):
     """A Ray of one node that `ray start --head` started, on ports of its own."""
 
     def __init__(self, folder: Path, *, cache: Path, num_cpus: int) -> None:
@@ -269,16 +296,12 @@ class RayHead(RayNode):
         port = free_ports(3)
         self.address = f"127.0.0.1:{port}"
         ports = ("--port", port, "--ray-client-server-port", port + 1, "--dashboard-agent-listen-port", port + 2)
-        quiet = ("--block", "--disable-usage-stats", "--include-dashboard", "false", "--temp-dir", str(folder / "ray"))
-        ray = str(Path(sys.executable).parent / "ray")
-        super().__init__(
-            [ray, "start", "--head", "--num-cpus", str(num_cpus), *map(str, ports), *quiet],
-            environment=environment_for(cache, OMP_NUM_THREADS="1"),
-            output=folder / "head",
-        )
+        others = ("--num-cpus", num_cpus, "--include-dashboard", "false", "--temp-dir", folder / "ray")
+        environment = environment_for(cache, OMP_NUM_THREADS="1")
+        super().__init__(ray_start("--head", *ports, *others), environment=environment, output=folder / "head")
 
 
-class Run:
+class Run(EndsOnExit):
     """One run of `rayrec train`, through as many commands as it takes; ends what is left of them when it is left."""
 
     def __init__(self, config: TrainConfig, folder: Path, *, cache: Path, recipe: str | None = None, **environment: str) -> None:
@@ -305,10 +328,11 @@ class Run:
 
     def start(self) -> None:
         """Runs the command, the same each time."""
-        settings = ("--config", str(self._folder / "config.yaml"))
-        command = [sys.executable, "-m", "rayrec", "train", *self._recipe, *settings]
-        output = self._folder / f"command_{len(self._sessions) + 1}"
-        self._sessions.append(Session(command, environment=self._environment, output=output))
+        self._start("train", *self._recipe, "--config", str(self._folder / "config.yaml"))
+
+    def _start(self, *arguments: str) -> None:
+        output = self._folder / f"command_{self.num_commands + 1}"
+        self._sessions.append(Session([*RAYREC, *arguments], environment=self._environment, output=output))
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         """So far, in the order written."""
@@ -328,25 +352,17 @@ class Run:
         timeout_s: float = 180,
     ) -> dict[str, Any]:
         """The first event of a kind that fits, written after the time `since` (Unix). Fails where the command ends before."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            ended = self.session.process.poll() is not None
-            for event in self.events(kind):
-                if event["time"] > since and fits(event):
-                    return event
-            assert not ended, f"the command ended with {self.session.process.returncode}:\n{self.session.err[-4000:]}"
-            assert time.monotonic() < deadline_s, f"no such {kind} in {timeout_s} s:\n{self.session.err[-4000:]}"
-            time.sleep(POLL_S)
+
+        def first() -> dict[str, Any] | None:
+            return next((event for event in self.events(kind) if event["time"] > since and fits(event)), None)
+
+        return self.session.until(first, timeout_s=timeout_s)
 
     def wait_for_step(self, step: int, *, since: float = 0.0, timeout_s: float = 180) -> dict[str, Any]:
         return self.wait_for("step", lambda event: event["step"] >= step, since=since, timeout_s=timeout_s)
 
     def exit_status(self, *, timeout_s: float = 180) -> int:
-        try:
-            return self.session.process.wait(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            last = "\n".join(str(event)[:300] for event in self.events()[-5:])
-            raise AssertionError(f"still at it after {timeout_s} s:\n{last}\n{self.session.err[-4000:]}") from None
+        return self.session.wait(timeout_s=timeout_s).status
 
     def summary(self, *, timeout_s: float = 240) -> dict[str, Any]:
         """Of the run that the latest command finishes."""
@@ -363,11 +379,30 @@ class Run:
         for session in self._sessions:
             session.end()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.end()
+def finished(config: TrainConfig, folder: Path, *, cache: Path) -> dict[str, Any]:
+    """Return the summary of a run that nothing happens to."""
+    with Run(config, folder, cache=cache) as run:
+        run.start()
+        return run.summary()
+
+
+def torchrun(folder: Path, name: str, config: str | Path, *, kill: bool = False) -> dict[str, Any]:
+    """Train FOLDER/NAME by two processes of torchrun; `kill` ends the second one after the first checkpoint."""
+    options = ("--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1", *RAYREC[1:], "train")
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "--config", str(config)]
+    command += ["--storage-path", str(folder), "--name", name]
+    with Session(command, environment=dict(os.environ), output=folder / f"{name}-command") as session:
+        try:
+            if kill:
+                session.until(lambda: committed(str(folder / name)))
+                ranks = {child.environ().get("RANK"): child for child in psutil.Process(session.process.pid).children()}
+                ranks["1"].kill()
+            assert session.wait().status == 0, session.err[-3000:]
+        finally:
+            session.process.terminate()  # which ends its workers, whose sessions are their own
+            session.process.wait(timeout=60)
+        return json.loads(session.out)
 
 
 def small_run(log: Path, storage_path: str, **changes: Any) -> TrainConfig:

@@ -8,9 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+from builders.faults import until
 from hosts.ports import free_ports
 from hosts.processes import environment_for
 
@@ -106,12 +106,14 @@ class SlurmCluster:
         shown = dict(word.split("=", 1) for word in self.call("scontrol", "show", "job", job).split() if "=" in word)
         return shown[name]
 
-    def wait_for(self, job: str, state: str, *, restarts: int, timeout_s: float = 240) -> None:
+    def wait_for(self, job: str, state: str, *, restarts: int) -> None:
         """Until the job has been requeued at least so often, and is in this state."""
-        deadline_s = time.monotonic() + timeout_s
-        while int(self.field(job, "Restarts")) < restarts or self.field(job, "JobState") != state:
-            assert time.monotonic() < deadline_s, self.call("scontrol", "show", "job", job) + self.log(job)
-            time.sleep(0.2)
+        until(
+            lambda: int(self.field(job, "Restarts")) >= restarts and self.field(job, "JobState") == state,
+            timeout_s=240,
+            pause_s=0.2,
+            told=lambda: self.call("scontrol", "show", "job", job) + self.log(job),
+        )
 
     def log(self, job: str) -> str:
         """What it printed, in all its attempts."""
@@ -120,10 +122,10 @@ class SlurmCluster:
     def end(self) -> None:
         """Ends all jobs, then the daemons."""
         self.call("scancel", "--user=root")
-        deadline_s = time.monotonic() + 60
-        while self.call("squeue", "--noheader") and time.monotonic() < deadline_s:
-            time.sleep(0.2)
-        self._end_daemons()
+        try:
+            until(lambda: not self.call("squeue", "--noheader"), timeout_s=60, pause_s=0.2)
+        finally:
+            self._end_daemons()
 
     def _end_daemons(self) -> None:
         for file in self._pid_files:

@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[2]
 
 pytestmark = [
     pytest.mark.exhaustive,
-    pytest.mark.extended,
     pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("debootstrap"), reason="needs root and debootstrap"),
 ]
 

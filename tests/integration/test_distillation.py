@@ -1,44 +1,36 @@
 """A student's run: it learns from its teacher, takes over its Preprocessor, and is the same after a crash, bit for bit."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hosts.processes import Run, small_run
+from hosts.processes import Run, finished, small_run
 
 from rayrec.storage import read_json
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.distillation import RECORD
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended, pytest.mark.exhaustive]
-
-STEPS = 160
-
-
-def _student(log: Path, storage: Path, teacher: str, *, weight: float = 0.5) -> TrainConfig:
-    model = {"embedding_dim": 4, "bottom_mlp": (8, 4), "top_mlp": (16, 1)}
-    learning = {"checkpoint": teacher if weight else None, "weight": weight}
-    return small_run(log, str(storage), steps=STEPS, workload={"model": model, "teacher": learning})
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.exhaustive]
 
 
 def test_a_student(click_log: Path, tmp_path: Path) -> None:
-    def finished(config: TrainConfig, name: str, *, killed: bool = False) -> dict[str, Any]:
-        with Run(config, tmp_path / f"{name}_commands", cache=tmp_path / "cache") as run:
-            run.start()
-            if killed:
-                run.wait_for_step(60)
-                run.kill_driver()
-                assert not run.events("finish")
-                run.start()
-            summary = run.summary()
-            assert len(run.events("start")) == 1 + killed
-            return summary
+    def of(name: str, teacher: str | None, weight: float = 0.5) -> tuple[TrainConfig, Path]:
+        model = {"embedding_dim": 4, "bottom_mlp": (8, 4), "top_mlp": (16, 1)}
+        workload = {"model": model, "teacher": {"checkpoint": teacher, "weight": weight}}
+        return small_run(click_log, str(tmp_path / name), steps=160, workload=workload), tmp_path / f"{name}_commands"
 
     # As wide as the student: what is looked at here is whom it learns from, not how much.
-    teacher = finished(_student(click_log, tmp_path / "teacher", "", weight=0.0), "teacher")
+    cache = tmp_path / "cache"
+    teacher = finished(*of("teacher", None, weight=0.0), cache=cache)
     checkpoint = teacher["checkpoint"]
-    whole = finished(_student(click_log, tmp_path / "whole", checkpoint), "whole")
-    again = finished(_student(click_log, tmp_path / "again", checkpoint), "again", killed=True)
+    whole = finished(*of("whole", checkpoint), cache=cache)
+    with Run(*of("again", checkpoint), cache=cache) as run:
+        run.start()
+        run.wait_for_step(60)
+        run.kill_driver()
+        assert not run.events("finish")
+        run.start()
+        again = run.summary()
+        assert len(run.events("start")) == 2
     assert again["weights_sha256"] == whole["weights_sha256"] != teacher["weights_sha256"]
     assert whole["preprocessor"] == teacher["preprocessor"]
     assert whole["metrics"]["auroc"] > 0.5

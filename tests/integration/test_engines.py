@@ -4,20 +4,21 @@ import functools
 import importlib
 import os
 import re
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
+from builders.faults import until
+from builders.runs import QUIET, files_in
+from hosts.processes import pids
 
 import rayrec
 from rayrec.config import InputError
-from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, SparkConfig, engine
 
 pytestmark = [pytest.mark.ray, pytest.mark.extended, pytest.mark.usefixtures("local_ray")]
@@ -32,10 +33,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAYREC_CACHE", folder)
         yield
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 COMMANDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -53,7 +50,7 @@ COMMANDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 def test_spark_makes_the_files_that_ray_makes(click_log: Path, tmp_path: Path, name: str, command: str) -> None:
     (call, options), made = COMMANDS[command], []
     for engine_name in ("ray", name):
-        engines = {"engine": engine_name, "spark": SPARK, "block_bytes": 1 << 20, "console": Console(quiet=True)}
+        engines = {"engine": engine_name, "spark": SPARK, "block_bytes": 1 << 20, "console": QUIET}
         call(str(click_log / "train.txt"), out=str(tmp_path / engine_name), **options, **engines)
         made.append(files_in(tmp_path / engine_name))
     assert made[0] == made[1]
@@ -91,7 +88,7 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def spark(request: pytest.FixtureRequest) -> Callable[..., Any]:
     def start(**changes: Any) -> Any:
         config = PreparationConfig(engine=request.param, spark=SparkConfig().updated({**SPARK, **changes}))
-        return engine(config, Console(quiet=True))
+        return engine(config, QUIET)
 
     start.name = request.param  # type: ignore[attr-defined]
     return start
@@ -124,38 +121,16 @@ def test_a_killed_executor_is_replaced_or_told(spark: Callable[..., Any], tasks:
 def kill_executor(marks: Path) -> None:
     """Kills the JVM of the executor that runs the newest task; in local mode, where that is the driver, its Python worker."""
     newest = max(marks.iterdir(), key=lambda path: path.stat().st_mtime)
-    worker = int(newest.name.split(".")[1])
-    chain = [worker]
-    while parent := parent_of(chain[-1]):
-        chain.append(parent)
-    driver = [pid for pid in chain if "rayrec.ingest.spark_driver" in command_of(pid)]
-    executors = [pid for pid in chain if os.path.basename(command_of(pid)[0]) == "java"]
-    os.kill(worker if driver else executors[0], signal.SIGKILL)
-
-
-def parent_of(pid: int) -> int:
-    out = subprocess.run(["ps", "-o", "ppid=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
-    return int(out) if out.strip() not in ("", "0", "1") else 0
-
-
-def command_of(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return [""]
+    worker = psutil.Process(int(newest.name.split(".")[1]))
+    above = [(parent, parent.cmdline()) for parent in worker.parents() if parent.pid != 1]
+    in_driver = any("rayrec.ingest.spark_driver" in command for _, command in above)
+    executors = [parent for parent, command in above if os.path.basename("".join(command[:1])) == "java"]
+    (worker if in_driver else executors[0]).kill()
 
 
 @pytest.mark.exhaustive
 def test_engines_leave_nothing_running(spark: Callable[..., Any]) -> None:
     with spark() as running:
         pid = running.process.pid
-    deadline = time.monotonic() + 120
-    while group(pid) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert group(pid) == []
+    until(lambda: not pids(lambda each: os.getsid(each) == pid), timeout_s=120, pause_s=0.2)
     assert ray.is_initialized()
-
-
-def group(pid: int) -> list[str]:
-    out = subprocess.run(["ps", "-o", "pid=", "-g", str(pid)], capture_output=True, text=True, check=False).stdout
-    return out.split()

@@ -1,7 +1,6 @@
 """Whatever dies, the run finishes with the weights of one that nothing happened to: processes are killed for real."""
 
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -14,8 +13,8 @@ from typing import Any
 
 import pytest
 from builders.damage import cut_short, flip_a_bit, remove_file, tear_manifest
-from builders.faults import until
-from hosts.processes import RayCluster, RayPod, Run, Session, environment_for, small_run
+from hosts.ports import free_ports
+from hosts.processes import RayCluster, Run, Session, environment_for, finished, ray_start, small_run, wait_for_ray
 
 from rayrec.checkpoint import committed
 from rayrec.checkpoint.save_retry import PATIENCE_S
@@ -87,7 +86,7 @@ def assert_accounted(run: Run, summary: dict[str, Any], *, restarts: int) -> Non
         assert "\n" not in cause["cause"]
 
 
-def finished(run: Run, expected: dict[str, Any], *, restarts: int) -> dict[str, Any]:
+def finish(run: Run, expected: dict[str, Any], *, restarts: int) -> dict[str, Any]:
     """The summary of a run that ended with the weights of the undisturbed one, after so many restarts."""
     summary = run.summary()
     assert_as_expected(summary, expected)
@@ -144,7 +143,7 @@ def test_a_run_that_one_fault_after_another_strikes(expected: dict[str, Any], be
     assert resumed["step"] >= saved
 
     stop_by_signals(run, resumed, timeout_s=240)
-    summary = finished(run, expected, restarts=4)
+    summary = finish(run, expected, restarts=4)
     assert "worker" in summary["restart_causes"][0]["cause"]
     assert [event["cause"] for event in run.events("failure")] == [summary["restart_causes"][0]["cause"]]
     assert [cause["steps_redone"] for cause in summary["restart_causes"][2:]] == [0, 0]
@@ -165,9 +164,7 @@ ALONE: dict[str, Any] = {
 def expected_alone(click_log: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The summary of the run in one process that nothing happens to."""
     folder = tmp_path_factory.mktemp("undisturbed_alone")
-    with Run(small_run(click_log, str(folder), **ALONE), folder / "commands", cache=cache) as run:
-        run.start()
-        return run.summary()
+    return finished(small_run(click_log, str(folder), **ALONE), folder / "commands", cache=cache)
 
 
 @pytest.mark.extended
@@ -196,37 +193,37 @@ def test_a_run_in_one_process_that_one_fault_after_another_strikes(expected_alon
 
 
 @pytest.mark.extended
-def test_a_run_in_one_process_whose_store_is_away_for_a_while(
-    expected_alone: dict[str, Any], begin: Begin, s3_server: Any
-) -> None:
-    """For longer than cleaning and one attempt at a save wait for it; the run trains on meanwhile."""
-    run = begin(storage=s3_server.url("alone"), **ALONE, checkpoint={"every": 20, "num_to_keep": 5})
+@pytest.mark.parametrize("workers", ["one", pytest.param("two", marks=pytest.mark.exhaustive)])
+def test_a_store_that_is_away_for_a_while(workers: str, request: pytest.FixtureRequest, begin: Begin, s3_server: Any) -> None:
+    """For longer than cleaning and one attempt at a save wait for it; the run trains on, on Ray slowed down by evaluations."""
+    expected = request.getfixturevalue("expected_alone" if workers == "one" else "expected")
+    alone = {**ALONE, "checkpoint": {"every": 20, "num_to_keep": 5}}
+    slowed = {"checkpoint": {"every": 6, "num_to_keep": 5}, "evaluate_every": 3, "log_every": 3}
+    run = begin(storage=s3_server.url(workers), **(alone if workers == "one" else slowed))
     run.wait_for("checkpoint")
     s3_server.kill()
     time.sleep(2 * PATIENCE_S + 5)
     s3_server.start()
-    summary = run.summary()
+    back = time.time()
+    finish(run, expected, restarts=0)
     assert any("the store was unavailable for" in event["cause"] for event in run.events("checkpoint_late"))
-    assert_as_expected(summary, expected_alone)
-    assert_accounted(run, summary, restarts=0)
+    assert workers == "one" or any(event["time"] > back for event in run.events("step"))
 
 
 # On Ray --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.exhaustive
-@pytest.mark.extended
 def test_the_train_controller(expected: dict[str, Any], begin: Begin) -> None:
     run = begin()
     run.wait_for_step(100)
     run.session.kill("controller")
     assert_still_training(run)
-    summary = finished(run, expected, restarts=1)
+    summary = finish(run, expected, restarts=1)
     assert "controller" in summary["restart_causes"][0]["cause"]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.extended
 def test_the_head_with_everything_on_it(expected: dict[str, Any], begin: Begin) -> None:
     run = begin()
     run.wait_for_step(100)
@@ -234,11 +231,10 @@ def test_the_head_with_everything_on_it(expected: dict[str, Any], begin: Begin) 
     run.session.end()
     assert_still_training(run)
     run.start()
-    finished(run, expected, restarts=1)
+    finish(run, expected, restarts=1)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.extended
 def test_a_second_ctrl_c_ends_at_once(begin: Begin) -> None:
     run = begin(failure={"grace_s": 600.0})
     run.wait_for_step(20)
@@ -253,7 +249,6 @@ def test_a_second_ctrl_c_ends_at_once(begin: Begin) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.extended
 def test_checkpoints_gone_bad_are_named_and_passed_over(expected: dict[str, Any], begin: Begin) -> None:
     run = begin()
     run.wait_for("checkpoint", lambda event: event["step"] >= 200 and len(run.events("checkpoint")) >= 5)
@@ -261,7 +256,7 @@ def test_checkpoints_gone_bad_are_named_and_passed_over(expected: dict[str, Any]
     assert_still_training(run)
     damage = Damage(run)
     run.start()
-    finished(run, expected, restarts=1)
+    finish(run, expected, restarts=1)
     damage.assert_passed_over(number=1)
 
 
@@ -272,9 +267,7 @@ class Damage:
         self._run = run
         *_, self.good, first, second, third, newest = committed(run.path)
         ways = (flip_a_bit, cut_short, remove_file, tear_manifest)
-        self._harmed = [
-            (checkpoint.path, harm(checkpoint)) for harm, checkpoint in zip(ways, (first, second, third, newest), strict=True)
-        ]
+        self._harmed = [(each.path, harm(each)) for harm, each in zip(ways, (first, second, third, newest), strict=True)]
 
     def assert_passed_over(self, *, number: int) -> None:
         """By start `number`, from 0, each with its file named."""
@@ -313,7 +306,6 @@ def fill(disk: Path) -> Path:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.extended
 def test_a_disk_that_is_full_for_a_while(expected: dict[str, Any], begin: Begin, small_disk: Path) -> None:
     run = begin(storage=str(small_disk))
     run.wait_for("checkpoint", lambda event: event["step"] >= 40)
@@ -322,12 +314,11 @@ def test_a_disk_that_is_full_for_a_while(expected: dict[str, Any], begin: Begin,
     run.wait_for_step(late["step"] + 20)  # training continues
     assert_still_training(run)
     filling.unlink()
-    finished(run, expected, restarts=0)
+    finish(run, expected, restarts=0)
     assert committed(run.path)[-1].step == STEPS
 
 
 @pytest.mark.exhaustive
-@pytest.mark.extended
 def test_a_disk_that_stays_full_ends_the_run_in_one_line(begin: Begin, small_disk: Path) -> None:
     run = begin(storage=str(small_disk), failure={"max_outage_s": 2.0}, steps=20_000)
     run.wait_for("checkpoint", lambda event: event["step"] >= 40)
@@ -347,27 +338,27 @@ def cluster(tmp_path: Path, cache: Path) -> Iterator[RayCluster]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.extended
 def test_a_node_with_the_workers_on_it(expected: dict[str, Any], begin: Begin, cluster: RayCluster) -> None:
-    node = json.dumps({"num_cpus": 1, "resources": {"slot": 2}})
-    cluster.add_node(node)
-    address = cluster.add_node(node)
+    for _ in range(2):
+        address = cluster.add_node(num_cpus=1, resources={"slot": 2})
     scaling = {"num_workers": 2, "threads_per_worker": 1, "resources_per_worker": {"slot": 1.0}}
     run = begin(cluster={"address": address}, scaling={**scaling, "placement_strategy": "STRICT_PACK"})
     run.wait_for_step(100)
     cluster.kill_node_of(cluster.find("train worker")[0])
     assert_still_training(run)
-    finished(run, expected, restarts=1)
+    finish(run, expected, restarts=1)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.extended
 def test_workers_that_become_fewer_and_more_again(begin: Begin, cluster: RayCluster, tmp_path: Path, cache: Path) -> None:
     """As on spot machines: a pod gets SIGTERM, another node joins, then one is lost without notice."""
-    node = json.dumps({"num_cpus": 1, "resources": {"slot": 1}})
-    address = cluster.add_node(node)
-    with RayPod(tmp_path, cache=cache, address=address, num_cpus=1, resources='{"slot": 1}', grace_s=15) as pod:
-        pod.wait()
+    address = cluster.add_node(num_cpus=1, resources={"slot": 1})
+    # As KubeRay starts it: `ray start --block` is the process that gets SIGTERM first.
+    command = ray_start("--address", address, "--num-cpus", 1, "--resources", '{"slot": 1}', "--object-store-memory", 200_000_000)
+    command += ["--dashboard-agent-listen-port", str(free_ports(1))]
+    environment = environment_for(cache, RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="15")
+    with Session(command, environment=environment, output=tmp_path / "pod") as pod:
+        wait_for_ray(pod)
         scaling = {"num_workers": (1, 2), "threads_per_worker": 1, "resources_per_worker": {"slot": 1.0}}
         run = begin(
             cluster={"address": address},
@@ -386,7 +377,7 @@ def test_workers_that_become_fewer_and_more_again(begin: Begin, cluster: RayClus
         pod.process.wait(timeout=60)
     assert alone["step"] > 0  # no save was due but the one that the announcement asked for
 
-    cluster.add_node(node)
+    cluster.add_node(num_cpus=1, resources={"slot": 1})
     again = run.wait_for("start", since=alone["time"])
     assert again["world_size"] == 2
     assert again["step"] > alone["step"]  # saved before the restart
@@ -419,43 +410,19 @@ sys.stdin.read()
 
 
 @pytest.mark.exhaustive
-@pytest.mark.extended
 def test_a_cluster_that_others_use_is_waited_for(click_log: Path, cache: Path, tmp_path: Path, cluster: RayCluster) -> None:
-    address = cluster.add_node(json.dumps({"num_cpus": 2, "resources": {"slot": 2}}))
+    address = cluster.add_node(num_cpus=2, resources={"slot": 2})
     scaling = {"num_workers": 2, "threads_per_worker": 1, "resources_per_worker": {"slot": 1.0}}
     config = small_run(click_log, str(tmp_path), steps=40, cluster={"address": address}, scaling=scaling)
-    holding = Session(
-        [sys.executable, "-u", "-c", _HOLDER, address],
-        environment=environment_for(cache),
-        output=tmp_path / "holder",
-        stdin=subprocess.PIPE,
-    )
+    holder = [sys.executable, "-u", "-c", _HOLDER, address]
+    holding = Session(holder, environment=environment_for(cache), output=tmp_path / "holder", stdin=subprocess.PIPE)
     with holding, Run(config, tmp_path / "run", cache=cache, RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="5") as run:
-        until(lambda: "holds" in holding.out, timeout_s=240)
+        holding.until(lambda: "holds" in holding.out)
         run.start()
-        waits = "Waiting for resources in use by other jobs: "
-        until(lambda: waits in run.session.err + run.session.out, timeout_s=240)
+        run.session.until(lambda: "Waiting for resources in use by other jobs: " in run.session.err + run.session.out)
         assert not run.events("start", "failure")
         assert holding.process.stdin is not None
         holding.process.stdin.close()
         summary = run.summary()
         assert (summary["steps"], summary["restarts"]) == (40, 0)
         assert len(run.events("attempt")) == 2
-
-
-@pytest.mark.exhaustive
-@pytest.mark.extended
-def test_a_store_that_is_away_for_a_while(expected: dict[str, Any], begin: Begin, s3_server: Any) -> None:
-    """For longer than cleaning and one attempt at a save wait for it; the run, slowed down by evaluations, trains on."""
-    checkpoint = {"every": 6, "num_to_keep": 5}
-    run = begin(storage=s3_server.url("runs"), checkpoint=checkpoint, evaluate_every=3, log_every=3)
-    run.wait_for("checkpoint")
-    s3_server.kill()
-    time.sleep(2 * PATIENCE_S + 5)
-    s3_server.start()
-    back = time.time()
-    summary = run.summary()
-    assert any(event["time"] > back for event in run.events("step"))
-    assert any("the store was unavailable for" in event["cause"] for event in run.events("checkpoint_late"))
-    assert_as_expected(summary, expected)
-    assert_accounted(run, summary, restarts=0)

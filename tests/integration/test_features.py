@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from builders.click_models import make_app
 from builders.requests import post
+from builders.runs import QUIET, check_same_in_two_parts, evaluated_and_predicted, train
 
 import rayrec
 from rayrec import recipes
@@ -19,10 +20,9 @@ from rayrec.inference.model import open_served
 from rayrec.metrics.binary import auroc
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.ranking.finalnet import FinalNetConfig
-from rayrec.observe.console import Console
 from rayrec.schema import Feature, Label, Schema
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 ROWS = 3000
 SCHEMA = Schema(
@@ -80,33 +80,25 @@ def _config(path: str, folder: Path, schema: Schema = SCHEMA) -> rayrec.TrainCon
     )
 
 
-def test_the_whole_road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("rayrec.inference.export.parity._SPEED_S", 0.01)
-    quiet: dict[str, Any] = {"console": Console(quiet=True)}
+def test_the_whole_road(tmp_path: Path) -> None:
     log = str(tmp_path / "log.parquet")
     table = _rows()
     pq.write_table(table, log)
     config = _config(log, tmp_path).replace(checkpoint={"every": 60})
 
     # Trained in one go, and in two on preprocessed data: the same weights.
-    whole = rayrec.train(config.replace(name="whole"), **quiet)
+    whole = train(config, name="whole")
     assert {"auroc", "like.auroc", "like.logloss", "seconds.mse", "seconds.mae"} <= whole.metrics.keys()
     assert whole.metrics["auroc"] > 0.7
     preprocessed = str(tmp_path / "preprocessed")
     rayrec.preprocess(
-        log, out=preprocessed, format="parquet", preprocessor=f"{tmp_path}/whole/preprocessor", schema=SCHEMA, **quiet
+        log, out=preprocessed, format="parquet", preprocessor=f"{tmp_path}/whole/preprocessor", schema=SCHEMA, console=QUIET
     )
-    again = config.replace(train_data={"path": preprocessed})
-    rayrec.train(again.replace(name="parts", steps=60), **quiet)
-    parts = rayrec.train(again.replace(name="parts"), **quiet)
-    assert parts.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    check_same_in_two_parts(config.replace(train_data={"path": preprocessed}), whole, steps=60)
     assert "table" in rayrec.plan(config.replace(workload={"preprocessor": f"{tmp_path}/whole/preprocessor"}))
 
     # Scores of every label; the first keeps the names it has alone.
-    metrics = rayrec.evaluate(whole.checkpoint, log, **quiet)
-    rayrec.predict(whole.checkpoint, log, out=str(tmp_path / "scores"), **quiet)
-    predicted = pq.read_table(tmp_path / "scores").sort_by("row")
+    metrics, predicted = evaluated_and_predicted(whole.checkpoint, log, tmp_path / "scores")
     names = [f"{kind}{label}" for label in ("", "_like", "_seconds") for kind in ("score", "logit", "label")]
     assert predicted.column_names == ["row", *names]
     columns = {name: predicted[name].to_numpy() for name in names}
@@ -123,22 +115,15 @@ def test_the_whole_road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert reply.status == 200, reply.body
     for name, column in (("scores", "score"), ("score_like", "score_like"), ("score_seconds", "score_seconds")):
         np.testing.assert_allclose(reply.json()[name], columns[column][:20], atol=1e-5)
-    rows[1]["tag_weights"] = [1.0] * (len(rows[1]["tags"]) + 1)
-    refused = post(make_app(served), {"rows": rows})
-    assert refused.status == 400
-    assert b"row 1: weights are not as many numbers as categories in column tags" in refused.body
     with pytest.raises(InputError, match=r"lists have weights \(tag_weights\), which exports do not support"):
         rayrec.export(whole.checkpoint, out=str(tmp_path / "export"), parity_rows=100)
 
 
-def test_an_export_stores_a_shared_table_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("rayrec.inference.export.parity._SPEED_S", 0.01)
-    quiet: dict[str, Any] = {"console": Console(quiet=True)}
+def test_an_export_stores_a_shared_table_once(tmp_path: Path) -> None:
     log = str(tmp_path / "log.parquet")
     pq.write_table(_rows(1), log)
     schema = SCHEMA.replace(labels=(), features=SCHEMA.features[:1], timestamp=None)
-    run = rayrec.train(_config(log, tmp_path, schema).replace(name="run", steps=10), **quiet)
+    run = train(_config(log, tmp_path, schema), name="run", steps=10)
     out = str(tmp_path / "export")
     told = rayrec.export(run.checkpoint, out=out, parity_rows=500)
     assert told["parity"]["failure"] is None
@@ -159,21 +144,13 @@ def _interests(seed: int) -> pa.Table:
     return pa.table({**columns, "history": pa.array([of_row.tolist() for of_row in history])})
 
 
-def test_an_ensemble_over_sequences_goes_the_whole_road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("rayrec.inference.export.parity._SPEED_S", 0.01)
-    quiet: dict[str, Any] = {"console": Console(quiet=True)}
+def test_an_ensemble_over_sequences_goes_the_whole_road(tmp_path: Path) -> None:
     log = str(tmp_path / "log.parquet")
     table = _interests(0)
     pq.write_table(table, log)
-    schema = Schema(
-        label="click",
-        dense=("price",),
-        sparse=("item", "user", "history"),
-        lists=("history",),
-        features=(Feature(name="history", vocabulary="item", max_length=6),),
-        tokens="any",
-        delimiter=",",
+    history = Feature(name="history", vocabulary="item", max_length=6)
+    schema = SCHEMA.replace(
+        labels=(), sparse=("item", "user", "history"), lists=("history",), features=(history,), timestamp=None
     )
     config = recipes.clicks_din(log, schema).replace(
         batch_size=100,
@@ -188,17 +165,12 @@ def test_an_ensemble_over_sequences_goes_the_whole_road(tmp_path: Path, monkeypa
             "dense_optimizer": {"learning_rate": 0.02},
         },
     )
-    run = rayrec.train(config.replace(name="whole", checkpoint={"every": 100}), **quiet)
+    run = train(config, name="whole", checkpoint={"every": 100})
     assert run.metrics["auroc"] > 0.75
 
-    # A checkpoint in the middle gives the same end.
-    rayrec.train(config.replace(name="parts", steps=90), **quiet)
-    parts = rayrec.train(config.replace(name="parts"), **quiet)
-    assert parts.summary["weights_sha256"] == run.summary["weights_sha256"]
-
-    metrics = rayrec.evaluate(run.checkpoint, log, **quiet)
-    rayrec.predict(run.checkpoint, log, out=str(tmp_path / "scores"), **quiet)
-    logits = pq.read_table(tmp_path / "scores").sort_by("row")["logit"].to_numpy()
+    check_same_in_two_parts(config, run, steps=90)
+    metrics, predicted = evaluated_and_predicted(run.checkpoint, log, tmp_path / "scores")
+    logits = predicted["logit"].to_numpy()
     assert auroc(logits, table["click"].to_numpy()) == pytest.approx(metrics["auroc"])
     rows = [{name: row[name] for name in schema.unlabelled().columns} for row in table.slice(0, 50).to_pylist()]
     for quantization in (None, "int8"):
@@ -220,4 +192,4 @@ def test_an_ensemble_over_sequences_goes_the_whole_road(tmp_path: Path, monkeypa
 def test_what_a_model_cannot_do_is_refused_before_training(tmp_path: Path) -> None:
     config = _config("nowhere.parquet", tmp_path).replace(workload={"model": FinalNetConfig()})
     with pytest.raises(InputError, match=r"schema.labels: must be one label for FinalNetConfig, got click, like, seconds"):
-        rayrec.train(config, console=Console(quiet=True))
+        train(config)

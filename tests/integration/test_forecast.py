@@ -1,24 +1,21 @@
-"""The forecast of the demo, held against the demo."""
-
-from __future__ import annotations
+"""Forecasts held against what they forecast: the speed of the demo, and the memory of workers."""
 
 import os
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+import ray
+from hosts.planned_memory import SIZES, measured
 
 from rayrec import recipes
 from rayrec.data.synthetic import generate
 from rayrec.observe.events import read_events
 from rayrec.training.forecast import ClusterShape, Forecast, forecast
 from rayrec.training.trainer import train
+from rayrec.workloads.base import TrainConfig
 
-if TYPE_CHECKING:
-    from rayrec.workloads.base import TrainConfig
-
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.exhaustive]
 
 STEPS = 240
 TRIES = 3
@@ -26,16 +23,12 @@ TRIES = 3
 
 
 def told(config: TrainConfig) -> Forecast:
-    import ray
-
     ray.shutdown()
     return forecast(config, ClusterShape(float(os.cpu_count() or 1)))
 
 
 def measured_rows_per_s(config: TrainConfig) -> float:
     """Of a run, less its first quarter."""
-    import ray
-
     ray.shutdown()
     result = train(config)
     steps = read_events(os.path.join(result.folder, "events.jsonl"), kinds={"step"})
@@ -62,3 +55,10 @@ def test_the_forecast_of_the_demo_is_within_a_quarter_of_what_is_measured(tmp_pa
         if expected == pytest.approx(measured, rel=0.25):
             break
     assert expected == pytest.approx(measured, rel=0.25), [one.text() for one in found]
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_planned_memory_is_within_15_percent_of_the_peak(rows: int) -> None:
+    """Of a CPU worker, against that of a process that trains and saves."""
+    found = measured(rows)
+    assert found["forecast"] == pytest.approx(found["peak"], rel=0.15)

@@ -8,12 +8,11 @@ import pytest
 from builders.golden import FOLDER, check_golden
 from builders.golden_outputs import digests, output_makers, predictions
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray", "own_cache")]
 
 
-def test_outputs_of_ray_are_golden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_of_ray_are_golden(tmp_path: Path) -> None:
     """One output of each command and of each way to write it: the others are the threads'."""
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     (tmp_path / "scored").mkdir()
     golden: dict[str, Any] = json.loads((FOLDER / "outputs.json").read_text())
     makers = output_makers(tmp_path)

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import ray
+from builders.logs import open_index
 
 from rayrec import storage
 from rayrec.batch import Batch
@@ -21,7 +22,7 @@ from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import Shared, TaskContext, TaskPlacement
-from rayrec.data.log_source import LogSource, index_log
+from rayrec.data.log_source import index_log
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.text_log import read_segments
 from rayrec.data.logs.text_parser import parse
@@ -40,12 +41,8 @@ SEGMENT_BYTES = 1 << 17
 Row = tuple[bytes, ...]
 
 
-def open_here(path: str | Path, folder: Path, notes: list[str] | None = None) -> LogIndex:
-    return LogSource.at(str(path)).index(
-        SCHEMA,
-        segment_bytes=SEGMENT_BYTES,
-        context=TaskContext(RayEngine(PLACEMENT), str(folder / "cache"), (notes if notes is not None else []).append),
-    )
+def open_here(path: Path, folder: Path, note: Callable[[str], None] = lambda _: None) -> LogIndex:
+    return open_index(path, segment_bytes=SEGMENT_BYTES, engine=RayEngine(PLACEMENT), cache=folder / "cache", note=note)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +143,7 @@ def test_several_files_and_chunks(click_log: Path, tmp_path: Path, monkeypatch: 
         text = b"".join(lines[day * 3000 : day * 3000 + 3000])
         (tmp_path / name).write_bytes(gzip.compress(text, 1) if name.endswith("gz") else text)
     notes: list[str] = []
-    index = open_here(tmp_path, tmp_path / "elsewhere", notes)
+    index = open_here(tmp_path, tmp_path / "elsewhere", notes.append)
     assert len(notes) == 1
     assert "because gzip cannot be split" in notes[0]
     whole, _ = parse(SCHEMA, b"".join(lines))
@@ -156,27 +153,6 @@ def test_several_files_and_chunks(click_log: Path, tmp_path: Path, monkeypatch: 
         assert np.array_equal(getattr(read, name), getattr(whole, name))
     assert np.array_equal(read.labels[SCHEMA.label], whole.labels[SCHEMA.label])
     assert len({segment.path for segment in index.segments}) == 3
-
-
-CUT = gzip.compress(b"1" * 1000, mtime=0)[:-9]
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
-        ("empty.gz", gzip.compress(b"", mtime=0), "no usable rows; it is empty"),
-        ("binary", bytes(range(256)) * 50, "no usable rows; .*binary at byte 0"),
-        ("cut.gz", CUT, r"cut\.gz: the gzip file is truncated. Download it again"),
-        (None, b"", "no such file or folder"),
-    ],
-)
-def test_unusable_files_are_refused_in_one_line(tmp_path: Path, name: str | None, data: bytes, message: str) -> None:
-    path = tmp_path / (name or "missing")
-    if name:
-        path.write_bytes(data)
-    with pytest.raises(InputError, match=message) as caught:
-        open_here(path, tmp_path).check(0.5, str(path))
-    assert "\n" not in str(caught.value)
 
 
 def test_streamed_pieces_come_in_order(index: LogIndex, preprocessor: Preprocessor, shared: Shared[Preprocessor]) -> None:
@@ -222,9 +198,7 @@ def test_tasks_run_on_all_cpus(tmp_path: Path) -> None:
             except FileExistsError:
                 begun += 1
         deadline_s = time.monotonic() + 120
-        while not (met := begun == num_tasks - 1 or (tmp_path / str(begun + 1)).exists()):
-            if time.monotonic() > deadline_s:
-                break
+        while not (met := begun == num_tasks - 1 or (tmp_path / str(begun + 1)).exists()) and time.monotonic() < deadline_s:
             time.sleep(0.02)
         return pa.table({"met": [met]})
 
@@ -235,10 +209,8 @@ def test_tasks_run_on_all_cpus(tmp_path: Path) -> None:
 def test_ray_data_keeps_no_statistics_of_usage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is a thread in every process that, by printing stacks, makes others fail, and an actor in the cluster."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")  # as `ray start` does, and a Ray of one process does not
-    assert [table.num_rows for table in RayEngine(TaskPlacement()).run("one", _one_row, [0])] == [1]
+    assert [table.num_rows for table in RayEngine(TaskPlacement()).run("one", lambda item: pa.table({"item": [item]}), [0])] == [
+        1
+    ]
     assert not [thread.name for thread in threading.enumerate() if "usage" in thread.name]
     assert not [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if "usage" in actor["name"]]
-
-
-def _one_row(item: int) -> pa.Table:
-    return pa.table({"item": [item]})

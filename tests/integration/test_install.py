@@ -1,40 +1,24 @@
 """What people install: the source archive builds with a plain compiler, and its wheel brings all that the command needs."""
 
-import importlib.util
 import json
 import os
-import subprocess
+import runpy
 import sys
 import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
+from hosts.processes import run_command
 
 ROOT = Path(__file__).parents[2]
-
-
-def _wheels() -> ModuleType:
-    """tools/wheels.py."""
-    spec = importlib.util.spec_from_file_location("wheels", ROOT / "tools" / "wheels.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-wheels = _wheels()
+wheels = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "wheels.py")))
 
 
 def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    done = subprocess.run(
-        list(map(str, command)), cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-    return done.stdout
+    return run_command(*command, cwd=cwd, env={**os.environ, **environment}, timeout_s=3000).stdout
 
 
 def test_what_a_wheel_lacks_or_must_not_hold_is_named() -> None:
@@ -88,7 +72,6 @@ def test_the_archive_builds_and_its_wheel_works_elsewhere(tmp_path: Path) -> Non
     _run(rayrec, "validate", "log/train.txt", cwd=tmp_path)
 
 
-@pytest.mark.extended
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tool", ["pip", "uv"])
 def test_a_clean_environment_from_the_wheels_trains(tool: str, tmp_path: Path) -> None:

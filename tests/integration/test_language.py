@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from builders.runs import QUIET, events_of, losses, train
-from hosts.processes import Run
+from builders.runs import QUIET, TWO_WORKERS, events_of, losses, train
+from hosts.processes import Run, finished
 
 import rayrec
 from rayrec.checkpoint import Checkpoint, committed, weights_sha256
@@ -39,25 +39,14 @@ def write_text(path: Path, *, sentences: int, seed: int) -> None:
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
     write_text(folder / "text.txt", sentences=1200, seed=0)
-    text, out = str(folder / "text.txt"), str(folder / "tokens")
     settings: dict[str, Any] = {"format": "mds", "tokenizer": "characters", "block_size": BLOCK, "shard_bytes": 1 << 13}
-    rayrec.preprocess(text, out=out, **settings, console=QUIET)
+    rayrec.preprocess(str(folder / "text.txt"), out=str(folder / "tokens"), **settings, console=QUIET)
     return folder / "tokens"
 
 
 def small(tokens: Path, storage_path: Path, *, workload: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:
     """A run of some seconds. One thread each, so that sums are the same."""
-    fields: dict[str, Any] = {
-        "storage_path": str(storage_path),
-        "name": "run",
-        "steps": STEPS,
-        "batch_size": 8,
-        "eval_batch_size": 20,
-        "evaluate_every": 20,
-        "log_every": 1,
-        "scaling": {"num_workers": 2, "threads_per_worker": 1},
-        "cluster": {"num_cpus": 2},
-    }
+    fields = {**TWO_WORKERS, "storage_path": str(storage_path), "steps": STEPS, "batch_size": 8}
     own = {
         "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": BLOCK, "dropout": 0.1},
         "optimizer": {"learning_rate": 0.01},
@@ -163,10 +152,7 @@ def test_whatever_is_killed_the_weights_are_the_same(tokens: Path, tmp_path: Pat
     epoch."""
     fields: dict[str, Any] = {"steps": 400, "evaluate_every": 100, "checkpoint": {"every": 20}, "loop": loop}
     fields |= {"scaling": {"num_workers": workers, "threads_per_worker": 1}, "batch_size": 16 // workers}
-    undisturbed = small(tokens, tmp_path / "undisturbed", **fields)
-    with Run(undisturbed, tmp_path / "commands_1", cache=tmp_path / "cache") as run:
-        run.start()
-        expected = run.summary()
+    expected = finished(small(tokens, tmp_path / "undisturbed", **fields), tmp_path / "commands_1", cache=tmp_path / "cache")
     with Run(small(tokens, tmp_path / "killed", **fields), tmp_path / "commands_2", cache=tmp_path / "cache") as run:
         run.start()
         run.wait_for_step(50)

@@ -2,17 +2,14 @@
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts.processes import Run, small_run
+from builders.runs import events_of, one_worker
+from hosts.processes import RAYREC, Run, run_command, small_run
 
-from rayrec import recipes
 from rayrec.config import InputError
-from rayrec.observe.events import read_events
 from rayrec.training.resume import run_hash
 from rayrec.training.trainer import train
 from rayrec.workloads.base import TrainConfig
@@ -21,30 +18,14 @@ pytestmark = pytest.mark.slow
 
 
 def small(log: Path, storage: Path, **changes: Any) -> TrainConfig:
-    fields: dict[str, Any] = {
-        "storage_path": str(storage),
-        "name": "run",
-        "steps": 12,
-        "batch_size": 128,
-        "scaling": {"num_workers": 1},
-        "evaluate_every": 12,
-        "log_every": 4,
-        "early_stopping": {"patience": 0},
-        "train_data": {"block_bytes": 1 << 20, "segments_per_block": 4},
-    }
-    return recipes.criteo_demo(str(log / "train.txt")).replace(**{**fields, **changes})
+    return one_worker(log, storage, steps=12, evaluate_every=12, **changes)
 
 
 @pytest.mark.extended
 def test_run_writes_trackers_and_profile_window(click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    trackers = {
-        "mlflow": True,
-        "mlflow_uri": (tmp_path / "mlruns").as_uri(),
-        "wandb": "offline",
-        "mllog": True,
-        "iteration_lines": True,
-    }
+    trackers = {"mlflow": True, "mlflow_uri": (tmp_path / "mlruns").as_uri(), "wandb": "offline"}
+    trackers |= {"mllog": True, "iteration_lines": True}
     config = small(click_log, tmp_path, trackers=trackers, profile={"steps": "5:8"})
     folder = Path(train(config).folder)
     assert list(folder.glob("tensorboard/events.out.tfevents.*"))
@@ -53,7 +34,7 @@ def test_run_writes_trackers_and_profile_window(click_log: Path, tmp_path: Path,
     lines = (folder / "mllog.log").read_text().splitlines()
     assert json.loads(lines[-1].removeprefix(":::MLLOG "))["metadata"]["status"] == "success"
     assert "Finished training it 12/" in (folder / "iterations.log").read_text()
-    (profile,) = read_events(folder / "events.jsonl", kinds={"profile"})
+    (profile,) = events_of(folder, "profile")
     assert (profile["step"], profile["end"], profile["ranks"]) == (5, 8, 1)
     window = folder / "profile" / "step_00000005"
     assert profile["path"] == str(window)
@@ -73,7 +54,6 @@ def test_missing_tracker_settings_raise_before_start(click_log: Path, tmp_path: 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.extended
 def test_profile_command_records_running_job(click_log: Path, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"steps": 100_000, "evaluate_every": 50_000, "checkpoint": {"every": 50_000}}
     # The first recorded step depends on the speed between two logs, which must not be too close.
@@ -83,10 +63,8 @@ def test_profile_command_records_running_job(click_log: Path, tmp_path: Path) ->
         run.wait_for_step(100)
         (worker, *_) = run.session.find("train worker")
         assert b"KINETO_USE_DAEMON=1" in Path(f"/proc/{worker.pid}/environ").read_bytes()
-        command = [sys.executable, "-m", "rayrec", "profile", run.path, "--steps", "3"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-        assert done.returncode == 0, done.stderr
-        told = json.loads(done.stdout)
+        command = (*RAYREC, "profile", run.path, "--steps", "3")
+        told = json.loads(run_command(*command).stdout)
         assert told["ranks"] == 2
         starts = set()
         for rank in range(2):
@@ -98,6 +76,4 @@ def test_profile_command_records_running_job(click_log: Path, tmp_path: Path) ->
         assert json.loads(Path(told["profile"], "ray_timeline.json").read_bytes())
         run.session.process.terminate()
         assert run.exit_status() == 143
-    again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert again.returncode == 2
-    assert "is not training" in again.stderr
+    assert "is not training" in run_command(*command, status=2).stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from hosts.processes import run_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,11 +38,7 @@ def older(shared_folder: Path) -> dict[str, str]:
 
 
 def _run(older: dict[str, str], *command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command], check=False, env=older, capture_output=True, text=True, timeout=400, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+    return run_command(sys.executable, *command, env=older, cwd=ROOT).stdout
 
 
 def test_private_names_of_ray(older: dict[str, str]) -> None:
@@ -56,8 +53,7 @@ def test_a_run_on_ray_and_what_is_scored_there(older: dict[str, str], click_log:
 
     def trained(name: str, address: str) -> dict[str, str]:
         command = ("train", "criteo_demo", *flags, "--name", name, "--cluster.address", address)
-        found: dict[str, str] = json.loads(_run(older, "-m", "rayrec", *command))
-        return found
+        return json.loads(_run(older, "-m", "rayrec", *command))
 
     on_ray, here = trained("ray", "local"), trained("here", "none")
     assert on_ray["weights_sha256"] == here["weights_sha256"]

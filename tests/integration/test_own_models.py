@@ -1,14 +1,13 @@
 """A model is one file and a recipe: what knows no other file of rayrec's goes the whole road, from training to HTTP."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from builders import own_click_model
 from builders.click_models import make_app
 from builders.requests import post
+from builders.runs import check_same_in_two_parts, evaluated_and_predicted, train
 
 import rayrec
 from rayrec import recipes
@@ -16,11 +15,10 @@ from rayrec.config import InputError
 from rayrec.inference.model import ServedModel, open_served
 from rayrec.metrics.binary import auroc, sigmoid
 from rayrec.models.ranking.finalnet import FinalNetConfig
-from rayrec.observe.console import Console
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.deployment import custom_network_class
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 OWN = f"{own_click_model.__file__}:own_model"
 ROWS = 3000
@@ -40,30 +38,21 @@ def _finalnet(path: str) -> rayrec.TrainConfig:
 
 
 @pytest.mark.parametrize("name", ["own_model", "criteo_finalnet"])
-def test_the_whole_road(name: str, log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("rayrec.inference.export.parity._SPEED_S", 0.01)
+def test_the_whole_road(name: str, log: str, tmp_path: Path) -> None:
     is_own = name == "own_model"
     recipe = own_click_model.own_model if is_own else None
-    quiet: dict[str, Any] = {"console": Console(quiet=True)}
     config = own_click_model.own_model(log) if is_own else _finalnet(log)
     config = config.replace(workload={"schedule": {"decay_fraction": 0.0}})  # one that does not look at the last step
     config = config.replace(storage_path=str(tmp_path), steps=20, evaluate_every=10, checkpoint={"every": 10})
 
     # Trained in one go, and in two: with the same weights, whatever chance and running statistics are in the network.
-    whole = rayrec.train(config.replace(name="whole"), **quiet)
-    rayrec.train(config.replace(name="parts", steps=10), **quiet)
-    parts = rayrec.train(config.replace(name="parts"), **quiet)
-    assert parts.summary["weights_sha256"] == whole.summary["weights_sha256"]
-    assert parts.summary["rows_lost"] == parts.summary["rows_repeated"] == 0
+    whole = train(config, name="whole")
+    check_same_in_two_parts(config, whole, steps=10)
     num_tables = len(config.workload.preset.inputs(config.workload.schema).sparse)  # type: ignore[attr-defined]
     assert "multiply-adds a row" in rayrec.plan(config, tables=[100] * num_tables)
 
     # Evaluated and predicted with: the same scores.
-    scoring = {"recipe": recipe, **quiet}
-    metrics = rayrec.evaluate(whole.checkpoint, log, **scoring)
-    rayrec.predict(whole.checkpoint, log, out=str(tmp_path / "scores"), **scoring)
-    predicted = pq.read_table(tmp_path / "scores").sort_by("row")
+    metrics, predicted = evaluated_and_predicted(whole.checkpoint, log, tmp_path / "scores", recipe=recipe)
     assert metrics["rows"] == len(predicted) == ROWS
     assert auroc(predicted["logit"].to_numpy(), predicted["label"].to_numpy()) == pytest.approx(metrics["auroc"])
 
@@ -90,8 +79,7 @@ def test_the_whole_road(name: str, log: str, tmp_path: Path, monkeypatch: pytest
 
 def _served_scores(model: ServedModel, lines: list[bytes]) -> list[float]:
     """By HTTP, of labelled lines."""
-    unlabelled = b"".join(line.split(b"\t", 1)[1] for line in lines)
-    reply = post(make_app(model), unlabelled)
+    reply = post(make_app(model), b"".join(line.split(b"\t", 1)[1] for line in lines))
     assert reply.status == 200, reply.body
     scores: list[float] = reply.json()["scores"]
     assert len(scores) == len(lines)

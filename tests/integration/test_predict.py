@@ -14,6 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from builders.faults import flip
+from builders.runs import QUIET, train
 
 from rayrec import recipes
 from rayrec.config import InputError
@@ -31,14 +33,11 @@ if TYPE_CHECKING:
     from rayrec.training.trainer import Result
     from rayrec.workloads.base import TrainConfig
 
-QUIET = Console(quiet=True)
 THOUSAND = ScoringConfig(batch_rows=1000)
 
 
 @pytest.fixture(scope="module")
 def result(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    from rayrec.training.trainer import train
-
     model = {"embedding_dim": 4, "bottom_mlp": (16, 4), "top_mlp": (16, 1)}
     config = recipes.criteo_demo(path=str(click_log / "train.txt")).replace(
         workload={"model": model},
@@ -49,7 +48,7 @@ def result(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
         scaling={"num_workers": 1},
         cluster={"num_cpus": 2, "address": "none"},
     )
-    return train(config, console=QUIET)
+    return train(config)
 
 
 @pytest.fixture(scope="module")
@@ -214,20 +213,13 @@ def test_killed_predict_resumes(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.extended
 def test_evaluate_slices_intervals_and_comparison(
     result: Result, config: TrainConfig, click_log: Path, whole: dict[str, np.ndarray], lines: list[bytes]
 ) -> None:
     checkpoints = sorted((Path(result.folder) / "checkpoints").iterdir())
     log = str(click_log / "train.txt")
-    options = EvaluationConfig(
-        slice_by=("day", "cat_0", "frequency:cat_2", "int_1"),
-        slice_top=3,
-        confidence=0.9,
-        resamples=20,
-        compare=str(checkpoints[-1]),
-        batch_rows=1000,
-    )
+    slices: dict[str, Any] = {"slice_by": ("day", "cat_0", "frequency:cat_2", "int_1"), "slice_top": 3}
+    options = EvaluationConfig(confidence=0.9, resamples=20, compare=str(checkpoints[-1]), batch_rows=1000, **slices)
     found = evaluate(result.checkpoint, log, config=config, options=options, other=config, console=QUIET)
     metrics = binary_metrics(whole["logit"], whole["label"])
     assert {name: found[name] for name in metrics} == metrics
@@ -264,34 +256,25 @@ def test_unsupported_evaluation_options_are_rejected(result: Result, config: Tra
     for by, message in (("cat5", "no column 'cat5'; did you mean 'cat_5'"), ("user", "no column 'user'; there are day")):
         with pytest.raises(InputError, match=message):
             evaluate(result.checkpoint, log, config=config, options=EvaluationConfig(slice_by=(by,)), console=QUIET)
+    options = EvaluationConfig(compare=str(click_log))
     with pytest.raises(InputError, match="contains no complete checkpoint"):
-        evaluate(
-            result.checkpoint, log, config=config, options=EvaluationConfig(compare=str(click_log)), other=config, console=QUIET
-        )
+        evaluate(result.checkpoint, log, config=config, options=options, other=config, console=QUIET)
 
 
 def test_invalid_predictions_are_rejected(result: Result, config: TrainConfig, lines: list[bytes], tmp_path: Path) -> None:
-    labelled, unlabelled = tmp_path / "labelled.txt", tmp_path / "unlabelled.txt"
-    labelled.write_bytes(b"".join(lines[:100]))
+    unlabelled, mixed = tmp_path / "unlabelled.txt", tmp_path / "mixed.txt"
     unlabelled.write_bytes(_unlabelled(lines[:100]))
     with pytest.raises(InputError, match="has no labels to evaluate against"):
         evaluate(result.checkpoint, str(unlabelled), config=config, console=QUIET)
-    with pytest.raises(InputError, match="contains no complete checkpoint"):
-        evaluate(str(tmp_path / "none"), str(labelled), config=config, console=QUIET)
-    with pytest.raises(InputError, match="no such file"):
-        evaluate(result.checkpoint, str(tmp_path / "none.txt"), config=config, console=QUIET)
-    mixed = tmp_path / "mixed.txt"
     mixed.write_bytes(_unlabelled(lines[:2]) + lines[2])
     with pytest.raises(InputError, match=r"too many columns"):
         prediction.predict_to(result.checkpoint, str(mixed), str(tmp_path / "out"), config=config, console=QUIET)
 
     damaged = Path(shutil.copytree(result.checkpoint, tmp_path / "step_00000005"))
     weights = max(damaged.glob("data_*.safetensors"), key=lambda path: path.stat().st_size)
-    content = bytearray(weights.read_bytes())
-    content[len(content) // 2 : len(content) // 2 + 256] = bytes(256)
-    weights.write_bytes(content)
+    flip(weights)
     out = tmp_path / "scores"
     with pytest.raises(InputError, match="damaged, the checksum"):
-        prediction.predict_to(str(damaged), str(labelled), str(out), config=config, console=QUIET)
+        prediction.predict_to(str(damaged), str(unlabelled), str(out), config=config, console=QUIET)
     assert not out.exists()
     assert not list(tmp_path.glob("scores*"))

@@ -1,13 +1,13 @@
 """Metrics of a run at Ray's own endpoint, and a dashboard that asks for nothing that is not there."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from builders import run_events
+from hosts.processes import environment_for, run_command
 from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
@@ -16,6 +16,9 @@ DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "rayrec.json"
 NAME = re.compile(r"\bray_rayrec_\w+")
 SELECTOR = re.compile(r"(\bray_rayrec_\w+)\{([^}]*)\}")
 MATCHER = re.compile(r'(\w+)\s*(=~|!=|=)\s*"([^"]*)"')
+
+Samples = dict[str, list[tuple[dict[str, str], float]]]
+"""By name, their labels and values."""
 
 # In a process of its own: how often Ray passes on metrics is decided when it starts.
 EXPORTER = """
@@ -49,10 +52,8 @@ ray.shutdown()
 
 
 @pytest.fixture(scope="module")
-def scraped() -> dict[str, list[tuple[dict[str, str], float]]]:
-    """What an exporter says after a made-up run: of each name the samples, labels and value."""
-    from builders import run_events
-
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Samples:
+    """What an exporter says after a made-up run."""
     events = []
     for event in run_events.run():
         event = dict(event)
@@ -68,31 +69,12 @@ def scraped() -> dict[str, list[tuple[dict[str, str], float]]]:
         events.append(event)
     stages = [{"stage": "parse", "rows_per_s": 10.0, "busy": 0.5, "cpu_share": 1.0}]
     store = {"object_store_bytes": 5, "object_store_limit_bytes": 50, "spilled_bytes": 0}
-    data = {
-        "kind": "data",
-        "time": events[-1]["time"],
-        "step": 200,
-        "seconds": 10.0,
-        "rows": 100,
-        "cpus": 1.0,
-        "rows_per_s": 10.0,
-        "busy": 0.5,
-        "backlog_rows": 3.0,
-    }
-    events.append({**data, "stages": stages, **store})
-    environment = {**os.environ, "RAY_metrics_report_interval_ms": "500", "PYTHONPATH": str(Path(__file__).parents[1])}
-    environment.pop("RAY_ADDRESS", None)
-    done = subprocess.run(
-        [sys.executable, "-c", EXPORTER],
-        input=json.dumps(events),
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    speed = {"seconds": 10.0, "rows": 100, "cpus": 1.0, "rows_per_s": 10.0, "busy": 0.5, "backlog_rows": 3.0}
+    events.append({"kind": "data", "time": events[-1]["time"], "step": 200, "stages": stages, **speed, **store})
+    more = {"RAY_metrics_report_interval_ms": "500", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = environment_for(tmp_path_factory.mktemp("cache"), **more)
+    done = run_command(sys.executable, "-c", EXPORTER, input=json.dumps(events), env=environment)
+    found: Samples = {}
     lines = [line for line in done.stdout.splitlines() if line.startswith(("#", "ray_rayrec_"))]
     for family in text_string_to_metric_families("\n".join(lines) + "\n"):
         for sample in family.samples:
@@ -100,28 +82,27 @@ def scraped() -> dict[str, list[tuple[dict[str, str], float]]]:
     return found
 
 
-def value(scraped: dict[str, list[tuple[dict[str, str], float]]], name: str, **labels: str) -> float:
-    (sample,) = [value for found, value in scraped[name] if labels.items() <= found.items()]
-    return sample
-
-
-def test_metrics_are_those_of_the_run(scraped: dict[str, list[tuple[dict[str, str], float]]]) -> None:
-    assert value(scraped, "ray_rayrec_step", run="run-1") == 200
-    assert value(scraped, "ray_rayrec_goal_steps", run="run-1") == 200
-    assert value(scraped, "ray_rayrec_steps_total", run="run-1") == 120 + 100  # 20 of them again
-    assert value(scraped, "ray_rayrec_rows_total", run="run-1") == 220 * 64
-    assert value(scraped, "ray_rayrec_steps_redone_total", run="run-1") == 20
-    assert value(scraped, "ray_rayrec_failures_total", run="run-1") == 1
-    assert value(scraped, "ray_rayrec_checkpoints_total", run="run-1") == 4
-    assert value(scraped, "ray_rayrec_checkpoint_stall_s_total", run="run-1") == 1.0
-    assert value(scraped, "ray_rayrec_workers", run="run-1") == 1
-    assert value(scraped, "ray_rayrec_metric", set="validation", metric="auroc") == 0.75
-    assert value(scraped, "ray_rayrec_time_s_total", phase="forward") == 22 * 1.5
-    assert value(scraped, "ray_rayrec_data", stage="parse", measure="busy") == 0.5
+def test_metrics_are_those_of_the_run(scraped: Samples) -> None:
+    for name, labels, expected in (
+        ("step", {"run": "run-1"}, 200),
+        ("goal_steps", {"run": "run-1"}, 200),
+        ("steps_total", {"run": "run-1"}, 120 + 100),  # 20 of them again
+        ("rows_total", {"run": "run-1"}, 220 * 64),
+        ("steps_redone_total", {"run": "run-1"}, 20),
+        ("failures_total", {"run": "run-1"}, 1),
+        ("checkpoints_total", {"run": "run-1"}, 4),
+        ("checkpoint_stall_s_total", {"run": "run-1"}, 1.0),
+        ("workers", {"run": "run-1"}, 1),
+        ("metric", {"set": "validation", "metric": "auroc"}, 0.75),
+        ("time_s_total", {"phase": "forward"}, 22 * 1.5),
+        ("data", {"stage": "parse", "measure": "busy"}, 0.5),
+    ):
+        found = [value for has, value in scraped[f"ray_rayrec_{name}"] if labels.items() <= has.items()]
+        assert found == [expected], name
     assert not [labels for samples in scraped.values() for labels, _ in samples if labels["run"] == "older"]
 
 
-def test_the_dashboard_asks_for_what_is_exported(scraped: dict[str, list[tuple[dict[str, str], float]]]) -> None:
+def test_the_dashboard_asks_for_what_is_exported(scraped: Samples) -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     queries += [entry["definition"] for entry in dashboard["templating"]["list"] if entry["type"] == "query"]

@@ -1,48 +1,36 @@
 """Retrieval models go the whole road: train, resume, evaluate, predict, export, HTTP."""
 
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pyarrow.parquet as pq
 import pytest
 from builders.click_models import make_app
 from builders.interactions import ITEMS, small, write_log
 from builders.requests import ask, post
+from builders.runs import QUIET, check_same_in_two_parts, evaluated_and_predicted, train
+from hosts.processes import torchrun
 
 import rayrec
-from rayrec.checkpoint import committed
 from rayrec.config import InputError
 from rayrec.inference.model import open_served
-from rayrec.observe.console import Console
 
-pytestmark = pytest.mark.slow
-QUIET: dict[str, Any] = {"console": Console(quiet=True)}
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 
 @pytest.mark.parametrize("name", ["next_item", "two_tower"])
-def test_retrieval_model_goes_the_whole_road(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("rayrec.inference.export.parity._SPEED_S", 0.01)
+def test_retrieval_model_goes_the_whole_road(name: str, tmp_path: Path) -> None:
     log = write_log(str(tmp_path / "log"), name)
     config = small(name, log, storage_path=str(tmp_path), steps=60, evaluate_every=60, checkpoint={"every": 30})
-    whole = rayrec.train(config.replace(name="whole"), **QUIET)
-    rayrec.train(config.replace(name="parts", steps=30), **QUIET)
-    parts = rayrec.train(config.replace(name="parts"), **QUIET)
-    assert parts.summary["weights_sha256"] == whole.summary["weights_sha256"]
-    assert parts.summary["rows_lost"] == parts.summary["rows_repeated"] == 0
+    whole = train(config, name="whole")
+    check_same_in_two_parts(config, whole, steps=30)
 
     # It learned which item comes next; a user's items are some of the six next to each other that it began with.
-    metrics = rayrec.evaluate(whole.checkpoint, log, **QUIET)
+    metrics, predicted = evaluated_and_predicted(whole.checkpoint, log, tmp_path / "predicted")
     assert metrics["recall_at_5"] == pytest.approx(whole.metrics["recall_at_5"], abs=1e-6)
     assert metrics["ndcg_at_5"] > (0.8 if name == "next_item" else 0.25)  # 0.12 at random
-    rayrec.predict(whole.checkpoint, log, out=str(tmp_path / "predicted"), **QUIET)
-    predicted = pq.read_table(tmp_path / "predicted").sort_by("row")
     rows = pq.read_table(log)
     if name == "next_item":
         last = np.array([items[-1] for items in rows["item"].to_pylist()])
@@ -87,16 +75,16 @@ def _exported(checkpoint: str, folder: Path, quantize: Any) -> str:
 def test_commands_for_labels_reject_retrieval_models(tmp_path: Path) -> None:
     log = write_log(str(tmp_path / "log"), "two_tower", users=20)
     config = small("two_tower", log, storage_path=str(tmp_path), steps=2, evaluate_every=2)
-    run = rayrec.train(config.replace(name="run"), **QUIET)
+    run = train(config, name="run")
     with pytest.raises(InputError, match=r"recipe two_tower does not predict clicks\. Only click models can be compared"):
-        rayrec.compare([run.checkpoint, run.checkpoint], log, **QUIET)
+        rayrec.compare([run.checkpoint, run.checkpoint], log, console=QUIET)
     with pytest.raises(InputError, match=r"does not predict clicks, .*confidence"):
-        rayrec.evaluate(run.checkpoint, log, confidence=0.9, **QUIET)
+        rayrec.evaluate(run.checkpoint, log, confidence=0.9, console=QUIET)
     with pytest.raises(InputError, match="members"):
-        rayrec.train(config.replace(name="two", workload={"model": {"members": 2}}), **QUIET)
+        train(config, name="two", workload={"model": {"members": 2}})
     teacher = {"checkpoint": run.checkpoint, "weight": 0.5}
     with pytest.raises(InputError, match=r"teacher\.checkpoint: must be None for TwoTowerConfig"):
-        rayrec.train(config.replace(name="student", workload={"teacher": teacher}), **QUIET)
+        train(config, name="student", workload={"teacher": teacher})
 
 
 @pytest.mark.extended
@@ -105,30 +93,6 @@ def test_killed_worker_of_two_changes_no_weights(name: str, tmp_path: Path) -> N
     log = write_log(str(tmp_path / "log"), name)
     config = small(name, log, steps=200, batch_size=8, evaluate_every=200, checkpoint={"every": 20})
     (tmp_path / "config.yaml").write_text(config.replace(scaling={"num_workers": 2}).to_yaml())
-    whole, killed = (_torchrun(tmp_path, run, kill=run == "killed") for run in ("whole", "killed"))
+    whole, killed = (torchrun(tmp_path, run, tmp_path / "config.yaml", kill=run == "killed") for run in ("whole", "killed"))
     assert killed["weights_sha256"] == whole["weights_sha256"]
     assert (killed["restarts"], killed["rows_lost"], killed["rows_repeated"]) == (1, 0, 0)
-
-
-def _torchrun(folder: Path, name: str, *, kill: bool) -> dict[str, Any]:
-    """Train by two processes; `kill` ends the second one after the first checkpoint. Returns the summary."""
-    options = ["--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1", "-m", "rayrec", "train"]
-    arguments = ["--config", str(folder / "config.yaml"), "--storage-path", str(folder), "--name", name]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, *arguments]
-    with (folder / f"{name}.err").open("w") as err:
-        torchrun = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True)
-    try:
-        deadline_s = time.monotonic() + 120
-        while kill and not committed(str(folder / name)):
-            assert torchrun.poll() is None, (folder / f"{name}.err").read_text()[-3000:]
-            assert time.monotonic() < deadline_s
-            time.sleep(0.02)
-        if kill:
-            workers = [child for child in psutil.Process(torchrun.pid).children() if child.environ().get("RANK") == "1"]
-            workers[0].kill()
-        out, _ = torchrun.communicate(timeout=180)
-    finally:
-        torchrun.terminate()
-    assert torchrun.returncode == 0, (folder / f"{name}.err").read_text()[-3000:]
-    summary: dict[str, Any] = json.loads(out)
-    return summary

@@ -1,11 +1,13 @@
 """Logs, prepared data, checkpoints and what is made of them in an S3-compatible store, served on loopback."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from builders.click_models import save_clicks
+from builders.runs import QUIET, train
 from pyarrow import fs
 
 import rayrec
@@ -15,43 +17,28 @@ from rayrec.data.job import COMPLETE
 from rayrec.data.logs.text_parser import parse
 from rayrec.inference.model import open_served
 from rayrec.metrics.binary import auroc
-from rayrec.observe.console import Console
 
-pytestmark = pytest.mark.extended
-
-QUIET = Console(quiet=True)
+pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("own_cache")]
 
 
-def test_a_log_in_s3_gives_what_it_gives_here(
-    bucket: str, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+def test_a_log_in_s3_gives_what_it_gives_here(bucket: str, click_log: Path, tmp_path: Path) -> None:
     fs.copy_files(str(click_log / "train.txt"), f"{bucket}/kaggle/train.txt")
     here = rayrec.vocabulary(str(click_log / "train.txt"), out=str(tmp_path / "here"), split="sevenths", console=QUIET)
     for number, path in enumerate(("kaggle/train.txt", "kaggle", "kag*/train*")):
         there = rayrec.vocabulary(f"{bucket}/{path}", out=str(tmp_path / str(number)), split="sevenths", console=QUIET)
         assert there["hash"] == here["hash"]
-    made = rayrec.preprocess(
-        f"{bucket}/kaggle/train.txt",
-        out=f"{bucket}/ready",
-        format="parquet",
-        preprocessor=str(tmp_path / "here"),
-        split="sevenths",
-        console=QUIET,
-    )
+    options: dict[str, Any] = {"format": "parquet", "preprocessor": str(tmp_path / "here"), "split": "sevenths"}
+    made = rayrec.preprocess(f"{bucket}/kaggle/train.txt", out=f"{bucket}/ready", **options, console=QUIET)
     assert made["rows"] == 20_000
     config = rayrec.recipes.criteo_demo(f"{bucket}/ready").replace(
         steps=4, evaluate_every=4, batch_size=256, storage_path=str(tmp_path / "runs"), scaling={"num_workers": 1}
     )
-    from_s3 = rayrec.train(config.replace(name="s3"), console=QUIET).summary
-    local = config.replace(name="local", train_data={"path": str(click_log / "train.txt")})
-    assert from_s3["weights_sha256"] == rayrec.train(local, console=QUIET).summary["weights_sha256"]
+    from_s3, local = train(config, name="s3"), train(config, name="local", train_data={"path": str(click_log / "train.txt")})
+    assert from_s3.summary["weights_sha256"] == local.summary["weights_sha256"]
 
 
-def test_a_checkpoint_in_s3_is_put_to_use(bucket: str, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_in_s3_is_put_to_use(bucket: str, click_log: Path, tmp_path: Path) -> None:
     """Evaluated, predicted with and exported, all that is written in the bucket too; and each gives the same scores."""
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("rayrec.inference.export.parity._SPEED_S", 0.01)
     log, run, exported = f"{bucket}/used/train.txt", f"{bucket}/used/run", f"{bucket}/used/exported"
     storage.copy_file(str(click_log / "train.txt"), log)
     storage.copy_files(str(save_clicks(tmp_path / "run", scale=3.0, train_data={"path": log}).run), run)
@@ -80,8 +67,7 @@ def test_a_checkpoint_in_s3_is_put_to_use(bucket: str, click_log: Path, tmp_path
     assert evaluated["auroc"] == pytest.approx(expected, abs=1e-4)  # a batch of another size rounds otherwise
 
 
-def test_what_is_wrong_in_s3_is_one_line(bucket: str, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+def test_what_is_wrong_in_s3_is_one_line(bucket: str, click_log: Path, tmp_path: Path) -> None:
     for path in (f"{bucket}/nothing/here", "s3://no-such-bucket/train.txt"):
         with pytest.raises(InputError, match=r"^s3://[^\n]*$"):
             rayrec.vocabulary(path, out=str(tmp_path / "out"), console=QUIET)

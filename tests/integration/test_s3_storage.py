@@ -7,18 +7,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from builders import run_events
 
-from rayrec import storage
+from rayrec import recipes, storage
 from rayrec.config import InputError
 from rayrec.observe.events import EventWriter, follow, merge_events, metrics_dataframe, read_events
 from rayrec.observe.report import run as report
+from rayrec.observe.tracking.tensorboard import TensorBoardTracker
+from rayrec.training import profiling
+from rayrec.training.profiling import request_profile, watched_requests
 
 pytestmark = pytest.mark.extended
 
@@ -137,67 +142,55 @@ def test_a_forked_process_reaches_the_store(folder: str) -> None:
     storage.write_bytes(f"{folder}/a", b"1")
     child = os.fork()
     if not child:
-        status = 1
         try:
-            status = 0 if storage.read_bytes(f"{folder}/a") == b"1" else 2
+            os._exit(storage.read_bytes(f"{folder}/a") != b"1")
         finally:
-            os._exit(status)
+            os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
 
 
 # Outages -------------------------------------------------------------------------------------------------------------
 
 
+def _operations(folder: str) -> list[tuple[Callable[[], Any], Any]]:
+    """Calls and what each returns if the file a is there."""
+    return [
+        (lambda: storage.read_bytes(f"{folder}/a"), b"abc"),
+        (lambda: storage.read_into(f"{folder}/a", 1, np.zeros(2, np.uint8)), 2),
+        (lambda: b"".join(storage.read_stream(f"{folder}/a")), b"abc"),
+        (lambda: storage.exists(f"{folder}/a"), True),
+        (lambda: storage.list_folder(folder)[:1], ["a"]),
+        (lambda: storage.list_files(folder)[0].size_bytes, 3),
+        (lambda: storage.write_bytes(f"{folder}/new", b"xyz"), None),
+        (lambda: storage.write_stream(f"{folder}/large", (bytes(MIB) for _ in range(20))), 20 * MIB),
+    ]
+
+
 def test_operations_outlast_an_outage(folder: str, s3_server: Any) -> None:
-    storage.write_bytes(f"{folder}/here", b"abc")
-    operations: dict[str, Callable[[], Any]] = {
-        "read": lambda: storage.read_bytes(f"{folder}/here"),
-        "range": lambda: storage.read_into(f"{folder}/here", 1, np.zeros(2, np.uint8)),
-        "exists": lambda: storage.exists(f"{folder}/here"),
-        "list": lambda: storage.list_folder(folder)[:1],
-        "write": lambda: storage.write_bytes(f"{folder}/new", b"xyz"),
-        "remove": lambda: storage.remove_folder(f"{folder}/none"),
-        "large": lambda: storage.write_stream(f"{folder}/large", (bytes(MIB) for _ in range(20))),
-    }
-    results = {}
-
-    def run(name: str) -> None:
-        results[name] = operations[name]()
-
-    threads = [threading.Thread(target=run, args=(name,)) for name in operations]
-    with outage(s3_server, 3.0):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert [results[name] for name in operations] == [b"abc", 2, True, ["here"], None, None, 20 * MIB]
+    storage.write_bytes(f"{folder}/a", b"abc")
+    calls, expected = zip(*_operations(folder), (lambda: storage.remove_folder(f"{folder}/none"), None), strict=True)
+    with outage(s3_server, 3.0), ThreadPoolExecutor(len(calls)) as pool:
+        assert list(pool.map(lambda call: call(), calls)) == list(expected)
     assert storage.read_bytes(f"{folder}/new") == b"xyz"
     assert storage.size_of(f"{folder}/large") == 20 * MIB
 
 
 @pytest.mark.exhaustive
 def test_an_outage_in_the_middle_of_a_stream(folder: str, s3_server: Any) -> None:
-    restarts = []
-
-    def pieces() -> Iterator[bytes]:
+    def pieces(outages: ExitStack) -> Iterator[bytes]:
         for number in range(60):
             if number == 30:
-                s3_server.kill()
-                timer = threading.Timer(3.0, s3_server.start)
-                timer.start()
-                restarts.append(timer)
+                outages.enter_context(outage(s3_server, 3.0))
             yield bytes([number]) * MIB
 
-    assert storage.write_stream(f"{folder}/large", pieces()) == 60 * MIB
-    restarts[0].join()
+    with ExitStack() as outages:
+        assert storage.write_stream(f"{folder}/large", pieces(outages)) == 60 * MIB
     seen = np.zeros(0, np.uint8)
-    for number, piece in enumerate(storage.read_stream(f"{folder}/large")):
-        if number == 2:
-            s3_server.kill()
-            restarts.append(threading.Timer(2.0, s3_server.start))
-            restarts[1].start()
-        seen = np.concatenate([seen, np.frombuffer(piece, np.uint8)[::MIB]])
-    restarts[1].join()
+    with ExitStack() as outages:
+        for number, piece in enumerate(storage.read_stream(f"{folder}/large")):
+            if number == 2:
+                outages.enter_context(outage(s3_server, 2.0))
+            seen = np.concatenate([seen, np.frombuffer(piece, np.uint8)[::MIB]])
     assert seen.tolist() == list(range(60))
 
 
@@ -218,20 +211,9 @@ def test_a_server_that_hangs_is_noticed(folder: str, s3_server: Any) -> None:
 # What is wrong -------------------------------------------------------------------------------------------------------
 
 
-def _operations(folder: str) -> list[Callable[[], object]]:
-    return [
-        lambda: storage.read_bytes(f"{folder}/a"),
-        lambda: storage.read_into(f"{folder}/a", 0, np.zeros(1, np.uint8)),
-        lambda: list(storage.read_stream(f"{folder}/a")),
-        lambda: storage.list_files(folder),
-        lambda: storage.write_bytes(f"{folder}/a", b"1"),
-        lambda: storage.write_stream(f"{folder}/a", [bytes(20 * MIB)]),
-    ]
-
-
 def test_a_wrong_secret_is_said_at_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-word")
-    for operation in [*_operations(folder), lambda: storage.list_folder(folder), lambda: storage.exists(folder)]:
+    for operation, _ in _operations(folder):
         match = r"^s3://logs: access denied .*set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         assert _took(operation, InputError, match) < 30
 
@@ -282,19 +264,6 @@ def test_events_outlast_an_outage_and_are_followed(folder: str, s3_server: Any) 
 
 
 @pytest.mark.exhaustive
-def test_the_end_of_a_process_flushes_its_events(folder: str) -> None:
-    code = (
-        "import sys; from rayrec.observe.events import EventWriter\n"
-        "writer = EventWriter(sys.argv[1])\n"
-        "for step in range(5): writer.write('step', step=step)\n"
-    )
-    url = f"{folder}/events.jsonl"
-    run = subprocess.run([sys.executable, "-c", code, url], capture_output=True, text=True, check=True)
-    assert run.stderr == ""
-    assert [event["step"] for event in read_events(url)] == list(range(5))
-
-
-@pytest.mark.exhaustive
 def test_a_run_in_progress_is_reported_there_and_here(folder: str, tmp_path: Path) -> None:
     storage.write_bytes(f"{folder}/config.yaml", run_events.CONFIG.encode())
     with EventWriter(f"{folder}/events.jsonl") as writer:
@@ -307,3 +276,62 @@ def test_a_run_in_progress_is_reported_there_and_here(folder: str, tmp_path: Pat
     assert report.write(folder, out=str(here)) == str(here)
     assert here.read_bytes() == storage.read_bytes(f"{folder}/report.html")
     assert metrics_dataframe(f"{folder}/events.jsonl")["step"].tolist() == list(range(10, 151, 10))
+
+
+# Trackers and profiles -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+def test_curves_in_a_store_that_was_out(folder: str, s3_server: Any) -> None:
+    events = [event for event in run_events.run() if event["kind"] != "finish"]
+    first = TensorBoardTracker(folder, config="seed: 0\n")
+    run_events.feed(first, events[:20], flush=False)
+    first.close()
+    (before,) = storage.files_in(f"{folder}/tensorboard")
+    second = TensorBoardTracker(folder, config="seed: 0\n")
+    s3_server.kill()
+    try:
+        run_events.feed(second, events, flush=False)
+        with pytest.raises(OSError):  # noqa: PT011
+            second.flush()
+    finally:
+        s3_server.start()
+    assert storage.files_in(f"{folder}/tensorboard") == [before]
+    second.close()
+    (after,) = storage.files_in(f"{folder}/tensorboard")
+    assert after.path != before.path
+    assert after.size_bytes > before.size_bytes
+
+
+@pytest.mark.exhaustive
+def test_an_offline_run_lies_in_the_store(folder: str) -> None:
+    pytest.importorskip("wandb")
+    from rayrec.observe.tracking.wandb import WandbTracker
+
+    config = recipes.gpt2_tiny().replace(name="run").to_dict()
+    for events in (run_events.run()[:20], run_events.run(finished=False)):
+        tracker = WandbTracker(folder, project="rayrec", offline=True, config=config)
+        run_events.feed(tracker, events)
+        tracker.close()
+    (run,) = storage.list_folder(f"{folder}/wandb")
+    assert run.startswith("offline-run-")
+    assert any(name.endswith(".wandb") for name in storage.list_folder(f"{folder}/wandb/{run}"))
+
+
+@pytest.mark.exhaustive
+def test_a_request_for_a_profile(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "_URL_POLL_S", 0.2)
+    monkeypatch.setattr(profiling, "_POLL_S", 0.2)
+    now = time.time()
+    events = [
+        {"kind": "start", "time": now - 10, "step": 0, "steps": 100, "world_size": 1},
+        {"kind": "step", "time": now, "step": 40, "steps": 100},
+    ]
+
+    def send(wish: dict[str, Any]) -> None:
+        storage.write_bytes(f"{folder}/profile/{wish['name']}/rank_0/trace.json.gz", b"[]")
+
+    with watched_requests(folder, SimpleNamespace(send_profile_request=send)):
+        told = request_profile(folder, events, steps=2, note=lambda text: None, timeout_s=60.0)
+    assert told["profile"].startswith(f"{folder}/profile/step_")
+    assert not storage.exists(f"{folder}/profile/request.json")

@@ -1,13 +1,12 @@
 """Servers started by Ray Serve's own tools, and the URLs of servers on a cluster."""
 
 import contextlib
+import http.client
 import json
 import os
 import re
 import signal
 import socket
-import threading
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,6 +22,7 @@ from builders.click_models import ANY, logits_of, make_model, make_preprocessor,
 from builders.faults import until
 from builders.own_click_model import OwnConfig, SlowConfig
 from click.testing import CliRunner
+from hosts.clients import Load, ask
 from hosts.ports import free_ports
 from ray import serve
 from ray.serve.context import _get_global_client
@@ -31,6 +31,7 @@ from ray.serve.scripts import cli
 import rayrec
 from rayrec.compat import ray_compat
 from rayrec.config import InputError
+from rayrec.inference.model import open_served
 from rayrec.metrics.binary import sigmoid
 from rayrec.models.base import ClickModelConfig
 from rayrec.observe.console import Console
@@ -50,47 +51,15 @@ _until = partial(until, timeout_s=120, pause_s=0.1)
 def _documented() -> dict[str, Any]:
     block = re.search(r"^```text\n# serve\.yaml\n(.*?)^```", DOCUMENTED.read_text(), re.MULTILINE | re.DOTALL)
     assert block is not None
-    found: dict[str, Any] = yaml.safe_load(block[1])
-    return found
+    return yaml.safe_load(block[1])
 
 
-def _score(url: str) -> dict[str, Any]:
-    request = urllib.request.Request(f"{url}/v1/score", TEXT, {"content-type": "text/tab-separated-values"})
-    with urllib.request.urlopen(request, timeout=60) as response:
-        found: dict[str, Any] = json.load(response)
-    return found
-
-
-def _wait_for_model(url: str, version: str) -> None:
-    def is_served() -> bool:
-        with contextlib.suppress(OSError):
-            return _score(url)["model"] == version
-        return False
-
-    _until(is_served)
-
-
-@contextlib.contextmanager
-def _asking(url: str, num_clients: int = 1) -> Iterator[tuple[list[str], list[OSError]]]:
-    """Score continuously in threads. Yields the versions of answers, and failures."""
-    answers, failures, stop = list[str](), list[OSError](), threading.Event()
-
-    def ask() -> None:
-        while not stop.wait(0.02):
-            try:
-                answers.append(_score(url)["model"])
-            except OSError as error:
-                failures.append(error)
-
-    threads = [threading.Thread(target=ask, daemon=True) for _ in range(num_clients)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield answers, failures
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+def _model(port: int, path: str = "/v1/score") -> str | None:
+    """Return the version of the model that answers."""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        status, body = ask(port, "POST", path, TEXT)
+        return json.loads(body)["model"] if status == 200 else None
+    return None
 
 
 def _check_upgrade_offer(port: int) -> None:
@@ -123,10 +92,7 @@ def test_documented_serve_config_and_model_change(tmp_path: Path, places: list[s
     """With `serve run FILE`, another model in user_config keeps the replica, which answers throughout, also when another
     application joins."""
     config = _documented()
-    port = free_ports(1)
-    config["http_options"]["port"] = port
-    url = f"http://127.0.0.1:{port}"
-
+    config["http_options"]["port"] = port = free_ports(1)
     config["applications"][0]["args"]["model"] = places[0]
 
     def deploy() -> None:
@@ -134,57 +100,45 @@ def test_documented_serve_config_and_model_change(tmp_path: Path, places: list[s
         ran = CliRunner().invoke(cli, ["run", "--non-blocking", str(tmp_path / "serve.yaml")])
         assert ran.exit_code == 0, ran.output
 
-    def add_application() -> None:
-        second = {**config["applications"][0], "name": "second", "route_prefix": "/second"}
-        second["args"] = {"model": places[1], "cpus_per_replica": 0.5}
-        config["applications"].append(second)
-        deploy()
-
     def change(model: str) -> None:
         config["applications"][0]["deployments"] = [{"name": APPLICATION, "user_config": {"model": model}}]
         deploy()
 
     deploy()
-    first = _version(places[0])
-    _wait_for_model(url, first)
+    first, second = map(_version, places)
+    _until(lambda: _model(port) == first)
     _check_upgrade_offer(port)
-    with _asking(url) as (_, failures):
+    with Load(port, TEXT, num_clients=1) as load:
         replicas = _replicas()
-        add_application()
-        _wait_for_model(f"{url}/second", _version(places[1]))
-        assert _score(url)["model"] == first
+        arguments = {"model": places[1], "cpus_per_replica": 0.5}
+        other = {**config["applications"][0], "name": "second", "route_prefix": "/second", "args": arguments}
+        config["applications"].append(other)
+        deploy()
+        _until(lambda: _model(port, "/second/v1/score") == second)
+        assert _model(port) == first
         change(places[1])
-        _wait_for_model(url, _version(places[1]))
+        _until(lambda: _model(port) == second)
         _wait_for_deployed()
         change(str(tmp_path / "nothing"))
         _wait_for_deployed()
-        assert _score(url)["model"] == _version(places[1])
-    assert not failures
+        assert _model(port) == second
+    assert not load.failed
     assert _replicas() == replicas
 
 
 def _application(name: str = "clicks") -> dict[str, Any]:
-    details: dict[str, Any] = _get_global_client().get_serve_details()
-    found: dict[str, Any] = details["applications"][name]
-    return found
+    return _get_global_client().get_serve_details()["applications"][name]
 
 
 def _wait_for_deployed() -> None:
     _until(lambda: _application()["status"] == "RUNNING")
 
 
-def _replicas() -> set[str]:
-    return {replica["replica_id"] for replica in _listed("clicks")}
-
-
-def _listed(application: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = _application(application)["deployments"][APPLICATION]["replicas"]
-    return found
+def _replicas(application: str = "clicks", field: str = "replica_id") -> set[Any]:
+    return {replica.get(field) for replica in _application(application)["deployments"][APPLICATION]["replicas"]}
 
 
 def _version(place: str, *, own: type[ClickModelConfig] | None = None) -> str:
-    from rayrec.inference.model import open_served
-
     return open_served(place, own=own).version
 
 
@@ -205,7 +159,7 @@ def test_server_is_reachable_by_each_ingress(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="cannot listen there"), lock_port("127.0.0.1", port):
             pass
         assert server.url == f"http://127.0.0.1:{port}"
-        answer = _score(server.url)
+        answer = json.loads(ask(port, "POST", "/v1/score", TEXT)[1])
         assert answer["model"].startswith("step_00000010-")
         np.testing.assert_allclose(answer["scores"], sigmoid(logits_of(model, TEXT)), atol=1e-6)
         instance = find_instance(APPLICATION)
@@ -233,14 +187,11 @@ def test_swaps_during_replica_start(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="schemas differ in"):
             control.swap(rejected, address=None)
 
-    with (
-        rayrec.serving(first, console=Console(quiet=True), **options) as server,
-        _asking(server.url, num_clients=4) as (answers, failures),
-    ):
-        before = {replica.get("pid") for replica in _listed(APPLICATION)}
+    with rayrec.serving(first, console=Console(quiet=True), **options) as server, Load(options["port"], TEXT) as load:
+        before = _replicas(APPLICATION, "pid")
         assert len(before) == 2
         os.kill(min(before), signal.SIGKILL)
-        _until(lambda: {replica.get("pid") for replica in _listed(APPLICATION)} - before - {None})
+        _until(lambda: _replicas(APPLICATION, "pid") - before - {None})
         with ThreadPoolExecutor(3) as pool:
             for done in [pool.submit(reject) for _ in range(3)]:
                 done.result()
@@ -249,13 +200,13 @@ def test_swaps_during_replica_start(tmp_path: Path) -> None:
         assert control.swap(second, address=None)["version"] == versions[second]
         assert {replica["model"] for replica in server.describe()["replicas"].values()} == {versions[second]}
         _until(lambda: len(server.describe()["replicas"]) == 2)
-        assert len(failures) <= 4  # what the killed replica had taken
-        del answers[:]
-        _until(lambda: len(answers) > 50)
-        assert set(answers) == {versions[second]}
+        assert len(load.failed) <= 4  # what the killed replica had taken
+        load.answers.clear()
+        _until(lambda: len(load.answers) > 50)
+        assert load.models() == {versions[second]}
         ray.kill(ray_compat.find_shared_actor(APPLICATION, APPLICATION, REGISTER))
         assert control.roll_back(address=None)["version"] == versions[first]
-        del answers[:]
-        _until(lambda: len(answers) > 50)
-    assert set(answers) == {versions[first]}
-    assert len(failures) <= 4
+        load.answers.clear()
+        _until(lambda: len(load.answers) > 50)
+    assert load.models() == {versions[first]}
+    assert len(load.failed) <= 4

@@ -4,13 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from builders.click_models import make_app, row_object, whole_model
+from builders.click_models import Saved, make_app, row_object, save_clicks
 from builders.logs import open_index
 from builders.requests import post
 
-from rayrec import checkpoint as checkpoints
-from rayrec import recipes
 from rayrec.data.encoded_rows import from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
@@ -20,11 +17,9 @@ from rayrec.datasets.criteo import SCHEMA
 from rayrec.inference.config import ExportConfig
 from rayrec.inference.export.write import export
 from rayrec.inference.model import open_served
-from rayrec.ingest.batches import sparse_features
 from rayrec.ingest.block_order import BlockOrder
 from rayrec.ingest.stream import encode_block
 from rayrec.models.ranking.dlrm import DLRMConfig
-from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.scorer import load_scorer
 from rayrec.workloads.recsys.scoring import ScoredBlock, _ScoringTask
 
@@ -58,44 +53,14 @@ def preprocessor(index: LogIndex) -> Preprocessor:
 
 
 @pytest.fixture(scope="module")
-def config() -> TrainConfig:
+def saved(preprocessor: Preprocessor, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A model whose tables' values are large enough to matter, in one piece, and its checkpoint."""
     model = DLRMConfig(interaction="dot", embedding_dim=8, bottom_mlp=(32, 8), top_mlp=(32, 1))
-    config = recipes.criteo_demo()
-    return config.replace(workload=config.workload.replace(model=model))
+    return save_clicks(tmp_path_factory.mktemp("run"), model=model, preprocessor=preprocessor, seed=3, scale=5.0)
 
 
 @pytest.fixture(scope="module")
-def model(config: TrainConfig, preprocessor: Preprocessor) -> torch.nn.Module:
-    """As it is trained, in one piece; its tables' values are large enough to matter."""
-    model = whole_model(
-        config.workload.model,  # type: ignore[attr-defined]
-        preprocessor.num_embeddings,
-        seed=3,
-        features=SCHEMA.sparse,
-    )
-    with torch.no_grad():
-        for table in model.embeddings.parameters():
-            table.mul_(5)
-    return model.eval()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(
-    model: torch.nn.Module, config: TrainConfig, preprocessor: Preprocessor, tmp_path_factory: pytest.TempPathFactory
-) -> str:
-    folder = checkpoints.folder_of(str(tmp_path_factory.mktemp("run")), 7)
-
-    def extra_files(target: str) -> None:
-        Path(target, "config.yaml").write_text(config.to_yaml())
-        preprocessor.save(f"{target}/preprocessor")
-
-    weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    checkpoints.save(folder, weights, state={}, extra_files=extra_files)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def trained(model: torch.nn.Module, preprocessor: Preprocessor, index: LogIndex) -> np.ndarray:
+def trained(saved: Saved, index: LogIndex) -> np.ndarray:
     """The logits as training has them: rows shuffled, encoded in data tasks, sent through Arrow, in TorchRec's batches."""
     order = BlockOrder(tuple(index.parts(0, index.rows)), shuffle="window", seed=5, segments_per_block=3)
     logits = np.full(ROWS, np.nan, np.float32)
@@ -103,25 +68,22 @@ def trained(model: torch.nn.Module, preprocessor: Preprocessor, index: LogIndex)
         first_rows = np.concatenate(
             [part.segment.first_row + np.arange(part.segment.rows, dtype=np.int64) for part in block.parts]
         )
-        for rows in from_arrow(to_arrow(encode_block(block, 0, block.rows, preprocessor))):
-            features = sparse_features(SCHEMA.sparse, rows.ids, len(rows))
-            with torch.no_grad():
-                found = model.score(torch.from_numpy(rows.dense.copy()), features)  # type: ignore[operator]
-            logits[first_rows[block.order()]] = found.numpy()
+        for rows in from_arrow(to_arrow(encode_block(block, 0, block.rows, saved.preprocessor))):
+            logits[first_rows[block.order()]] = saved.logits(rows)
     assert np.isfinite(logits).all()
     assert logits.std() > 0.1
     return logits
 
 
-def test_predict(trained: np.ndarray, checkpoint: str, config: TrainConfig, preprocessor: Preprocessor, index: LogIndex) -> None:
+def test_predict(trained: np.ndarray, saved: Saved, index: LogIndex) -> None:
     order = BlockOrder(tuple(index.parts(0, index.rows)), shuffle="none", seed=0, segments_per_block=2)
     blocks = [
         ScoredBlock(block, tuple(part.segment.first_row for part in block.parts), has_all_lines=True) for block in order.blocks(0)
     ]
     process = _ScoringTask(
-        workload=config.workload,  # type: ignore[arg-type]
-        config=config,
-        checkpoint=checkpoint,
+        workload=saved.config.workload,  # type: ignore[arg-type]
+        config=saved.config,
+        checkpoint=str(saved.checkpoint),
         preprocessor=None,  # type: ignore[arg-type]
         blocks=None,  # type: ignore[arg-type]
         labelled=True,
@@ -132,24 +94,22 @@ def test_predict(trained: np.ndarray, checkpoint: str, config: TrainConfig, prep
         stretches=(),
     )
     scorer = load_scorer(
-        config.workload.model,  # type: ignore[attr-defined]
-        precision=config.precision,
-        checkpoint=checkpoint,
-        preprocessor=Preprocessor.load(f"{checkpoint}/preprocessor"),
+        saved.config.workload.model,  # type: ignore[attr-defined]
+        precision=saved.config.precision,
+        checkpoint=str(saved.checkpoint),
+        preprocessor=Preprocessor.load(f"{saved.checkpoint}/preprocessor"),
         device="cpu",
     )
-    score = process.block_scorer(preprocessor, blocks, scorer)
+    score = process.block_scorer(saved.preprocessor, blocks, scorer)
     tables = [score(number) for number in range(len(blocks))]
     assert np.concatenate([table.column("row").to_numpy() for table in tables]).tolist() == list(range(ROWS))
     logits = np.concatenate([table.column("logit").to_numpy() for table in tables])
     np.testing.assert_allclose(logits, trained, atol=TOLERANCE)
 
 
-def test_export_and_http(
-    trained: np.ndarray, checkpoint: str, config: TrainConfig, index: LogIndex, log: Path, tmp_path: Path
-) -> None:
+def test_export_and_http(trained: np.ndarray, saved: Saved, index: LogIndex, log: Path, tmp_path: Path) -> None:
     out = tmp_path / "export"
-    export(checkpoint, str(out), config=config, settings=ExportConfig(parity_path=str(log)))
+    export(str(saved.checkpoint), str(out), config=saved.config, settings=ExportConfig(parity_path=str(log)))
     model = open_served(str(out))
     raw = read_segments(index.segments, SCHEMA)
     np.testing.assert_allclose(model.score(model.preprocessor.encode(raw)), trained, atol=TOLERANCE)

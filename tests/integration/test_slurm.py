@@ -1,11 +1,11 @@
 """The files for Slurm, under a real Slurm: a job interrupted twice is requeued, resumes, and ends with the same weights."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.faults import until
 from hosts import slurm_cluster
 from hosts.processes import small_run
 from hosts.slurm_cluster import SlurmCluster
@@ -16,7 +16,6 @@ from rayrec.observe.events import read_events
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
-    pytest.mark.extended,
     pytest.mark.exhaustive,
     pytest.mark.skipif(slurm_cluster.missing() is not None, reason=f"Slurm: {slurm_cluster.missing()}"),
 ]
@@ -44,10 +43,10 @@ def test_a_job_that_slurm_interrupts_twice(
     events = f"{tmp_path}/rayrec-{job}/events.jsonl"
 
     def wait_for_step(step: int) -> None:
-        deadline_s = time.monotonic() + 180
-        while not (storage.exists(events) and any(event["step"] >= step for event in read_events(events, kinds=("step",)))):
-            assert time.monotonic() < deadline_s, slurm.log(job)
-            time.sleep(0.1)
+        def reached() -> bool:
+            return storage.exists(events) and any(event["step"] >= step for event in read_events(events, kinds=("step",)))
+
+        until(reached, timeout_s=180, pause_s=0.1, told=lambda: slurm.log(job))
 
     wait_for_step(60)
     slurm.call("scancel", "--batch", "--signal=USR1", job)

@@ -1,13 +1,10 @@
 """Supervised run on a real head: success, user errors, signals, and loss of the supervisor or head."""
 
-import contextlib
 import json
-import os
 import shutil
 import signal
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,7 +14,7 @@ from typing import Any
 import pytest
 from builders.faults import until
 from hosts.ports import free_ports
-from hosts.processes import Run, Session, environment_for, small_run
+from hosts.processes import Run, Session, environment_for, kill_all, pids, ray_start, small_run
 
 from rayrec.checkpoint import committed
 from rayrec.workloads.base import TrainConfig
@@ -32,33 +29,31 @@ STEPS = 480
 class Head:
     """Ray head with a dashboard that can be killed with its descendants and restarted."""
 
-    def __init__(self, folder: Path, *, cache: Path, first_port: int) -> None:
+    def __init__(self, folder: Path, *, cache: Path) -> None:
         # Ray's sockets lie below, and their paths must be short.
         self.folder = Path(tempfile.mkdtemp(prefix="rayrec-head-"))
-        self._output, self._cache, self._ports = folder / "head", cache, range(first_port, first_port + 4)
-        self.url = f"http://127.0.0.1:{self._ports[1]}"
+        self._output, self._cache, self._port = folder / "head", cache, free_ports(4)
+        self.url = f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
         """Start the head without waiting for an answer."""
-        names = ("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port")
-        options: dict[str, object] = dict(zip(names, self._ports, strict=True))
-        options |= {"dashboard-host": "127.0.0.1", "temp-dir": self.folder / "ray"}
-        options |= {"num-cpus": 2, "object-store-memory": 200_000_000}
-        flags = [f"--{name}={value}" for name, value in options.items()]
-        command = [sys.executable, *["-u", "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]]
-        environment = environment_for(self._cache, RAYREC_TEST_HEAD=str(self.folder))
-        self._session = Session([*command, *flags], environment=environment, output=self._output)
+        names = ("dashboard-port", "port", "ray-client-server-port", "dashboard-agent-listen-port")
+        ports = [f"--{name}={self._port + offset}" for offset, name in enumerate(names)]
+        others = f"--dashboard-host=127.0.0.1 --temp-dir={self.folder}/ray --num-cpus=2 --object-store-memory=200000000"
+        environment = environment_for(self._cache, RAYREC_TEST_HEAD=str(self.folder), PYTHONUNBUFFERED="1")
+        self._session = Session(ray_start("--head", *ports, *others.split()), environment=environment, output=self._output)
 
-    def wait(self, *, timeout_s: float = 300) -> None:
+    def wait(self) -> None:
         """Wait until the head answers. Restarts it if a busy machine exceeds the 30 s that Ray gives it."""
-        deadline_s = time.monotonic() + timeout_s
-        while not ("Ray runtime started" in self._session.out and self._answers()):
+
+        def is_ready() -> bool:
             if self._session.process.poll() is not None:
                 assert "timed out during startup" in self._session.err, self._session.out + self._session.err
                 self.kill()
                 self.start()
-            assert time.monotonic() < deadline_s, self._session.out + self._session.err
-            time.sleep(0.2)
+            return "Ray runtime started" in self._session.out and self._answers()
+
+        until(is_ready, timeout_s=300, pause_s=0.2, told=lambda: self._session.out + self._session.err)
 
     def _answers(self) -> bool:
         try:
@@ -69,22 +64,9 @@ class Head:
             return False
         return True
 
-    def processes(self) -> list[int]:
-        mark, found = f"{MARK}={self.folder}".encode(), []
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):
-                if mark in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
-                    found.append(int(name))
-        return found
-
     def kill(self) -> None:
-        deadline_s = time.monotonic() + 120
-        while found := self.processes():
-            for pid in found:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            assert time.monotonic() < deadline_s, found
-            time.sleep(0.05)
+        mark = f"{MARK}={self.folder}".encode()
+        kill_all(lambda: pids(lambda pid: mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")))
         self._session.process.wait()
 
 
@@ -97,10 +79,7 @@ class Supervised(Run):
 
     def start(self, *flags: str) -> None:
         own = ["--address", self._head.url, "--python", sys.executable, "--state", str(self.state), *flags]
-        train = ["train", "--config", str(self._folder / "config.yaml")]
-        command = [sys.executable, "-m", "rayrec", "supervise", *own, "--", *train]
-        output = self._folder / f"command_{len(self._sessions) + 1}"
-        self._sessions.append(Session(command, environment=self._environment, output=output))
+        self._start("supervise", *own, "--", "train", "--config", str(self._folder / "config.yaml"))
 
     @property
     def log(self) -> str:
@@ -117,7 +96,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Head]:
-    head = Head(tmp_path_factory.mktemp("head"), cache=cache, first_port=free_ports(4))
+    head = Head(tmp_path_factory.mktemp("head"), cache=cache)
     try:
         head.start()
         head.wait()
@@ -154,7 +133,6 @@ def supervised(begin: Begin) -> Supervised:
     return run
 
 
-@pytest.mark.extended
 @pytest.mark.exhaustive
 def test_success_returns_summary_at_once(supervised: Supervised) -> None:
     summary = json.loads(supervised.session.out)
@@ -181,7 +159,6 @@ def test_user_error_is_not_retried(begin: Begin) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.extended
 def test_ctrl_c_stops_job_after_save(begin: Begin) -> None:
     run = begin("interrupted", steps=100_000)
     run.wait_for_step(60)
@@ -194,7 +171,6 @@ def test_ctrl_c_stops_job_after_save(begin: Begin) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.extended
 def test_next_supervisor_follows_same_job(begin: Begin, undisturbed: dict[str, Any]) -> None:
     run = begin("orphan")
     run.wait_for_step(40)
@@ -220,8 +196,7 @@ def test_lost_head_loses_only_steps_since_checkpoint(begin: Begin, head: Head, u
     assert run.exit_status(timeout_s=480) == 0, run.session.err
     assert json.loads(run.session.out)["weights_sha256"] == undisturbed["weights_sha256"]
     lines = run.log.splitlines()
-    order = ["submitted lost-0001", "head lost", "head is back", "lost-0001 was lost with the head"]
-    order += ["submitted lost-0002"]
+    order = ("submitted lost-0001", "head lost", "head is back", "lost-0001 was lost with the head", "submitted lost-0002")
     places = [next(place for place, line in enumerate(lines) if text in line) for text in order]
     assert places == sorted(places)
     assert run.log.count("submitted") == 2

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,15 +13,15 @@ import numpy as np
 import pytest
 import ray
 from builders.engines import LoopEngine
-from hosts.processes import POLL_S, Session, environment_for
+from builders.runs import QUIET, files_in
+from hosts.processes import RAYREC, Session, environment_for
 
 import rayrec
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.text.mds import TokenRows
 from rayrec.data.text.text_blocks import open_tokens
-from rayrec.data.text.tokenizer import load_tokenizer
-from rayrec.observe.console import Console
+from rayrec.data.text.tokenizer import bytes_bpe, load_tokenizer, write_tokenizer
 from rayrec.prepare import text as preparing
 
 if TYPE_CHECKING:
@@ -31,12 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-QUIET = Console(quiet=True)
 OPTIONS = {"vocabulary_size": 400, "block_size": 32, "part_bytes": 4096, "shard_bytes": 2000}
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -75,45 +68,33 @@ def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_error_of_a_task_is_one_line(text: Path, tmp_path: Path) -> None:
     content = text.read_bytes()
     (tmp_path / "bad.txt").write_bytes(content[:100_000] + b"\xfe" + content[100_000:])
-    options = {"tokenizer": str(tokenizer_of(text, tmp_path)), "console": QUIET}
+    write_tokenizer(bytes_bpe([text.read_text()], 300), str(tmp_path / "tokenizer"))
+    options = {"tokenizer": str(tmp_path / "tokenizer"), "console": QUIET}
     with pytest.raises(InputError, match=r"^[^\n]*bad\.txt: byte 100,000 is not UTF-8[^\n]*$"):
         rayrec.preprocess(str(tmp_path / "bad.txt"), out=str(tmp_path / "out"), format="mds", **options)
     assert not (tmp_path / "out").exists()
 
 
-def tokenizer_of(text: Path, folder: Path) -> Path:
-    from rayrec.data.text.tokenizer import bytes_bpe, write_tokenizer
-
-    write_tokenizer(bytes_bpe([text.read_text()], 300), str(folder / "tokenizer"))
-    return folder / "tokenizer"
-
-
 @pytest.mark.exhaustive
-@pytest.mark.extended
 @pytest.mark.usefixtures("local_ray")
 def test_killed_and_called_again_it_goes_on_with_the_same_bytes(text: Path, alone: Path, tmp_path: Path) -> None:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
-    command = [sys.executable, "-m", "rayrec", "preprocess", str(text), "--out", str(tmp_path / "out")]
+    command = [*RAYREC, "preprocess", str(text), "--out", str(tmp_path / "out")]
     command += ["--format", "mds", "--address", ray.get_runtime_context().gcs_address, *flags]
     partial = tmp_path / "out.partial"
     for number, name in enumerate(("tokenize-*", "write-*")):  # killed while tokenising, then while writing shards
         with Session(command, environment=environment_for(tmp_path / "cache"), output=tmp_path / str(number)) as run:
-            deadline_s = time.monotonic() + 300
-            while len(list(partial.glob(f"_job/done/{name}.json"))) < 2:
-                assert run.process.poll() is None, run.err
-                assert time.monotonic() < deadline_s, run.err
-                time.sleep(POLL_S)
+            run.until(lambda name=name: len(list(partial.glob(f"_job/done/{name}.json"))) >= 2, timeout_s=300)
         assert run.process.returncode == -9
         assert not (tmp_path / "out").exists()
     with Session(command, environment=environment_for(tmp_path / "cache"), output=tmp_path / "last") as run:
-        assert run.process.wait(timeout=300) == 0, run.err
+        assert run.wait(timeout_s=300).status == 0, run.err
         assert json.loads(run.out)["hash"] == json.loads((alone / "manifest.json").read_text())["hash"]
         assert "Resuming" in run.err
-    assert files_of(tmp_path / "out") == files_of(alone)
+    assert files_in(tmp_path / "out") == files_in(alone)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.extended
 def test_text_in_s3_is_prepared_there_and_read_from_there(
     bucket: str, s3_server: S3Store, text: Path, alone: Path, tmp_path: Path
 ) -> None:

@@ -13,13 +13,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
-from builders.faults import until
 from builders.golden import check_golden
-from builders.runs import events_of, losses
-from hosts.processes import Run
+from builders.runs import events_of, losses, one_worker
+from hosts.processes import Run, torchrun
 
 from rayrec import recipes
 from rayrec.batch import Batch
@@ -46,19 +44,7 @@ LEARNING = {
 
 
 def small(log: Path, storage: Path, **changes: Any) -> TrainConfig:
-    """Return a run of some seconds: 20 steps of one worker, evaluated and saved every 8."""
-    fields: dict[str, Any] = {
-        "storage_path": str(storage),
-        "name": "run",
-        "steps": 20,
-        "batch_size": 128,
-        "scaling": {"num_workers": 1},
-        "evaluate_every": 8,
-        "log_every": 4,
-        "early_stopping": {"patience": 0},
-        "train_data": {"block_bytes": 1 << 20, "segments_per_block": 4},
-    }
-    return recipes.criteo_demo(str(log / "train.txt")).replace(workload=LEARNING).replace(**{**fields, **changes})
+    return one_worker(log, storage).replace(workload=LEARNING).replace(**changes)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +132,6 @@ def test_finished_run_is_not_retrained(finished: tuple[TrainConfig, Result]) -> 
     assert json.loads(Path(result.folder, "summary.json").read_text()) == result.summary
 
 
-@pytest.mark.extended
 @pytest.mark.exhaustive
 def test_cpu_contention_is_logged_and_keeps_bits(
     alone: tuple[TrainConfig, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -177,7 +162,6 @@ def test_finished_run_can_be_extended(click_log: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.extended
 def test_resumed_run_rejects_other_rows(click_log: Path, tmp_path: Path) -> None:
     config = small(click_log, tmp_path, name="run", steps=4, evaluate_every=4)
     folder = Path(train(config).folder)
@@ -276,15 +260,9 @@ print("mixed cluster: ok", flush=True)  # at its end the process may lose its ra
 
 def test_separate_data_nodes_keep_weights(finished: tuple[TrainConfig, Result], tmp_path: Path) -> None:
     config, result = finished
+    script = [sys.executable, "-c", MIXED_CLUSTER, os.path.join(result.folder, "config.yaml"), str(tmp_path)]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run(
-        [sys.executable, "-c", MIXED_CLUSTER, os.path.join(result.folder, "config.yaml"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=600,
-    )
+    done = subprocess.run(script, capture_output=True, text=True, check=False, env=environment, timeout=600)
     assert "mixed cluster: ok" in done.stdout, (done.returncode, done.stdout[-3000:] + done.stderr[-3000:])
     again = json.loads((tmp_path / config.name / "summary.json").read_text())
     assert again["weights_sha256"] == result.summary["weights_sha256"]
@@ -294,22 +272,7 @@ def test_separate_data_nodes_keep_weights(finished: tuple[TrainConfig, Result], 
 @pytest.mark.extended
 def test_torchrun_matches_weights_after_killed_process(finished: tuple[TrainConfig, Result], tmp_path: Path) -> None:
     """Two processes without Ray, both restarted by torchrun, resume."""
-    folder = finished[1].folder
-    options = ["--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "rayrec", "train"]
-    arguments = ["--config", f"{folder}/config.yaml", "--storage-path", str(tmp_path), "--name", "run"]
-    with (tmp_path / "err").open("w") as err:
-        torchrun = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=err, text=True)
-    try:
-        until(lambda: committed(str(tmp_path / "run")) or torchrun.poll() is not None, timeout_s=120)
-        assert torchrun.poll() is None, (tmp_path / "err").read_text()[-3000:]
-        second = [child for child in psutil.Process(torchrun.pid).children() if child.environ().get("RANK") == "1"]
-        second[0].kill()
-        out, _ = torchrun.communicate(timeout=120)
-    finally:
-        torchrun.terminate()
-    assert torchrun.returncode == 0, (tmp_path / "err").read_text()[-3000:]
-    summary = json.loads(out)
+    summary = torchrun(tmp_path, "run", f"{finished[1].folder}/config.yaml", kill=True)
     assert summary["weights_sha256"] == finished[1].summary["weights_sha256"]
     assert (summary["restarts"], summary["rows_lost"], summary["rows_repeated"]) == (1, 0, 0)
 
@@ -406,7 +369,6 @@ def test_saves_between_evaluations_keep_best(click_log: Path, tmp_path: Path) ->
 
 
 @pytest.mark.exhaustive
-@pytest.mark.extended
 def test_one_class_validation_uses_logloss(click_log: Path, tmp_path: Path) -> None:
     clicks = [line for line in lines_of(click_log) if line.startswith(b"1")][:300]
     (tmp_path / "only_clicks.txt").write_bytes(b"".join(clicks))
@@ -417,18 +379,16 @@ def test_one_class_validation_uses_logloss(click_log: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.exhaustive
-@pytest.mark.extended
 def test_other_worker_count_resumes_without_loss(click_log: Path, tmp_path: Path) -> None:
     """Two workers train to a checkpoint, one finishes the epoch, and every row counts once."""
     fields = {"steps": None, "epochs": 2, "evaluate_every": 300, "checkpoint": {"every": 40}, "batch_size": 96}
-    config = small(click_log, tmp_path, **fields, scaling={"num_workers": 2})
-    with Run(config.replace(cluster={"num_cpus": 2}), tmp_path / "two", cache=tmp_path) as two:
+    config = small(click_log, tmp_path, **fields, scaling={"num_workers": 2}, cluster={"num_cpus": 2})
+    with Run(config, tmp_path / "two", cache=tmp_path) as two:
         two.start()
         two.wait_for("checkpoint")
         two.session.end()
         assert not two.events("finish")
-    one = config.replace(cluster={"num_cpus": 2}, scaling={"num_workers": 1})
-    with Run(one, tmp_path / "one", cache=tmp_path) as run:
+    with Run(config.replace(scaling={"num_workers": 1}), tmp_path / "one", cache=tmp_path) as run:
         run.start()
         summary = run.summary()
         assert [event["world_size"] for event in run.events("start")] == [2, 1]

@@ -3,7 +3,9 @@
 import os
 import signal
 import threading
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +49,11 @@ def jobs(folder: Path, count: int) -> list[Job]:
     return [Job(number, config.replace(name=f"trial_{number}"), 0, 1.0, "auroc") for number in range(count)]
 
 
+def pool_of(train: Any, signals: Signals | None = None, *, concurrent: int = 1, max_failures: int = 1) -> closing[RayPool]:
+    signals = signals or Signals()
+    return closing(RayPool(TuneConfig(concurrent=concurrent), signals, max_failures=max_failures, note=QUIET.note, train=train))
+
+
 def dies(job: Job, *, stop: threading.Event) -> None:
     """Kill this process for trial 0, and once for trial 1. Trial 3 waits to be stopped, the others finish."""
     folder = Path(folder_of(job.config))
@@ -62,14 +69,11 @@ def dies(job: Job, *, stop: threading.Event) -> None:
 
 
 def test_killed_trial_resumes_in_new_process(local_ray: None, tmp_path: Path) -> None:
-    pool = RayPool(TuneConfig(concurrent=2), Signals(), max_failures=1, note=QUIET.note, train=dies)
-    try:
-        first = jobs(tmp_path, 3)
+    first = jobs(tmp_path, 3)
+    with pool_of(dies, concurrent=2) as pool:
         for job in first:
             pool.submit(job)
         assert sorted(pool.next().number for _ in first) == [0, 1, 2]
-    finally:
-        pool.close()
     standings = [TrialState.of(folder_of(job.config)) for job in first]
     assert [standing.state for standing in standings] == ["failed", "finished", "finished"]
     assert standings[0].error is not None
@@ -87,29 +91,21 @@ class Unreadable:
 
 
 def test_search_raises_if_processes_never_start(local_ray: None, tmp_path: Path) -> None:
-    pool = RayPool(TuneConfig(concurrent=2), Signals(), max_failures=-1, note=QUIET.note, train=Unreadable())
-    try:
-        (job,) = jobs(tmp_path, 1)
-        pool.submit(job)
+    with pool_of(Unreadable(), concurrent=2, max_failures=-1) as pool:
+        pool.submit(jobs(tmp_path, 1)[0])
         with pytest.raises(InputError, match=r"^tune: \d+ trial processes in a row failed to start \([^\n]+$"):
             pool.next()
-    finally:
-        pool.close()
 
 
 def test_signal_stops_running_trials(local_ray: None, tmp_path: Path) -> None:
     from builders.faults import until
 
-    asked = threading.Event()
-    pool = RayPool(TuneConfig(concurrent=1), Signals(asked), max_failures=1, note=QUIET.note, train=dies)
-    try:
+    asked, folder = threading.Event(), tmp_path / "trial_3"
+    with pool_of(dies, Signals(asked)) as pool:
         pool.submit(jobs(tmp_path, 4)[3])
-        folder = tmp_path / "trial_3"
         threading.Thread(target=lambda: until(folder.exists) and asked.set()).start()
         with pytest.raises(SystemExit):
             pool.next()
-    finally:
-        pool.close()
     assert (folder / "stopped").exists()
     assert TrialState.of(str(folder)).state == "new"
 

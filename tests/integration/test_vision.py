@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from builders.digits import write_digits
-from builders.runs import QUIET, events_of, losses, train
-from hosts.processes import Run
+from builders.runs import QUIET, TWO_WORKERS, events_of, losses, train
+from hosts.processes import Run, finished
 
 import rayrec
 from rayrec.checkpoint import Checkpoint, weights_sha256
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 TRAIN_ROWS, TEST_ROWS, EPOCHS = 410, 90, 4
+ALONE = {"num_workers": 1, "threads_per_worker": 1}
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +38,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def small(digits: Path, storage_path: Path, *, workload: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:
     """A run of some seconds. One thread each, so that sums are the same."""
-    fields: dict[str, Any] = {
-        "storage_path": str(storage_path),
-        "name": "run",
-        "epochs": EPOCHS,
-        "batch_size": 16,
-        "eval_batch_size": 20,
-        "evaluate_every": 20,
-        "log_every": 1,
-        "scaling": {"num_workers": 2, "threads_per_worker": 1},
-        "cluster": {"num_cpus": 2},
-    }
+    fields = {**TWO_WORKERS, "storage_path": str(storage_path), "epochs": EPOCHS, "batch_size": 16}
     own = {
         "model": {"blocks": (1, 1, 1, 1)},
         "optimizer": {"learning_rate": 1e-3},
@@ -64,9 +55,8 @@ def two(local_ray: None, digits: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def one(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    scaling = {"num_workers": 1, "threads_per_worker": 1}
     cluster = {"num_cpus": 2, "address": "none"}
-    return train(small(digits, tmp_path_factory.mktemp("runs"), scaling=scaling, batch_size=32, cluster=cluster))
+    return train(small(digits, tmp_path_factory.mktemp("runs"), scaling=ALONE, batch_size=32, cluster=cluster))
 
 
 @pytest.mark.parametrize("workers", ["one", "two"])
@@ -113,20 +103,12 @@ def test_an_export_predicts_the_same(two: Result, digits: Path, tmp_path: Path) 
     model = ResNetConfig(blocks=(1, 1, 1, 1)).build()
     model.load_state_dict(weights)
     # Going on from it: weights by torchvision's names, which the first step's loss shows.
-    config = small(
-        digits,
-        tmp_path,
-        steps=1,
-        scaling={"num_workers": 1, "threads_per_worker": 1},
-        cluster={"address": "none"},
-        workload={"weights": str(tmp_path / "out" / "model.safetensors"), "augmentation": {"max_shift": 0.0}},
-    )
-    again = train(config)
+    workload = {"weights": str(tmp_path / "out" / "model.safetensors"), "augmentation": {"max_shift": 0.0}}
+    again = train(small(digits, tmp_path, steps=1, scaling=ALONE, cluster={"address": "none"}, workload=workload))
     assert losses(again.folder)[0] < 0.7 * losses(two.folder)[0]
     assert all(torch.isfinite(value).all() for value in weights.values())
 
 
-@pytest.mark.extended
 @pytest.mark.exhaustive
 def test_fsdp_learns_what_ddp_learns(two: Result, digits: Path, tmp_path: Path) -> None:
     result = train(small(digits, tmp_path, workload={"parallel": "fsdp"}))
@@ -138,25 +120,19 @@ def test_fsdp_learns_what_ddp_learns(two: Result, digits: Path, tmp_path: Path) 
     assert result.summary["metrics"]["accuracy"] > 0.7
 
 
-@pytest.mark.extended
 @pytest.mark.exhaustive
 def test_accumulation_and_bf16(digits: Path, tmp_path: Path) -> None:
-    scaling = {"num_workers": 1, "threads_per_worker": 1}
-    config = small(digits, tmp_path, scaling=scaling, batch_size=32, steps=3, precision="bf16", workload={"accumulate": 3})
+    config = small(digits, tmp_path, scaling=ALONE, batch_size=32, steps=3, precision="bf16", workload={"accumulate": 3})
     result = train(config)
     assert result.summary["rows"] == 3 * 32
     assert losses(result.folder)[0] == pytest.approx(math.log(10), abs=1)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.extended
 def test_a_killed_worker_changes_nothing(digits: Path, tmp_path: Path) -> None:
     """Neither rows nor chance: images are moved at random, and a step that is done again moves them as before."""
     fields: dict[str, Any] = {"epochs": 12, "evaluate_every": 60, "checkpoint": {"every": 10}}
-    undisturbed = small(digits, tmp_path / "undisturbed", **fields)
-    with Run(undisturbed, tmp_path / "commands_1", cache=tmp_path / "cache") as run:
-        run.start()
-        expected = run.summary()
+    expected = finished(small(digits, tmp_path / "undisturbed", **fields), tmp_path / "commands_1", cache=tmp_path / "cache")
     with Run(small(digits, tmp_path / "killed", **fields), tmp_path / "commands_2", cache=tmp_path / "cache") as run:
         run.start()
         run.wait_for_step(35, timeout_s=400)
