@@ -3,6 +3,7 @@
 `run_ranks` starts them by name. Tables are ShardedTensors, as in TorchRec; other tensors are DTensors or plain.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -51,15 +52,16 @@ IMPORTED_ONCE = [
 """Modules imported by the process from which ranks are forked, which saves several seconds per rank."""
 
 
-def run_ranks(what: str | Callable[[str, int], None], size: int, folder: str, *, killed: int | None = None) -> list[str]:
+def run_ranks(
+    what: str | Callable[[str, int], None], size: int, folder: str, *, killed: int | None = None, grouped: bool = True
+) -> list[str]:
     """Run a function of this or another module on each rank, with the folder and its rank; return the outputs. All must exit with
-    0, except a rank that kills itself."""
+    0, except a rank that kills itself. `grouped`: they begin as one process group."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
     with tempfile.TemporaryDirectory() as meeting:
-        processes = [
-            context.Process(target=_be_rank, args=(what, rank, size, folder, meeting), daemon=True) for rank in range(size)
-        ]
+        places = [(what, rank, size, folder, meeting, grouped) for rank in range(size)]
+        processes = [context.Process(target=_be_rank, args=place, daemon=True) for place in places]
         for process in processes:
             process.start()
         for process in processes:
@@ -70,17 +72,20 @@ def run_ranks(what: str | Callable[[str, int], None], size: int, folder: str, *,
     return outputs
 
 
-def _be_rank(what: str | Callable[[str, int], None], rank: int, size: int, folder: str, meeting: str) -> None:
+def _be_rank(what: str | Callable[[str, int], None], rank: int, size: int, folder: str, meeting: str, grouped: bool) -> None:
     with open(f"{meeting}/output_{rank}", "w", buffering=1) as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         sys.stdout = sys.stderr = output
         torch.set_num_threads(1)
-        distributed.init_process_group("gloo", init_method=f"file://{meeting}/point", rank=rank, world_size=size)
         function = globals()[what] if isinstance(what, str) else what
+        if not grouped:
+            return function(folder, rank)
+        distributed.init_process_group("gloo", init_method=f"file://{meeting}/point", rank=rank, world_size=size)
         function(folder, rank)
         distributed.barrier()  # a rank that goes first would abort the other while it still works
         distributed.destroy_process_group()
+        return None
 
 
 def whole(factor: float = 1) -> dict[str, torch.Tensor]:
@@ -153,8 +158,9 @@ def restore(folder: str, rank: int) -> None:
     assert told == ([folder_of(folder, 5)] if rank == 0 else [])
 
 
-def read_some(folder: str, rank: int) -> None:
-    """Check that each rank reads only the blocks of its rows."""
+@contextlib.contextmanager
+def reads() -> Iterator[list[tuple[int, int]]]:
+    """Yield the byte ranges that are read within."""
     read: list[tuple[int, int]] = []
     read_into = storage.read_into
 
@@ -162,6 +168,12 @@ def read_some(folder: str, rank: int) -> None:
         read.append((start, start + len(buffer)))
         return read_into(path, start, buffer)
 
+    with mock.patch.object(storage, "read_into", counted):
+        yield read
+
+
+def read_some(folder: str, rank: int) -> None:
+    """Check that each rank reads only the blocks of its rows."""
     values = torch.arange(4096.0).reshape(512, 8)  # 16 KiB
     path = f"file://{folder_of(folder, 1)}"
     if rank == 0:  # one chunk with blocks of 1 KiB, as one process saves it
@@ -178,7 +190,9 @@ def read_some(folder: str, rank: int) -> None:
     target = DTensor.from_local(
         mine, init_device_mesh("cpu", (2,)), [Shard(0)], shape=torch.Size([512, 8]), stride=(8, 1), run_check=False
     )
-    with mock.patch.object(storage, "read_into", counted), mock.patch(_OFFSETS, _offsets_of(rank)):
+    offsets = ((200, 8), (0, 0)) if rank == 0 else ((312, 8), (200, 0))  # unlike DTensor's, so that the border is within a block
+    function = "torch.distributed.checkpoint.planner_helpers.compute_local_shape_and_global_offset"
+    with reads() as read, mock.patch(function, return_value=offsets):
         checkpoint.restore(Checkpoint(path), {"a": target})
     assert torch.equal(mine, values[:200] if rank == 0 else values[200:])
     first, last = (0, 7168) if rank == 0 else (6144, 16384)
@@ -187,32 +201,17 @@ def read_some(folder: str, rank: int) -> None:
 
 def read_once(folder: str, rank: int) -> None:
     """Check that ranks share the reads of replicated tensors, and read their own tensors alone."""
-    read: list[int] = []
-    read_into = storage.read_into
-
-    def counted(path: str, start: int, buffer: np.ndarray) -> int:
-        read.append(len(buffer))
-        return read_into(path, start, buffer)
-
     values = {f"model.{size}": torch.arange(float(size)) for size in (100, 200, 300, 400)} | {"own": torch.ones(50)}
     path = f"file://{folder_of(folder, 1)}"
     checkpoint.save(path, values, state={})
     names = [name for name in values if name != "own" or rank == 1]
     target = {name: torch.nn.Parameter(torch.zeros_like(values[name])) for name in names}
-    with mock.patch.object(storage, "read_into", counted):
+    with reads() as read:
         checkpoint.restore(Checkpoint(path), target)
     assert all(torch.equal(target[name], values[name]) for name in names)
-    assert sum(read) == 4 * (500 if rank == 0 else 550)
+    assert sum(stop - start for start, stop in read) == 4 * (500 if rank == 0 else 550)
     target["model.100"] = torch.nn.Parameter(torch.zeros(99 if rank else 100))  # then each reads its own, and is told
     assert "must have the model's shape [99], got [100]" in raised(lambda: checkpoint.restore(Checkpoint(path), target))
-
-
-_OFFSETS = "torch.distributed.checkpoint.planner_helpers.compute_local_shape_and_global_offset"
-
-
-def _offsets_of(rank: int) -> Callable[..., tuple[tuple[int, int], tuple[int, int]]]:
-    """Return uneven row offsets, unlike DTensor's, so that the border is within a block."""
-    return lambda *_: ((200, 8), (0, 0)) if rank == 0 else ((312, 8), (200, 0))
 
 
 def lease_of(rank: int, folder: str) -> dict[str, Any]:

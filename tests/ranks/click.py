@@ -39,6 +39,10 @@ DIM, ROWS, STEPS = 8, 12, 3
 
 
 DLRM = DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(8, DIM), top_mlp=(8, 1))
+SGD: dict[str, Any] = {
+    "sparse_optimizer": SparseOptimizerConfig(kind="sgd", learning_rate=0.5),
+    "dense_optimizer": DenseOptimizerConfig(kind="sgd", learning_rate=0.1),
+}
 ADAM: dict[str, Any] = {
     # With an eps that does not make much of the last digits of small gradients.
     "sparse_optimizer": SparseOptimizerConfig(kind="adam", learning_rate=0.05, eps=0.01, weight_decay=0.1),
@@ -47,43 +51,21 @@ ADAM: dict[str, Any] = {
 
 
 def workload(tables: list[int], **settings: Any) -> ClickWorkload:
-    optimizers = {
-        "sparse_optimizer": SparseOptimizerConfig(kind="sgd", learning_rate=0.5),
-        "dense_optimizer": DenseOptimizerConfig(kind="sgd", learning_rate=0.1),
-    }
-    return ClickWorkload(
-        schema=schema(tables),
-        model=DINConfig(embedding_dim=DIM, attention=(4,), mlp=(8,)) if tables == SEQUENCES else DLRM,
-        **{**optimizers, **settings},
-    )
+    model = DINConfig(embedding_dim=DIM, attention=(4,), mlp=(8,)) if tables == SEQUENCES else DLRM
+    return ClickWorkload(schema=schema(tables), model=model, **{**SGD, **settings})
 
 
 def schema(tables: list[int]) -> Schema:
+    sparse = tuple(f"cat_{number}" for number in range(len(tables)))
+    plain = Schema(tokens="hexadecimal", label="label", dense=("int_0", "int_1"), sparse=sparse)
     if tables == SHARED:
-        return Schema(
-            label="label",
-            labels=(Label(name="other"), Label(name="seconds", kind="number")),
-            dense=("int_0", "int_1"),
-            sparse=("cat_0", "cat_1", "cat_2"),
-            lists=("cat_1", "cat_2"),
-            features=(Feature(name="cat_1", weights="weights"), Feature(name="cat_2", vocabulary="cat_0")),
-            tokens="any",
-        )
+        labels = (Label(name="other"), Label(name="seconds", kind="number"))
+        features = (Feature(name="cat_1", weights="weights"), Feature(name="cat_2", vocabulary="cat_0"))
+        return plain.replace(labels=labels, lists=("cat_1", "cat_2"), features=features, tokens="any")
     if tables == SEQUENCES:
-        return Schema(
-            label="label",
-            dense=("int_0", "int_1"),
-            sparse=("cat_0", "cat_1", "cat_2"),
-            lists=("cat_2",),
-            features=(Feature(name="cat_2", vocabulary="cat_0", max_length=4),),
-            tokens="any",
-        )
-    return Schema(
-        tokens="hexadecimal",
-        label="label",
-        dense=("int_0", "int_1"),
-        sparse=tuple(f"cat_{number}" for number in range(len(tables))),
-    )
+        sequence = Feature(name="cat_2", vocabulary="cat_0", max_length=4)
+        return plain.replace(lists=("cat_2",), features=(sequence,), tokens="any")
+    return plain
 
 
 def context(configuration: TrainConfig, rank: int, world_size: int, *, node: str = "", device: str = "cpu") -> WorkerContext:
@@ -99,10 +81,10 @@ def config(tables: list[int], world_size: int, **settings: Any) -> TrainConfig:
     )
 
 
-def prepared(tables: list[int]) -> Any:
+def prepared(tables: list[int], inputs: Schema | None = None) -> Any:
     """Return the parts of a preparation that set-up needs."""
     return SimpleNamespace(
-        inputs=schema(tables),
+        inputs=inputs or schema(tables),
         num_embeddings=tables,
         sets={"train": SimpleNamespace(rows=10_000)},
         preprocessor=InProcess(SimpleNamespace(sparse=[], multi_hot=object())),
@@ -181,14 +163,12 @@ def train_in_attempts(folder: str, tables: list[int], rank: int, *attempts: rang
 def on_unequal_nodes(folder: str, rank: int) -> None:
     """Simulate ranks 0 and 1 on one machine and rank 2 on another."""
     logging.disable(logging.WARNING)
-    os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "1"
+    node, os.environ["LOCAL_WORLD_SIZE"] = ("a", "2") if rank < 2 else ("b", "1")
     for name, tables in CASES.items():
-        train(f"{folder}/{name}_3", tables, rank, node="a" if rank < 2 else "b")
+        train(f"{folder}/{name}_3", tables, rank, node=node)
     for name, tables in BY_ADAM.items():
-        train(f"{folder}/{name}_3", tables, rank, node="a" if rank < 2 else "b", **ADAM)
-    rounded = ShardingConfig(exchange_precision="fp16")
-    train(f"{folder}/rounded_3", EQUAL, rank, node="a" if rank < 2 else "b", sharding=rounded)
-    node = "a" if rank < 2 else "b"
+        train(f"{folder}/{name}_3", tables, rank, node=node, **ADAM)
+    train(f"{folder}/rounded_3", EQUAL, rank, node=node, sharding=ShardingConfig(exchange_precision="fp16"))
     train_in_attempts(f"{folder}/whole", EQUAL, rank, range(6), node=node)
     train_in_attempts(f"{folder}/parts", EQUAL, rank, range(2), range(2, 4), range(4, 6), node=node)
 

@@ -1,31 +1,27 @@
 """Functions of ranks with retrieval models, each in a separate process."""
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 from builders.interactions import LISTS, PAIRS
+from ranks import click
 from torch import distributed
 
 from rayrec import checkpoint
 from rayrec.batch import Batch
 from rayrec.checkpoint.state import all_tensors
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds
-from rayrec.data.engine import InProcess
 from rayrec.ingest.batches import BatchSlicer
 from rayrec.models.retrieval.sasrec import SASRecConfig
 from rayrec.models.retrieval.two_tower import TwoTowerConfig
-from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
-from rayrec.workloads.base import TrainConfig, WorkerContext
+from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
-from rayrec.workloads.run_config import ScalingConfig
 
 USERS, ITEMS = 9, 13
 ROWS = (6, 5, 1)
 """Rows of each step. In the last one, the second rank has none."""
-RATES = {"sparse": 0.5, "dense": 0.1}
+RATES = {kind: click.SGD[f"{kind}_optimizer"].learning_rate for kind in ("sparse", "dense")}
 TWO_TOWER = TwoTowerConfig(embedding_dim=4, user_tower=(), vector=3, temperature=0.5)
 SASREC = SASRecConfig(embedding_dim=4, hidden=8, blocks=1, dropout=0.0)
 
@@ -57,23 +53,11 @@ def train(folder: str, rank: int) -> None:
     """Save FOLDER/NAME_SIZE/start and, after the steps, FOLDER/NAME_SIZE/end of both models."""
     logging.disable(logging.WARNING)
     size = distributed.get_world_size()
-    optimizers: dict[str, Any] = {
-        "sparse_optimizer": SparseOptimizerConfig(kind="sgd", learning_rate=RATES["sparse"]),
-        "dense_optimizer": DenseOptimizerConfig(kind="sgd", learning_rate=RATES["dense"]),
-    }
     for name, model, schema, tables in (("two_tower", TWO_TOWER, PAIRS, [USERS, ITEMS]), ("sasrec", SASREC, LISTS, [ITEMS])):
-        workload = ClickWorkload(schema=schema, model=model, **optimizers)
-        scaling = ScalingConfig(num_workers=size)
-        config = TrainConfig(recipe="small", workload=workload, batch_size=ROWS[0] // size, scaling=scaling)
-        prepared = SimpleNamespace(
-            inputs=schema,
-            num_embeddings=tables,
-            sets={"train": SimpleNamespace(rows=10_000)},
-            preprocessor=InProcess(SimpleNamespace(sparse=[], multi_hot=object())),
-            teacher=None,
-        )
-        place = WorkerContext(config, rank, size, torch.device("cpu"), None, "")  # type: ignore[arg-type]
-        setup = workload.set_up(place, prepared)  # type: ignore[arg-type]
+        workload = ClickWorkload(schema=schema, model=model, **click.SGD)
+        config = TrainConfig(recipe="small", workload=workload, batch_size=ROWS[0] // size)
+        config = config.replace(scaling={"num_workers": size})
+        setup = workload.set_up(click.context(config, rank, size), click.prepared(tables, schema))
         setup.model.train()
         checkpoint.save(f"{folder}/{name}_{size}/start", all_tensors(setup.model, setup.optimizer), state={})
         batches = iter([_batch(schema, step, rank, size) for step in range(len(ROWS))])
