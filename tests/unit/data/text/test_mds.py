@@ -4,15 +4,18 @@ import itertools
 import json
 import pickle
 import shutil
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from builders.faults import raising, until
-from hosts.program_server import Program, ProgramServer
+from hosts.processes import run_command
 
 from rayrec.config import InputError
 from rayrec.data.text import mds
@@ -99,20 +102,14 @@ def test_equal_rows_write_equal_bytes(written: Path, tmp_path: Path) -> None:
 # -- one among many processes
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProgramServer]:
-    """Runs programs in processes that have imported mds."""
-    server = ProgramServer("rayrec.data.text.mds", tmp_path_factory.mktemp("programs"))
-    yield server
-    server.close()
-
-
 READER = """
 import sys
 import numpy as np
 from rayrec.data.text.mds import TokenRows
 path, cache = sys.argv[1:]
 rows = TokenRows(path, cache_folder=cache)
+print("ready", flush=True)
+input()
 total = rows.read(np.arange(len(rows)))["tokens"].sum()
 print(total, rows.downloaded_bytes)
 rows.close()
@@ -121,10 +118,14 @@ rows.close()
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_node_processes_fetch_shard_once(written: Path, tmp_path: Path, processes: ProgramServer) -> None:
+def test_node_processes_fetch_shard_once(written: Path, tmp_path: Path) -> None:
     size_bytes = sum(file.stat().st_size for file in written.glob("*.mds"))
-    readers = [Program(READER, (url(written), str(tmp_path)))] * 3
-    found = [[int(word) for word in ended.output.split()] for ended in processes.run(*readers)]
+    command = [sys.executable, "-c", READER, url(written), str(tmp_path)]
+    readers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [reader.stdout.readline() for reader in readers] == ["ready\n"] * 3
+    for reader in readers:
+        print(file=reader.stdin, flush=True)
+    found = [[int(word) for word in reader.communicate(timeout=60)[0].split()] for reader in readers]
     assert {total for total, _ in found} == {int(ROWS.sum(dtype=np.int64))}
     assert sum(downloaded for _, downloaded in found) == size_bytes
     assert len(copies(tmp_path)) == len(SHARDS)
@@ -156,11 +157,9 @@ print(*before, *held(), while_open[1] > before[1])
 """What a process holds before and after reading: open files, mapped shards, threads, and streaming, which is slow to import."""
 
 
-def test_close_releases_memory_and_threads(written: Path, tmp_path: Path, processes: ProgramServer) -> None:
+def test_close_releases_memory_and_threads(written: Path, tmp_path: Path) -> None:
     # A process of its own: what other tests leave to the garbage collector would be counted here.
-    (ended,) = processes.run(Program(GIVEN_BACK, (url(written), str(tmp_path))))
-    assert ended.status == 0
-    *held, seen = ended.output.split()
+    *held, seen = run_command(sys.executable, "-c", GIVEN_BACK, url(written), tmp_path).stdout.split()
     assert held[:4] == held[4:]
     assert held[3] == "False"
     assert seen == "True"
@@ -206,7 +205,7 @@ def test_limited_cache_keeps_limit_and_mapped_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_download_does_not_block_others(written: Path, tmp_path: Path, processes: ProgramServer) -> None:
+def test_killed_download_does_not_block_others(written: Path, tmp_path: Path) -> None:
     dying = """
 import os, signal, sys
 import numpy as np
@@ -219,8 +218,7 @@ def broken(path):
 storage.read_stream = broken
 rows.read(np.arange(3))
 """
-    (ended,) = processes.run(Program(dying, (url(written), str(tmp_path))))
-    assert ended.status == -9
+    run_command(sys.executable, "-c", dying, url(written), tmp_path, status=-signal.SIGKILL)
     assert list(tmp_path.glob("*/*.partial"))
     np.testing.assert_array_equal(TokenRows(url(written), cache_folder=str(tmp_path)).read(np.arange(97))["tokens"], ROWS)
     assert not list(tmp_path.glob("*/*.partial"))
