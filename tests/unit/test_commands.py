@@ -296,6 +296,14 @@ def test_quiet_prints_only_results(capsys: pytest.CaptureFixture[str], tmp_path:
         assert json.loads(out)
 
 
+@pytest.mark.usefixtures("own_cache")
+def test_failed_gate_prints_report_and_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run(capsys, "generate", str(tmp_path), "--rows", "300")
+    status, out, err = run(capsys, "validate", str(tmp_path / "train.txt"), "--gates.min-rows", "1000000")
+    assert (status, len(json.loads(out)["failures"])) == (2, 1)
+    assert re.match(r"rayrec validate: .*min.rows", err.splitlines()[-1])
+
+
 def test_switches_stop_at_job_command() -> None:
     words, switches = cli.take_switches(["--env", "A", "-q", "--", "train", "clicks", "-v"])
     assert (words, switches) == (["--env", "A", "--", "train", "clicks", "-v"], {"-q"})

@@ -148,6 +148,11 @@ MISTAKES: dict[str, tuple[Make, str]] = {
         "engine threads",
     ),
     "tokenizer absent": (command("preprocess FOLDER --format mds --out FOLDER/m --tokenizer none"), "tokenizer: none not found"),
+    "unknown data set": (command("fetch criteo_kagle --out FOLDER/x"), "did you mean 'criteo_kaggle'"),
+    "base URL": (command("fetch mnist --out FOLDER/x --base-url ftp://here"), "http"),
+    "log absent": (command("vocabulary FOLDER/none.txt --out FOLDER/x"), "none.txt: no such file"),
+    "unknown preset": (command("vocabulary FOLDER/none.txt --out FOLDER/x --preset torchrek"), "did you mean 'torchrec'"),
+    "schema absent": (command("vocabulary FOLDER/none.txt --out FOLDER/x --schema FOLDER/none.yaml"), "none.yaml"),
     "teacher without weight": (good("--workload.teacher.checkpoint FOLDER/none"), "teacher.weight: must be above 0"),
     # checkpoints
     "checkpoint absent": (command("evaluate FOLDER/none FOLDER"), "contains no complete checkpoint"),
