@@ -2,20 +2,22 @@
 
 `RAYREC_GPU_TESTS_ON=cpu` runs the same on the CPU, to try the tests themselves."""
 
+import gzip
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from builders import runs
 from builders.digits import write_digits
+from builders.faults import until
+from builders.runs import QUIET
 from ranks import click
 from ranks.checkpoint import run_ranks
 from torch import distributed
@@ -27,8 +29,6 @@ from rayrec.data.logs.text_parser import parse
 from rayrec.data.synthetic import generate
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.inference.model import open_served
-from rayrec.observe.console import Console
-from rayrec.observe.events import read_events
 from rayrec.recipes import criteo_demo, gpt2_tiny, mnist_resnet18
 from rayrec.workloads.base import TrainConfig
 
@@ -36,7 +36,6 @@ DEVICE = os.environ.get("RAYREC_GPU_TESTS_ON", "cuda")
 pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a GPU")
 
 ROWS, STEPS = 20_000, 20
-QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +58,11 @@ def config(log: str, folder: Path, name: str, *, gpu: bool, **changes: Any) -> T
 
 
 def train(made: TrainConfig) -> dict[str, Any]:
-    return rayrec.train(made, console=QUIET).summary
+    return runs.train(made).summary
 
 
 def losses(folder: Path, name: str) -> list[float]:
-    return [event["loss"] for event in read_events(str(folder / name / "events.jsonl"), kinds={"step"})]
+    return runs.losses(folder / name)
 
 
 @pytest.mark.parametrize("name", ["dlrm", "finalnet", "dcnv2"])
@@ -134,22 +133,15 @@ def test_a_run_is_continued_without_a_row_lost(log: str, tmp_path: Path) -> None
 
 def test_a_killed_run_resumes_without_a_row_lost(log: str, tmp_path: Path) -> None:
     """The whole process group and its CUDA context go, as when a machine does."""
-    flags: dict[str, Any] = {
-        "train-data.path": log,
-        "storage-path": tmp_path,
-        "name": "killed",
-        "steps": 200,
-        "checkpoint.every": 20,
-    }
-    flags["early-stopping.patience"] = 0
+    flags: dict[str, Any] = {"train-data.path": log, "storage-path": tmp_path, "name": "killed"}
+    flags |= {"steps": 200, "checkpoint.every": 20, "early-stopping.patience": 0}
     command = [sys.executable, "-m", "rayrec", "train", "criteo_demo", "--scaling.num-workers", "1"]
     command += [f"--{name}={value}" for name, value in flags.items()]
     command += ["--scaling.use-gpu"] * (DEVICE == "cuda")
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline_s = time.monotonic() + timedelta(minutes=3).total_seconds()
-    while not list((tmp_path / "killed").glob("checkpoints/*/manifest.json")) and time.monotonic() < deadline_s:
-        assert process.poll() is None, "it ended before its first checkpoint"
-        time.sleep(0.05)
+    saved = lambda: list((tmp_path / "killed").glob("checkpoints/*/manifest.json"))  # noqa: E731
+    until(lambda: saved() or process.poll() is not None, timeout_s=180)
+    assert process.poll() is None, "it ended before its first checkpoint"
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "killed" / "summary.json").exists()
@@ -235,9 +227,5 @@ def test_gpt2_trains(tmp_path: Path) -> None:
 
 
 def _trace(path: Path) -> Any:
-    if path.suffix == ".gz":
-        import gzip
-
-        with gzip.open(path, "rt") as file:
-            return json.load(file)
-    return json.loads(path.read_text())
+    data = path.read_bytes()
+    return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
