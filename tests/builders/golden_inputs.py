@@ -176,18 +176,15 @@ def write_arrays(folder: Path, rows: int, files: int) -> None:
 def write_log(folder: Path, kind: str, schema: Schema) -> None:
     """Write three files of text, CSV or Parquet."""
     for number in range(3):
+        lines, rows = criteo_lines(90, seed=number), any_rows(90, seed=number)
+        rows[33]["click"] = 2  # a fault
         if kind == "text":
-            lines = criteo_lines(90, seed=number)
             write_text(folder / f"day_{number}", [*lines[:50], b"a faulty line\n", *lines[50:]])
-        elif schema.tokens == "hexadecimal":
-            names, lines = CRITEO.columns, criteo_lines(90, seed=number)
+            continue
+        if schema.tokens == "hexadecimal":
             values = [[text or None for text in line.decode().rstrip("\n").split("\t")] for line in lines]
-            rows = [dict(zip(names, row, strict=True)) for row in values]
-            (write_csv if kind == "csv" else write_parquet)(folder / f"part_{number}.{kind}", rows)
-        else:
-            rows = any_rows(90, seed=number)
-            rows[33]["click"] = 2  # a fault
-            (write_csv if kind == "csv" else write_parquet)(folder / f"part_{number}.{kind}", rows)
+            rows = [dict(zip(CRITEO.columns, row, strict=True)) for row in values]
+        (write_csv if kind == "csv" else write_parquet)(folder / f"part_{number}.{kind}", rows)
 
 
 # The data side -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 _INSIDE = """
 mount -t proc proc "$ROOT/proc"
@@ -20,8 +21,7 @@ exec chroot --userspec="$USERSPEC" "$ROOT" env -i --chdir="$FOLDER" "$@"
 """As Docker sets a container up: /proc, /dev, 64 MiB of /dev/shm, an environment of the image's alone."""
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """One instruction: its word in capitals, and the rest as one line."""
 
     word: str
@@ -68,13 +68,8 @@ class Stage:
         homes = {line.split(":")[2]: line.split(":")[5] for line in (self.root / "etc/passwd").read_text().splitlines()}
         path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         inner = {"PATH": path, "HOME": homes[self.user], **self.arguments, **self.environment}
-        environment = {
-            "ROOT": str(self.root),
-            "BINDS": str(listed),
-            "USERSPEC": f"{self.user}:{self.user}",
-            "FOLDER": self.folder,
-            "PATH": path,
-        }
+        environment = {"ROOT": str(self.root), "BINDS": str(listed), "FOLDER": self.folder, "PATH": path}
+        environment["USERSPEC"] = f"{self.user}:{self.user}"
         return subprocess.run(
             # A mount namespace of its own: what is mounted is gone when it ends.
             [*("unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "sh", "-ec", _INSIDE, "sh"),
@@ -91,8 +86,7 @@ def build(
     stage = base
     defaults: dict[str, str] = {}
     rules = (context / ".dockerignore").read_text()
-    for number, instruction in enumerate(instructions(dockerfile.read_text())):
-        word, rest = instruction.word, instruction.rest
+    for number, (word, rest) in enumerate(instructions(dockerfile.read_text())):
         if word not in ("RUN", "CMD", "ARG"):
             rest = string.Template(rest).substitute({**defaults, **stage.arguments, **stage.environment})
         if word == "FROM":
@@ -111,8 +105,7 @@ def build(
             stage.user = rest
         elif word == "WORKDIR":
             stage.folder = rest
-            if not (stage.root / rest.lstrip("/")).exists():
-                (stage.root / rest.lstrip("/")).mkdir(parents=True)
+            (stage.root / rest.lstrip("/")).mkdir(parents=True, exist_ok=True)
         elif word == "COPY":
             _copy(rest.split(), stage, stages, context, rules)
         elif word == "RUN":

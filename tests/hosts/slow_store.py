@@ -44,10 +44,6 @@ class SlowStore(arrow_fs.FileSystemHandler):
         self.calls.clear()
         self.most_at_once = 0
 
-    def serial_s(self) -> float:
-        """What the calls would take one after the other."""
-        return self.calls.total() * self.latency_s
-
     def _called(self, name: str, call: Callable[[], Any]) -> Any:
         with self._lock:
             self.calls[name] += 1
@@ -90,17 +86,10 @@ class SlowStore(arrow_fs.FileSystemHandler):
     def delete_dir(self, path: str) -> None:
         self._called("delete", lambda: self._local.delete_dir(path))
 
-    def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
-        raise NotImplementedError
-
-    def delete_root_dir_contents(self) -> None:
-        raise NotImplementedError
-
     def copy_file(self, src: str, dest: str) -> None:
         self._called("copy", lambda: self._local.copy_file(src, dest))
 
-    def move(self, src: str, dest: str) -> None:
+    def _unsupported(self, *_: object, **__: object) -> Any:
         raise NotImplementedError
 
-    def open_append_stream(self, path: str, metadata: Any) -> NativeFile:
-        raise NotImplementedError
+    delete_dir_contents = delete_root_dir_contents = move = open_append_stream = _unsupported
