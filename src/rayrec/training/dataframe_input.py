@@ -88,8 +88,7 @@ def _columns(data: Table, schema: Schema, field: str) -> tuple[list[str], dict[s
         types = dict(zip(dataset_schema.names, dataset_schema.types, strict=True)) if dataset_schema else {}
         columns = _present(list(types), schema, field)
         # Types unknown to Arrow fail when they are written.
-        arrow_types = {name: types[name] if isinstance(types[name], pa.DataType) else pa.null() for name in columns}
-        arrow_schema = pa.schema(arrow_types)
+        arrow_schema = pa.schema({name: types[name] if isinstance(types[name], pa.DataType) else pa.null() for name in columns})
     check_types(arrow_schema, schema, path=field)
     # Text from pandas (depending on its version) and Ray Data has 32-bit or 64-bit offsets.
     return columns, {name: str(arrow_schema.field(name).type).replace("large_", "") for name in columns}

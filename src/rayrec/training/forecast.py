@@ -194,11 +194,14 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
     config, allocation = _layout_on(config, shape)
     if config.scaling.use_gpu:
         local_workers = 1
-        if shape.gpu_rows_per_s is None and not _has_gpu():
-            raise InputError(
-                "plan: no GPU found on this machine to measure the model. Run it on a node with a GPU, set gpu_rows_per_s=N in "
-                "--cluster, or omit gpus there"
-            )
+        if shape.gpu_rows_per_s is None:
+            import torch
+
+            if not torch.cuda.is_available():
+                raise InputError(
+                    "plan: no GPU found on this machine to measure the model. Run it on a node with a GPU, set gpu_rows_per_s=N "
+                    "in --cluster, or omit gpus there"
+                )
     else:
         # Two workers show the cost of an exchange
         per_node = max(-(-allocation.num_workers // shape.nodes), min(2, allocation.num_workers))
@@ -350,12 +353,6 @@ def _layout_on(config: TrainConfig, shape: ClusterShape) -> tuple[TrainConfig, L
     if shape.gpus and not config.scaling.use_gpu:
         config = config.replace(scaling={"use_gpu": True})
     return config, layout_of(config, shape.resources())
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def extrapolate(

@@ -67,8 +67,7 @@ def worker_variables(environment: Mapping[str, str], *, network_interface: str |
 def watched_requests(folder: str, channel: ControlChannel) -> Iterator[None]:
     """Pass profile requests from the run's folder to `channel` within the context."""
     ended = threading.Event()
-    thread = threading.Thread(target=_watch, args=(folder, channel, ended), name="profile-requests", daemon=True)
-    thread.start()
+    threading.Thread(target=_watch, args=(folder, channel, ended), name="profile-requests", daemon=True).start()
     try:
         yield
     finally:
@@ -128,9 +127,8 @@ def request_profile(
     ranks = [storage.join(target, f"rank_{rank}") for rank in range(start["world_size"])]
     deadline_s = time.monotonic() + timeout_s
     ended, failures = threading.Event(), list[str]()
-    since_s = events[-1]["time"]
-    watch = threading.Thread(target=_watch_failures, args=(folder, window.name, since_s, failures, ended), daemon=True)
-    watch.start()
+    watched = (folder, window.name, events[-1]["time"], failures, ended)
+    threading.Thread(target=_watch_failures, args=watched, daemon=True).start()
     try:
         while not all(storage.exists(storage.join(rank, TRACE)) for rank in ranks):
             if failures:

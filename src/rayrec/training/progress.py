@@ -15,9 +15,6 @@ from rayrec.optim.config import PlateauConfig
 from rayrec.trained_rows import RowNumbers, TrainedRows
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
 
-FirstStep = Callable[[float, float], None]
-"""Callback after the first step of an attempt, with the seconds waited for batches by then (the pipeline may pull several) and
-the seconds since the attempt began."""
 Cut = Literal["none", "save", "stop"]
 """Event in a segment: none, a save that cannot wait, or a request to save and end."""
 
@@ -129,7 +126,6 @@ class Training:
     """Function called on every worker with the same kind and fields."""
     save: Save
     stop_signal: StopSignal
-    first_step: FirstStep | None = None
     pause_at: float | None = None
     """Share of the run's steps after which it pauses. None for all of them."""
 

@@ -196,7 +196,6 @@ def run_hash(config: TrainConfig) -> str:
 
 def changes_since(folder: str, config: TrainConfig) -> Changes:
     """Return the changes from the settings of an earlier start of the run, if any."""
-
     stored = _stored_settings(folder)
     if stored is None:  # e.g. damaged; every checkpoint has a copy
         checkpoint = latest(folder)
@@ -221,7 +220,6 @@ def finished_summary(folder: str, config: TrainConfig, changes: Changes, note: C
 
     Raises InputError, before any change, if the run has a checkpoint of a training with other settings.
     """
-
     path = storage.join(folder, SUMMARY)
     if not storage.exists(path):
         if changes.rejected and latest(folder) is not None:

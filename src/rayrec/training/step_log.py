@@ -204,7 +204,7 @@ class StepAccounting:
     def __init__(self, training: Training) -> None:
         config, setup, loader, progress = training.config, training.setup, training.loader, training.progress
         self._config, self._loader, self._progress = config, loader, progress
-        self._first_step_done = training.first_step
+        self._is_first = True
         self._clock, self._cost, self._peak = setup.clock, setup.multiply_adds_per_row, setup.peak_multiply_adds_per_s
         self._log, self._stop_signal, self._optimizer = training.log, training.stop_signal, setup.optimizer
         self._data = DataStats(loader) if config.observe.times else None
@@ -226,9 +226,11 @@ class StepAccounting:
 
     def count(self, loss: torch.Tensor, batches: Batches, *, stop: int) -> bool:
         """Count a step and return whether the segment must end before `stop`. Collective if a log or a poll is due."""
-        if self._first_step_done is not None:
-            self._first_step_done(batches.blocked_s, time.perf_counter() - self._start_s)
-            self._first_step_done = None
+        if self._is_first:  # the pipeline may have pulled several batches
+            first_step_s = time.perf_counter() - self._start_s - batches.blocked_s
+            stages = {"first_batch": batches.blocked_s, "first_step": first_step_s}
+            self._log("start_up", {"process": "worker", "stages": stages})
+            self._is_first = False
         progress, rows = self._progress, batches.trained()
         progress.count(rows)
         self._num_rows += 0 if rows is None else len(rows.numbers)

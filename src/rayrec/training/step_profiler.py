@@ -16,7 +16,7 @@ from rayrec import storage
 from rayrec.cluster import connection
 from rayrec.observe.events import EventWriter
 from rayrec.training.profiling import TRACE, Window, profile_folder
-from rayrec.training.stop_monitor import ControlChannel, ProfileRequest
+from rayrec.training.stop_monitor import ControlChannel
 from rayrec.workloads.base import WorkerContext
 from rayrec.workloads.run_config import MAX_PROFILED_STEPS
 
@@ -163,8 +163,8 @@ def make_profiler(
 
     def on_saved(window: Window) -> None:
         if worker.rank == 0:
-            _write_timeline(storage.join(target, window.name, TIMELINE))
             path = storage.join(target, window.name)
+            _write_timeline(storage.join(path, TIMELINE))
             fields = {"step": window.first, "end": window.end, "name": window.name, "path": path}
             log("profile", {**fields, "rank": 0, "ranks": worker.world_size})
 
@@ -191,10 +191,7 @@ def make_profiler(
         if not storage.exists(storage.join(target, window.name, f"rank_{worker.rank}")):  # recorded by an earlier attempt
             profiler.request(window)
 
-    def requested(request: ProfileRequest) -> None:
-        profiler.request(Window(**request))
-
-    channel.subscribe(requested)
+    channel.subscribe(lambda request: profiler.request(Window(**request)))
     return profiler
 
 

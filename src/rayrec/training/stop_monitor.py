@@ -180,8 +180,9 @@ class StopMonitor:
         self._polled_s = now_s
         if not self._first:
             return self.cause is not None, False
-        if self.cause in (None, MORE_WORKERS) and self._is_last_moment():
-            self.cause = NODE_PREEMPTED
+        if self._deadline_s is not None and self.cause in (None, MORE_WORKERS):
+            last_s = last_save_s(self._deadline_s, write_s=self.write_s(), between_s=self._between_s)
+            self.cause = NODE_PREEMPTED if time.time() >= last_s else self.cause
         return self.cause is not None, now_s - self._polled_preemption_s >= PREEMPTION_POLL_S
 
     def urgent(self) -> bool:
@@ -197,12 +198,6 @@ class StopMonitor:
             self._polled_s = None  # the following save does not count as a poll interval
             self._deadline_s = info.deadline_ms / 1000 if info.deadline_ms else self._deadline_s
         return bool(new)
-
-    def _is_last_moment(self) -> bool:
-        """Return whether the run must save now, to end before a preemption."""
-        if self._deadline_s is None:
-            return False
-        return time.time() >= last_save_s(self._deadline_s, write_s=self.write_s(), between_s=self._between_s)
 
     def close(self) -> None:
         self._closed.set()

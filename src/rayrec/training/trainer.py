@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rayrec import storage
-from rayrec.checkpoint import SUMMARY, latest, open_checkpoint
+from rayrec.checkpoint import SUMMARY, Checkpoint, latest, open_checkpoint
 from rayrec.checkpoint.discovery import check_files
 from rayrec.cluster.connection import IN_PROCESS, is_in_process
 from rayrec.cluster.layout import TorchrunEnv
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     import pandas
     import ray.train
 
-    from rayrec.checkpoint import Checkpoint
     from rayrec.training.dataframe_input import Table
 
 _PATIENCE_S = 5.0
@@ -141,8 +140,7 @@ def train(
     differ, but does not detect changed values. A run without a saved step writes its data again.
     """
     console, stopwatch = console or Console(), stopwatch or Stopwatch()
-    inputs = {"train_data": data, "eval_data": eval_data}
-    tables = {name: table for name, table in inputs.items() if table is not None}
+    tables = {name: table for name, table in (("train_data", data), ("eval_data", eval_data)) if table is not None}
     drive = functools.partial(_drive, tables=tables, console=console, stopwatch=stopwatch, stop=stop)
     torchrun = TorchrunEnv.from_environment()
     result = drive(config, launcher_of) if torchrun is None else _drive_torchrun(fitted(config, torchrun), torchrun, drive)
@@ -306,7 +304,6 @@ def _checked(
 ) -> tuple[TrainConfig, Changes]:
     """Return the configuration with the paths of given data, after writing it, and the changes from an earlier start. Raises
     InputError for invalid settings and data before anything is written."""
-
     config = dataframe_input.with_paths(config, folder, tables)
     config = config.workload.adapted(config)
     check_settings(config)
@@ -405,7 +402,6 @@ def summarize(
 
     `finish`: the workers' last report. `data`: result of `data_versions`. `epochs` and `wall_s` include all attempts and drivers.
     """
-
     run = RunSummary(_events(storage.join(folder, "events.jsonl"), note=note), curves=False)
     diagnosis = diagnose(run)
     of_workload = config.workload.summarize(prepared, finish["metrics"])

@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -140,7 +140,18 @@ def _train(
     )
     watch.write_s = lambda: saver.write_s
     reporting = report_saves(attempt.channel, lambda: saver.written_bytes, rank=worker.rank)
-    _log_start(setup, loader, progress, checkpoint, damaged, log=log, world_size=worker.world_size, stopwatch=stopwatch)
+    _log_start(
+        log,
+        stopwatch,
+        step=progress.step,
+        steps=progress.step + loader.steps,
+        rows=progress.rows,
+        world_size=worker.world_size,
+        peak_multiply_adds_per_s=setup.peak_multiply_adds_per_s,
+        checkpoint=checkpoint and checkpoint.path,
+        damaged=sorted(damaged),
+        **setup.described,
+    )
 
     evaluated_step: int | None = None
 
@@ -169,7 +180,6 @@ def _train(
                 log=log_and_note,
                 save=save,
                 stop_signal=watch,
-                first_step=partial(_log_first_step, log),
                 pause_at=attempt.pause_at,
             )
             finished = _loop(config)(training)
@@ -208,37 +218,10 @@ def _measured_peak(worker: WorkerContext, stopwatch: Stopwatch) -> float:
     return peak
 
 
-def _log_start(
-    setup: WorkerSetup,
-    loader: TrainLoader,
-    progress: Progress,
-    checkpoint: Checkpoint | None,
-    damaged: set[int],
-    *,
-    log: Log,
-    world_size: int,
-    stopwatch: Stopwatch,
-) -> None:
-    log(
-        "start",
-        {
-            "step": progress.step,
-            "steps": progress.step + loader.steps,
-            "rows": progress.rows,
-            "world_size": world_size,
-            "peak_multiply_adds_per_s": setup.peak_multiply_adds_per_s,
-            "checkpoint": checkpoint and checkpoint.path,
-            "damaged": sorted(damaged),
-            **setup.described,
-        },
-    )
+def _log_start(log: Log, stopwatch: Stopwatch, **start: Any) -> None:
+    log("start", start)
     stopwatch.lap("begin")
     log("start_up", {"process": "worker", "stages": dict(stopwatch.stages)})
-
-
-def _log_first_step(log: Log, blocked_s: float, elapsed_s: float) -> None:
-    stages = {"first_batch": blocked_s, "first_step": elapsed_s - blocked_s}
-    log("start_up", {"process": "worker", "stages": stages})
 
 
 def saver_log(folder: str, log: Log, *, grace_s: float) -> Log:
@@ -301,7 +284,8 @@ def _resume(
     while True:
         checkpoint = latest_valid_checkpoint(folder, log=log_damaged, exclude=skipped.keys(), repair=repair_it)
         if checkpoint is None:
-            _raise_unreadable(skipped.values())
+            for unreadable in (error for error in skipped.values() if isinstance(error, UnreadableError)):
+                raise unreadable.without_another()  # it may be undamaged
         try:
             state = _state_of(checkpoint) if checkpoint else None
         except DamagedError as error:
@@ -356,13 +340,6 @@ def _repaired(checkpoint: Checkpoint, attempt: AttemptContext, log: Log) -> bool
     if names:
         log("checkpoint_repaired", {"path": checkpoint.path, "files": names})
     return bool(names)
-
-
-def _raise_unreadable(errors: Iterable[DamagedError]) -> None:
-    """Raise InputError if a skipped checkpoint may be undamaged."""
-    for error in errors:
-        if isinstance(error, UnreadableError):
-            raise error.without_another()
 
 
 def _state_of(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -81,8 +81,7 @@ def lacks_resources(error: BaseException) -> bool:
 
 def worker_failures(error: BaseException) -> dict[int, BaseException]:
     """Return the error of each failed worker by rank; empty if no worker failed."""
-    wrapped = getattr(error, "worker_failures", {})
-    return {rank: _unwrapped(failure) for rank, failure in wrapped.items()}
+    return {rank: _unwrapped(failure) for rank, failure in getattr(error, "worker_failures", {}).items()}
 
 
 def _unwrapped(error: BaseException) -> BaseException:

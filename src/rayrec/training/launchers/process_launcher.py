@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from rayrec.cluster.connection import is_in_process
-from rayrec.cluster.layout import TorchrunEnv
+from rayrec.cluster.layout import Layout, TorchrunEnv
 from rayrec.config import InputError, line_of
 from rayrec.data.engine import StreamEngine, ThreadEngine
 from rayrec.observe.console import Console
@@ -20,7 +20,6 @@ from rayrec.training.stop_monitor import unsaved_cause
 from rayrec.workloads.base import TrainConfig
 
 if TYPE_CHECKING:
-    from rayrec.cluster.layout import Layout
     from rayrec.observe.tracking.config import Makers
     from rayrec.training.launchers.process_worker import StoreRendezvous
 
@@ -58,9 +57,14 @@ class ProcessLauncher:
                 f"this process is one of {torch.distributed.get_world_size()} of a process group, but rayrec.train starts its "
                 "workers itself. Call it in a process without a group"
             )
-        modules = (_WORKER_MODULE, *self._config.workload.WORKER_MODULES)
-        # Not a daemon: a process that exits while loading a library may crash.
-        threading.Thread(target=_load, args=(modules,), name="imports").start()
+
+        def load() -> None:
+            with contextlib.suppress(Exception):  # an error occurs again in the worker, which reports it
+                for module in (_WORKER_MODULE, *self._config.workload.WORKER_MODULES):
+                    importlib.import_module(module)
+
+        # While data is prepared. Not a daemon: a process that exits while loading a library may crash.
+        threading.Thread(target=load, name="imports").start()
 
     def allocate_resources(self, *, resumes: bool, note: Callable[[str], None]) -> Layout:
         scaling = self._config.scaling.replace(num_workers=self._env.local_world_size)
@@ -92,10 +96,3 @@ class ProcessLauncher:
 
     def cause_of(self, error: BaseException) -> str:
         return line_of(error)
-
-
-def _load(modules: tuple[str, ...]) -> None:
-    """Import the worker's modules while data is prepared. An error here occurs again in the worker, which reports it."""
-    with contextlib.suppress(Exception):
-        for module in modules:
-            importlib.import_module(module)

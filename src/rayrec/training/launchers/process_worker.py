@@ -77,8 +77,7 @@ class StoreRendezvous:
     def remove(self, key: str) -> None:
         """Remove a published value that no process needs."""
         with self._open():
-            chunks = int(self._store.get(key))
-            for name in (key, *(f"{key}/{number}" for number in range(chunks))):
+            for name in (key, *(f"{key}/{number}" for number in range(int(self._store.get(key))))):
                 self._store.delete_key(name)
 
     def add(self, key: str, amount: int) -> int:
@@ -122,8 +121,7 @@ class StoreControlChannel:
         return sum(int(self._get(f"{_BYTES}/{rank}") or b"0") for rank in range(self._rendezvous.env.world_size))
 
     def send_profile_request(self, request: ProfileRequest) -> None:
-        number = self._rendezvous.add(_REQUESTS, 1)
-        self._rendezvous.publish(f"{_REQUESTS}/{number}", json.dumps(request).encode())
+        self._rendezvous.publish(f"{_REQUESTS}/{self._rendezvous.add(_REQUESTS, 1)}", json.dumps(request).encode())
 
     def subscribe(self, requested: Callable[[ProfileRequest], None]) -> None:
         threading.Thread(target=self._watch, args=(requested,), name="profile-requests", daemon=True).start()
@@ -173,8 +171,7 @@ def train_other(config: TrainConfig, rendezvous: StoreRendezvous) -> dict[str, A
                     rendezvous.remove(_ATTEMPT)  # all have read it, and torchrun's agent would keep it
                 config = config.updated(values)
                 engine, channel = _engine(config, rendezvous.env.cpus), StoreControlChannel(rendezvous)
-                attempt = dataclasses.replace(shared, config=config, engine=engine, channel=channel)
-                _train(attempt, rendezvous, signals)
+                _train(dataclasses.replace(shared, config=config, engine=engine, channel=channel), rendezvous, signals)
                 break
             time.sleep(_POLL_S)
         while (ended := rendezvous.get(_ENDED)) is None:
@@ -218,8 +215,7 @@ def _train(attempt: AttemptContext, rendezvous: StoreRendezvous, signals: Signal
     config, env, channel = attempt.config, rendezvous.env, StoreControlChannel(rendezvous)
     device = device_of(env, use_gpu=config.scaling.use_gpu)
     use_device(device)
-    requests = watched_requests(attempt.folder, channel) if env.rank == 0 else contextlib.nullcontext()
-    with requests:
+    with watched_requests(attempt.folder, channel) if env.rank == 0 else contextlib.nullcontext():
         return follow_attempt(
             functools.partial(_work, attempt, rendezvous, device),
             signals,

@@ -89,9 +89,8 @@ def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
             if signals.cause is not None:
                 events.write("failure", cause=f"{cause_of(error)}, before a last checkpoint was made", last=True)
                 return None
-            progressed = _newest_step(config, run.folder) > before
             # Raises errors that end the run.
-            pause_s = tolerance.pause_s(error, attempt_s=attempt_s, progressed=progressed)
+            pause_s = tolerance.pause_s(error, attempt_s=attempt_s, progressed=_newest_step(config, run.folder) > before)
             if not is_shared:
                 events.write("failure", cause=cause_of(error))
             elif not was_shared:  # the attempt never began
