@@ -162,7 +162,6 @@ class Pool(Protocol):
     def next(self) -> Job:
         """Wait for a job to end or fail and return it. On a signal, raises KeyboardInterrupt or SystemExit after all running
         jobs have saved."""
-        ...
 
 
 def wave_fractions(options: TuneConfig) -> tuple[float, ...]:

@@ -214,14 +214,12 @@ class TrainLoader(Protocol):
     @property
     def steps(self) -> int:
         """Number of batches from the start position to the end, equal on all workers."""
-        ...
 
     @property
     def steps_per_epoch(self) -> int: ...
 
     def start(self) -> None:
         """Start data tasks. Their output waits for the first `next`."""
-        ...
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -229,16 +227,13 @@ class TrainLoader(Protocol):
 
     def rows(self, batches: int) -> int:
         """Return the rows of all workers in the first `batches` batches."""
-        ...
 
     def trained_rows(self) -> TrainedRows:
         """Return the rows that the run must have trained at the current position, with any number of workers, computed from the
         data. They are compared with the trained rows."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """Return the position after the batches returned so far, as JSON values, equal on all workers."""
-        ...
 
     def close(self) -> None: ...
 
@@ -430,7 +425,6 @@ class TrainingRows(Protocol):
 
     def set_up(self, context: WorkerContext) -> tuple[WorkerSetup, Sequence[Any]]:
         """Set up one worker and return it with its batches. Collective."""
-        ...
 
 
 class LocalTrainer(Protocol):
@@ -440,4 +434,3 @@ class LocalTrainer(Protocol):
         self, config: TrainConfig, rows: TrainingRows, *, workers: int, threads: int, cuda: bool
     ) -> list[tuple[float, float, float]]:
         """Return (rows, seconds, CPU seconds) of each worker."""
-        ...

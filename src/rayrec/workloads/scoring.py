@@ -28,7 +28,6 @@ class Totals(Protocol):
     @property
     def rows(self) -> int:
         """Number of accumulated rows."""
-        ...
 
     def update(self, table: pa.Table) -> None: ...
 
@@ -76,11 +75,9 @@ class OpenBlock(Protocol):
 
     def score(self, start: int, stop: int) -> Mapping[str, np.ndarray | list[str]]:
         """Score rows [start, stop) and return their values by name, one per row."""
-        ...
 
     def columns(self, scored: dict[str, Any]) -> dict[str, pa.Array]:
         """Return the columns of the block's table, given the concatenated outputs of `score`."""
-        ...
 
 
 @final

@@ -88,15 +88,12 @@ class Tracker(Protocol):
 
     def update(self, event: dict[str, Any], run: RunSummary) -> None:
         """Process an event and the run summary so far, without waiting or writing."""
-        ...
 
     def flush(self) -> None:
         """Deliver the processed events. May raise any error and may block. Undelivered events are kept for later calls."""
-        ...
 
     def close(self) -> None:
         """Deliver the rest. This is the last call."""
-        ...
 
 
 @runtime_checkable
@@ -105,7 +102,6 @@ class Abandonable(Protocol):
 
     def abandon(self) -> None:
         """Let the process end. Called from another thread if the tracker is abandoned."""
-        ...
 
 
 @contextmanager

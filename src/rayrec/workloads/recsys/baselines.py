@@ -48,11 +48,9 @@ class Scorer(Protocol):
     @property
     def parameters(self) -> int:
         """Number of weights, or of splits and leaves."""
-        ...
 
     def logits(self, rows: EncodedRows) -> np.ndarray:
         """Return logits, float32 [rows]."""
-        ...
 
 
 @dataclass(frozen=True)
