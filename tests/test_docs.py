@@ -36,9 +36,8 @@ import pytest
 
 import rayrec
 from rayrec import models, recipes
-from rayrec.cli.flags import SWITCHES
+from rayrec.cli.flags import SWITCHES, recipe_flags
 from rayrec.cli.parser import command_flags, flag_names
-from rayrec.cli.recipe_flags import recipe_flags
 from rayrec.commands import COMMANDS
 from rayrec.data.logs.splits import Split
 from rayrec.observe import console

@@ -13,9 +13,9 @@ import yaml
 from builders.faults import raising
 
 from rayrec import cli, recipes
-from rayrec.cli.output import print_json, show
+from rayrec.cli import print_json, show
+from rayrec.cli.flags import recipe_flags
 from rayrec.cli.parser import command_flags, parse
-from rayrec.cli.recipe_flags import recipe_flags
 from rayrec.commands import COMMANDS
 from rayrec.commands.declaration import Shown
 from rayrec.commands.train import configuration

@@ -7,12 +7,12 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import IO, Any, NoReturn
 
 from rayrec.cli import help
 from rayrec.cli.flags import SWITCHES
 from rayrec.commands import COMMANDS
-from rayrec.commands.declaration import Command
+from rayrec.commands.declaration import Command, Shown
 from rayrec.config import InputError
 
 _COLLECT_EVERY = 5000
@@ -84,7 +84,6 @@ def _run(command: Command, words: list[str]) -> int:
     if switches & {"-h", "--help", "--help-all"}:
         print(_help(command, words, everything="--help-all" in switches))
         return 0
-    from rayrec.cli.output import print_json, show
     from rayrec.cli.parser import parse
 
     call, out, is_first = parse(command, words), sys.stdout, _is_first(command)
@@ -145,3 +144,30 @@ def _to_stderr(text: str) -> None:
 def _fail(message: str, *, status: int = 2) -> int:
     print(" ".join(message.split()), file=sys.stderr)
     return status
+
+
+def show(shown: Shown, *, as_json: bool, quiet: bool, out: IO[str]) -> int:
+    """Print a result and return the exit status. Text in addition to JSON goes to standard error.
+
+    Raises InputError if the result contains an error, such as a failed gate.
+    """
+    text = shown.value if isinstance(shown.value, str) else shown.text
+    to_people = not as_json and (shown.as_text or out.isatty())
+    if text is not None and (isinstance(shown.value, str) or to_people):
+        print(text, file=out, flush=True)
+    elif shown.value is not None:
+        if text is not None and not quiet:
+            print(text, file=sys.stderr, flush=True)
+        print_json(shown.value, out)
+    if shown.error:
+        raise InputError(shown.error)
+    return shown.status
+
+
+def print_json(value: Any, out: IO[str]) -> None:
+    """Print indented standard JSON. NaN and infinities become null."""
+    import json
+
+    from rayrec.humanize import json_values
+
+    print(json.dumps(json_values(value), indent=2, ensure_ascii=False, allow_nan=False), file=out, flush=True)

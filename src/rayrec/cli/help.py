@@ -76,8 +76,8 @@ def command_help(command: Command, *, everything: bool = False) -> str:
 def recipe_help(command: Command, config: Any, *, everything: bool = False) -> str:
     """Return the help of a command with the main settings of its recipe, or all settings."""
     from rayrec import recipes
+    from rayrec.cli.flags import SHORT, recipe_flags
     from rayrec.cli.parser import command_flags
-    from rayrec.cli.recipe_flags import SHORT, recipe_flags
 
     flags, settings = command_flags(command), recipe_flags(config)
     data = " --data PATH" if config.train_data.path is None and command.name in ("train", "tune") else ""
@@ -124,7 +124,7 @@ def _groups(flags: Sequence[tuple[str, Flag]]) -> Iterator[str]:
 
 def _default(flag: Flag) -> str:
     """Format the default value of a flag."""
-    from rayrec.cli.recipe_flags import SHORT
+    from rayrec.cli.flags import SHORT
 
     if flag.value is MISSING:
         return "(required)" if flag.name else ""

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
-from rayrec.cli.flags import MISSING, SWITCHES, Flag, flag_name, flags_of, takes_many, value_of
-from rayrec.cli.recipe_flags import recipe_flags
+from rayrec.cli.flags import MISSING, SWITCHES, Flag, flag_name, flags_of, recipe_flags, takes_many, value_of
 from rayrec.commands.declaration import COMMANDS, Command, table_sizes
 from rayrec.commands.settings import nest, settings_of, updated
 from rayrec.config import InputError, renamed

@@ -1,16 +1,20 @@
-"""Scoring interface between inference and workloads, shared by click, image and text models."""
+"""Scoring interface between inference and workloads, shared by click, image and text models, and checks of a checkpoint that a
+run scores with or starts from."""
+
+from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, final
 
 import numpy as np
 import pyarrow as pa
 
+from rayrec import storage
 from rayrec.checkpoint import Checkpoint
-from rayrec.config import InputError
+from rayrec.config import Config, InputError
 
 Device = Literal["cpu", "cuda"]
 
@@ -121,3 +125,41 @@ def mismatched_weight(checkpoint: Checkpoint, expected: Mapping[str, list[int]])
         if stored.get(name) != expected.get(name):
             return f"{name}: shape must be {expected.get(name, 'absent')}, got {stored.get(name, 'absent')}"
     return None
+
+
+def stored_settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Load the config.yaml of a checkpoint. Raises InputError if it is not a run configuration."""
+    import yaml
+
+    path = storage.join(checkpoint.path, "config.yaml")
+    try:
+        values = yaml.safe_load(storage.read_bytes(path).decode())
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: not UTF-8, or an invalid date
+        values = None
+    if not isinstance(values, dict) or not isinstance(values.get("workload"), dict):
+        raise InputError(f"{path}: must be the configuration of a run. Copy the full checkpoint folder.")
+    return values
+
+
+def require_same_optimizer(
+    checkpoint: Checkpoint, stored: Mapping[str, Any], group: str, optimizer: Config, *, fields: Iterable[str]
+) -> None:
+    """Check that the optimizer settings in `fields`, which determine its state, match the checkpoint. Raises InputError. `group`
+    is the field of the workload."""
+    current = optimizer.to_dict()
+    default = type(optimizer)().to_dict()
+    previous = {**default, **(stored["workload"].get(group) or {})}
+    for field in fields:
+        if bool(previous[field]) != bool(current[field]) or (
+            isinstance(current[field], str) and previous[field] != current[field]
+        ):
+            raise InputError(
+                f"init_from {checkpoint.path}: optimizer state does not match: trained with workload.{group}.{field} "
+                f"{previous[field]}, this run has {current[field]}. Use the same value."
+            )
+
+
+def require_same_weights(checkpoint: Checkpoint, expected: Mapping[str, list[int]]) -> None:
+    """Check that the weights of a checkpoint have the names (without `PREFIX`) and shapes `expected`. Raises InputError."""
+    if mismatch := mismatched_weight(checkpoint, expected):
+        raise InputError(f"init_from {checkpoint.path}: {mismatch}. Use the model and settings of its config.yaml.")

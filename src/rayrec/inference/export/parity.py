@@ -27,7 +27,7 @@ from rayrec.humanize import json_values
 from rayrec.inference.config import LARGEST_LOGIT_DIFFERENCE, ExportConfig
 from rayrec.metrics.binary import auroc
 from rayrec.schema import Schema
-from rayrec.workloads.recsys.run_rows import BATCH_ROWS, encode_parts, open_run_log
+from rayrec.workloads.recsys.scoring import BATCH_ROWS, encode_parts, open_run_log
 from rayrec.workloads.recsys.workload import ClickWorkload
 
 if TYPE_CHECKING:

@@ -35,9 +35,8 @@ from rayrec.inference.export.triton import write_repository
 from rayrec.inference.model import open_served, version_of
 from rayrec.models.heads import BinaryHead, LabelHead
 from rayrec.models.scoring_tables import Quantization
-from rayrec.workloads.recsys.run_rows import BATCH_ROWS
 from rayrec.workloads.recsys.scorer import ClickScorer, PlainModel, click_settings, empty_model, flat_values, load_preprocessor
-from rayrec.workloads.recsys.scoring import cache_folder
+from rayrec.workloads.recsys.scoring import BATCH_ROWS, cache_folder
 from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.scoring import PREFIX
 

@@ -28,7 +28,7 @@ class DataParallelWorkload(DataParallelModel):
         import torch
 
         from rayrec.checkpoint import drop_tied_tensors
-        from rayrec.workloads.warm_start import require_same_optimizer, require_same_weights, stored_settings
+        from rayrec.workloads.scoring import require_same_optimizer, require_same_weights, stored_settings
 
         require_same_optimizer(checkpoint, stored_settings(checkpoint), "optimizer", self.optimizer, fields=("kind", "momentum"))
         with torch.random.fork_rng(devices=[]):

@@ -14,9 +14,8 @@ from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds
 from rayrec.data.logs.index import LogIndex, SegmentRange
 from rayrec.imports import require
 from rayrec.metrics.binary import binary_metrics
-from rayrec.workloads.recsys.run_rows import encode_parts, open_run_log
 from rayrec.workloads.recsys.scorer import load_preprocessor
-from rayrec.workloads.recsys.scoring import cache_folder
+from rayrec.workloads.recsys.scoring import cache_folder, encode_parts, open_run_log
 from rayrec.workloads.recsys.workload import ClickWorkload
 
 if TYPE_CHECKING:

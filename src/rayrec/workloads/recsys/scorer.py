@@ -38,8 +38,7 @@ from rayrec.models.scoring_tables import (
     table_name,
     table_weight,
 )
-from rayrec.workloads.scoring import PREFIX, check_weights
-from rayrec.workloads.warm_start import stored_settings
+from rayrec.workloads.scoring import PREFIX, check_weights, stored_settings
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 import pyarrow as pa
 
-from rayrec import storage
+from rayrec import host_resources, storage
 from rayrec.config import InputError
 from rayrec.data.arrow import arrow_numbers, arrow_rows, numpy_of
+from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.known_categories import bucket_names, buckets_of, tokens_by_id
 from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
-from rayrec.data.engine import Shared, TaskContext
+from rayrec.data.engine import Shared, TaskContext, ThreadEngine
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.index import Block, LogIndex
+from rayrec.data.logs.index import Block, LogIndex, SegmentRange
 from rayrec.data.logs.reading import first_lines, good_lines, slice_of, values_of
 from rayrec.data.logs.splits import Slice, slices_of
 from rayrec.ingest.block_order import BlockOrder
@@ -38,10 +39,13 @@ if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
     from rayrec.workloads.recsys.scorer import ClickScorer
     from rayrec.workloads.recsys.settings import ClickSettings
+    from rayrec.workloads.run_config import DataConfig
 
 DAY = "day"
 FREQUENCY = "frequency:"
 _BATCH_ROWS = 8192
+BATCH_ROWS: Final = 2048
+"""Maximum rows per encoded batch."""
 _OUTPUT = "output:"
 """Prefix of head outputs in scored columns."""
 
@@ -150,6 +154,28 @@ def cache_folder(checkpoint: str) -> str:
     run's cache has the index of its training log, and every node can reach it."""
     run = storage.folder_of(storage.folder_of(checkpoint.rstrip("/")))  # ROOT/RUN/checkpoints/step_00001000
     return cache.folder(storage.join(storage.folder_of(run), ".cache"))
+
+
+def open_run_log(data: DataConfig, preprocessor: Preprocessor, *, cache: str, max_bad_fraction: float = 1.0) -> LogIndex:
+    """Return the index of a log, cached in folder `cache`. Raises InputError if the log is missing, unreadable, or has too many
+    invalid lines."""
+    if data.path is None:
+        raise InputError("the run's config.yaml must name its log")
+    return LogSource.at(data.path, data.files).index(
+        preprocessor.schema,
+        segment_bytes=data.segment_bytes,
+        context=TaskContext(ThreadEngine(host_resources.usable_cpus()), cache),
+        max_bad_fraction=max_bad_fraction,
+    )
+
+
+def encode_parts(parts: Iterable[SegmentRange], preprocessor: Preprocessor) -> Iterator[EncodedRows]:
+    """Yield the rows of parts of a log in order, in batches of up to `BATCH_ROWS`."""
+    for part in parts:
+        read = open_block(Block((part,), None), preprocessor).encode
+        size = part.stop - part.start
+        for start in range(0, size, BATCH_ROWS):
+            yield read(start, min(start + BATCH_ROWS, size))
 
 
 @final

@@ -14,7 +14,7 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.workloads.base import RunContext, WarmStart
 from rayrec.workloads.recsys.scorer import click_settings, empty_model, expected_weights, load_preprocessor
-from rayrec.workloads.warm_start import require_same_optimizer, require_same_weights, stored_settings
+from rayrec.workloads.scoring import require_same_optimizer, require_same_weights, stored_settings
 
 if TYPE_CHECKING:
     from rayrec.workloads.recsys.settings import ClickSettings, Prepared
