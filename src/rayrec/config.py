@@ -238,6 +238,28 @@ class Config:
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
+TEXT: Final = ""
+"""Key of a text value for a nested configuration that also has other settings."""
+
+
+def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert settings with dotted names (`scaling.num_workers`) to nested settings."""
+    nested: dict[str, Any] = {}
+    for path, value in settings.items():
+        *names, last = path.split(".")
+        target = nested
+        for name in names:
+            inner = target.setdefault(name, {})
+            if not isinstance(inner, dict):
+                inner = target[name] = {TEXT: inner}
+            target = inner
+        if isinstance(target.get(last), dict) and not isinstance(value, Mapping):
+            target[last][TEXT] = value
+        else:
+            target[last] = value
+    return nested
+
+
 @lru_cache(maxsize=1024)
 def field_docs(cls: type) -> dict[str, str]:
     """Return the docstrings below the fields of a class and its bases."""

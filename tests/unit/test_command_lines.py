@@ -44,12 +44,13 @@ def call_of(line: str) -> dict[str, Any]:
     """Return the call of a command line: command name and non-default values."""
     name, *words = shlex.split(line)
     words, switches = take_switches(words)
-    call = parse(COMMANDS[name], words)
-    signature = inspect.signature(call.command.function)
+    command = COMMANDS[name]
+    call = parse(command, words)
+    signature = inspect.signature(command.function)
     given = signature.bind(*call.arguments, **call.keywords).arguments
     given.update(given.pop(next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), ""), {}))
     made = {"command": name, **({"quiet": True} if "-q" in switches else {}), **({"verbose": True} if "-v" in switches else {})}
-    for prefix, cls in call.command.settings():  # Passed as keyword arguments, often of several configurations.
+    for prefix, cls in command.settings():  # Passed as keyword arguments, often of several configurations.
         if prefix not in signature.parameters:
             fields = {field.name for field in dataclasses.fields(cls)} - set(signature.parameters)
             options = {field: given.pop(field) for field in fields & given.keys()}

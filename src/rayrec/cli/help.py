@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from rayrec.cli.flags import MISSING, SWITCHES, Flag, takes_many
+from rayrec.cli.flags import MISSING, SHORT, SWITCHES, Flag, recipe_flags, takes_many
 from rayrec.commands.declaration import COMMANDS, Command, Group
 from rayrec.config import Config
 
@@ -32,8 +32,7 @@ def overview() -> str:
         _FIRST_STEPS,
     ]
     for group in get_args(Group):
-        of_group = [command for command in COMMANDS.values() if command.group == group]
-        for number, command in enumerate(of_group):
+        for number, command in enumerate([command for command in COMMANDS.values() if command.group == group]):
             text = command.summary[0].lower() + command.summary[1:]
             lines.append(f"{'' if number else group:8}{command.name:13}{text}")
     lines.append("rayrec COMMAND --help describes a command. rayrec train RECIPE --help-all shows all settings.")
@@ -76,7 +75,6 @@ def command_help(command: Command, *, everything: bool = False) -> str:
 def recipe_help(command: Command, config: Any, *, everything: bool = False) -> str:
     """Return the help of a command with the main settings of its recipe, or all settings."""
     from rayrec import recipes
-    from rayrec.cli.flags import SHORT, recipe_flags
     from rayrec.cli.parser import command_flags
 
     flags, settings = command_flags(command), recipe_flags(config)
@@ -124,8 +122,6 @@ def _groups(flags: Sequence[tuple[str, Flag]]) -> Iterator[str]:
 
 def _default(flag: Flag) -> str:
     """Format the default value of a flag."""
-    from rayrec.cli.flags import SHORT
-
     if flag.value is MISSING:
         return "(required)" if flag.name else ""
     if flag.value is None or flag.value is False or flag.value == ():

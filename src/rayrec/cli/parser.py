@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from rayrec.cli.flags import MISSING, SWITCHES, Flag, flag_name, flags_of, recipe_flags, takes_many, value_of
 from rayrec.commands.declaration import COMMANDS, Command, table_sizes
-from rayrec.commands.settings import nest, settings_of, updated
-from rayrec.config import InputError, renamed
+from rayrec.commands.settings import settings_of, updated
+from rayrec.config import InputError, nest, renamed
 
 _MAX_MATCHES = 3
 """Maximum number of suggestions for an unknown flag."""
@@ -21,9 +21,8 @@ _READERS = {"num_embeddings_per_feature": table_sizes}
 
 
 class Call(NamedTuple):
-    """Parsed function call of a command."""
+    """Parsed arguments of a command's function."""
 
-    command: Command
     arguments: list[Any]
     keywords: dict[str, Any]
 
@@ -53,14 +52,13 @@ def parse(command: Command, words: Sequence[str]) -> Call:
     """Parse the words after a command's name into a call. Raises InputError for invalid words."""
     words = list(words)
     if command.raw:
-        return Call(command, words, {})
+        return Call(words, {})
     if command.recipe == "after --":
         index = words.index("--") if "--" in words else len(words)
         job, words = words[index + 1 :], words[:index]
         if job[:1] != ["train"]:
             raise InputError("missing command to supervise. Usage: rayrec supervise [--flags] -- train RECIPE [--flags]")
-        unswitched = [word for word in job[1:] if word not in SWITCHES]
-        first = [*parse(COMMANDS["train"], unswitched).arguments, job[1:]]
+        first = [*parse(COMMANDS["train"], [word for word in job[1:] if word not in SWITCHES]).arguments, job[1:]]
         return _call(command, first, read(f"rayrec {command.name}", command_flags(command), words))
     if not command.recipe:
         return _call(command, [], read(f"rayrec {command.name}", command_flags(command), words))
@@ -163,7 +161,7 @@ def _call(command: Command, first: list[Any], values: dict[str, Any]) -> Call:
     for name, parameter in parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
             first = [*first, *keywords.pop(name, ())]
-    return Call(command, first, keywords)
+    return Call(first, keywords)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -133,8 +133,7 @@ def split(
     from rayrec.prepare.split import split as run
 
     of_rows, rest = _split_options(options, RowSplit)
-    rows = RowSplit(by=by).updated(of_rows)
-    return run(path, out=out, rows=rows, config=_preparation(rest), console=_console(console))
+    return run(path, out=out, rows=RowSplit(by=by).updated(of_rows), config=_preparation(rest), console=_console(console))
 
 
 @command(

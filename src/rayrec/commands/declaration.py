@@ -3,6 +3,7 @@
 import builtins
 import importlib
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -106,7 +107,8 @@ class Command:
 
     def parameters(self) -> Iterator[tuple[inspect.Parameter, Any, Argument]]:
         """Yield (parameter, type, declaration) for each argument and flag."""
-        names = _Names(vars(builtins) | getattr(self.function, "__globals__", {}))
+        # Names imported only for type checkers are Any (see `Argument.type`).
+        names: defaultdict[str, Any] = defaultdict(lambda: Any, vars(builtins) | getattr(self.function, "__globals__", {}))
         named = list(inspect.signature(self.function).parameters.values())[{"": 0, "first": 1, "after --": 2}[self.recipe] :]
         objects = {prefix for prefix, _ in self.options}
         for parameter in named:
@@ -126,13 +128,6 @@ class Command:
     def settings(self) -> list[tuple[str, type[Config]]]:
         """Return (prefix, class) of the configurations with flags."""
         return [(prefix, load(path)) for prefix, path in self.options]
-
-
-class _Names(dict[str, Any]):
-    """Annotation namespace. Names imported only for type checkers are Any (see `Argument.type`)."""
-
-    def __missing__(self, name: str) -> Any:
-        return Any
 
 
 COMMANDS: dict[str, Command] = {}

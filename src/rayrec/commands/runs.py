@@ -97,11 +97,9 @@ def benchmark(*arguments: Annotated[str, Argument("name of a benchmark and its f
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _show_doctor(report: Report) -> Shown:
-    return Shown(report.to_dict(), "\n".join(report.lines()), status=0 if report.ok else 2, as_text=True)
-
-
-@command("Watch", show=_show_doctor)
+@command(
+    "Watch", show=lambda report: Shown(report.to_dict(), "\n".join(report.lines()), status=0 if report.ok else 2, as_text=True)
+)
 def doctor() -> Report:
     """Check the installation and report problems with their fixes."""
     from rayrec.environment.doctor import doctor as examine

@@ -91,5 +91,4 @@ def serving(
     from rayrec.serve.config import ServeConfig
     from rayrec.serve.server import serving as run
 
-    config = ServeConfig().updated(options)
-    return run(model, config=config, address=cluster_address, shadow=shadow, console=_console(console))
+    return run(model, config=ServeConfig().updated(options), address=cluster_address, shadow=shadow, console=_console(console))

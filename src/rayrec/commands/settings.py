@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from rayrec.config import CLASS, Config, InputError
+from rayrec.config import CLASS, TEXT, Config, InputError, nest
 
 Settings = TypeVar("Settings", bound=Config)
 
@@ -18,8 +18,6 @@ ALIASES = {
     "gpus": ("scaling.num_workers", "scaling.use_gpu"),
 }
 """Short names of a recipe's settings. The first existing path is used; gpus sets both of its settings."""
-TEXT = ""
-"""Key of a text value for a nested configuration that also has other settings."""
 _TEXT_METAVARS = {"Schema": "FILE", "ClickModelConfig": "NAME", "DataConfig": "PATH"}
 
 
@@ -44,24 +42,6 @@ def _has(config: Any, path: str) -> bool:
 def settings_of(config: Config, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Convert settings with short or dotted names (`scaling.num_workers`) to nested settings."""
     return nest(dict(each for name, value in changes.items() for each in _expand_alias(config, name, value)))
-
-
-def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert settings with dotted names to nested settings."""
-    nested: dict[str, Any] = {}
-    for path, value in settings.items():
-        *names, last = path.split(".")
-        target = nested
-        for name in names:
-            inner = target.setdefault(name, {})
-            if not isinstance(inner, dict):
-                inner = target[name] = {TEXT: inner}
-            target = inner
-        if isinstance(target.get(last), dict) and not isinstance(value, Mapping):
-            target[last][TEXT] = value
-        else:
-            target[last] = value
-    return nested
 
 
 def _expand_alias(config: Config, name: str, value: Any) -> Iterator[tuple[str, Any]]:

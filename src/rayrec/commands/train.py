@@ -193,11 +193,10 @@ def supervise(
             f"{config.storage_path!r}. Use a file system that outlives the head, or a URL."
         )
     name = config.name or f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-    named = config.replace(name=name)
     return run(
         [*arguments, *([] if config.name else ["--name", name])],
         name=name,
-        config_hash=named.config_hash(),
+        config_hash=config.replace(name=name).config_hash(),
         config=supervision or SuperviseConfig(),
         stop_wait_s=max(config.failure.grace_s, config.failure.max_grace_s) + _SAVED_S,
         note=_console(console).note,

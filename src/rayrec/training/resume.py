@@ -11,7 +11,7 @@ from typing import Any, Final
 from rayrec import storage
 from rayrec.checkpoint import SUMMARY, latest
 from rayrec.cluster.restart_policy import FINISHED
-from rayrec.config import CLASS, Config, InputError, same_class
+from rayrec.config import CLASS, Config, InputError, nest, same_class
 from rayrec.data.logs.index import partition_names
 from rayrec.humanize import date_text
 from rayrec.observe.tracking.config import TrackersConfig
@@ -78,14 +78,7 @@ def compare_settings(stored: Mapping[str, Any], config: TrainConfig) -> Changes:
 
 def with_old(config: TrainConfig, changes: tuple[Change, ...]) -> TrainConfig:
     """Return the configuration with the old values of the changes that have one. Pure."""
-    for change in changes:
-        if _ABSENT not in (change.old, change.new):
-            *groups, name = change.field.split(".")
-            values: dict[str, Any] = {name: change.old}
-            for group in reversed(groups):
-                values = {group: values}
-            config = config.updated(values)
-    return config
+    return config.updated(nest({each.field: each.old for each in changes if _ABSENT not in (each.old, each.new)}))
 
 
 def _changes(stored: Mapping[str, Any], config: Config, prefix: str) -> Iterator[Change]:

@@ -111,8 +111,7 @@ class RayPool:
 
     def _start_processes(self) -> None:
         num_processes = len(self._idle) + len(self._starting) + len(self._busy)
-        missing = min(self._capacity() - num_processes, len(self._queue) - len(self._idle) - len(self._starting))
-        for _ in range(missing):
+        for _ in range(min(self._capacity() - num_processes, len(self._queue) - len(self._idle) - len(self._starting))):
             process = _Process.options(  # type: ignore[attr-defined]  # an actor's class
                 num_cpus=self._options.cpus_per_trial, num_gpus=self._options.gpus_per_trial, max_concurrency=2
             ).remote(self._train)
@@ -143,8 +142,7 @@ class RayPool:
                 return None  # Another process replaces it.
             self._num_kills[job.number] += 1
             if 0 <= self._max_failures < self._num_kills[job.number]:
-                cause = f"process killed {self._num_kills[job.number]} times ({type(error).__name__})"
-                failed(job, cause, can_retry=True)
+                failed(job, f"process killed {self._num_kills[job.number]} times ({type(error).__name__})", can_retry=True)
                 return job
             self._queue.appendleft(job)
             return None

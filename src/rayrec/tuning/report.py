@@ -1,9 +1,9 @@
 """Search results as a text table and an HTML page. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from rayrec.humanize import value_text
+from rayrec.humanize import aligned, value_text
 from rayrec.observe.report.charts import NUM_SERIES, Line, line_chart
 from rayrec.observe.report.page import Section, charts, document, join_parts, paragraph, table
 
@@ -11,9 +11,7 @@ from rayrec.observe.report.page import Section, charts, document, join_parts, pa
 def table_text(result: Mapping[str, Any]) -> str:
     """Format one line per trial, the best first, and notes on the best one."""
     heads, rows = _rows(result)
-    widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (heads, *rows)]
-    return "\n".join([*lines, *_notes(result)])
+    return "\n".join([*aligned([heads, *rows], left=()), *_notes(result)])
 
 
 def render(name: str, result: Mapping[str, Any]) -> str:
@@ -71,10 +69,9 @@ def _rows(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def _scatter(result: Mapping[str, Any], field: str) -> Any:
     """Plot the metric over a numeric field, one dot per trial."""
-    trials: Sequence[Mapping[str, Any]] = result["trials"]
     points = [
         (float(trial["values"][field]), trial["best"])
-        for trial in trials
+        for trial in result["trials"]
         if isinstance(trial["values"].get(field), int | float) and trial["best"] is not None
     ]
     return line_chart(f"{result['metric']} by {field}", [Line(result["metric"], sorted(points))], x_label=field)

@@ -114,8 +114,7 @@ def _train(
 
         @functools.cache
         def pool() -> Pool:
-            fraction = cost(len(configs), options)
-            console.note(f"Training {fraction:.1%} of all steps of {len(configs)} trials")
+            console.note(f"Training {cost(len(configs), options):.1%} of all steps of {len(configs)} trials")
             if cluster.address == connection.IN_PROCESS:
                 return InProcessPool()
             from rayrec.tuning.ray_pool import ray_pool
@@ -267,8 +266,7 @@ def _conclude(
 def _compare(configs: Sequence[TrainConfig], best: Trial, baseline: Trial, console: Console) -> dict[str, Any]:
     """Compute test-set differences of the best trial minus the recipe's own settings."""
     scored = [_score_test_rows(configs[trial.number], str(trial.checkpoint), console) for trial in (baseline, best)]
-    comparison = compare_models([rows.logits for rows in scored], scored[0].labels, Resampling())
-    result = comparison.differences[0, 1]
+    result = compare_models([rows.logits for rows in scored], scored[0].labels, Resampling()).differences[0, 1]
     return {
         name: {
             "difference": 0 - result[name].difference,

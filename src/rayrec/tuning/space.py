@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 from annotated_types import Gt, Le
 
 from rayrec.bounds import Amount, Count
-from rayrec.config import Config, InputError
+from rayrec.config import Config, InputError, nest
 from rayrec.workloads.base import TrainConfig
 
 Kind = Literal["grid", "choice", "uniform", "loguniform", "integers"]
@@ -118,14 +118,7 @@ class Space:
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     """Return the configuration of a trial. Raises InputError for incompatible values."""
-    changes: dict[str, Any] = {}
-    for field, value in values.items():
-        *path, last = field.split(".")
-        inner = changes
-        for name in path:
-            inner = inner.setdefault(name, {})
-        inner[last] = value
-    return config.updated(changes, where="search: ")
+    return config.updated(nest(values), where="search: ")
 
 
 def _domain(field: str, spec: object, source: str) -> Domain:

@@ -184,8 +184,7 @@ def rank_best(values: Mapping[int, float | None], keep: float, *, sign: float) -
     """Return the trials to continue, the best first, given each trial's metric (None if it failed). Ties go to the lower number.
     `sign` is 1 if more is better, else -1. Pure."""
     scored = {number: value for number, value in values.items() if value is not None}
-    ranked = sorted(scored, key=lambda number: (-sign * scored[number], number))
-    return ranked[: num_continued(len(values), keep)]
+    return sorted(scored, key=lambda number: (-sign * scored[number], number))[: num_continued(len(values), keep)]
 
 
 def cost(trials: int, options: TuneConfig) -> float:
@@ -239,8 +238,7 @@ def run_waves(
             waiting.discard(number)
             is_baseline_pending = is_baseline_pending and number != first
         if wave < last and group:
-            values = {number: states[number].value(wave) for number in group}
-            candidates = rank_best(values, options.keep_fraction, sign=sign)
+            candidates = rank_best({number: states[number].value(wave) for number in group}, options.keep_fraction, sign=sign)
             note(f"Continuing {len(candidates)} of {len(group)} trials after {fractions[wave]:.1%} of their steps")
             group = candidates
     if is_baseline_pending:
