@@ -174,8 +174,7 @@ class Forecast:
                 f"{math.ceil(self.cpus_per_gpu)} CPUs for data tasks keep one GPU busy: {nodes} CPU "
                 f"node{'s' if nodes > 1 else ''} of this size a GPU."
             )
-        fullest = max(measured_speed.worker_bytes)
-        lines.append(f"Tables and their optimizer state: {size_text(fullest)} on the worker with most.")
+        lines.append(f"Tables and their optimizer state: {size_text(max(measured_speed.worker_bytes))} on the worker with most.")
         if measured_speed.sampled_vocabulary:
             lines.append(
                 "The tables are those of a slice of the log, and smaller than they will be: `rayrec vocabulary` and "

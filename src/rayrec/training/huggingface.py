@@ -124,7 +124,8 @@ class _Wrapped(torch.nn.Module):
         self._pipeline = _pipeline(setup)
 
     def forward(self, part: Mapping[str, Any]) -> torch.Tensor:
-        return self._pipeline.loss(Batch({name: value for name, value in part.items() if name != LOSS_WEIGHT}, part[LOSS_WEIGHT]))
+        tensors = {name: value for name, value in part.items() if name != LOSS_WEIGHT}
+        return self._pipeline.loss(Batch(tensors, part[LOSS_WEIGHT]))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -223,7 +224,8 @@ class _Steps(TrainerCallback):
         loss = torch.stack(self.losses).sum()
         self.losses.clear()
         # Trainer pulls no batch ahead, so a segment can end after any step.
-        if self.progress.step < self.stop and not self.account.count(loss, self.batches, stop=self.stop):
+        cannot_go_on = self.account.count(loss, self.batches, stop=self.stop)
+        if self.progress.step < self.stop and not cannot_go_on:
             return
         self.setup.pipeline.reset()
         try:

@@ -190,8 +190,7 @@ class EvaluationWatch:
         (elapsed_s, *_), (_, stop_requested, poll) = over_workers(
             time.perf_counter() - self._start_s, self._stop_signal.urgent(), preemption_poll
         )
-        steps_left = int(_EVALUATION_POLL_S * self._batches / max(elapsed_s, 1e-6))
-        self._poll_at += max(1, min(steps_left, self._batches))
+        self._poll_at += max(1, min(int(_EVALUATION_POLL_S * self._batches / max(elapsed_s, 1e-6)), self._batches))
         preempted = bool(poll) and self._stop_signal.preempted()
         if self._save is not None and not stop_requested and (preempted or elapsed_s >= self._save_after_s):
             self._save()

@@ -15,6 +15,9 @@ from rayrec.optim.config import PlateauConfig
 from rayrec.trained_rows import RowNumbers, TrainedRows
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
 
+FirstStep = Callable[[float, float], None]
+"""Callback after the first step of an attempt, with the seconds waited for batches by then (the pipeline may pull several) and
+the seconds since the attempt began."""
 Cut = Literal["none", "save", "stop"]
 """Event in a segment: none, a save that cannot wait, or a request to save and end."""
 
@@ -83,9 +86,6 @@ class Progress:
         elif self.trained is not None:
             self.trained.add(rows)
 
-    def blocked_fraction(self) -> float:
-        return self.blocked_s / self.train_s if self.train_s else 0.0
-
 
 class StopSignal(Protocol):
     """Reasons for an early save."""
@@ -126,6 +126,7 @@ class Training:
     """Function called on every worker with the same kind and fields."""
     save: Save
     stop_signal: StopSignal
+    first_step: FirstStep | None = None
     pause_at: float | None = None
     """Share of the run's steps after which it pauses. None for all of them."""
 

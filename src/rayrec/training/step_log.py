@@ -71,19 +71,17 @@ def data_fields(sums: Mapping[str, float], *, seconds: float) -> dict[str, Any]:
     is a mean over time.
     """
     cpus, rows = sums["cpus"], sums["rows"]
-    stages = []
-    for name in STAGES:
-        wall_s, cpu_s = sums[f"{name}_wall_s"], sums[f"{name}_cpu_s"]
-        if wall_s:
-            stages.append(
-                {
-                    "stage": name,
-                    "rows_per_s": rows * cpus / wall_s,
-                    "busy": wall_s / (seconds * cpus),
-                    "cpu_share": cpu_s / wall_s,
-                    "queue_share": sums[f"{name}_queue_s"] / wall_s,
-                }
-            )
+    stages = [
+        {
+            "stage": name,
+            "rows_per_s": rows * cpus / wall_s,
+            "busy": wall_s / (seconds * cpus),
+            "cpu_share": sums[f"{name}_cpu_s"] / wall_s,
+            "queue_share": sums[f"{name}_queue_s"] / wall_s,
+        }
+        for name in STAGES
+        if (wall_s := sums[f"{name}_wall_s"])
+    ]
     busy_s = sum(sums[f"{name}_wall_s"] for name in STAGES)
     return {
         "seconds": seconds,
@@ -204,7 +202,7 @@ class StepAccounting:
     def __init__(self, training: Training) -> None:
         config, setup, loader, progress = training.config, training.setup, training.loader, training.progress
         self._config, self._loader, self._progress = config, loader, progress
-        self._is_first = True
+        self._first_step_done = training.first_step
         self._clock, self._cost, self._peak = setup.clock, setup.multiply_adds_per_row, setup.peak_multiply_adds_per_s
         self._log, self._stop_signal, self._optimizer = training.log, training.stop_signal, setup.optimizer
         self._data = DataStats(loader) if config.observe.times else None
@@ -226,11 +224,9 @@ class StepAccounting:
 
     def count(self, loss: torch.Tensor, batches: Batches, *, stop: int) -> bool:
         """Count a step and return whether the segment must end before `stop`. Collective if a log or a poll is due."""
-        if self._is_first:  # the pipeline may have pulled several batches
-            first_step_s = time.perf_counter() - self._start_s - batches.blocked_s
-            stages = {"first_batch": batches.blocked_s, "first_step": first_step_s}
-            self._log("start_up", {"process": "worker", "stages": stages})
-            self._is_first = False
+        if self._first_step_done is not None:
+            self._first_step_done(batches.blocked_s, time.perf_counter() - self._start_s)
+            self._first_step_done = None
         progress, rows = self._progress, batches.trained()
         progress.count(rows)
         self._num_rows += 0 if rows is None else len(rows.numbers)
@@ -249,14 +245,13 @@ class StepAccounting:
         data = self._data.take() if self._data else []
         means, maxima = over_workers(*values, *data, *self._stop_signal.poll())
         *_, stop_requested, poll_preemption = maxima
-        mean, blocked_s, elapsed_s, num_rows = means[:4]
         times_max_s = dict(zip(times_s, maxima[4:], strict=False))
         times_s = dict(zip(times_s, means[4:], strict=False))
         max_memory = maxima[len(values) - len(memory) : len(values)]
-        self._log_steps(mean, num_rows, blocked_s, sum(times_s.values()) or elapsed_s, times_s, times_max_s, max_memory)
+        self._log_steps(means, times_s, times_max_s, max_memory)
         if self._data:
             self._data.log_means(means[len(values) : len(values) + len(data)], step=progress.step, log=self._log)
-        self._schedule_poll(elapsed_s)
+        self._schedule_poll(elapsed_s=means[2])
         self._losses, self._start_s, self._num_rows, batches.blocked_s = [], now_s, 0, 0.0
         if due:
             self._handle_stop_request(stop_requested, poll_preemption)
@@ -288,16 +283,10 @@ class StepAccounting:
             self.cut = "save" if self.cut == "none" else self.cut
 
     def _log_steps(
-        self,
-        loss: float,
-        num_rows: float,
-        blocked_s: float,
-        elapsed_s: float,
-        times_s: dict[str, float],
-        times_max_s: dict[str, float],
-        max_memory: Sequence[float],
+        self, means: Sequence[float], times_s: dict[str, float], times_max_s: dict[str, float], max_memory: Sequence[float]
     ) -> None:
-        progress = self._progress
+        progress, (loss, blocked_s, elapsed_s, num_rows) = self._progress, means[:4]
+        elapsed_s = sum(times_s.values()) or elapsed_s
         if progress.trained is None:  # count as the loader reports
             rows = self._rows_before + self._loader.rows(progress.step - self._first_step) - progress.rows
         else:

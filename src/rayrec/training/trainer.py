@@ -340,8 +340,7 @@ def _record_failure(events: EventWriter, signals: Signals, launcher: Launcher) -
         yield
     except BaseException as error:
         interrupted = isinstance(error, (SystemExit, KeyboardInterrupt)) and signals.cause is not None
-        cause = f"ended by {signals.cause}" if interrupted else launcher.cause_of(error)
-        events.write("failure", cause=cause, last=True)
+        events.write("failure", cause=f"ended by {signals.cause}" if interrupted else launcher.cause_of(error), last=True)
         raise
 
 

@@ -180,6 +180,7 @@ def _train(
                 log=log_and_note,
                 save=save,
                 stop_signal=watch,
+                first_step=partial(_log_first_step, log),
                 pause_at=attempt.pause_at,
             )
             finished = _loop(config)(training)
@@ -222,6 +223,10 @@ def _log_start(log: Log, stopwatch: Stopwatch, **start: Any) -> None:
     log("start", start)
     stopwatch.lap("begin")
     log("start_up", {"process": "worker", "stages": dict(stopwatch.stages)})
+
+
+def _log_first_step(log: Log, blocked_s: float, elapsed_s: float) -> None:
+    log("start_up", {"process": "worker", "stages": {"first_batch": blocked_s, "first_step": elapsed_s - blocked_s}})
 
 
 def saver_log(folder: str, log: Log, *, grace_s: float) -> Log:
@@ -408,7 +413,7 @@ def finish(
         "rows": progress.rows,
         **accounted(progress, expected),
         "train_s": progress.train_s,
-        "blocked_fraction": progress.blocked_fraction(),
+        "blocked_fraction": progress.blocked_s / progress.train_s if progress.train_s else 0.0,
         "chosen_step": step,
         "checkpoint": best.path,
         "metrics": tested.get("test", validation),

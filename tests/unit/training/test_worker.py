@@ -40,7 +40,7 @@ class Evaluated:
         self.evaluations: list[tuple[str, float]] = []
         config = recipes.criteo_demo("none").replace(early_stopping={"patience": patience})
         prepared = SimpleNamespace(folder=str(folder / "preprocessor"))
-        self.attempt = AttemptContext(config, prepared, str(folder), None, None, "", 0.0)  # type: ignore[arg-type]
+        self.attempt = AttemptContext(config, str(folder), prepared, None, 0.0, engine=None, channel=None, storage_token="")  # type: ignore[arg-type]
         with closing(Run(folder)) as run:
             saver = run.saver(retention=Retention(num_to_keep=9))
             for step in (4, 7):

@@ -49,24 +49,15 @@ class Driver:
     note: Callable[[str], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class AttemptContext:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttemptContext(PreparedRun):
     """Input of every worker of an attempt; picklable."""
 
-    config: TrainConfig
-    prepared: Any
-    """Result of the workload's `prepare`."""
-    folder: str
-    """Absolute path of the run."""
     engine: StreamEngine
     """Runs the data tasks of each worker."""
     channel: ControlChannel
     storage_token: str
     """File in the run's folder that every worker must find."""
-    since_s: float
-    """End of the driver's last start stage, or of the previous attempt, in seconds since 1970."""
-    warm_start: WarmStart | None = None
-    """Weights that a run without a checkpoint starts with. None for start values."""
     pause_at: float | None = None
     """Share of the run's steps after which it pauses. None for all of them."""
     started_s: float = dataclasses.field(default_factory=time.time)
@@ -78,7 +69,7 @@ class AttemptContext:
     ) -> AttemptContext:
         """Return the input of a run's workers, after writing the file that they must find."""
         token = write_token(run.folder, max_outage_s=run.config.failure.max_outage_s)
-        return cls(run.config, run.prepared, run.folder, engine, channel, token, run.since_s, run.warm_start, pause_at)
+        return cls(**vars(run), engine=engine, channel=channel, storage_token=token, pause_at=pause_at)
 
     def stopwatch(self) -> Stopwatch:
         """Return a stopwatch for a worker's start, beginning after the driver's last stage."""

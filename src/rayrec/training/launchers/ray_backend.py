@@ -55,8 +55,7 @@ class _TorchBackend(Backend):
 def _free_address() -> tuple[str, int]:
     """Return the host and a free port of worker 0's node, for the rendezvous."""
     host = ray.util.get_node_ip_address()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with closing(socket.socket(family, socket.SOCK_STREAM)) as listener:
+    with closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)) as listener:
         listener.bind(("", 0))
         return host, listener.getsockname()[1]
 

@@ -152,10 +152,8 @@ def _attempt(run: PreparedRun, signals: Signals, *, is_shared: bool) -> dict[str
 
     try:
         with watched_requests(run.folder, request.channel):
-            fit = functools.partial(_fit, attempt, layout)
-            return follow_attempt(
-                fit, signals, config.failure, request_stop=request.send, written_bytes=request.written_bytes, poll=poll
-            )
+            fit, send = functools.partial(_fit, attempt), request.send
+            return follow_attempt(fit, signals, config.failure, request_stop=send, written_bytes=request.written_bytes, poll=poll)
     finally:  # also after a second signal
         request.close()
 
@@ -186,8 +184,8 @@ def process_group(config: TrainConfig) -> ProcessGroup:
     return ProcessGroup(backend="nccl" if config.scaling.use_gpu else "gloo", timeout_s=timeout_s)
 
 
-def _fit(attempt: AttemptContext, layout: Layout) -> dict[str, Any]:
-    config = attempt.config
+def _fit(attempt: AttemptContext) -> dict[str, Any]:
+    config, layout = attempt.config, attempt.layout
     # By reference: otherwise the controller would unpickle it, and import torch, before it starts a worker.
     reference = ray.put(attempt)
     with storage.Scratch("attempt") as scratch:  # Ray Train gets no checkpoint

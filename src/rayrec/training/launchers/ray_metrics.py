@@ -66,8 +66,20 @@ class PrometheusTracker:
             self._count("rayrec_rows_total", run.interval.rows)
             self._count("rayrec_steps_total", run.interval.steps)
             self._step(event)
-        else:
-            self._other(kind, event)
+        elif kind == "evaluate":
+            for name, value in scalars(event).items():
+                self._metric.set(value, tags={"set": event["set"], "metric": name.partition("/")[2]})
+        elif kind == "checkpoint":
+            self._count("rayrec_checkpoints_total", 1)
+            self._count("rayrec_checkpoint_stall_s_total", event["stall_s"])
+            self._gauges["rayrec_checkpoint_bytes"].set(event["bytes"])
+            self._gauges["rayrec_checkpoint_write_s"].set(event["write_s"])
+        elif kind == "failure":
+            self._count("rayrec_failures_total", 1)
+        elif kind == "data":
+            for name, value in scalars(event).items():
+                *stage, measure = name.split("/")[1:]
+                self._data.set(value, tags={"stage": "/".join(stage) or "all", "measure": measure})
 
     def flush(self) -> None:
         """Do nothing: Ray collects the metrics."""
@@ -84,22 +96,6 @@ class PrometheusTracker:
         for phase, seconds in event.get("times_s", {}).items():
             if seconds > 0:  # Ray rejects 0
                 self._time.inc(seconds, tags={"phase": phase})
-
-    def _other(self, kind: str, event: dict[str, Any]) -> None:
-        if kind == "evaluate":
-            for name, value in scalars(event).items():
-                self._metric.set(value, tags={"set": event["set"], "metric": name.partition("/")[2]})
-        elif kind == "checkpoint":
-            self._count("rayrec_checkpoints_total", 1)
-            self._count("rayrec_checkpoint_stall_s_total", event["stall_s"])
-            self._gauges["rayrec_checkpoint_bytes"].set(event["bytes"])
-            self._gauges["rayrec_checkpoint_write_s"].set(event["write_s"])
-        elif kind == "failure":
-            self._count("rayrec_failures_total", 1)
-        elif kind == "data":
-            for name, value in scalars(event).items():
-                *stage, measure = name.split("/")[1:]
-                self._data.set(value, tags={"stage": "/".join(stage) or "all", "measure": measure})
 
     def _count(self, name: str, amount: float) -> None:
         if amount > 0:

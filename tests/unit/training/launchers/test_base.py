@@ -130,7 +130,7 @@ def test_worker_modules_are_imported_during_preparation(monkeypatch: pytest.Monk
 
 def test_threads_respect_usable_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Container with a quota of 4 CPUs on a machine with 64."""
-    monkeypatch.setattr(layout.machine, "usable_cpus", lambda *, granted: 4)
+    monkeypatch.setattr(layout.host_resources, "usable_cpus", lambda *, granted: 4)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     shares = ProcessLauncher(config(ONE)).allocate_resources(resumes=False, note=print)
     assert shares.per_worker.max_cpus is not None

@@ -206,7 +206,7 @@ def test_job_hook_reaches_data_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """Data tasks omit only the workers' hook: a job's own hook may set their credentials."""
     assigned: list[AttemptContext] = []
 
-    def fit(attempt: AttemptContext, layout: Any) -> dict[str, Any]:
+    def fit(attempt: AttemptContext) -> dict[str, Any]:
         assigned.append(attempt)
         return {}
 
