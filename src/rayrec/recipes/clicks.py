@@ -49,17 +49,9 @@ def clicks_din(path: str | None = None, schema: Schema = PLACEHOLDER_OF_LISTS) -
     """Train DIN on your own log, with a list of earlier items in its schema file: --schema FILE."""
     from rayrec.models.ranking.din import DINConfig
 
-    config = clicks(path, schema)
-    workload = config.workload
-    assert isinstance(workload, ClickWorkload)
-    return config.replace(
-        recipe="clicks_din",
-        workload=workload.replace(
-            model=DINConfig(embedding_dim=16, attention=(64,), mlp=(128, 64)),
-            dense_optimizer=workload.dense_optimizer.replace(learning_rate=0.003),
-        ),
-        min_steps_per_epoch=128,
-    )
+    model = DINConfig(embedding_dim=16, attention=(64,), mlp=(128, 64))
+    workload = {"model": model, "dense_optimizer": {"learning_rate": 0.003}}
+    return clicks(path, schema).replace(recipe="clicks_din", workload=workload, min_steps_per_epoch=128)
 
 
 RECIPES = (clicks, clicks_din)

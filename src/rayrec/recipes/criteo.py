@@ -8,7 +8,6 @@ from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.ranking.ensemble import EnsembleConfig
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.workloads.base import TrainConfig
-from rayrec.workloads.recsys.distillation import TeacherConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.run_config import DataConfig, EarlyStoppingConfig, ScalingConfig
 
@@ -60,13 +59,9 @@ def criteo_kaggle(path: str | None = None) -> TrainConfig:
 
 def criteo_kaggle_distilled(path: str | None = None) -> TrainConfig:
     """Train a DLRM a quarter as wide, distilled from a criteo_kaggle model: --workload.teacher.checkpoint RUN."""
-    config = criteo_kaggle(path)
-    workload = config.workload
-    assert isinstance(workload, ClickWorkload)
     small = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(64, 16, 4), top_mlp=(128, 64, 1))
-    return config.replace(
-        recipe="criteo_kaggle_distilled", workload=workload.replace(model=small, teacher=TeacherConfig(weight=0.5))
-    )
+    workload = {"model": small, "teacher": {"weight": 0.5}}
+    return criteo_kaggle(path).replace(recipe="criteo_kaggle_distilled", workload=workload)
 
 
 def criteo_small(path: str | None = None) -> TrainConfig:
