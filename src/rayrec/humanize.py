@@ -1,7 +1,7 @@
 """Formatting of numbers, sizes, times and durations for terminals, reports, errors and JSON."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -58,6 +58,13 @@ def size_text(size_bytes: float) -> str:
             value = size_bytes / size
             return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
     return f"{size_bytes:.0f} B"
+
+
+def aligned(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
+    """Format the rows of a table. Aligns the columns `left` left, and all others right."""
+    signs = ["<" if column in left else ">" for column in range(len(rows[0]))]
+    cells = [f"{{:{sign}{max(len(row[column]) for row in rows)}}}" for column, sign in enumerate(signs)]
+    return ["  ".join(cells).format(*row).rstrip() for row in rows]
 
 
 def json_values(value: Any) -> Any:

@@ -75,7 +75,13 @@ class EventUploader:
                 raise OSError("the event writer is closed")
             if sum(part.waiting_bytes for part in self._parts) + len(line) > _WAITING_BYTES:
                 raise OSError("too many events waiting for upload")
-            self._ensure_thread()
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="events", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # Thread limit reached, or interpreter shutdown.
+                    raise OSError(str(error)) from None
+                self._thread = thread
             if len(self._parts[-1].lines) > PART_BYTES:
                 self._parts.append(_Part(self._parts[-1].number + 1))
             part = self._parts[-1]
@@ -110,15 +116,6 @@ class EventUploader:
         if num_lost:
             self._on_loss(num_lost, f"store unavailable for the last {CLOSE_S:.0f} s")
 
-    def _ensure_thread(self) -> None:
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="events", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # Thread limit reached, or interpreter shutdown.
-                raise OSError(str(error)) from None
-            self._thread = thread
-
     def _num_waiting(self) -> int:
         return sum(part.num_waiting for part in self._parts)
 
@@ -142,7 +139,8 @@ class EventUploader:
                 ]
             try:
                 for part, lines, count, size_bytes in waiting:
-                    self._upload(part, lines)
+                    with storage.retry_timeout(0):
+                        storage.write_bytes(storage.join(self._folder, f"{self._writer}-{part.number:06d}.jsonl"), lines)
                     with changed:
                         part.num_waiting -= count
                         part.waiting_bytes -= size_bytes
@@ -154,10 +152,6 @@ class EventUploader:
             except (OSError, InputError) as error:  # Retry permission errors too: credentials may be renewed.
                 self._on_outage(str(error))
                 failure_wait_s = min(max(2 * failure_wait_s, _FIRST_WAIT_S), _LONGEST_WAIT_S)
-
-    def _upload(self, part: _Part, lines: bytes) -> None:
-        with storage.retry_timeout(0):
-            storage.write_bytes(storage.join(self._folder, f"{self._writer}-{part.number:06d}.jsonl"), lines)
 
 
 @final

@@ -227,8 +227,7 @@ def follow(
     url = _url(path)
     if url:
         return _follow_url(url, stop=stop, poll_s=2.0 if poll_s is None else poll_s, idle=idle)
-    lines = _growing_lines(Path(path), stop=stop, poll_s=0.2 if poll_s is None else poll_s, idle=idle)
-    return events_in(lines, path)
+    return events_in(_growing_lines(Path(path), stop=stop, poll_s=0.2 if poll_s is None else poll_s, idle=idle), path)
 
 
 def merge_events(path: str | Path) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
@@ -72,33 +72,23 @@ def console_line(event: Event, *, verbose: bool = False) -> str | None:
 
 def figures(run: RunSummary) -> list[tuple[str, str]]:
     """Return all known figures as (name, value) pairs, the most important first."""
-    pairs: list[tuple[str, str]] = []
     last = run.latest.get("step", {})
-    if last.get("loss") is not None:
-        pairs.append(("loss", metric_text(last["loss"])))
     metrics = (run.final or {}).get("metrics") or run.evaluation or {}
     shown = [name for name in _SHOWN_METRICS if metrics.get(name) is not None][:1]
-    pairs += [(name, metric_text(metrics[name])) for name in shown]
-    if run.final is not None and run.final.get("chosen_step") is not None:
-        pairs.append(("weights of", f"step {run.final['chosen_step']:,}"))
-    if last.get("rows_per_s") is not None:
-        pairs.append(("rows/s", number_text(round(last["rows_per_s"]))))
-    if last.get("blocked_fraction") is not None:
-        pairs.append(("blocked", f"{last['blocked_fraction']:.1%}"))
-    if last.get("peak_fraction") is not None:
+    formats: list[tuple[str, Any, Callable[[Any], str]]] = [
+        ("loss", last.get("loss"), metric_text),
+        *((name, metrics[name], metric_text) for name in shown),
+        ("weights of", (run.final or {}).get("chosen_step"), "step {:,}".format),
+        ("rows/s", last.get("rows_per_s"), lambda rate: number_text(round(rate))),
+        ("blocked", last.get("blocked_fraction"), "{:.1%}".format),
         # Above 100 % means that the peak, measured for a few hundredths of a second, was underestimated.
-        pairs.append(("of peak", f"{last['peak_fraction']:.0%}" if last["peak_fraction"] <= 1 else "above measurement"))
-    if last.get("learning_rate") is not None:
-        pairs.append(("learning rate", f"{last['learning_rate']:.3g}"))
-    left_s = run.left_s()
-    if left_s is not None and not run.ended:
-        pairs.append(("left", duration_text(round(left_s))))
-    saved = run.latest.get("checkpoint")
-    if saved is not None:
-        pairs.append(("saved", f"step {saved['step']:,} ({size_text(saved['bytes'])})"))
-    if run.restarts:
-        pairs.append(("restarts", str(len(run.restarts))))
-    return pairs
+        ("of peak", last.get("peak_fraction"), lambda share: f"{share:.0%}" if share <= 1 else "above measurement"),
+        ("learning rate", last.get("learning_rate"), "{:.3g}".format),
+        ("left", None if run.ended else run.left_s(), lambda left_s: duration_text(round(left_s))),
+        ("saved", run.latest.get("checkpoint"), lambda saved: f"step {saved['step']:,} ({size_text(saved['bytes'])})"),
+        ("restarts", len(run.restarts) or None, str),
+    ]
+    return [(name, text(value)) for name, value, text in formats if value is not None]
 
 
 def line(run: RunSummary) -> str:

@@ -234,8 +234,7 @@ class RunSummary:
     def _draw(self, event: Event, fields: Mapping[str, Any]) -> None:
         if self._curves:
             assert self._begin_s is not None
-            row = self._curve.setdefault(event["step"], {"step": event["step"]})
-            row.update(fields, time_s=event["time"] - self._begin_s)
+            self._curve.setdefault(event["step"], {"step": event["step"]}).update(fields, time_s=event["time"] - self._begin_s)
 
     def _save(self, event: Event) -> None:
         if event["kind"] == "checkpoint_late":

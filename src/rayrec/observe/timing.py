@@ -125,8 +125,7 @@ class Stopwatch:
     @classmethod
     def of_process(cls) -> Self:
         """Return a stopwatch that runs since the start of this process, or since this call if the system does not report it."""
-        now_s = time.time()
-        return cls(now_s - (process_age_s() or 0.0))
+        return cls(time.time() - (process_age_s() or 0.0))
 
     def lap(self, stage: str, *, at_s: float | None = None) -> None:
         """End the stage now, or at unix time `at_s`. Repeated stages add up. Clocks of two machines may differ, so the

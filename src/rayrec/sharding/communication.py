@@ -112,8 +112,7 @@ class CommunicationVolume:
     def bytes_per_row(self, *names: Exchange) -> tuple[float, float]:
         """Return the bytes that all workers send per row (inside nodes, between nodes) in the named exchanges. Default: all."""
         flows = [self.flows[name] for name in names or self.flows]
-        inside = sum(sum(flow.sent_inside) for flow in flows) / self.rows
-        return inside, sum(sum(flow.sent_between) for flow in flows) / self.rows
+        return sum(sum(flow.sent_inside) for flow in flows) / self.rows, sum(sum(flow.sent_between) for flow in flows) / self.rows
 
     def rows_per_s(self, links: LinkBandwidth) -> float | None:
         """Return the maximum rows/s of all workers, if only exchanges took time, or None without limit."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from rayrec.humanize import size_text
+from rayrec.humanize import aligned, size_text
 from rayrec.optim.config import FLOAT_BYTES
 
 if TYPE_CHECKING:
@@ -109,18 +109,11 @@ def describe(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -
     for row in rows:
         for rank, size in row.bytes_of_rank.items():
             sizes[rank].append(size)
-    widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
-    left = {0, 3, 4}
-
-    def layout(line: tuple[str, ...]) -> str:
-        cells = (f"{cell:{'<' if n in left else '>'}{width}}" for n, (cell, width) in enumerate(zip(line, widths, strict=True)))
-        return "  ".join(cells).rstrip()
-
     workers = [
         f"worker {rank}: {len(of_rank)} table{'s' if len(of_rank) > 1 else ''}, {readable(sum(of_rank))}"
         for rank, of_rank in sorted(sizes.items())
     ]
-    return "\n".join([layout(head), *map(layout, lines), *workers])
+    return "\n".join([*aligned([head, *lines], left={0, 3, 4}), *workers])
 
 
 def tables_of(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -226,17 +219,15 @@ def worker_memories(
     # Replicated on all ranks, but saved by one
     data_parallel_bytes = sum(row.bytes_of_rank[0] for row in rows if row.sharding_type == "data_parallel")
     dense_saved = dense_weights * FLOAT_BYTES + dense_state_bytes
-    memories = []
-    for rank in range(world_size):
-        sharded_bytes = sum(row.bytes_of_rank.get(rank, 0) for row in rows if row.sharding_type != "data_parallel")
-        memories.append(
-            WorkerMemory(
-                tables=sum(row.device_bytes(rank) for row in rows),
-                gradients=sum(row.gradient_bytes for row in rows),
-                dense=dense_weights * FLOAT_BYTES + dense_saved,
-                batches=batch_bytes,
-                checkpoint=sharded_bytes + (data_parallel_bytes + dense_saved) // world_size,
-                host_tables=sum(row.host_bytes(rank) for row in rows),
-            )
+    sharded = [row for row in rows if row.sharding_type != "data_parallel"]
+    return [
+        WorkerMemory(
+            tables=sum(row.device_bytes(rank) for row in rows),
+            gradients=sum(row.gradient_bytes for row in rows),
+            dense=dense_weights * FLOAT_BYTES + dense_saved,
+            batches=batch_bytes,
+            checkpoint=sum(row.bytes_of_rank.get(rank, 0) for row in sharded) + (data_parallel_bytes + dense_saved) // world_size,
+            host_tables=sum(row.host_bytes(rank) for row in rows),
         )
-    return memories
+        for rank in range(world_size)
+    ]

@@ -34,13 +34,12 @@ def write(folders: Sequence[str], *, out: str, price: Price | None = None) -> st
 def render(runs: Sequence[Run], *, price: Price | None = None) -> str:
     """Render the page. Pure."""
     names = _names(runs)
-    rows = [run.sums.curve() for run in runs]
     return document(
         f"{len(runs)} runs",
         (
             Section("Results", join_parts((_results(runs, names, price), draw("parts.html", "significance")))),
             Section("Mean over seeds", _seed_statistics(runs)),
-            Section("Curves", _curves(names, rows)),
+            Section("Curves", _curves(names, [run.sums.curve() for run in runs])),
             Section("Configurations", _differences(runs, names)),
         ),
         wide=True,
@@ -110,8 +109,7 @@ def _mean_text(values: Sequence[float | None]) -> str:
 
 
 def _column(run: Run, spent: Cost | None) -> dict[str, str]:
-    last = run.sums.latest.get("step")
-    source: Mapping[str, Any] = run.summary or last or {}
+    source: Mapping[str, Any] = run.summary or run.sums.latest.get("step") or {}
     column = {"recipe": str(run.run_event.get("recipe", "-")), "status": run.sums.standing()}
     if source:
         column["steps"] = f"{source['steps'] if run.summary else source['step']:,}"

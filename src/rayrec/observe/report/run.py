@@ -82,6 +82,8 @@ def try_write_report(folder: str, *, note: Callable[[str], None]) -> None:
 def render(run: Run, *, price: Price | None = None) -> str:
     """Render the page. Pure."""
     events, summary, sums = run.events, run.summary, run.sums
+    diagnosis = diagnose(sums)
+    verdict = (summary or {}).get("verdict") or (diagnosis and diagnosis.text)
     return document(
         f"{run.run_event.get('recipe', 'run')}: {run.run_event.get('name', '')}",
         (
@@ -100,7 +102,7 @@ def render(run: Run, *, price: Price | None = None) -> str:
             training.profiles(events),
             Section("Configuration", folded("config.yaml", draw("parts.html", "preformatted", text=run.config))),
         ),
-        intro=join_parts((_facts(run), figures(run), _diagnosis(run))),
+        intro=join_parts((_facts(run), figures(run), draw("parts.html", "verdict", text=verdict) if verdict else Markup())),
     )
 
 
@@ -153,10 +155,3 @@ def figures(run: Run) -> Markup:
             ("repeated steps", f"{sum(restart.steps_redone for restart in spent):,}"),
         ]
     return tiles(named)
-
-
-def _diagnosis(run: Run) -> Markup:
-    """Render the bottleneck diagnosis."""
-    diagnosis = diagnose(run.sums)
-    text = run.summary["verdict"] if run.summary and run.summary.get("verdict") else diagnosis and diagnosis.text
-    return draw("parts.html", "verdict", text=text) if text else Markup()

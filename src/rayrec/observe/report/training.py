@@ -109,8 +109,7 @@ def time_split(events: Sequence[Event]) -> Section | None:
         seconds = [after[name] - before[name] for name in names]
         last = events[steps[edge - 1]]["step"]
         bars.append(Bar(f"to step {last:,}", [part / max(sum(seconds), 1e-12) for part in seconds]))
-    fractions = stacked_bars("Over the run", shown, bars, text=lambda value: f"{value:.1%}")
-    return Section("Where the time went", total + fractions)
+    return Section("Where the time went", total + stacked_bars("Over the run", shown, bars, text=lambda value: f"{value:.1%}"))
 
 
 def stages(side: PipelineStats | None) -> Section | None:
@@ -147,8 +146,7 @@ def start_up(starts: Sequence[Mapping[str, float]]) -> Section | None:
     if not rows:
         return None
     rows.append(["total", *(duration_text(sum(stages.values())) for stages in stages_of)])
-    heads = ["stage", *(f"start {number}" for number, _ in shown)]
-    return Section("Start-up", table(heads, rows, name="Stages of the start"))
+    return Section("Start-up", table(["stage", *(f"start {number}" for number, _ in shown)], rows, name="Stages of the start"))
 
 
 def course(events: Sequence[Event], attempts: Sequence[Attempt]) -> Section | None:
@@ -176,8 +174,7 @@ def course(events: Sequence[Event], attempts: Sequence[Attempt]) -> Section | No
         (name, [Moment(_since(events, event), f"step {event['step']:,}") for event in events if event["kind"] == kind])
         for name, kind in (("evaluations", "evaluate"), ("checkpoints", "checkpoint"))
     ]
-    figures = timeline("Timeline", [("training", trained), ("restarts", down)], moments)
-    return Section("Attempts", figures + _attempts(attempts))
+    return Section("Attempts", timeline("Timeline", [("training", trained), ("restarts", down)], moments) + _attempts(attempts))
 
 
 def _attempts(attempts: Sequence[Attempt]) -> Markup:

@@ -71,9 +71,8 @@ class TrackersConfig(Config):
         if self.mlflow:
             makers["MLflow"] = _maker("mlflow", "MlflowTracker", self.mlflow_uri, experiment=self.project, config=values)
         if self.wandb != "off":
-            offline = self.wandb == "offline"
             makers["Weights & Biases"] = _maker(
-                "wandb", "WandbTracker", folder, project=self.project, offline=offline, config=values
+                "wandb", "WandbTracker", folder, project=self.project, offline=self.wandb == "offline", config=values
             )
         if self.mllog:
             makers["MLLOG"] = _maker("log_files", "MlLogTracker", folder, config=values)

@@ -78,8 +78,7 @@ class MlflowTracker:
         experiment = self._client.get_experiment_by_name(self._experiment)
         number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
         runs = self._client.search_runs([number], f"tags.`{IDENTITY}` = '{self._identity}'", max_results=1)
-        name = self._config["name"]
-        run = runs[0] if runs else self._client.create_run(number, run_name=name, tags={IDENTITY: self._identity})
+        run = runs[0] if runs else self._client.create_run(number, run_name=self._config["name"], tags={IDENTITY: self._identity})
         run_id = run.info.run_id
         self._client.update_run(run_id, status="RUNNING")
         tags = [RunTag(key, value) for key, value in self._tags.items()]

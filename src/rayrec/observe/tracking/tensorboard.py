@@ -2,6 +2,7 @@
 
 import os
 import socket
+from types import SimpleNamespace
 from typing import Any, Final, final
 
 from tensorboardX.proto.event_pb2 import Event as Record
@@ -89,11 +90,4 @@ class TensorBoardTracker:
 _START: Final = SessionLog(status=SessionLog.START)
 
 
-class _AppendFiles:
-    """File factory for tensorboardX (`register_writer_factory`)."""
-
-    def open(self, path: str) -> AppendFile:
-        return AppendFile(path.removeprefix(f"{_SCHEME}:"))
-
-
-register_writer_factory(_SCHEME, _AppendFiles())
+register_writer_factory(_SCHEME, SimpleNamespace(open=lambda path: AppendFile(path.removeprefix(f"{_SCHEME}:"))))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, Protocol, final, runtime_checkable
+from typing import Any, Final, Protocol, final
 
 from rayrec import storage
 from rayrec.observe.event_json import redact_credentials
@@ -42,7 +42,11 @@ class AppendFile:
     def flush(self, *, now: bool = False) -> None:
         """Write the buffered bytes. URLs are uploaded every `UPLOAD_S` seconds, or `now`. Raises OSError on failure."""
         if self._is_url:
-            self._upload(now)
+            if len(self._waiting) != self._uploaded_bytes and (now or time.monotonic() >= self._next_upload_s):
+                with storage.retry_timeout(0):
+                    storage.write_bytes(self.path, bytes(self._waiting))
+                self._uploaded_bytes = len(self._waiting)
+                self._next_upload_s = time.monotonic() + UPLOAD_S
             return
         partial = f"{self.path}.partial"
         if self._descriptor is None:
@@ -52,14 +56,6 @@ class AppendFile:
             del self._waiting[: os.write(self._descriptor, self._waiting)]
         with contextlib.suppress(FileNotFoundError):  # Already renamed.
             os.replace(partial, self.path)
-
-    def _upload(self, now: bool) -> None:
-        if len(self._waiting) == self._uploaded_bytes or not (now or time.monotonic() >= self._next_upload_s):
-            return
-        with storage.retry_timeout(0):
-            storage.write_bytes(self.path, bytes(self._waiting))
-        self._uploaded_bytes = len(self._waiting)
-        self._next_upload_s = time.monotonic() + UPLOAD_S
 
     def close(self) -> None:
         """Flush, and close the file even if that fails."""
@@ -94,14 +90,6 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Deliver the rest. This is the last call."""
-
-
-@runtime_checkable
-class Abandonable(Protocol):
-    """Tracker that keeps the process alive while its server is unreachable."""
-
-    def abandon(self) -> None:
-        """Let the process end. Called from another thread if the tracker is abandoned."""
 
 
 @contextmanager
@@ -149,8 +137,9 @@ class TrackerThread:
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._thread.is_alive():
             self._note_once(f"not finished {CLOSE_S:.0f} s after the end. The last events may be missing.")
-            if isinstance(self._tracker, Abandonable):
-                self._tracker.abandon()
+            # Of a tracker that keeps the process alive while its server is unreachable.
+            if abandon := getattr(self._tracker, "abandon", None):
+                abandon()
                 # The interpreter may abort if its shutdown interrupts the thread in foreign code.
                 self._thread.join(_ABANDONED_S)
 
@@ -159,8 +148,7 @@ class TrackerThread:
         try:
             self._tracker = tracker = self._make()
             # Events within FLUSH_S of a delivery are sent by a later idle call, without waiting for another event.
-            idle = partial(self._deliver_due, tracker)
-            for event in follow(self._path, stop=self._stop, poll_s=poll_s, idle=idle):
+            for event in follow(self._path, stop=self._stop, poll_s=poll_s, idle=partial(self._deliver_due, tracker)):
                 self._take(tracker, event)
                 self._deliver_due(tracker)
             tracker.close()
