@@ -109,8 +109,12 @@ class TrainConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.name is not None:
-            _check_name(self.name)
+        # It becomes a single folder in the storage path.
+        if self.name is not None and not (re.fullmatch(r"\w[\w.-]*", self.name) and len(self.name) <= MAX_NAME_LETTERS):
+            raise InputError(
+                f"name: must have 1 to {MAX_NAME_LETTERS} letters, digits, '.', '_' and '-', and start with a letter, a digit or "
+                f"'_', got {self.name!r}"
+            )
         if self.eval_data.shuffle != "none":
             raise InputError(
                 f"eval_data.shuffle: must be 'none', because evaluation reads in log order, got {self.eval_data.shuffle!r}"
@@ -119,15 +123,6 @@ class TrainConfig(Config):
             raise InputError(f"loop: must be {' or '.join(self.workload.LOOPS)} for recipe {self.recipe}, got {self.loop}")
         if self.early_stopping.patience and not self.checkpoint.keep_best:
             raise InputError("checkpoint.keep_best: must be at least 1, because early stopping uses the best weights, got 0")
-
-
-def _check_name(name: str) -> None:
-    """Check that the name can be a single folder in the storage path."""
-    if not re.fullmatch(r"\w[\w.-]*", name) or len(name) > MAX_NAME_LETTERS:
-        raise InputError(
-            f"name: must have 1 to {MAX_NAME_LETTERS} letters, digits, '.', '_' and '-', and start with a letter, a digit or "
-            f"'_', got {name!r}"
-        )
 
 
 def effective_batch_size(config: TrainConfig, *, rows: int, world_size: int) -> int:

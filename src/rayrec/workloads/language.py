@@ -50,8 +50,7 @@ class GPT2Config(Config):
     def num_parameters(self, vocabulary_size: int) -> int:
         """Return the number of trainable parameters. The output layer shares the token embedding."""
         embeddings = (vocabulary_size + self.n_positions) * self.n_embd
-        block = 12 * self.n_embd**2 + 13 * self.n_embd
-        return embeddings + self.n_layer * block + 2 * self.n_embd
+        return embeddings + self.n_layer * (12 * self.n_embd**2 + 13 * self.n_embd) + 2 * self.n_embd
 
     def to_huggingface(self, vocabulary_size: int, *, end_of_text: int | None = None) -> dict[str, Any]:
         """Return the config.json values for a vocabulary size. `end_of_text` is the token that ends a document."""

@@ -258,5 +258,4 @@ def _pays(inputs: torch.Tensor, out_features: int) -> bool:
 def _product(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Multiply inputs [..., in_features] by weight [out_features, in_features] with any strides, and add the bias."""
     rows = inputs.reshape(-1, inputs.shape[-1])
-    outputs = linear_stack(rows, [weight, bias], relus=(False,), dtype=torch.float32)
-    return outputs.view(*inputs.shape[:-1], weight.shape[0])
+    return linear_stack(rows, [weight, bias], relus=(False,), dtype=torch.float32).view(*inputs.shape[:-1], weight.shape[0])

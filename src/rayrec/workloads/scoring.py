@@ -147,8 +147,7 @@ def require_same_optimizer(
     """Check that the optimizer settings in `fields`, which determine its state, match the checkpoint. Raises InputError. `group`
     is the field of the workload."""
     current = optimizer.to_dict()
-    default = type(optimizer)().to_dict()
-    previous = {**default, **(stored["workload"].get(group) or {})}
+    previous = {**type(optimizer)().to_dict(), **(stored["workload"].get(group) or {})}
     for field in fields:
         if bool(previous[field]) != bool(current[field]) or (
             isinstance(current[field], str) and previous[field] != current[field]

@@ -6,7 +6,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -195,18 +194,14 @@ def time_collective_waits(clock: StepTimer) -> Iterator[None]:
 def time_gradient_exchange(clock: StepTimer, loss: torch.Tensor) -> None:
     """Attribute the end of the backward pass of `loss` to collectives: DDP and FSDP exchange gradients during it, and wait for
     the rest in C++."""
+
+    def computed() -> None:
+        if clock.now == "backward":  # the code that enter_phase `backward` leaves it after the pass
+            clock.enter("collectives")
+
     if clock.measures and loss.requires_grad:
-        loss.register_hook(partial(_at_the_end, clock))
-
-
-def _at_the_end(clock: StepTimer, gradient: torch.Tensor) -> None:
-    # Callbacks run in queue order, so this runs before the callbacks of DDP and FSDP.
-    call_at_end_of_backward(partial(_computed, clock))
-
-
-def _computed(clock: StepTimer) -> None:
-    if clock.now == "backward":  # the code that enter_phase `backward` leaves it after the pass
-        clock.enter("collectives")
+        # Callbacks run in queue order, so this one runs before those of DDP and FSDP.
+        loss.register_hook(lambda gradient: call_at_end_of_backward(computed))
 
 
 @final

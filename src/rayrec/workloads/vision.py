@@ -185,8 +185,7 @@ class VisionWorkload(DataParallelWorkload):
 
     def open_set(self, context: WorkerContext, prepared: Prepared, name: str) -> RowSource:
         part = prepared.sets[name]
-        arrays = part.arrays.get()
-        return ArrayRows({key: array[part.start : part.stop] for key, array in arrays.items()})
+        return ArrayRows({key: array[part.start : part.stop] for key, array in part.arrays.get().items()})
 
     def build(self, prepared: Prepared) -> ResNet:
         import torch

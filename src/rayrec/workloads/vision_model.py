@@ -41,8 +41,7 @@ def augmented(images: torch.Tensor, *, max_shift: float, max_rotation_degrees: f
         dim=1,
     )
     grid = functional.affine_grid(to_old, [rows, 1, height, width], align_corners=False)
-    moved = functional.grid_sample(images.float().unsqueeze(1), grid, padding_mode="zeros", align_corners=False)
-    return moved.squeeze(1)
+    return functional.grid_sample(images.float().unsqueeze(1), grid, padding_mode="zeros", align_corners=False).squeeze(1)
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -106,8 +105,7 @@ def _stage(width_in: int, width: int, *, blocks: int, stride: int) -> nn.Sequent
     if stride != 1:
         downsample = nn.Sequential(nn.Conv2d(width_in, width, 1, stride=stride, bias=False), BatchNorm(width))
     first = BasicBlock(width_in, width, stride=stride, downsample=downsample)
-    blocks_after = [BasicBlock(width, width, stride=1, downsample=None) for _ in range(blocks - 1)]
-    return nn.Sequential(first, *blocks_after)
+    return nn.Sequential(first, *[BasicBlock(width, width, stride=1, downsample=None) for _ in range(blocks - 1)])
 
 
 def load_weights(model: ResNet, weights: Mapping[str, torch.Tensor], *, where: str) -> None:
@@ -124,10 +122,12 @@ def load_weights(model: ResNet, weights: Mapping[str, torch.Tensor], *, where: s
     # Torchvision's first weights are older than the counters.
     missing = [name for name in parameters if name not in tensors and not name.endswith("num_batches_tracked")]
     unknown = [name for name in tensors if name not in parameters]
-    if missing or unknown:
+    if names := unknown or missing:
+        blocks = tuple(len(stage) for stage in (model.layer1, model.layer2, model.layer3, model.layer4))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise InputError(
-            f"{where}: must match a ResNet with blocks {_blocks(model)}, got {'unknown' if unknown else 'no'} "
-            f"{_some(unknown or missing)}. Choose weights of torchvision's network of that depth."
+            f"{where}: must match a ResNet with blocks {blocks}, got {'unknown' if unknown else 'no'} {', '.join(names[:3])}"
+            f"{more}. Choose weights of torchvision's network of that depth."
         )
     for name, tensor in tensors.items():
         if tensor.shape != parameters[name].shape:
@@ -137,11 +137,3 @@ def load_weights(model: ResNet, weights: Mapping[str, torch.Tensor], *, where: s
                 f"{hint}."
             )
     model.load_state_dict(tensors, strict=False)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _blocks(model: ResNet) -> tuple[int, ...]:
-    return tuple(len(stage) for stage in (model.layer1, model.layer2, model.layer3, model.layer4))

@@ -36,8 +36,7 @@ def step_start(context: WorkerContext, optimizer: Any, schedule: LearningRateSch
 
 def step_seed(seed: int, step: int, rank: int) -> int:
     """Return the random seed of a step."""
-    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()[:8], "little") >> 1
 
 
 def seed_generators(number: int, device: torch.device) -> None:

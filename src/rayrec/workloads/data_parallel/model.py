@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from rayrec.bounds import Count
 from rayrec.config import InputError
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
-from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext, Workload
+from rayrec.workloads.base import TrainConfig, WorkerContext, Workload
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,10 +41,7 @@ class DataParallelModel(Workload, abc.ABC):
                 "shards. Use parallel ddp, or kind adamw."
             )
 
-    # -- required
-
-    @abc.abstractmethod
-    def prepare(self, context: RunContext) -> Any: ...
+    # -- required, in addition to `prepare` and `score`
 
     @abc.abstractmethod
     def set_rows(self, prepared: Any) -> dict[str, int]:
@@ -62,9 +59,6 @@ class DataParallelModel(Workload, abc.ABC):
     def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Compute named measures of each row, [rows]. Training minimizes the mean `loss`. Evaluation reports the means of all.
         `model` may be wrapped, so only call it. With precision bf16, this runs under autocast."""
-
-    @abc.abstractmethod
-    def score(self, metrics: dict[str, float]) -> float: ...
 
     # -- optional
 

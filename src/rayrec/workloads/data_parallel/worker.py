@@ -47,8 +47,7 @@ def train_loader(
 
 
 def _batch_size(workload: DataParallelModel, context: WorkerContext, prepared: Any) -> int:
-    rows = workload.set_rows(prepared)["train"]
-    return effective_batch_size(context.config, rows=rows, world_size=context.world_size)
+    return effective_batch_size(context.config, rows=workload.set_rows(prepared)["train"], world_size=context.world_size)
 
 
 def set_up(workload: DataParallelModel, context: WorkerContext, prepared: Any) -> WorkerSetup:
@@ -63,11 +62,10 @@ def set_up(workload: DataParallelModel, context: WorkerContext, prepared: Any) -
     wrapped = parallelize(model, workload.parallel, context)
     optimizer = workload.optimizer.build_named(dict(model.named_parameters()))
     clock = make_step_timer(context.device, measure=config.observe.times)
-    pipeline = RowPipeline(workload, model, wrapped, optimizer, context, clock)
     return WorkerSetup(
         model=model,
         optimizer=optimizer,
-        pipeline=pipeline,
+        pipeline=RowPipeline(workload, model, wrapped, optimizer, context, clock),
         clock=clock,
         multiply_adds_per_row=cost,
         begin_step=step_start(context, optimizer, workload.schedule),
@@ -196,17 +194,13 @@ class RowPipeline:
             time_gradient_exchange(self.clock, loss)
         return loss
 
-    @contextlib.contextmanager
-    def exchange(self, enabled: bool) -> Iterator[None]:
-        """Return a context that enables or disables averaging gradients over the workers."""
+    def exchange(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a context that enables or disables averaging gradients over the workers. FSDP keeps the last setting."""
         if isinstance(self.wrapped, FSDPModule):
             self.wrapped.set_requires_gradient_sync(enabled)
-            yield
-        elif isinstance(self.wrapped, DistributedDataParallel) and not enabled:
-            with self.wrapped.no_sync():
-                yield
-        else:
-            yield
+        if isinstance(self.wrapped, DistributedDataParallel) and not enabled:
+            return self.wrapped.no_sync()
+        return contextlib.nullcontext()
 
     @torch.no_grad()
     def _measure(self, batch: Batch) -> StepOutput:

@@ -6,19 +6,16 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rayrec import storage
+from rayrec.bounds import Fraction
 from rayrec.checkpoint import Checkpoint, open_checkpoint
 from rayrec.config import Config, InputError
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.metrics.binary import sigmoid
-
-if TYPE_CHECKING:
-    from rayrec.workloads.recsys.scorer import ClickScorer
 
 RECORD = "teacher.json"
 """File in the run folder that records its teacher, so that a resumed run uses the same one."""
@@ -31,13 +28,11 @@ class TeacherConfig(Config):
     checkpoint: str | tuple[str, ...] | None = None
     """Folder of a click model's checkpoint or run, reachable from every node. Its Preprocessor is reused. Several folders make
     the mean of their logits the teacher. They must have been trained with one Preprocessor and precision."""
-    weight: float = 0.0
+    weight: Fraction = 0.0
     """Weight of the teacher's probability in the target. The label has the remaining weight. 0 disables the teacher."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.weight <= 1:
-            raise InputError(f"teacher.weight: must be between 0 and 1, got {self.weight}")
         if self.checkpoint is not None and not all(self.checkpoints):
             raise InputError(
                 "teacher.checkpoint: must be one or more runs or checkpoints, got an empty value. Set it, or leave it out."
@@ -100,20 +95,17 @@ def load_targets(teacher: Teacher, preprocessor: Preprocessor) -> Callable[[Enco
     the Knowledge in a Neural Network", at temperature 1). Memory: the teacher's weights, once per worker. Raises InputError for
     damaged weights, another kind of model, and incompatible models.
     """
-    scorer = _load_scorer(teacher.checkpoints, preprocessor)
+    from rayrec.workloads.recsys.scorer import click_settings, load_mean_scorer, load_scorer
+
+    if len(teacher.checkpoints) > 1:
+        scorer = load_mean_scorer(teacher.checkpoints, preprocessor=preprocessor, device="cpu")
+    else:
+        (checkpoint,) = teacher.checkpoints
+        model, precision = click_settings(Checkpoint(checkpoint))
+        scorer = load_scorer(model, precision=precision, checkpoint=checkpoint, preprocessor=preprocessor, device="cpu")
     weight = np.float32(teacher.weight)
 
     def targets(rows: EncodedRows) -> np.ndarray:
         return (1 - weight) * rows.label + weight * sigmoid(scorer.score(rows))
 
     return targets
-
-
-def _load_scorer(checkpoints: tuple[str, ...], preprocessor: Preprocessor) -> ClickScorer:
-    from rayrec.workloads.recsys.scorer import click_settings, load_mean_scorer, load_scorer
-
-    if len(checkpoints) > 1:
-        return load_mean_scorer(checkpoints, preprocessor=preprocessor, device="cpu")
-    (checkpoint,) = checkpoints
-    model, precision = click_settings(Checkpoint(checkpoint))
-    return load_scorer(model, precision=precision, checkpoint=checkpoint, preprocessor=preprocessor, device="cpu")

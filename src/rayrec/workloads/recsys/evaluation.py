@@ -59,8 +59,7 @@ class EvaluationCounts:
         for number, (key, column) in enumerate(self._columns.items()):
             ids = ids_of[key]
             unknown = np.count_nonzero(ids == column.unknown_id)
-            missing = np.count_nonzero(ids == column.missing_id)
-            self._by_column[number] += (len(ids), unknown, missing)
+            self._by_column[number] += (len(ids), unknown, np.count_nonzero(ids == column.missing_id))
 
     def make_metrics(self) -> ClickMetrics:
         return ClickMetrics(self)

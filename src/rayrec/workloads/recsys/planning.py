@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from rayrec.batch import Batch
     from rayrec.models.cost import NetworkCost
     from rayrec.models.sharded_model import ClickModel
-    from rayrec.workloads.base import TrainConfig
-    from rayrec.workloads.recsys.settings import ClickSettings, Prepared
 
 _UNKNOWN_BYTES: Final = 2**50
 """Memory limit larger than any tables."""
@@ -244,8 +242,7 @@ def batch_bytes(workload: ClickSettings, config: TrainConfig, cost: NetworkCost,
     evaluation keeps nothing for a backward pass, so half of its rows count."""
     copies = _COPIES_OF_EMBEDDINGS + workload.sparse_optimizer.has_custom_update  # plus gradients by row
     of_row = copies * values * FLOAT_BYTES + _COPIES_OF_ACTIVATIONS * cost.saved_bytes_per_row
-    rows = max(config.batch_size, config.eval_batch_size // 2)
-    return int(rows * of_row) + copies * constant_values * FLOAT_BYTES
+    return int(max(config.batch_size, config.eval_batch_size // 2) * of_row) + copies * constant_values * FLOAT_BYTES
 
 
 def lookups_of(
@@ -416,15 +413,12 @@ class SliceRows:
         workload = context.config.workload
         assert isinstance(workload, ClickSettings)
         preprocessor = Preprocessor.load(self.folder)
-        setup = workload.set_up(context, self._prepared(preprocessor))
-        return setup, self._batches(context, workload, preprocessor, size=setup.described["batch_size"])
-
-    def _prepared(self, preprocessor: Preprocessor) -> Prepared:
         # Only the row count matters.
         order = BlockOrder((SegmentRange(self.index.segments[0], 0, self.rows_of_log),), "none", 0, 1)
-        shared, inputs = InProcess(preprocessor), preprocessor.inputs
-        sets = {"train": order}
-        return Prepared(shared, preprocessor.hash(), inputs, self.num_embeddings, sets, 0, self.folder, None)
+        shared, inputs, sets = InProcess(preprocessor), preprocessor.inputs, {"train": order}
+        prepared = Prepared(shared, preprocessor.hash(), inputs, self.num_embeddings, sets, 0, self.folder, None)
+        setup = workload.set_up(context, prepared)
+        return setup, self._batches(context, workload, preprocessor, size=setup.described["batch_size"])
 
     def _batches(self, context: WorkerContext, workload: ClickSettings, preprocessor: Preprocessor, *, size: int) -> list[Batch]:
         """Return this worker's share of the slice in batches of `size` rows. Repeats rows to fill at least one batch."""

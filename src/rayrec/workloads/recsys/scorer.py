@@ -99,8 +99,7 @@ class PlainModel(nn.Module):
 
     def outputs(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> Mapping[str, torch.Tensor]:
         """Return the network outputs: head values and others."""
-        network_outputs = self.network(dense, embedded)
-        return named_outputs(network_outputs, self.heads, where=f"{type(self.network).__name__}: forward")
+        return named_outputs(self.network(dense, embedded), self.heads, where=f"{type(self.network).__name__}: forward")
 
     def embedded(self, pooled: torch.Tensor, *sequences: torch.Tensor) -> KeyedEmbeddings:
         """Build the embeddings of the network from inputs of `forward`. `sequences` may omit ids and tables."""
@@ -161,8 +160,7 @@ class ClickScorer:
         """Return the predictions [rows, ...] of the heads by tensor name. For labels, these are float32 logits or predicted
         numbers."""
         with torch.inference_mode():
-            values = self._model.predict(*self.inputs(rows))
-            return {name: tensor.cpu().numpy() for name, tensor in values.items()}  # device sync
+            return {name: tensor.cpu().numpy() for name, tensor in self._model.predict(*self.inputs(rows)).items()}  # device sync
 
     def measure(self, rows: EncodedRows) -> dict[str, np.ndarray]:
         """Return the measures of a model without labels, float64 [rows], NaN in excluded rows."""

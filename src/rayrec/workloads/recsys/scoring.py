@@ -30,15 +30,12 @@ from rayrec.models.base import ModelInputs
 from rayrec.models.heads import BinaryHead, Head, LabelHead, labels_accumulator
 from rayrec.schema import Schema
 from rayrec.storage import cache
-from rayrec.workloads.base import ScoringContext
-from rayrec.workloads.recsys.scorer import load_preprocessor, load_scorer
-from rayrec.workloads.recsys.settings import check_grouped
+from rayrec.workloads.base import ScoringContext, TrainConfig
+from rayrec.workloads.recsys.scorer import ClickScorer, load_preprocessor, load_scorer
+from rayrec.workloads.recsys.settings import ClickSettings, check_grouped
 from rayrec.workloads.scoring import GROUP, KEY, BlockScorer, Device, Scoring
 
 if TYPE_CHECKING:
-    from rayrec.workloads.base import TrainConfig
-    from rayrec.workloads.recsys.scorer import ClickScorer
-    from rayrec.workloads.recsys.settings import ClickSettings
     from rayrec.workloads.run_config import DataConfig
 
 DAY = "day"
@@ -196,8 +193,7 @@ class _ClickTotals:
         def of_labels(column: str) -> dict[str, np.ndarray]:
             return {head.name: numpy_of(table.column(f"{column}{head.suffix}")) for head in self._heads}
 
-        groups = numpy_of(table.column(GROUP)) if self._grouped else None
-        self._kept.update(of_labels("logit"), of_labels("label"), groups)
+        self._kept.update(of_labels("logit"), of_labels("label"), numpy_of(table.column(GROUP)) if self._grouped else None)
 
     def compute(self) -> dict[str, float]:
         return self._kept.compute()

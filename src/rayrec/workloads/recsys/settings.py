@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from rayrec.bounds import Positive
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset
@@ -66,7 +67,7 @@ class ClickSettings(Workload):
     """Optimizer of the embedding tables."""
     dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
     """Optimizer of the network."""
-    max_gradient_norm: float | None = None
+    max_gradient_norm: Positive | None = None
     """Joint 2-norm limit for gradients of tables and network, with the weight_decay of adam. For sparse optimizers adam, adamw
     and sparse_adam. None disables clipping. `dense_optimizer.max_gradient_norm` clips the network alone."""
     schedule: LearningRateSchedule = field(default_factory=LearningRateSchedule)
@@ -122,11 +123,8 @@ class ClickSettings(Workload):
             )
 
     def _check_clipping(self) -> None:
-        norm = self.max_gradient_norm
-        if norm is None:
+        if self.max_gradient_norm is None:
             return
-        if not norm > 0:
-            raise InputError(f"workload.max_gradient_norm: must be above 0, or None for no clipping, got {norm}")
         if not self.sparse_optimizer.has_custom_update:
             raise InputError(
                 f"workload.max_gradient_norm: {self.sparse_optimizer.kind} updates tables during the backward pass, before the "

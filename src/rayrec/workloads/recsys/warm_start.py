@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -74,12 +74,9 @@ def warm_start(workload: ClickSettings, context: RunContext, prepared: Prepared,
     }
     maps = {weight: by_owner[owner].row_map for weight, owner in zip(empty.table_weights().values(), owners, strict=True)}
     counts = {new.inputs.sparse[owner]: of_table.counts() for owner, of_table in by_owner.items()}
-    return WarmStart(checkpoint.path, context.engine.share(maps), _report(counts, preprocessor=old.hash()))
-
-
-def _report(counts: dict[str, dict[str, int]], *, preprocessor: str) -> dict[str, Any]:
     totals = {name: sum(of_table[name] for of_table in counts.values()) for name in ("kept", "fresh", "dropped")}
-    return {"preprocessor": preprocessor, **totals, "tables": counts}
+    report = {"preprocessor": old.hash(), **totals, "tables": counts}
+    return WarmStart(checkpoint.path, context.engine.share(maps), report)
 
 
 def require_same_inputs(checkpoint: Checkpoint, old: Preprocessor, new: Preprocessor) -> None:

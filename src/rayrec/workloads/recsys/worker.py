@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed.optim  # TorchRec imports it when sharding tables. Imported here for worker templates.
@@ -44,12 +44,9 @@ from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_si
 from rayrec.workloads.recsys.distillation import load_targets
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, counted_columns
 from rayrec.workloads.recsys.planning import build_model
-from rayrec.workloads.recsys.settings import ClickSettings
+from rayrec.workloads.recsys.settings import ClickSettings, Prepared
 from rayrec.workloads.step_timer import StepTimer, TimedOptimizer, make_step_timer, time_forward, time_gradient_exchange
 from rayrec.workloads.worker_setup import memory_errors, step_start
-
-if TYPE_CHECKING:
-    from rayrec.workloads.recsys.settings import Prepared
 
 _MEMORY_WAIT_S: Final = 60.0
 """Maximum wait for memory of other processes. A failed attempt takes some seconds to end."""
@@ -80,8 +77,7 @@ def _device_bytes(device: torch.device) -> int:
 
 def gather_rank_resources(context: WorkerContext, ranks: Communicator) -> list[RankResources]:
     """Return the `RankResources` of each rank. Collective."""
-    nodes = ranks.all_gather(context.node)
-    workers, store = nodes.count(context.node), context.object_store_bytes
+    workers, store = ranks.all_gather(context.node).count(context.node), context.object_store_bytes
     memory = host_resources.memory()
     resources = RankResources(
         context.node,
@@ -100,9 +96,8 @@ def shared_plan(workload: ClickSettings, context: WorkerContext, model: torch.nn
     deadline_s = time.monotonic() + _MEMORY_WAIT_S
     while True:
         resources = gather_rank_resources(context, ranks)
-        nodes = [rank.node for rank in resources]
         # TorchRec builds its process groups from this number, which must be equal on all ranks.
-        os.environ["LOCAL_WORLD_SIZE"] = str(math.gcd(*workers_per_node(nodes)))
+        os.environ["LOCAL_WORLD_SIZE"] = str(math.gcd(*workers_per_node([rank.node for rank in resources])))
         can_wait = time.monotonic() < deadline_s
         sharding_plan = ranks.run_on_rank0(
             partial(_plan_or_wait, workload, model, resources, batch_size=batch_size, can_wait=can_wait)
@@ -179,8 +174,7 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
 
     preprocessor = prepared.preprocessor.get()
     columns = counted_columns(inputs.sparse, preprocessor.sparse, expanded=preprocessor.multi_hot is not None)
-    heads = workload.model.output_heads(ModelInputs.of(inputs))
-    counts = EvaluationCounts(columns, heads, grouped=inputs.group is not None)
+    counts = EvaluationCounts(columns, workload.model.output_heads(ModelInputs.of(inputs)), grouped=inputs.group is not None)
 
     def eval_batches(name: str) -> Iterator[Any]:
         loader = _loader(context, prepared, name, batch_size=config.eval_batch_size, epochs=1)
@@ -324,6 +318,16 @@ def make_pipeline(
 Pipelineable.register(Batch)  # has its methods, but TorchRec checks the class
 
 
+def _timed(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a pipeline method with phase timing. Nested phases, such as waiting for a batch to copy, count as theirs."""
+
+    def timed(self: Any, *arguments: Any) -> Any:
+        with self._clock.phase(phase):
+            return call(self, *arguments)
+
+    return timed
+
+
 @final
 class TimedBase(TrainPipelineBase):
     """Sequential pipeline with phase timing."""
@@ -333,17 +337,9 @@ class TimedBase(TrainPipelineBase):
         super().__init__(model, TimedOptimizer(optimizer, clock), device)  # type: ignore[arg-type]  # only step and zero_grad are used
         self._clock = clock
 
-    def _wait_for_batch(self, cur_batch: Any) -> None:
-        with self._clock.phase("host_to_device"):
-            super()._wait_for_batch(cur_batch)
-
-    def _copy_batch_to_gpu(self, cur_batch: Any) -> None:
-        with self._clock.phase("host_to_device"):
-            super()._copy_batch_to_gpu(cur_batch)
-
-    def _backward(self, losses: torch.Tensor) -> None:
-        with self._clock.phase("backward"):
-            super()._backward(losses)
+    _wait_for_batch = _timed("host_to_device", TrainPipelineBase._wait_for_batch)
+    _copy_batch_to_gpu = _timed("host_to_device", TrainPipelineBase._copy_batch_to_gpu)
+    _backward = _timed("backward", TrainPipelineBase._backward)
 
 
 @final
@@ -356,21 +352,10 @@ class TimedSparseDist(TrainPipelineSparseDist):
         super().__init__(model, timed, device, execute_all_batches=True)
         self._clock = clock
 
-    def _wait_for_batch(self) -> None:
-        with self._clock.phase("host_to_device"):
-            super()._wait_for_batch()
-
-    def copy_batch_to_gpu(self, dataloader_iter: Any) -> Any:
-        with self._clock.phase("host_to_device"):  # Waiting for the batch is a nested phase
-            return super().copy_batch_to_gpu(dataloader_iter)
-
-    def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
-        with self._clock.phase("collectives"):
-            super().start_sparse_data_dist(batch, context)
-
-    def wait_sparse_data_dist(self, context: Any) -> None:
-        with self._clock.phase("collectives"):
-            super().wait_sparse_data_dist(context)
+    _wait_for_batch = _timed("host_to_device", TrainPipelineSparseDist._wait_for_batch)
+    copy_batch_to_gpu = _timed("host_to_device", TrainPipelineSparseDist.copy_batch_to_gpu)
+    start_sparse_data_dist = _timed("collectives", TrainPipelineSparseDist.start_sparse_data_dist)
+    wait_sparse_data_dist = _timed("collectives", TrainPipelineSparseDist.wait_sparse_data_dist)
 
     def _backward(self, losses: torch.Tensor) -> None:
         time_gradient_exchange(self._clock, losses)

@@ -55,8 +55,7 @@ class ClickWorkload(ClickSettings):
         return config.replace(workload=self.replace(schema=schema, preset=preset))
 
     def check_data(self, config: TrainConfig) -> None:
-        evaluated = config.train_data.path if config.eval_data.path is None else config.eval_data.path
-        check_grouped(self.schema, evaluated)
+        check_grouped(self.schema, config.train_data.path if config.eval_data.path is None else config.eval_data.path)
         if self.preprocessor is not None:
             Preprocessor.load(self.preprocessor)
         for data in (config.train_data, config.eval_data):
@@ -75,7 +74,13 @@ class ClickWorkload(ClickSettings):
         assert config.train_data.path is not None
         self.preset.check(self.schema)
         if config.train_data.shuffle == "full":
-            _check_mixed(config.train_data.path)
+            data = LogSource.at(config.train_data.path).dataset()
+            if data is None or data.manifest["shuffle"] != "full":
+                raise InputError(
+                    f"train_data.shuffle: must be window, because {config.train_data.path} is not fully shuffled, got full. Run "
+                    f"`rayrec preprocess {config.train_data.path} --shuffle full --split ... --out DIR` and train on its output, "
+                    "or set window."
+                )
         folder = storage.join(context.folder, PREPROCESSOR_FOLDER)
         with CountingIndexer(
             self.preset.counting(self.schema),
@@ -278,18 +283,8 @@ def _resumes(folder: str) -> bool:
     return storage.exists(storage.join(folder, "preprocessor.json"))
 
 
-def _check_mixed(path: str) -> None:
-    data = LogSource.at(path).dataset()
-    if data is None or data.manifest["shuffle"] != "full":
-        raise InputError(
-            f"train_data.shuffle: must be window, because {path} is not fully shuffled, got full. Run `rayrec preprocess {path} "
-            "--shuffle full --split ... --out DIR` and train on its output, or set window."
-        )
-
-
 def _order(index: LogIndex, rows: tuple[int, int], data: DataConfig, seed: int) -> BlockOrder:
-    parts = tuple(index.parts(*rows))
-    return BlockOrder(parts, data.shuffle, seed, data.segments_per_block)
+    return BlockOrder(tuple(index.parts(*rows)), data.shuffle, seed, data.segments_per_block)
 
 
 def _best_auroc(path: str, index: LogIndex, test: tuple[int, int] | None) -> float | None:

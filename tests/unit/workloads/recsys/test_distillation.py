@@ -86,7 +86,7 @@ def test_teacher_requires_weight_and_checkpoint() -> None:
     none = given.replace(workload={"teacher": {"weight": 0.0}})
     with pytest.raises(InputError, match=r"teacher.weight: must be above 0"):
         none.workload.check(none)
-    with pytest.raises(InputError, match=r"weight: must be between 0 and 1, got 1\.5"):
+    with pytest.raises(InputError, match=r"weight: must be at least 0 and at most 1, got 1\.5"):
         TeacherConfig(checkpoint="runs/teacher", weight=1.5)
     for nothing in ("", (), ("runs/teacher", "")):
         with pytest.raises(InputError, match=r"teacher.checkpoint: must be one or more"):

@@ -145,7 +145,7 @@ def test_node_memory_is_shared_by_workers(monkeypatch: pytest.MonkeyPatch) -> No
 
     from rayrec.host_resources import Memory
 
-    monkeypatch.setattr(worker.machine, "memory", lambda: Memory(total=10 * GB, available=6 * GB))
+    monkeypatch.setattr(worker.host_resources, "memory", lambda: Memory(total=10 * GB, available=6 * GB))
     ranks: Any = SimpleNamespace(all_gather=lambda value: ["a", "b", "a"] if isinstance(value, str) else [value])
     context: Any = SimpleNamespace(node="a", device=torch.device("cpu"), object_store_bytes=2 * GB)
     (place,) = worker.gather_rank_resources(context, ranks)
