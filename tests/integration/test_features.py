@@ -130,7 +130,7 @@ def test_an_export_stores_a_shared_table_once(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "export" / "manifest.json").read_text())
     assert manifest["model"]["tables"] == ["item", "user", "item", "tags"]
     served, checkpoint = open_served(out), open_served(run.checkpoint)
-    assert served.weight_bytes == checkpoint.weight_bytes
+    assert served.scorer.weight_bytes == checkpoint.scorer.weight_bytes
 
 
 def _interests(seed: int) -> pa.Table:

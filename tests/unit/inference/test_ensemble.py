@@ -59,7 +59,7 @@ def _check_mean(together: str | Path, models: Sequence[str | Path], rows: Encode
 def test_ensemble_logit_is_mean(models: list[Saved], together: str) -> None:
     alone = _check_mean(together, [model.run for model in models], models[0].rows(200))
     served = open_served(together)
-    assert served.weight_bytes == sum(open_served(str(model.run)).weight_bytes for model in models)
+    assert served.scorer.weight_bytes == sum(open_served(str(model.run)).scorer.weight_bytes for model in models)
     assert np.abs(alone[0] - alone[1]).max() > 0.1
     targets = load_targets(Teacher((together,), 1.0), models[0].preprocessor)
     labelled = models[0].rows(200, labelled=True)

@@ -45,9 +45,9 @@ MAKES: dict[str, dict[str, Any]] = {
 def test_logits_match_network(make: str, tmp_path: Path) -> None:
     saved = save_clicks(tmp_path, **MAKES[make])
     served = open_served(str(tmp_path))
-    assert (served.kind, served.quantization, served.source) == ("checkpoint", "fp32", str(saved.checkpoint))
+    assert (served.kind, served.scorer.quantization, served.source) == ("checkpoint", "fp32", str(saved.checkpoint))
     assert served.preprocessor_hash == saved.preprocessor.hash()
-    assert served.weight_bytes == sum(parameter.nbytes for parameter in saved.model.parameters())
+    assert served.scorer.weight_bytes == sum(parameter.nbytes for parameter in saved.model.parameters())
     for count in (200, 1, 0):
         rows = saved.rows(count)
         logits = served.score(rows)

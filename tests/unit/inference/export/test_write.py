@@ -36,7 +36,7 @@ def test_export_scores_match_checkpoint(
     """So do the scores of the README's program."""
     folder = exported(quantization)
     served, checkpoint = open_served(str(folder)), open_served(str(saved.run))
-    assert (served.kind, served.quantization) == ("export", quantization)
+    assert (served.kind, served.scorer.quantization) == ("export", quantization)
     assert served.version == checkpoint.version.removesuffix("fp32") + quantization
     assert served.preprocessor_hash == checkpoint.preprocessor_hash
     rows = saved.rows(300)
@@ -46,7 +46,7 @@ def test_export_scores_match_checkpoint(
     assert np.std(expected) > 10 * np.abs(logits - expected).mean()
     width = {"fp32": 32, "fp16": 16, "int8": 16, "int4": 8}[quantization]  # bytes of 8 values
     dense = sum(p.nbytes for name, p in saved.model.named_parameters() if "embedding_bags" not in name)
-    assert served.weight_bytes == width * sum(saved.preprocessor.num_embeddings) + dense
+    assert served.scorer.weight_bytes == width * sum(saved.preprocessor.num_embeddings) + dense
     score = scored_by_strangers(folder)
     for some in (rows, saved.rows(1)):
         np.testing.assert_allclose(score(some.dense, list(some.ids)), served.score(some), rtol=0, atol=2e-5)
