@@ -3,10 +3,11 @@
 import contextlib
 import gc
 import os
+import random
 import resource
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,9 @@ from hypothesis import strategies as st
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.encoding import counts as counting_module
+from rayrec.data.encoding import counts as counting
 from rayrec.data.encoding.category_counter import Spill, TokenCounter, count_columns
-from rayrec.data.encoding.counts import (
-    DENSE_LOW_BITS,
-    DENSE_UNITS,
-    NO_ROW,
-    CountingJob,
-    Counts,
-    count_log,
-    count_parts,
-    problems_of,
-)
+from rayrec.data.encoding.counts import NO_ROW, CountingJob, Counts, count_log, count_parts, problems_of
 from rayrec.data.encoding.derivation import Derivation
 from rayrec.data.encoding.one_pass import CountingIndexer
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
@@ -49,10 +41,7 @@ from rayrec.host_resources import Memory
 from rayrec.schema import Schema
 
 SCHEMA = Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=("s", "t"))
-
-
 HERE = LoopEngine()
-
 Found = dict[int, tuple[int, int | None]]
 """Token -> its count and its first row."""
 
@@ -154,27 +143,40 @@ def test_one_kind_of_column_and_no_rows(tmp_path: Path) -> None:
     assert (everything(counts)["tokens"], counts.file_minimum) == ([{}, {}], {})
 
 
-def moments(values: Sequence[int]) -> list[int]:
+def moments(values: Sequence[float]) -> list[int]:
     logs = np.copysign(np.log1p(np.abs(np.array(values, np.float64))), values).astype(np.float32).astype(np.float64)
-    fixed = [int(q) for q in np.rint(logs * DENSE_UNITS)]
+    fixed = [int(q) for q in np.rint(logs * counting.DENSE_UNITS)]
     squares = [q * q for q in fixed]
-    low = sum(q & ((1 << DENSE_LOW_BITS) - 1) for q in squares)
-    return [len(fixed), sum(fixed), sum(q >> DENSE_LOW_BITS for q in squares), low]
+    low = sum(q & ((1 << counting.DENSE_LOW_BITS) - 1) for q in squares)
+    return [len(fixed), sum(fixed), sum(q >> counting.DENSE_LOW_BITS for q in squares), low]
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.none() | st.integers(-20, 20) | st.integers(16300, 16400) | st.integers(-(10**18) + 1, 10**18 - 1)))
-def test_moments_match_exact_integer_sums(values: list[int | None]) -> None:
-    schema = Schema(tokens="hexadecimal", label=None, dense=("d", "e"), sparse=("s",))
-    raw, _ = parse(schema, b"".join(b"%s\t3\t\n" % (b"" if v is None else b"%d" % v) for v in values))
+@pytest.mark.parametrize("kind", ["hexadecimal", "any"])
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_moments_match_exact_integer_sums(kind: Any, data: st.DataObject) -> None:
+    numbers = st.none() | st.integers(-20, 20) | st.integers(16300, 16400) | st.integers(-(10**18) + 1, 10**18 - 1)
+    values = data.draw(st.lists(numbers | st.floats(-1e18, 1e18) if kind == "any" else numbers))
+    schema = Schema(tokens=kind, label=None, dense=("d", "e", "f"))
     counts = CountingJob(schema).empty()
-    counts.add_rows(raw, 0)
+    counts.add_rows(block_of(schema, {"d": values, "e": [3] * len(values), "f": [None] * len(values)}), 0)
     there = [value for value in values if value is not None]
-    got = counts.dense_moments.tolist()
-    assert got[1] == moments([3] * len(values))
-    wanted = moments(there)
-    assert got[0][0] == wanted[0]
-    assert got[0][1] == pytest.approx(wanted[1], abs=len(there))  # NumPy's log1p may differ in the last bit
+    (first, *others), wanted = counts.dense_moments.tolist(), moments(there)
+    assert others == [moments([3] * len(values)), [0, 0, 0, 0]]
+    assert first[0] == wanted[0]
+    assert first[1] == pytest.approx(wanted[1], abs=len(there) * (4 if kind == "any" else 1))  # last bit of NumPy's log1p
+
+
+def test_integer_moments_match_kernel() -> None:
+    chance = random.Random(0)
+    kinds = (None, 20_000, 10**6, -(10**17))
+    values = [kind and round(chance.random() * kind) - 20 for kind in chance.choices(kinds, k=3000)]
+    found = []
+    for schema in (Schema(label=None, dense=("a",), tokens=tokens) for tokens in ("hexadecimal", "any")):
+        counts = CountingJob(schema).empty()
+        counts.add_rows(block_of(schema, {"a": values}), 0)
+        found.append(counts.dense_moments.tolist())
+    assert found[0] == found[1]
 
 
 def test_labels_and_file_minimums_are_counted(tmp_path: Path) -> None:
@@ -200,9 +202,8 @@ def test_count_log_counts_only_requested_rows(tmp_path: Path) -> None:
 
 def test_rows_may_be_prepared_before(tmp_path: Path) -> None:
     text = b"".join(b"%d\t%08x\t\n" % (i % 3, i) if i % 4 else b"\t%08x\t\n" % i for i in range(100))
-    counts = count_log(
-        CountingJob(SCHEMA, derivation=Derivation(buckets=True)), parts_in(tmp_path, SCHEMA, text, 200), engine=HERE
-    )
+    job = CountingJob(SCHEMA, derivation=Derivation(buckets=True))
+    counts = count_log(job, parts_in(tmp_path, SCHEMA, text, 200), engine=HERE)
     numbers = [i % 3 if i % 4 else 0 for i in range(100)]  # 0 is no category
     assert counted(counts.tokens[0]) == Counter(number + 2**31 for number in numbers if number)
     assert counted(counts.tokens[1]) == dict.fromkeys(range(100), 1)
@@ -216,13 +217,11 @@ def test_rows_may_be_prepared_before(tmp_path: Path) -> None:
 def test_columns_of_any_log_are_counted(rows: list[tuple[int | None, list[int]]]) -> None:
     schema = Schema(label="l", dense=("d",), sparse=("s", "t"), lists=("t",), tokens="any")
     columns = {"d": [token for token, _ in rows], "s": [token for token, _ in rows], "t": [bag for _, bag in rows]}
-    labels = {"l": np.array([len(tokens) > 0 for _, tokens in rows], np.float32)}
-    raw = block_of(schema, columns, labels=labels)
+    raw = block_of(schema, columns, labels={"l": np.array([len(tokens) > 0 for _, tokens in rows], np.float32)})
     counts = CountingJob(schema, first_rows=True).empty()
     counts.add_source(raw, "a.csv")
     for start in (0, len(rows)):  # in two halves
-        half = raw.cut(start // 2, (start + len(rows)) // 2)
-        counts.add_rows(half, 100 + start // 2)
+        counts.add_rows(raw.cut(start // 2, (start + len(rows)) // 2), 100 + start // 2)
     listed = [(token, row) for row, (_, tokens) in enumerate(rows, 100) for token in tokens]
     first = dict(reversed(listed))
     number = Counter(token for token, _ in listed)
@@ -288,9 +287,8 @@ def test_many_distinct_tokens_in_little_memory(dtype: Any, tmp_path: Path) -> No
     """Includes a partition that exceeds memory alone, and tokens that a weak hash function would cluster."""
     rng = np.random.default_rng(0)
     shift = np.uint64(0 if dtype == np.uint32 else 40)
-    whole, spilled = (
-        Counts.empty(0, 1, dtype=dtype, first_rows=True, spill=spill) for spill in (None, Spill(str(tmp_path), 1 << 16))
-    )
+    spills = (None, Spill(str(tmp_path), 1 << 16))
+    whole, spilled = (Counts.empty(0, 1, dtype=dtype, first_rows=True, spill=spill) for spill in spills)
     for number in range(4):
         part = Counts.empty(0, 1, dtype=dtype, first_rows=True)
         tokens = (rng.integers(0, 20_000, 12_000).astype(np.uint64) << shift).astype(dtype)
@@ -358,9 +356,6 @@ def test_spill_creates_local_folder_and_rejects_url(tmp_path: Path) -> None:
         spill.write([])
 
 
-Rows = tuple[int, int]
-
-
 @pytest.mark.parametrize("task_bytes", [1, 1 << 30])
 @pytest.mark.parametrize(
     ("chosen", "read_again"),
@@ -375,18 +370,11 @@ Rows = tuple[int, int]
 )
 @pytest.mark.parametrize("first_rows", [False, True])
 def test_counting_indexer_matches_count_log(
-    click_log: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    chosen: Callable[[LogIndex], Rows],
-    read_again: int | None,
-    first_rows: bool,
-    task_bytes: int,
+    click_log: Path, tmp_path: Path, monkeypatch: Any, chosen: Any, read_again: int | None, first_rows: bool, task_bytes: int
 ) -> None:
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)
     for number in range(3):
-        text = b"".join(lines[number * 1000 : (number + 1) * 1000]) + b"not a row\n" * number
-        (tmp_path / f"day_{number}").write_bytes(text)
+        (tmp_path / f"day_{number}").write_bytes(b"".join(lines[number * 1000 : (number + 1) * 1000]) + b"not a row\n" * number)
     files, job = storage.list_files(str(tmp_path)), CountingJob(CRITEO, first_rows=first_rows)
     again: list[SegmentRange] = []
 
@@ -394,7 +382,7 @@ def test_counting_indexer_matches_count_log(
         again.extend(parts)
         return count_parts(parts, counting=counting)
 
-    monkeypatch.setattr(counting_module, "count_parts", noted)
+    monkeypatch.setattr(counting, "count_parts", noted)
     cache = str(tmp_path / "cache")
 
     def counted() -> tuple[LogIndex, dict[str, Any], int]:
@@ -410,8 +398,7 @@ def test_counting_indexer_matches_count_log(
         assert index == index_log(files, CRITEO, segment_bytes=20_000, context=TaskContext(HERE, place))
     start, stop = chosen(index)
     assert rows_again < (stop - start) / 4 if read_again is None else rows_again == read_again
-    wanted = list(index.parts(start, stop))
-    assert made == everything(count_log(job, wanted, engine=HERE))
+    assert made == everything(count_log(job, list(index.parts(start, stop)), engine=HERE))
     assert counted() == (index, made, stop - start)  # the index is in the cache now, so all rows are counted from it
 
 

@@ -21,10 +21,7 @@ from rayrec.prepare.config import PreparationConfig
 from rayrec.prepare.preprocess import vocabulary
 from rayrec.schema import Feature, Schema
 
-CONSOLE = Console(quiet=True)
-
-
-make_vocabulary = functools.partial(vocabulary, console=CONSOLE)
+make_vocabulary = functools.partial(vocabulary, console=Console(quiet=True))
 SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("A",), sparse=("C", "D"))
 
 
@@ -135,66 +132,46 @@ def test_extension_omits_rare_categories_beyond_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in ALL if name != "nvt"])
 def test_extension_keeps_ids_for_all_presets(click_log: Path, tmp_path: Path, name: str) -> None:
     text = (click_log / "train.txt").read_bytes().splitlines(keepends=True)
-    days = {"first": text[:3000], "second": text[12000:15000]}
-    for day, rows in days.items():
-        (tmp_path / f"{day}.txt").write_bytes(b"".join(rows))
+    (tmp_path / "first.txt").write_bytes(b"".join(text[:3000]))
+    (tmp_path / "second.txt").write_bytes(b"".join(text[12000:15000]))
     config = PreparationConfig(preset=name, engine="threads")
     make_vocabulary(str(tmp_path / "first.txt"), out=str(tmp_path / "old"), config=config)
-    made = make_vocabulary(
-        str(tmp_path / "second.txt"),
-        out=str(tmp_path / "new"),
-        extend=str(tmp_path / "old"),
-        config=PreparationConfig(engine="threads"),
-    )
-    alone = make_vocabulary(str(tmp_path / "second.txt"), out=str(tmp_path / "alone"), config=config)
-    old, new = (Preprocessor.load(str(tmp_path / folder)) for folder in ("old", "new"))
-    second = Preprocessor.load(str(tmp_path / "alone"))
-    assert made["extends"] == old.hash()
-    assert made["hash"] == new.hash()
+    second, extending = str(tmp_path / "second.txt"), PreparationConfig(engine="threads")
+    made = make_vocabulary(second, out=str(tmp_path / "new"), extend=str(tmp_path / "old"), config=extending)
+    alone = make_vocabulary(second, out=str(tmp_path / "alone"), config=config)
+    old, new, other = (Preprocessor.load(str(tmp_path / folder)) for folder in ("old", "new", "alone"))
+    assert (made["extends"], made["hash"]) == (old.hash(), new.hash())
     assert made["rows"] == 6000 == old.constants["rows"] + alone["rows"]
-    for number, column in enumerate(old.inputs.sparse):
-        before, after = (
-            dict(zip(p.vocabulary(number).tolist(), p.sparse[number].ids().tolist(), strict=True)) for p in (old, new)
-        )
+    for place, column in enumerate(old.inputs.sparse):
+        before, after = (dict(zip(p.vocabulary(place).tolist(), p.sparse[place].ids().tolist(), strict=True)) for p in (old, new))
         assert before.items() <= after.items()
         assert list(after)[: len(before)] == list(before)
-        fresh = [token for token in second.vocabulary(number).tolist() if token not in before]
+        fresh = [token for token in other.vocabulary(place).tolist() if token not in before]
         assert list(after)[len(before) :] == fresh
         assert len(set(after.values())) == len(after)
-        assert {after[token] for token in fresh}.isdisjoint({new.sparse[number].unknown_id})
+        assert {after[token] for token in fresh}.isdisjoint({new.sparse[place].unknown_id})
         assert (made["kept"][column], made["appended"][column]) == (len(before), len(fresh))
     assert new.dense == old.dense
 
 
-def ids_by_token(preprocessor: Preprocessor, number: int) -> dict[int, int]:
-    tokens, ids = preprocessor.vocabulary(number), preprocessor.sparse[number].ids()
-    return dict(zip(tokens.tolist(), ids.tolist(), strict=True))
-
-
-def csv(path: Path, rows: list[tuple[Any, ...]]) -> str:
-    path.write_text("label,a,b,c\n" + "".join(",".join(map(str, row)) + "\n" for row in rows))
-    return str(path)
-
-
 ANY = Schema(label="label", dense=("a",), sparse=("b", "c"), features=(Feature(name="c", vocabulary="b"),), tokens="any")
+CONFIG = PreparationConfig(schema=ANY, engine="threads", min_count=2)
 
 
-def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, PreparationConfig]:
+@pytest.fixture
+def second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return a log whose categories are to extend those of a first one, in `old`."""
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    first = csv(tmp_path / "first.csv", [(1, 2, "x", "y"), (0, 3, "x", "y"), (0, 5, "z", "z")])
-    second = csv(tmp_path / "second.csv", [(1, 9, "w", "x"), (0, 3, "w", "v"), (0, 5, "v", "v")])
-    config = PreparationConfig(schema=ANY, engine="threads", min_count=2)
-    make_vocabulary(first, out=str(tmp_path / "old"), config=config)
-    return first, second, config
+    (tmp_path / "first.csv").write_text("label,a,b,c\n1,2,x,y\n0,3,x,y\n0,5,z,z\n")
+    (tmp_path / "second.csv").write_text("label,a,b,c\n1,9,w,x\n0,3,w,v\n0,5,v,v\n")
+    make_vocabulary(str(tmp_path / "first.csv"), out=str(tmp_path / "old"), config=CONFIG)
+    return str(tmp_path / "second.csv")
 
 
-def test_extension_is_shared_with_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, second, config = prepared(tmp_path, monkeypatch)
+def test_extension_is_shared_with_vocabulary(tmp_path: Path, second: str) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "old").rename(tmp_path / "run" / "preprocessor")
-    made = make_vocabulary(
-        second, out=str(tmp_path / "new"), extend=str(tmp_path / "run"), config=config, console=CONSOLE
-    )  # a run's folder will do
+    (tmp_path / "old").rename(tmp_path / "run" / "preprocessor")  # a run's folder will do
+    made = make_vocabulary(second, out=str(tmp_path / "new"), extend=str(tmp_path / "run"), config=CONFIG)
     assert made["appended"] == {"b": 2}
     assert made["num_embeddings"]["b"] == made["num_embeddings"]["c"]
     new = Preprocessor.load(str(tmp_path / "new"))
@@ -202,16 +179,16 @@ def test_extension_is_shared_with_vocabulary(tmp_path: Path, monkeypatch: pytest
     assert json.loads((tmp_path / "new" / "preprocessor.json").read_text())["hash"] == made["hash"]
 
 
-def test_extension_rejects_other_columns_and_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, second, config = prepared(tmp_path, monkeypatch)
-    wrong = {
-        "columns must match": config.replace(schema=ANY.replace(dense=())),
-        "--preset: must be rayrec, .* got ray-template": config.replace(preset="ray-template"),
-        "--min-count: must be 2, .* got 3": config.replace(min_count=3),
-    }
-    for message, other in wrong.items():
-        with pytest.raises(InputError, match=message):
-            make_vocabulary(second, out=str(tmp_path / "new"), extend=str(tmp_path / "old"), config=other)
-    with pytest.raises(InputError, match="has no Preprocessor"):
-        make_vocabulary(second, out=str(tmp_path / "new"), extend=str(tmp_path), config=config)
+@pytest.mark.parametrize(
+    ("old", "changes", "message"),
+    [
+        ("old", {"schema": ANY.replace(dense=())}, "columns must match"),
+        ("old", {"preset": "ray-template"}, "--preset: must be rayrec, .* got ray-template"),
+        ("old", {"min_count": 3}, "--min-count: must be 2, .* got 3"),
+        ("", {}, "has no Preprocessor"),
+    ],
+)
+def test_extension_rejects_other_rules(tmp_path: Path, second: str, old: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make_vocabulary(second, out=str(tmp_path / "new"), extend=str(tmp_path / old), config=CONFIG.replace(**changes))
     assert not (tmp_path / "new").exists()

@@ -75,8 +75,7 @@ def test_kernels_match_rules(wide: bool, data: st.DataObject) -> None:
     column, known = data.draw(sparse_columns(wide=wide))
     dtype = np.uint64 if wide else np.uint32
     any_token = st.integers(0, np.iinfo(dtype).max) | st.integers(0, 60)
-    given_tokens = data.draw(st.lists(st.sampled_from(known) | any_token if known else any_token, max_size=12))
-    tokens = np.array(given_tokens, dtype)
+    tokens = np.array(data.draw(st.lists(st.sampled_from(known) | any_token if known else any_token, max_size=12)), dtype)
     missing = np.array(data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens))), bool)
     schema = Schema(label=None, sparse=("s",), tokens="any" if wide else "hexadecimal")
     raw = block_of(schema, {"s": [None if m else t for t, m in zip(tokens.tolist(), missing.tolist(), strict=True)]})
@@ -144,8 +143,7 @@ def test_bag_kernel_matches_rule(ids: list[int], size: int, rows: int, column: i
     bags = MultiHot(sizes=(1,) * column + (size,), distribution=distribution, seed=seed)
     given_ids = np.array(ids, np.int64)
     found = bags.expand([given_ids] * (column + 1), [rows] * (column + 1))[column].reshape(len(ids), size)
-    wanted = expand_bag(given_ids, size, rows, column=column, seed=seed, pareto=distribution == "pareto")
-    assert found.tolist() == wanted.tolist()
+    assert found.tolist() == expand_bag(given_ids, size, rows, column=column, seed=seed, pareto=distribution == "pareto").tolist()
 
 
 @given(
@@ -254,21 +252,12 @@ def own_logs(draw: st.DrawFn) -> tuple[Schema, pa.Table, pa.Table]:
     columns["whole"] = column(WHOLE, pa.string())
     columns["lists"] = column(st.lists(items | st.none(), max_size=4), pa.list_(kind))
     columns["split"] = column(TEXTS, pa.string())
-    schema = Schema(
-        label=None,
-        dense=dense,
-        sparse=(*draw(st.permutations(list(columns)[len(dense) :])), "absent"),
-        lists=("lists", "split"),
-        integers=("whole",),
-        optional=("absent",),
-        features=(
-            Feature(name="like", vocabulary=draw(st.sampled_from(["s", None]))),
-            Feature(name="lists", max_length=draw(st.none() | st.integers(1, 3))),
-        ),
-        nan="missing",
-        tokens="any",
-        category_rules=draw(st.sampled_from([1, 2])),
-    )
+    sparse = (*draw(st.permutations(list(columns)[len(dense) :])), "absent")
+    like = Feature(name="like", vocabulary=draw(st.sampled_from(["s", None])))
+    lists, rules = Feature(name="lists", max_length=draw(st.none() | st.integers(1, 3))), draw(st.sampled_from([1, 2]))
+    settings = {"features": (like, lists), "nan": "missing", "tokens": "any", "category_rules": rules}
+    settings |= {"lists": ("lists", "split"), "integers": ("whole",), "optional": ("absent",)}
+    schema = Schema(label=None, dense=dense, sparse=sparse, **settings)
     table = pa.table(columns)
     return schema, table.slice(0, NUM_ROWS), table.slice(NUM_ROWS)
 
@@ -291,16 +280,6 @@ def test_encode_py_matches_custom_schemas(
         assert_same(encoder_class(folder).encode(table.to_pylist()), preprocessor.encode(raw), schema.sparse)
 
 
-def test_encode_py_matches_hashed_column(encoder_class: Any, tmp_path: Path) -> None:
-    schema = Schema(label=None, sparse=("user",), tokens="any")
-    table = pa.table({"user": [f"u{number % 150}" for number in range(300)]})
-    raw, _ = parse_table(table, schema)
-    preprocessor = made_from(raw, schema, Preset(max_num_embeddings=100))
-    assert preprocessor.sparse[0].mixed
-    preprocessor.save(str(tmp_path))
-    assert_same(encoder_class(str(tmp_path)).encode(table.to_pylist()), preprocessor.encode(raw), ("user",))
-
-
 @pytest.mark.parametrize("name", list(presets.ALL))
 @given(
     rows=st.lists(
@@ -313,14 +292,7 @@ def test_encode_py_matches_hashed_column(encoder_class: Any, tmp_path: Path) -> 
 )
 @settings(CHECKED, max_examples=25)
 def test_encode_py_matches_preprocessors_of_criteo_logs(
-    encoder_class: Any,
-    tmp_path_factory: pytest.TempPathFactory,
-    name: str,
-    rows: Any,
-    modulo: Any,
-    rules: Any,
-    sizes: Any,
-    bags: Any,
+    encoder_class: Any, tmp_path_factory: Any, name: str, rows: Any, modulo: Any, rules: Any, sizes: Any, bags: Any
 ) -> None:
     schema = Schema(label=None, dense=("a", "b"), sparse=("x", "y", "z"), tokens="hexadecimal")
     preset = presets.ALL[name].replace(token_modulo=modulo, dense_shift=10.0, **rules)

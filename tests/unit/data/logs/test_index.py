@@ -6,10 +6,11 @@ import re
 import tracemalloc
 import zlib
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
+from builders.faults import raising
+from builders.same import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,10 +51,7 @@ def check_cutting(folder: Path, text: bytes, chunk_bytes: int, segment_bytes: in
     made = index(file, chunk_bytes, segment_bytes)
     assert made.rows == expected.rows
     assert (made.faults.counts, made.faults.first) == (faults.counts, faults.first)
-    read = read_segments(made.segments, SCHEMA)
-    for name in ("numbers", "categories", "missing"):
-        assert np.array_equal(getattr(read, name), getattr(expected, name))
-    assert np.array_equal(read.labels["y"], expected.labels["y"])
+    assert_same(read_segments(made.segments, SCHEMA), expected, ignored="files")
     row = end = 0
     for segment in [*made.segments, Segment(file.path, len(text), len(text), made.rows, 0)]:
         assert segment.first_row == row
@@ -61,8 +59,7 @@ def check_cutting(folder: Path, text: bytes, chunk_bytes: int, segment_bytes: in
         gap = text[end : segment.start]
         assert segment.start >= end
         # Only the rest of a line that is too long anyway is left out.
-        before = text[: segment.start].rstrip(b"\n").rsplit(b"\n")[-1]
-        assert not gap or (b"\n" not in gap[:-1] and len(before) > MAX_LINE_BYTES)
+        assert not gap or (b"\n" not in gap[:-1] and len(text[: segment.start].rstrip(b"\n").rsplit(b"\n")[-1]) > MAX_LINE_BYTES)
         end = segment.stop
 
 
@@ -71,12 +68,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cutting")
 
 
-lines = st.lists(st.sampled_from(LINES + LINES + BAD_LINES), max_size=12)
-
-
 @settings(max_examples=250, deadline=None)
 @given(
-    lines=lines,
+    lines=st.lists(st.sampled_from(LINES + LINES + BAD_LINES), max_size=12),
     ending=st.sampled_from([b"\n", b"\r\n"]),
     last=st.booleans(),
     chunk_bytes=st.integers(1, 300),
@@ -112,12 +106,8 @@ def test_odd_files(tmp_path: Path, text: bytes, chunk_bytes: int) -> None:
 
 def test_chunks_cover_files_in_order() -> None:
     files = [storage.File("a", 10, 0), storage.File("empty", 0, 0), storage.File("b", 4, 0)]
-    assert [(c.path, c.start, c.stop, c.file_size) for c in cut(files, 4)] == [
-        ("a", 0, 4, 10),
-        ("a", 4, 8, 10),
-        ("a", 8, 10, 10),
-        ("b", 0, 4, 4),
-    ]
+    found = [(chunk.path, chunk.start, chunk.stop, chunk.file_size) for chunk in cut(files, 4)]
+    assert found == [("a", 0, 4, 10), ("a", 4, 8, 10), ("a", 8, 10, 10), ("b", 0, 4, 4)]
 
 
 def test_chunks_partition_lines(tmp_path: Path) -> None:
@@ -159,8 +149,7 @@ def test_damaged_cached_index_is_rebuilt(tmp_path: Path, damaged: str) -> None:
 
 def test_parts_cover_all_row_ranges() -> None:
     made = LogIndex(numbered([("f", 0, 9, 3), ("f", 9, 9, 0), ("f", 9, 20, 4), ("g", 0, 8, 2)]), Faults())
-    found = [(part.segment.first_row, part.start, part.stop) for part in made.parts(0, 9)]
-    assert found == [(0, 0, 3), (3, 0, 4), (7, 0, 2)]
+    assert [(part.segment.first_row, part.start, part.stop) for part in made.parts(0, 9)] == [(0, 0, 3), (3, 0, 4), (7, 0, 2)]
     for start in range(9):
         for stop in range(start, 10):
             rows = [p.segment.first_row + r for p in made.parts(start, stop) for r in range(p.start, p.stop)]
@@ -187,8 +176,7 @@ def test_check_rejects_too_many_invalid_rows(tmp_path: Path) -> None:
     file = write(tmp_path, b"\n".join([*LINES, b"junk", *LINES]))
     made = index(file, 10, 10)
     made.check(0.12, file.path)
-    first = r"11\.11%.*1 x too few columns.*first: .*log\.txt at byte 52.*--max-bad-fraction"
-    with pytest.raises(InputError, match=first):
+    with pytest.raises(InputError, match=r"11\.11%.*1 x too few columns.*first: .*log\.txt at byte 52.*--max-bad-fraction"):
         made.check(0.11, file.path)
     for text in (b"", b"junk\n"):
         with pytest.raises(InputError, match="no usable rows"):
@@ -246,19 +234,17 @@ def test_gzip_is_unpacked_once(tmp_path: Path, packed: bytes) -> None:
     done.clear()
     assert unpack(file, str(tmp_path / "plain"), done.append) == unpacked
     assert not done
-    newer = storage.File(file.path, file.size_bytes, file.modified_ns + 1)
-    assert unpack(newer, str(tmp_path / "plain")).path != unpacked.path
+    assert unpack(storage.File(file.path, file.size_bytes, file.modified_ns + 1), str(tmp_path / "plain")).path != unpacked.path
 
 
 def test_unpack_rejects_damaged_gzip(tmp_path: Path) -> None:
     packed = gzip.compress(np.random.default_rng(0).integers(0, 256, 5000, np.uint8).tobytes())
-    flipped = bytearray(packed)
-    flipped[-6] ^= 1  # of the CRC
+    flipped = packed[:-6] + bytes([packed[-6] ^ 1]) + packed[-5:]  # of the CRC
     for damaged, why in [
         (packed[:-20], "truncated"),
         (packed[:5], "truncated"),
         (packed + packed[:50], "truncated"),
-        (bytes(flipped), "damaged"),
+        (flipped, "damaged"),
         (b"\x1f\x8b" + b"\xff" * 100, "damaged"),
         (packed + b"garbage behind it", "damaged"),
     ]:
@@ -292,18 +278,13 @@ def test_rejected_log_reports_likely_cause(tmp_path: Path, text: bytes, cause: s
     entries, faults = index_chunk(cut(storage.list_files(str(path)), 1 << 20)[0], SCHEMA, 1 << 20)
     with pytest.raises(InputError) as raised:
         LogIndex(numbered(entries), faults).check(0.001, str(path))
-    if cause is None:
-        assert "; it" not in str(raised.value)
-    else:
-        assert cause in str(raised.value)
+    assert cause in str(raised.value) if cause else "; it" not in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_unreadable_file_raises_input_error(tmp_path: Path) -> None:
-    with (
-        mock.patch("rayrec.storage.read_into", side_effect=PermissionError(13, "Permission denied")),
-        pytest.raises(InputError, match=r"a\.txt: cannot be read \(Permission denied\)\. Check its permissions"),
-    ):
+def test_unreadable_file_raises_input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "read_into", raising(PermissionError(13, "Permission denied")))
+    with pytest.raises(InputError, match=r"a\.txt: cannot be read \(Permission denied\)\. Check its permissions"):
         is_gzip(str(tmp_path / "a.txt"))
 
 

@@ -3,7 +3,6 @@
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,13 +19,6 @@ from rayrec.schema import Schema
 SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("i",), sparse=("c",))
 GOOD = b"1\t3\t0000000a"
 LINES = [GOOD, b"", b"1\t2", b"2\t3\t0000000a", b"1\t3\t0a", b"x" * 5000]
-
-
-def test_line_starts() -> None:
-    text = np.frombuffer(b"ab\n\nc\nd" + bytes(64), np.uint8)
-    assert line_starts(text, 7).tolist() == [0, 3, 4, 6]
-    assert line_starts(text, 6).tolist() == [0, 3, 4]
-    assert line_starts(text, 0).tolist() == []
 
 
 @pytest.mark.parametrize("ending", [b"\n", b""])
