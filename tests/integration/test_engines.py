@@ -124,7 +124,7 @@ def kill_executor(marks: Path) -> None:
     worker = psutil.Process(int(newest.name.split(".")[1]))
     above = [(parent, parent.cmdline()) for parent in worker.parents() if parent.pid != 1]
     in_driver = any("rayrec.ingest.spark_driver" in command for _, command in above)
-    executors = [parent for parent, command in above if os.path.basename(command[0]) == "java"]
+    executors = [parent for parent, command in above if os.path.basename("".join(command[:1])) == "java"]
     (worker if in_driver else executors[0]).kill()
 
 
@@ -132,5 +132,5 @@ def kill_executor(marks: Path) -> None:
 def test_engines_leave_nothing_running(spark: Callable[..., Any]) -> None:
     with spark() as running:
         pid = running.process.pid
-    until(lambda: not pids(lambda each: os.getpgid(each) == pid), timeout_s=120, pause_s=0.2)
+    until(lambda: not pids(lambda each: os.getsid(each) == pid), timeout_s=120, pause_s=0.2)
     assert ray.is_initialized()

@@ -43,7 +43,6 @@ def all_rows(index: LogIndex, start: int, stop: int) -> EncodedRows:
 
 
 def keys(rows: EncodedRows) -> list[bytes]:
-    """Each row as bytes."""
     ids = np.stack(rows.ids, 1)
     return [a.tobytes() + b.tobytes() + c.tobytes() for a, b, c in zip(rows.dense, ids, rows.label, strict=True)]
 

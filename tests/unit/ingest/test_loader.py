@@ -260,7 +260,6 @@ def test_loader_resumes_with_other_world_sizes(prepared: Prepared, moves: list[t
 
 
 def test_row_numbers_match_log(prepared: Prepared) -> None:
-    """A number says which row of the log the row beside it is, whatever the order and the set."""
     rows = log_rows(prepared)
     for start, stop, shuffle in ((0, ROWS, "window"), (90, 611, "window"), (90, 611, "none")):
         numbers = []

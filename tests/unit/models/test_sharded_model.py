@@ -83,8 +83,7 @@ def test_network_loss_rejects_averaged_value() -> None:
 
 
 def test_embedding_penalty_applies_to_network_inputs() -> None:
-    """The penalty applies to each embedding of the category `item` and the unpooled list `history`, and to the sum of the list
-    `tags`."""
+    """The penalty applies to each embedding of `item` and the unpooled list `history`, and to the sum of `tags`, a list."""
     inputs = ModelInputs(
         0, ("item", "history", "tags"), "click", vocabularies=("item", "item", "tags"), lists=(("history", None), ("tags", None))
     )

@@ -720,8 +720,7 @@ def test_damaged_files_are_rejected(tmp_path: Path) -> None:
 
 
 def split_by_rule(text: str, columns: int, *, trim: bool, max_bytes: int, max_lines: int) -> Iterator[tuple[int, list[str]]]:
-    """Return the kind (0, TOO_FEW, TOO_MANY, UNMATCHED) and fields of every row by the documented rule, one character at a
-    time."""
+    """Return the kind (0, TOO_FEW, TOO_MANY, UNMATCHED) and fields of every row by the documented rule."""
     place = 0
     while place < len(text):
         line, fields, spans, unmatched = place, [], False, False

@@ -298,8 +298,7 @@ def mlp(net: MLP, values: torch.Tensor, dropout: float) -> torch.Tensor:
 
 
 def of_dlrm(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Compute bottom MLP, interaction and top MLP: dots of pairs, crosses x0 * (U V x + b) + x, or products of two
-    projections."""
+    """Compute bottom MLP, interaction (dots, crosses x0 * (U V x + b) + x, or products of two projections) and top MLP."""
     bottom = mlp(net.bottom_mlp, dense, config.bottom_dropout)
     vectors = [bottom, *(values[:, n] for n in range(3))]
     x0 = torch.cat(vectors, dim=1)
@@ -358,8 +357,7 @@ def cross_entropy(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def reference_loss(config: ClickModelConfig, outputs: Outputs, labels: Outputs) -> torch.Tensor:
-    """Return the cross entropy, FINAL's with its towers' and the mean's probability, or DCNv3's L + L_d max(0, L_d - L) + L_s
-    max(0, L_s - L)."""
+    """Return the cross entropy, FINAL's with its towers', or DCNv3's L + L_d max(0, L_d - L) + L_s max(0, L_s - L)."""
     loss = cross_entropy(outputs["click"], labels["click"]).mean()
     if "like" in outputs:
         loss = loss + cross_entropy(outputs["like"], labels["like"]).mean()
@@ -451,8 +449,7 @@ TARGETS = {"history": "item", "items": "item", "shops": "shop"}
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("features", [("item", "history", "tags"), ("item", "shop", "shops", "items")])
 def test_din_matches_formula(features: tuple[str, ...], *, training: bool) -> None:
-    """Compare a history next to summed tags, and items with shops in one unit, as in the paper and FuxiCTR's din_sequence_field:
-    [(items, shops)]."""
+    """Compare a history next to summed tags, and items with shops in one unit, as FuxiCTR's [(items, shops)]."""
     sequences = [name for name in features if name in TARGETS]
     pooled = [name for name in features if name not in TARGETS]
     vocabularies = tuple(TARGETS.get(name, name) for name in features)
