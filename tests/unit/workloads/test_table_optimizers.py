@@ -124,11 +124,6 @@ def test_joint_clipping_rejects_zero() -> None:
     rejects(r"max_gradient_norm: must be above 0, got 0\.0", click.config, TABLES, 1, max_gradient_norm=0.0)
 
 
-def test_joint_clipping_rejects_zero() -> None:
-    with pytest.raises(InputError, match=r"max_gradient_norm: must be above 0, got 0\.0"):
-        click.config(TABLES, 1, max_gradient_norm=0.0)
-
-
 def test_sparse_adam_skips_other_rows_under_every_plan(tmp_path: Path) -> None:
     ends = []
     for plan in ("table_wise", "column_wise", "data_parallel"):
