@@ -1,8 +1,8 @@
 """Preprocessed rows are the encoded raw rows, bit for bit, in every order; damaged folders are refused."""
 
+import itertools
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,11 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
+from builders.click_models import hashed_preprocessor
 from builders.engines import LoopEngine
+from builders.faults import flip
 from builders.logs import learn, open_index
+from builders.same import assert_same
 from builders.torchrec_scripts import torchrec_criteo
 
 from rayrec import host_resources
@@ -22,7 +25,7 @@ from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import ALL, RAYREC
-from rayrec.data.encoding.rules import DenseColumn, SparseColumn
+from rayrec.data.encoding.rules import DenseColumn
 from rayrec.data.engine import TaskContext
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex
@@ -40,9 +43,6 @@ from rayrec.schema import Schema
 
 ROWS = 3_000
 MULTI_HOT = MultiHot(sizes=(3, 1, 5, *(1,) * 22, 2))
-
-
-HERE = LoopEngine()
 
 
 @pytest.fixture(scope="module")
@@ -66,19 +66,12 @@ def preprocessor(days: LogIndex) -> Preprocessor:
 
 def hashed(schema: Schema, num_embeddings: int, multi_hot: MultiHot | None = None) -> Preprocessor:
     """Ids up to num_embeddings, or to the 32 bits of tokens."""
-    wide = schema.tokens == "any"
-    return Preprocessor(
-        preset="hashed",
-        schema=schema,
-        dense=tuple(DenseColumn(mean=0.5, scale=2.0, missing_value=-1.0) for _ in schema.dense),
-        sparse=tuple(SparseColumn(num_embeddings, None) for _ in schema.sparse),
-        tokens=np.zeros(0, np.uint64 if wide else np.uint32),
-        multi_hot=multi_hot,
-    )
+    dense = (DenseColumn(mean=0.5, scale=2.0, missing_value=-1.0),) * len(schema.dense)
+    return hashed_preprocessor([num_embeddings] * len(schema.sparse), schema, dense=dense, multi_hot=multi_hot)
 
 
 def write(index: LogIndex, preprocessor: Preprocessor, out: Path, format: str, **changes: Any) -> PreprocessedDataset:
-    arguments: dict[str, Any] = {"engine": HERE, "segments_per_task": 3, **changes}
+    arguments: dict[str, Any] = {"engine": LoopEngine(), "segments_per_task": 3, **changes}
     result = preprocess(index, preprocessor=preprocessor, out=str(out), format=format, **arguments)
     dataset = open_preprocessed(str(out), verify=True)
     assert (result["rows"], result["out"], result["format"]) == (index.rows, str(out), format)
@@ -92,57 +85,37 @@ def order_of(index: LogIndex, start: int, stop: int, shuffle: str = "none") -> B
     return BlockOrder(tuple(index.parts(start, stop)), shuffle, 5, 4)
 
 
-def arrays(rows: EncodedRows) -> list[np.ndarray | None]:
-    ids = [each for ids in rows.ids for each in ((ids.values, ids.lengths) if isinstance(ids, JaggedIds) else (ids,))]
-    return [rows.dense, *rows.labels.values(), rows.weights, *ids]
-
-
-def same_array(one: np.ndarray | None, other: np.ndarray | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-
-
-def assert_same(one: EncodedRows, other: EncodedRows) -> None:
-    assert list(one.labels) == list(other.labels)
-    assert all(same_array(a, b) for a, b in zip(arrays(one), arrays(other), strict=True))
-
-
-def assert_same_epochs(
-    raw: LogIndex, made: LogIndex, preprocessor: Preprocessor, rows: tuple[int, int], *, labelled: bool = True
-) -> None:
+def assert_same_epochs(raw: LogIndex, made: LogIndex, preprocessor: Preprocessor, rows: tuple[int, int], **how: bool) -> None:
     """All blocks of some epochs, in every order."""
     for shuffle, epoch in (("none", 0), ("files", 0), ("files", 1), ("window", 0), ("window", 1)):
-        blocks = [order_of(index, *rows, shuffle).blocks(epoch) for index in (raw, made)]
-        for pair in zip(*blocks, strict=True):
+        for pair in zip(*[order_of(index, *rows, shuffle).blocks(epoch) for index in (raw, made)], strict=True):
             assert (pair[0].rows, pair[0].seed) == (pair[1].rows, pair[1].seed)
             cut_at = pair[0].rows // 3  # as pieces are dealt
             for start, stop in ((0, cut_at), (cut_at, pair[0].rows)):
-                assert_same(*(encode_block(block, start, stop, preprocessor, labelled=labelled) for block in pair))
+                assert_same(*(encode_block(block, start, stop, preprocessor, **how) for block in pair))
 
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
 def test_every_order_returns_equal_rows(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str) -> None:
     sets = Split(kind="last_file").rows(days)
-    dataset = write(days, preprocessor, tmp_path / "out", format, sets=sets)
+    write(days, preprocessor, tmp_path / "out", format, sets=sets)
+    (tmp_path / "out").rename(tmp_path / "moved")
+    dataset = open_preprocessed(str(tmp_path / "moved"))
     assert dataset.index.format == format
     assert dataset.index.faults == days.faults
     assert [s.rows for s in dataset.index.segments] == [s.rows for s in days.segments]
     assert Split(kind="last_file").rows(dataset.index) == sets == dataset.sets
     for rows in ((0, days.rows), sets["train"], sets["test"]):
         assert_same_epochs(days, dataset.index, preprocessor, rows)
-    loaded = Preprocessor.load(dataset.preprocessor)
-    assert loaded.hash() == preprocessor.hash() == dataset.manifest["preprocessor"]
+    assert Preprocessor.load(dataset.preprocessor).hash() == preprocessor.hash() == dataset.manifest["preprocessor"]
+    none = read_preprocessed(dataset.index.segments[:2], np.arange(0), preprocessor)  # the empty share of a worker
+    assert_same(none, preprocessor.encode(read_raw(days.segments[:1], SCHEMA), np.arange(0)), ignored="row_numbers")
 
 
-PROFILES = [(format, name) for format in WRITABLE_FORMATS for name in sorted(ALL)]
-
-
-@pytest.mark.parametrize(("format", "name"), [*PROFILES, ("parquet", "multi-hot")])
+@pytest.mark.parametrize(("format", "name"), [*itertools.product(WRITABLE_FORMATS, ALL), ("parquet", "multi-hot")])
 def test_every_profile(days: LogIndex, tmp_path: Path, format: str, name: str) -> None:
     profiled = learn(days, SCHEMA, ALL.get(name) or RAYREC.replace(multi_hot=MULTI_HOT))
-    dataset = write(days, profiled, tmp_path / "out", format)
-    assert_same_epochs(days, dataset.index, profiled, (100, 2000))
+    assert_same_epochs(days, write(days, profiled, tmp_path / "out", format).index, profiled, (100, 2000))
 
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
@@ -176,12 +149,11 @@ def test_wide_table_ids_fit(days: LogIndex, tmp_path: Path, format: str, preproc
     first, *others = preprocessor.sparse
     changed = replace(preprocessor, sparse=(replace(first, num_embeddings=2**32), *others))
     assert changed.id_dtype == np.int64
-    dataset = write(days, changed, tmp_path / "out", format)
-    assert_same_epochs(days, dataset.index, changed, (0, 800))
+    assert_same_epochs(days, write(days, changed, tmp_path / "out", format).index, changed, (0, 800))
 
 
 @pytest.fixture(scope="module")
-def lists_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def lists(tmp_path_factory: pytest.TempPathFactory) -> tuple[LogIndex, Preprocessor]:
     """A log of lists and weights, some empty."""
     rng = np.random.default_rng(0)
     rows = 500
@@ -198,15 +170,9 @@ def lists_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(2):
         rows_of = table.slice(number * 250, 250)
         pq.write_table(rows_of, folder / f"{number}.parquet", row_group_size=40, compression="none")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def lists(lists_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[LogIndex, Preprocessor]:
     columns: dict[str, Any] = {"dense": ("price",), "sparse": ("shop", "seen"), "lists": ("seen",)}
     schema = Schema(label="clicked", weight="w", tokens="any", **columns)
-    index = open_index(lists_folder, schema, segment_bytes=2000, cache=tmp_path_factory.mktemp("cache"))
-    return index, hashed(schema, 2**28)
+    return open_index(folder, schema, segment_bytes=2000, cache=tmp_path_factory.mktemp("cache")), hashed(schema, 2**28)
 
 
 def test_parquet_stores_lists_and_weights(tmp_path: Path, lists: tuple[LogIndex, Preprocessor]) -> None:
@@ -216,14 +182,6 @@ def test_parquet_stores_lists_and_weights(tmp_path: Path, lists: tuple[LogIndex,
     assert_same_epochs(index, dataset.index, preprocessor, Split().rows(index)["validation"])
     read = pyarrow.dataset.dataset(tmp_path / "out", partitioning="hive", exclude_invalid_files=True).to_table()
     assert set(read.column_names) == {"clicked", "w", "price", "shop", "seen", "set"}
-
-
-def test_npy_stores_single_categories(tmp_path: Path, lists_folder: Path) -> None:
-    schema = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")
-    index = open_index(lists_folder, schema, segment_bytes=2000, cache=tmp_path / "cache")
-    for format in ("npy", "parquet"):
-        dataset = write(index, hashed(schema, 2**40), tmp_path / format, format)
-        assert_same_epochs(index, dataset.index, hashed(schema, 2**40), (0, 500))
 
 
 def test_write_rejects_unsupported_columns(
@@ -267,30 +225,21 @@ def test_binary_rows_are_labels_integers_and_ids(days: LogIndex, tmp_path: Path)
     v1 = learn(days, SCHEMA, ALL["mlperf-v1"])
     write(days, v1, tmp_path / "out", "binary")
     rows = np.fromfile(tmp_path / "out" / "day_2.bin", np.int32).reshape(-1, 40)
-    segments = [segment for segment in days.segments if segment.path.endswith("day_2")]
-    raw = read_raw(segments, SCHEMA)
+    raw = read_raw([segment for segment in days.segments if segment.path.endswith("day_2")], SCHEMA)
     assert (rows[:, 0] == raw.labels["label"]).all()
     assert (rows[:, 1:14] == np.maximum(raw.numbers, 0)).all()
     assert (rows[:, 14:] == np.stack(v1.encode(raw).ids).T).all()
-    assert (tmp_path / "out" / "day_2.bin").stat().st_size == 160 * 899
-
-
-@pytest.fixture
-def torchrec_reader() -> Iterator[Any]:
-    with torchrec_criteo() as criteo:
-        yield criteo.InMemoryBinaryCriteoIterDataPipe
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_torchrec_reads_npy(
-    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, torchrec_reader: Any, mapped: bool
-) -> None:
+def test_torchrec_reads_npy(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, mapped: bool) -> None:
     write(days, preprocessor, tmp_path / "out", "npy")
     paths = [
-        [str(tmp_path / "out" / f"{day}_{what}.npy") for day in ("day_2", "day_9", "day_10")]
-        for what in ("dense", "sparse", "labels")
+        [f"{tmp_path}/out/{day}_{what}.npy" for day in ("day_2", "day_9", "day_10")] for what in ("dense", "sparse", "labels")
     ]
-    batches = list(torchrec_reader("train", *paths, batch_size=128, rank=0, world_size=1, mmap_mode=mapped))
+    with torchrec_criteo() as criteo:
+        reader = criteo.InMemoryBinaryCriteoIterDataPipe
+        batches = list(reader("train", *paths, batch_size=128, rank=0, world_size=1, mmap_mode=mapped))
     whole_log = preprocessor.encode(read_raw(days.segments, SCHEMA))
     assert sum(len(batch.labels) for batch in batches) == days.rows
     assert (np.concatenate([batch.dense_features.numpy() for batch in batches]) == whole_log.dense).all()
@@ -304,13 +253,12 @@ def test_parquet_has_row_group_per_segment(days: LogIndex, preprocessor: Preproc
     sets = Split().rows(days)
     dataset = write(days, preprocessor, tmp_path / "out", "parquet", sets=sets)
     for name, (start, stop) in sets.items():
-        files = sorted((tmp_path / "out" / f"set={name}").iterdir())
         groups = []
-        for file in files:
+        for file in sorted((tmp_path / "out" / f"set={name}").iterdir()):
             metadata = pq.read_metadata(file)
             groups += [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-            assert metadata.row_group(0).column(3).statistics.has_min_max
-            assert metadata.row_group(0).column(3).compression == "ZSTD"
+            column = metadata.row_group(0).column(3)
+            assert (column.statistics.has_min_max, column.compression) == (True, "ZSTD")
             assert metadata.schema.names == list(SCHEMA.columns)
         assert groups == [part.stop - part.start for part in days.parts(start, stop)]
     table = pyarrow.dataset.dataset(tmp_path / "out", partitioning="hive", exclude_invalid_files=True).to_table()
@@ -318,8 +266,7 @@ def test_parquet_has_row_group_per_segment(days: LogIndex, preprocessor: Preproc
 
 
 def test_row_stream_reads_mapped_rows(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
-    made = write(days, preprocessor, tmp_path / "out", "binary")
-    blocks = order_of(made.index, 0, days.rows, "window").blocks(0)
+    blocks = order_of(write(days, preprocessor, tmp_path / "out", "binary").index, 0, days.rows, "window").blocks(0)
     block_ranges = [(blocks[block_range.block], block_range) for block_range in full_epoch(blocks)]
     expected = [encode_block(block, 0, block_range.rows, preprocessor) for block, block_range in block_ranges]
     for in_memory in (False, True):
@@ -353,34 +300,19 @@ def test_read_rejects_other_preprocessor(days: LogIndex, preprocessor: Preproces
         read_preprocessed(made.index.segments[:1], np.arange(3), other)
 
 
-def test_moved_folder_is_readable(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
-    for format in ("npy", "parquet"):
-        write(days, preprocessor, tmp_path / format, format)
-        (tmp_path / format).rename(tmp_path / f"moved-{format}")
-        assert_same_epochs(days, open_preprocessed(str(tmp_path / f"moved-{format}")).index, preprocessor, (0, 500))
-
-
-def test_empty_selection_returns_no_rows(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
-    """The empty share of a worker."""
-    expected = preprocessor.encode(read_raw(days.segments[:1], SCHEMA), np.arange(0))
-    for format in WRITABLE_FORMATS:
-        made = write(days, preprocessor, tmp_path / format, format)
-        assert_same(read_preprocessed(made.index.segments[:2], np.arange(0), preprocessor), expected)
-
-
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
 def test_damaged_files_raise(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str) -> None:
     out = tmp_path / "out"
     made = write(days, preprocessor, out, format)
     name = made.manifest["files"][1]["name"]
     content = (out / name).read_bytes()
-    size, middle = len(content), len(content) // 2
+    size = len(content)
 
     def is_told(why: str, **how: bool) -> None:
         with pytest.raises(InputError, match=f"{name}: {why}"):
             open_preprocessed(str(out), **how)
 
-    (out / name).write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    flip(out / name)
     open_preprocessed(str(out))
     is_told("checksum does not match: the dataset is damaged. Copy it again", verify=True)
     (out / name).write_bytes(content[:-5])
@@ -452,7 +384,7 @@ def test_checksums_are_compared_once(
     done: list[tuple[int, int | None]] = []
 
     def opened() -> LogIndex:
-        context = TaskContext(HERE, str(tmp_path / "cache"), progress=lambda _, *of_bytes: done.append(of_bytes))
+        context = TaskContext(LoopEngine(), str(tmp_path / "cache"), progress=lambda _, *of_bytes: done.append(of_bytes))
         return LogSource.at(str(out)).index(SCHEMA, segment_bytes=1, context=context)
 
     assert opened() == made.index
@@ -461,8 +393,6 @@ def test_checksums_are_compared_once(
     done.clear()
     assert opened() == made.index
     assert not done
-    path = out / made.manifest["files"][1]["name"]
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    flip(path := out / made.manifest["files"][1]["name"], -1)
     with pytest.raises(InputError, match=rf"{path.name}: checksum does not match: the dataset is damaged"):
         opened()
