@@ -19,12 +19,12 @@ from rayrec.environment.installation import installed_distributions
 
 HOUSE = {
     # count: (at most, margin); a bound that is more than the margin above the count fails too
-    "files": (325, 3),
-    "lines": (56_900, 300),
+    "files": (318, 3),
+    "lines": (55_750, 300),
     "crowded folders": (1, 0),
     "circles": (0, 0),
     "long signatures": (0, 0),
-    "lines of tests": (50_200, 300),
+    "lines of tests": (45_600, 300),
 }
 """Size and shape of src/rayrec, and the size of tests. These only fall: lower a bound in the commit that lowers its count."""
 MOST_FILES = 15

