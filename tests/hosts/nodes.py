@@ -51,8 +51,8 @@ def missing() -> str | None:
             return f"needs the command `{command}`: apt-get install iproute2 util-linux"
     trial = "mount --make-rprivate / && mount -t tmpfs tmpfs /dev/shm && ip link add name va type veth peer name vb"
     trial += " && ip link add name br type bridge && ip link set va master br"
-    command = ["unshare", *_ALL, "--fork", "--mount-proc", "sh", "-c", trial]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    isolated = ["unshare", *_ALL, "--fork", "--mount-proc", "sh", "-c", trial]
+    done = subprocess.run(isolated, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return None
     return f"needs root, and a kernel with namespaces, veth and bridge ({done.stderr.strip().splitlines()[-1:]})"

@@ -63,8 +63,8 @@ def schema(tables: list[int]) -> Schema:
         labels = (Label(name="other"), Label(name="seconds", kind="number"))
         return plain.replace(tokens="any", labels=labels, lists=("cat_1", "cat_2"), features=features)
     if tables == SEQUENCES:
-        features = (Feature(name="cat_2", vocabulary="cat_0", max_length=4),)
-        return plain.replace(tokens="any", lists=("cat_2",), features=features)
+        sequence = Feature(name="cat_2", vocabulary="cat_0", max_length=4)
+        return plain.replace(tokens="any", lists=("cat_2",), features=(sequence,))
     return plain
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Sequence
-from typing import Final, final
+from typing import Any, Final, final
 
 import pyarrow as pa
 
@@ -125,7 +125,7 @@ class CountingIndexer:
                 counts.close()
                 counts, missing = None, [(start, stop)]
         parts = [part for low, high in missing for part in index.parts(low, high)]
-        sizes = {"memory_bytes": self._memory_bytes, "task_bytes": self._task_bytes}
+        sizes: dict[str, Any] = {"memory_bytes": self._memory_bytes, "task_bytes": self._task_bytes}
         return count_log(self._counting, parts, engine=engine, progress=progress, into=counts, **sizes)
 
     def close(self) -> None:
