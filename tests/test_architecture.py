@@ -130,12 +130,12 @@ def test_importing_is_cheap(module: str) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=_relative)
-def test_a_module_says_why_it_exists(path: Path) -> None:
+def test_modules_have_docstrings(path: Path) -> None:
     assert (ast.get_docstring(ast.parse(path.read_text())) or "").strip()
 
 
 @pytest.mark.parametrize("path", MODULES, ids=_relative)
-def test_files_are_named_for_what_they_hold(path: Path) -> None:
+def test_file_names_match_their_subjects(path: Path) -> None:
     assert not re.search(r"util|helper|manager|misc|common", path.stem)
 
 
@@ -194,7 +194,7 @@ def _own_files() -> Iterator[Path]:
     return (path for path in paths if path.is_file() and path.suffix not in (".so", ".pyc"))
 
 
-def test_no_file_names_a_place_of_this_machine() -> None:
+def test_files_name_no_local_paths() -> None:
     # Spelled in parts, so that this file does not name them either. A checkout in /app says nothing about /app.
     places = [f"/{folder}" for folder in ("root/", "work/main", "opt/wheels", "opt/pypi")]
     places += [str(place) for place in (ROOT, Path.home()) if len(place.parts) > 2]
@@ -202,7 +202,7 @@ def test_no_file_names_a_place_of_this_machine() -> None:
     assert not {_relative(path): match for path in _own_files() if (match := pattern.search(path.read_bytes()))}
 
 
-def test_layout_in_docs_is_of_the_code() -> None:
+def test_documented_layout_matches_code() -> None:
     run = subprocess.run([sys.executable, "tools/layout.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
 
@@ -216,7 +216,7 @@ PROJECT, SHIM = (
 LOCK = dict(re.findall(r"^([^#\s].*)==(.*)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
 
 
-def test_the_lock_holds_every_requirement_and_nothing_else() -> None:
+def test_lock_matches_requirements() -> None:
     """Requirements of the package as pyproject.toml stands, its tests and checks, and the CPU pair."""
     extras, groups = PROJECT["optional-dependencies"], "test check docs spark language mlflow wandb onnx"
     texts = [*PROJECT["dependencies"], *(text for name in groups.split() for text in extras[name]), *SHIM["dependencies"]]

@@ -168,7 +168,7 @@ def world(pages: Pages, made_once: Callable[[str, Callable[[Path], object]], Pat
 
 
 @pytest.mark.slow
-def test_the_quickstart_runs(world: Path) -> None:
+def test_quickstart_runs(world: Path) -> None:
     assert (world / "log" / "truth.json").exists()
     assert (world / "runs" / "demo" / "summary.json").exists()
 
@@ -177,7 +177,7 @@ def test_the_quickstart_runs(world: Path) -> None:
 @pytest.mark.parametrize(
     "page", [pytest.param(page, id=_name(page), marks=[pytest.mark.ray] * (page.stem in WITH_RAY)) for page in RUNNABLE]
 )
-def test_a_page_runs(page: Path, pages: Pages, world: Path, tmp_path: Path) -> None:
+def test_pages_run(page: Path, pages: Pages, world: Path, tmp_path: Path) -> None:
     if "rayrec generate log " not in page.read_text():
         for name in ("log", "runs"):
             shutil.copytree(world / name, tmp_path / name)
@@ -192,7 +192,7 @@ def test_a_page_runs(page: Path, pages: Pages, world: Path, tmp_path: Path) -> N
         for path in NOTEBOOKS
     ],
 )
-def test_a_notebook_runs(notebook: Path, pages: Pages, tmp_path: Path) -> None:
+def test_notebooks_run(notebook: Path, pages: Pages, tmp_path: Path) -> None:
     text = notebook.read_text()
     cells = json.loads(text)["cells"]
     assert any(cell.get("outputs") for cell in cells) == (notebook.stem in WITH_OUTPUTS)
@@ -240,7 +240,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in map(_slug, re.findall(r"^#+ (.+)$", _prose(file), re.MULTILINE)), target
 
 
-def test_messages_of_troubleshooting_are_in_the_source() -> None:
+def test_troubleshooting_messages_match_source() -> None:
     """Each heading in code style is a message; between its dots are parts of one text of the source, in this order."""
     shown = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
     assert len(shown) > 20
@@ -259,7 +259,7 @@ def _messages(tree: ast.AST) -> Iterator[str]:
             yield node.value
 
 
-def test_guarantees_name_the_target_that_runs_their_tests() -> None:
+def test_guarantees_name_targets_of_their_tests() -> None:
     marks: dict[str, set[str]] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
         tree = ast.parse(path.read_text())
@@ -278,7 +278,7 @@ def test_guarantees_name_the_target_that_runs_their_tests() -> None:
             assert target == f"make test{runs and '-'}{runs}", name
 
 
-def test_pictures_are_what_their_command_draws() -> None:
+def test_pictures_match_their_command() -> None:
     """`make pictures`, from the committed results; the screenshot stays small."""
     assets = ROOT / "docs" / "assets"
     drawn = script("tools", "pictures").files()
@@ -334,7 +334,7 @@ def test_figures_skip_failed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert RESULTS.find("ingest", "a log", "a copy")[0] == "2026-01-01"
 
 
-def test_figures_in_prose_have_a_row() -> None:
+def test_figures_in_prose_have_rows() -> None:
     """Every figure in prose is marked (tools/results.py). Cells with numbers alone are tables of measurements."""
     found = {(_name(page), figure) for page in RESULTS.PAGES for figure in _unmarked_figures(page.read_text())}
     assert found - NO_ROW.keys() == set(), "write them as tools/results.py says, or leave the number out"
@@ -376,7 +376,7 @@ def test_figures_have_significant_digits(value: float, digits: int, text: str) -
     assert RESULTS.number(value, digits) == text
 
 
-def test_a_figure_of_several_rows_is_refused() -> None:
+def test_figure_of_several_rows_is_rejected() -> None:
     key = "train; 1 worker, from raw TSV; TorchRec; {}ratio; 2"
     with pytest.raises(SystemExit, match="different values"):
         RESULTS.figure(key.format(""))
@@ -394,7 +394,7 @@ def test_tables_are_complete(page: Path) -> None:
         assert all(re.fullmatch(r" *:?-+:? *", cell) is None for row in rows for cell in row), table
 
 
-def test_the_benchmarks_page_names_every_benchmark() -> None:
+def test_benchmarks_page_names_every_benchmark() -> None:
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     run = script("benchmarks", "run")
     assert set(re.findall(r"^rayrec benchmark ([a-z0-9-]+)", text, re.MULTILINE)) == {*run.NAMES, *run.OTHERS}
@@ -413,7 +413,7 @@ def test_example_categories_are_in_the_demo_log(tmp_path: Path) -> None:
         assert sum(row[14 + int(column)] == category for row in rows) > 100, (column, category)
 
 
-def test_the_command_beside_dlrm_has_its_settings() -> None:
+def test_dlrm_command_has_its_settings() -> None:
     (block,) = (found for found in blocks(ROOT / "docs" / "from-torchrec-dlrm.md") if "dlrm_main.py" in found.text)
     dlrm, ours = _commands(block)
     given = dict(re.findall(r"--([a-z_]+) ([\w.,]+)", dlrm))
@@ -463,7 +463,7 @@ def test_named_tests_exist() -> None:
     assert [name for name in begins if not any(test.startswith(name[:-3]) for test in known)] == []
 
 
-def test_scripts_of_the_cookbook_are_short() -> None:
+def test_cookbook_scripts_are_short() -> None:
     files = {(page.name, block.line): block for page in PAGES for block in runnable(page) if block.kind == "file"}
     cookbook = {place: block for place, block in files.items() if (ROOT / "docs" / "cookbook" / place[0]).exists()}
     assert len(cookbook) >= 7
@@ -474,7 +474,7 @@ LIMITS = re.compile(r"limit|\bonly\b|\bnot\b|\bnever\b|\bnone\b|\bno\b", re.IGNO
 
 
 @pytest.mark.parametrize("page", PAGES[len(ROOT_PAGES) :], ids=_name)
-def test_a_page_begins_with_its_limits(page: Path) -> None:
+def test_pages_begin_with_their_limits(page: Path) -> None:
     """In its first paragraphs, five lines or so: what it does not do, or what was not tested."""
     begin = re.sub(r"<[^>]+>", "", page.read_text().partition("\n## ")[0])
     assert LIMITS.search("\n".join(begin.splitlines()[1:9])), "say in the first lines what does not work or was not tested"
@@ -483,7 +483,7 @@ def test_a_page_begins_with_its_limits(page: Path) -> None:
 INDEX = ROOT / "docs" / "index.md"
 
 
-def test_every_page_is_in_the_index_once() -> None:
+def test_index_lists_each_page_once() -> None:
     """In a table below a heading, from which the site's navigation comes."""
     listed = re.findall(r"^\| \[[^\]]+\]\(([^)#]+)\) \|", INDEX.read_text(), re.MULTILINE)
     assert sorted(INDEX.parent / name for name in [*listed, INDEX.name]) == PAGES[len(ROOT_PAGES) :]
@@ -500,7 +500,7 @@ def site(pages: Pages, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_site_describes_the_code(site: Path) -> None:
+def test_site_describes_code(site: Path) -> None:
     """Every command, public name and kind of event, and fields, metrics and paths of HTTP from their tables."""
     pages = {page.stem: page.read_text() for page in (site / "reference").glob("*.html")}
     assert [verb for verb in COMMANDS if f'id="rayrec-{verb}"' not in pages["commands"]] == []
@@ -514,7 +514,7 @@ def test_the_site_describes_the_code(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+def test_site_loads_no_external_resources(site: Path) -> None:
     loaded = re.compile(r"<(?:script|img|iframe)[^>]+src=\"(https?:[^\"]+)|<link[^>]+href=\"(https?:[^\"]+)")
     assert not [match[0] for page in site.rglob("*.html") for match in loaded.finditer(page.read_text())]
 

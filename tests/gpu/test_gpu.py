@@ -66,7 +66,7 @@ def losses(folder: Path, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["dlrm", "finalnet", "dcnv2"])
-def test_the_losses_are_those_of_the_cpu(log: str, tmp_path: Path, name: str) -> None:
+def test_losses_match_cpu(log: str, tmp_path: Path, name: str) -> None:
     """Sums are added in another order, and these differences grow with the steps."""
     for gpu in (False, True):
         made = config(log, tmp_path, f"{name}-{gpu}", gpu=gpu)
@@ -79,7 +79,7 @@ def test_the_losses_are_those_of_the_cpu(log: str, tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("name", [*click.CASES, *click.BY_ADAM])
-def test_tables_of_every_kind_learn_what_they_learn_on_the_cpu(tmp_path: Path, name: str) -> None:
+def test_all_table_kinds_match_cpu(tmp_path: Path, name: str) -> None:
     """Shared tables, lists with weights, sequences under DIN, several labels, and Adam's own rule."""
     tables = (click.CASES | click.BY_ADAM)[name]
     settings = click.ADAM if name in click.BY_ADAM else {}
@@ -96,7 +96,7 @@ def test_tables_of_every_kind_learn_what_they_learn_on_the_cpu(tmp_path: Path, n
     same_weights(tmp_path / "here" / "end", tmp_path / "there" / "end")
 
 
-def test_two_workers_on_one_gpu_learn_what_one_does_on_the_cpu(tmp_path: Path) -> None:
+def test_two_workers_on_one_gpu_match_cpu(tmp_path: Path) -> None:
     run_ranks(click.alone, 1, str(tmp_path))
     if DEVICE == "cuda":
         run_ranks(click.on_one_gpu, 2, str(tmp_path))
@@ -111,7 +111,7 @@ def same_weights(found: Path, expected: Path) -> None:
         torch.testing.assert_close(here[key], tensor, msg=key, rtol=1e-4, atol=1e-5)
 
 
-def test_a_checkpoint_goes_to_the_gpu_and_back_bit_for_bit(log: str, tmp_path: Path) -> None:
+def test_checkpoint_round_trips_through_gpu_bitwise(log: str, tmp_path: Path) -> None:
     """Nothing learns, so every save has the weights and states that the one before had."""
     still = {"sparse_optimizer": {"learning_rate": 0.0}, "dense_optimizer": {"kind": "sgd", "learning_rate": 0.0}}
     found = [
@@ -122,7 +122,7 @@ def test_a_checkpoint_goes_to_the_gpu_and_back_bit_for_bit(log: str, tmp_path: P
     assert len({summary["weights_sha256"] for summary in found}) == 1
 
 
-def test_a_run_is_continued_without_a_row_lost(log: str, tmp_path: Path) -> None:
+def test_run_continues_without_lost_rows(log: str, tmp_path: Path) -> None:
     constant = {"schedule": {"decay_fraction": 0.0}}  # else a longer run has other learning rates from the start
     train(config(log, tmp_path, "continued", gpu=True, workload=constant).replace(steps=STEPS // 2))
     summary = train(config(log, tmp_path, "continued", gpu=True, workload=constant))
@@ -131,7 +131,7 @@ def test_a_run_is_continued_without_a_row_lost(log: str, tmp_path: Path) -> None
     assert losses(tmp_path, "continued") == pytest.approx(losses(tmp_path, "whole"), abs=2e-3)
 
 
-def test_a_killed_run_resumes_without_a_row_lost(log: str, tmp_path: Path) -> None:
+def test_killed_run_resumes_without_lost_rows(log: str, tmp_path: Path) -> None:
     """The whole process group and its CUDA context go, as when a machine does."""
     flags: dict[str, Any] = {"train-data.path": log, "storage-path": tmp_path, "name": "killed"}
     flags |= {"steps": 200, "checkpoint.every": 20, "early-stopping.patience": 0}
@@ -150,7 +150,7 @@ def test_a_killed_run_resumes_without_a_row_lost(log: str, tmp_path: Path) -> No
     assert (summary["steps"], summary["rows_lost"], summary["rows_repeated"]) == (200, 0, 0)
 
 
-def test_a_served_model_scores_as_on_the_cpu(log: str, tmp_path: Path) -> None:
+def test_served_model_matches_cpu(log: str, tmp_path: Path) -> None:
     """Without HTTP, which is the same on any device."""
     train(config(log, tmp_path, "served", gpu=True))
     text = Path(log).read_bytes()[:60_000]
@@ -163,7 +163,7 @@ def test_a_served_model_scores_as_on_the_cpu(log: str, tmp_path: Path) -> None:
     assert found[1] == pytest.approx(found[0], abs=1e-4)
 
 
-def test_scores_are_those_of_the_cpu(log: str, tmp_path: Path) -> None:
+def test_scores_match_cpu(log: str, tmp_path: Path) -> None:
     train(config(log, tmp_path, "scored", gpu=True))
     run = str(tmp_path / "scored")
     on_cpu, on_gpu = (
@@ -174,7 +174,7 @@ def test_scores_are_those_of_the_cpu(log: str, tmp_path: Path) -> None:
         assert on_gpu[name] == pytest.approx(on_cpu[name], abs=1e-4)
 
 
-def test_a_profile_has_the_kernels_of_the_gpu(log: str, tmp_path: Path) -> None:
+def test_profile_has_gpu_kernels(log: str, tmp_path: Path) -> None:
     train(config(log, tmp_path, "profiled", gpu=True, profile={"steps": "5:8"}))
     traces = sorted((tmp_path / "profiled" / "profile").rglob("trace*"))
     assert traces
@@ -182,7 +182,7 @@ def test_a_profile_has_the_kernels_of_the_gpu(log: str, tmp_path: Path) -> None:
     assert ("kernel" in kinds) == (DEVICE == "cuda")
 
 
-def test_the_memory_of_the_device_is_reported(log: str, tmp_path: Path) -> None:
+def test_device_memory_is_reported(log: str, tmp_path: Path) -> None:
     train(config(log, tmp_path, "memory", gpu=True))
     text = (tmp_path / "memory" / "events.jsonl").read_text()
     assert ("device_memory_bytes" in text) == (DEVICE == "cuda")

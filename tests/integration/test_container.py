@@ -38,7 +38,7 @@ def _debian(scratch: Path) -> Path:
     return folder / "base"
 
 
-def test_the_image_is_built_and_its_demo_runs(tmp_path: Path) -> None:
+def test_image_builds_and_runs_demo(tmp_path: Path) -> None:
     base, work = _debian(tmp_path), tmp_path / "stages"
     work.mkdir()
     # What Docker would bring: names. What a company's network would: pip's certificates and folder of wheels.

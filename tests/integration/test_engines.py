@@ -47,7 +47,7 @@ COMMANDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "command", ["vocabulary", *(pytest.param(command, marks=pytest.mark.exhaustive) for command in list(COMMANDS)[1:])]
 )
-def test_spark_makes_the_files_that_ray_makes(click_log: Path, tmp_path: Path, name: str, command: str) -> None:
+def test_spark_files_match_ray_files(click_log: Path, tmp_path: Path, name: str, command: str) -> None:
     (call, options), made = COMMANDS[command], []
     for engine_name in ("ray", name):
         engines = {"engine": engine_name, "spark": SPARK, "block_bytes": 1 << 20, "console": QUIET}
@@ -95,13 +95,13 @@ def spark(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 
 @pytest.mark.exhaustive
-def test_an_input_error_of_a_task_is_the_users_line(spark: Callable[..., Any], tasks: Any) -> None:
+def test_task_input_error_is_one_line(spark: Callable[..., Any], tasks: Any) -> None:
     with spark() as running, pytest.raises(InputError, match=r"^day_3 at byte 7: no such thing; fix it$"):
         list(running.run("refuse", tasks.refuse, [1, 2]))
 
 
 @pytest.mark.exhaustive
-def test_a_killed_executor_is_replaced_or_told(spark: Callable[..., Any], tasks: Any, tmp_path: Path) -> None:
+def test_killed_executor_is_replaced_or_reported(spark: Callable[..., Any], tasks: Any, tmp_path: Path) -> None:
     """Its Python workers die with it. Spark starts another executor, or the engine says that nothing moves."""
     marks = tmp_path / "marks"
     marks.mkdir()

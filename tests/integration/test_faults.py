@@ -113,7 +113,7 @@ def stop_by_signals(run: Run, resumed: dict[str, Any], *, timeout_s: float = 180
 
 
 @pytest.mark.extended
-def test_a_run_that_one_fault_after_another_strikes(expected: dict[str, Any], begin: Begin) -> None:
+def test_run_survives_repeated_faults(expected: dict[str, Any], begin: Begin) -> None:
     """A data task, a train worker and the driver are killed, then SIGTERM and Ctrl-C stop the run. One run has them all, because
     starting is most of what a run of this size takes. The processes of the workers after the first failure were in standby."""
     run = begin(failure={"standby_after_s": 0.0})
@@ -168,7 +168,7 @@ def expected_alone(click_log: Path, cache: Path, tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.extended
-def test_a_run_in_one_process_that_one_fault_after_another_strikes(expected_alone: dict[str, Any], begin: Begin) -> None:
+def test_process_run_survives_repeated_faults(expected_alone: dict[str, Any], begin: Begin) -> None:
     """The process is killed, stopped by SIGTERM and by Ctrl-C, and killed once more before its newest checkpoints are damaged."""
     run = begin(**ALONE)
     run.wait_for("checkpoint", lambda event: event["step"] >= 80)
@@ -194,7 +194,7 @@ def test_a_run_in_one_process_that_one_fault_after_another_strikes(expected_alon
 
 @pytest.mark.extended
 @pytest.mark.parametrize("workers", ["one", pytest.param("two", marks=pytest.mark.exhaustive)])
-def test_a_store_that_is_away_for_a_while(workers: str, request: pytest.FixtureRequest, begin: Begin, s3_server: Any) -> None:
+def test_run_survives_store_outage(workers: str, request: pytest.FixtureRequest, begin: Begin, s3_server: Any) -> None:
     """For longer than cleaning and one attempt at a save wait for it; the run trains on, on Ray slowed down by evaluations."""
     expected = request.getfixturevalue("expected_alone" if workers == "one" else "expected")
     alone = {**ALONE, "checkpoint": {"every": 20, "num_to_keep": 5}}
@@ -224,7 +224,7 @@ def test_the_train_controller(expected: dict[str, Any], begin: Begin) -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_head_with_everything_on_it(expected: dict[str, Any], begin: Begin) -> None:
+def test_head_with_driver_and_worker_is_lost(expected: dict[str, Any], begin: Begin) -> None:
     run = begin()
     run.wait_for_step(100)
     run.session.kill("gcs")
@@ -235,7 +235,7 @@ def test_the_head_with_everything_on_it(expected: dict[str, Any], begin: Begin) 
 
 
 @pytest.mark.exhaustive
-def test_a_second_ctrl_c_ends_at_once(begin: Begin) -> None:
+def test_second_ctrl_c_exits_at_once(begin: Begin) -> None:
     run = begin(failure={"grace_s": 600.0})
     run.wait_for_step(20)
     for worker in run.session.find("train worker"):
@@ -249,7 +249,7 @@ def test_a_second_ctrl_c_ends_at_once(begin: Begin) -> None:
 
 
 @pytest.mark.exhaustive
-def test_checkpoints_gone_bad_are_named_and_passed_over(expected: dict[str, Any], begin: Begin) -> None:
+def test_damaged_checkpoints_are_named_and_skipped(expected: dict[str, Any], begin: Begin) -> None:
     run = begin()
     run.wait_for("checkpoint", lambda event: event["step"] >= 200 and len(run.events("checkpoint")) >= 5)
     run.session.end()
@@ -293,7 +293,7 @@ def fill(disk: Path) -> Path:
 
 
 @pytest.mark.exhaustive
-def test_a_disk_that_is_full_for_a_while(expected: dict[str, Any], begin: Begin, small_disk: Path) -> None:
+def test_run_survives_full_disk(expected: dict[str, Any], begin: Begin, small_disk: Path) -> None:
     run = begin(storage=str(small_disk))
     run.wait_for("checkpoint", lambda event: event["step"] >= 40)
     filling = fill(small_disk)
@@ -306,7 +306,7 @@ def test_a_disk_that_is_full_for_a_while(expected: dict[str, Any], begin: Begin,
 
 
 @pytest.mark.exhaustive
-def test_a_disk_that_stays_full_ends_the_run_in_one_line(begin: Begin, small_disk: Path) -> None:
+def test_full_disk_ends_run_in_one_line(begin: Begin, small_disk: Path) -> None:
     run = begin(storage=str(small_disk), failure={"max_outage_s": 2.0}, steps=20_000)
     run.wait_for("checkpoint", lambda event: event["step"] >= 40)
     fill(small_disk)
@@ -325,7 +325,7 @@ def cluster(tmp_path: Path, cache: Path) -> Iterator[RayCluster]:
 
 
 @pytest.mark.exhaustive
-def test_a_node_with_the_workers_on_it(expected: dict[str, Any], begin: Begin, cluster: RayCluster) -> None:
+def test_loss_of_node_with_workers_resumes(expected: dict[str, Any], begin: Begin, cluster: RayCluster) -> None:
     for _ in range(2):
         address = cluster.add_node(num_cpus=1, resources={"slot": 2})
     scaling = {"num_workers": 2, "threads_per_worker": 1, "resources_per_worker": {"slot": 1.0}}
@@ -337,7 +337,7 @@ def test_a_node_with_the_workers_on_it(expected: dict[str, Any], begin: Begin, c
 
 
 @pytest.mark.exhaustive
-def test_workers_that_become_fewer_and_more_again(begin: Begin, cluster: RayCluster, tmp_path: Path, cache: Path) -> None:
+def test_workers_shrink_and_grow_again(begin: Begin, cluster: RayCluster, tmp_path: Path, cache: Path) -> None:
     """As on spot machines: a pod gets SIGTERM, another node joins, then one is lost without notice."""
     address = cluster.add_node(num_cpus=1, resources={"slot": 1})
     # As KubeRay starts it: `ray start --block` is the process that gets SIGTERM first.
@@ -397,7 +397,7 @@ sys.stdin.read()
 
 
 @pytest.mark.exhaustive
-def test_a_cluster_that_others_use_is_waited_for(click_log: Path, cache: Path, tmp_path: Path, cluster: RayCluster) -> None:
+def test_busy_cluster_is_waited_for(click_log: Path, cache: Path, tmp_path: Path, cluster: RayCluster) -> None:
     address = cluster.add_node(num_cpus=2, resources={"slot": 2})
     scaling = {"num_workers": 2, "threads_per_worker": 1, "resources_per_worker": {"slot": 1.0}}
     config = small_run(click_log, str(tmp_path), steps=40, cluster={"address": address}, scaling=scaling)

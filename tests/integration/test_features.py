@@ -119,7 +119,7 @@ def test_the_whole_road(tmp_path: Path) -> None:
         rayrec.export(whole.checkpoint, out=str(tmp_path / "export"), parity_rows=100)
 
 
-def test_an_export_stores_a_shared_table_once(tmp_path: Path) -> None:
+def test_export_stores_shared_table_once(tmp_path: Path) -> None:
     log = str(tmp_path / "log.parquet")
     pq.write_table(_rows(1), log)
     schema = SCHEMA.replace(labels=(), features=SCHEMA.features[:1], timestamp=None)
@@ -144,7 +144,7 @@ def _interests(seed: int) -> pa.Table:
     return pa.table({**columns, "history": pa.array([of_row.tolist() for of_row in history])})
 
 
-def test_an_ensemble_over_sequences_goes_the_whole_road(tmp_path: Path) -> None:
+def test_sequence_ensemble_trains_exports_and_serves(tmp_path: Path) -> None:
     log = str(tmp_path / "log.parquet")
     table = _interests(0)
     pq.write_table(table, log)
@@ -189,7 +189,7 @@ def test_an_ensemble_over_sequences_goes_the_whole_road(tmp_path: Path) -> None:
         rayrec.export(run.checkpoint, out=str(tmp_path / "triton"), parity_rows=100, triton=True)
 
 
-def test_what_a_model_cannot_do_is_refused_before_training(tmp_path: Path) -> None:
+def test_unsupported_model_is_rejected_before_training(tmp_path: Path) -> None:
     config = _config("nowhere.parquet", tmp_path).replace(workload={"model": FinalNetConfig()})
     with pytest.raises(InputError, match=r"schema.labels: must be one label for FinalNetConfig, got click, like, seconds"):
         train(config)

@@ -37,7 +37,7 @@ def measured_rows_per_s(config: TrainConfig) -> float:
     return float((late[-1][1]["rows"] - late[0][0]["rows"]) / seconds)
 
 
-def test_the_forecast_of_the_demo_is_within_a_quarter_of_what_is_measured(tmp_path: Path) -> None:
+def test_demo_forecast_matches_measurement_within_a_quarter(tmp_path: Path) -> None:
     generate(str(tmp_path / "log"), rows=400_000, seed=0, parallelism=2)
     config = recipes.criteo_demo(str(tmp_path / "log" / "train.txt")).replace(
         batch_size=1024,

@@ -15,7 +15,7 @@ from rayrec.config import InputError
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 
-def test_training_and_evaluation_tell_the_same(tmp_path: Path) -> None:
+def test_training_and_evaluation_report_same_metrics(tmp_path: Path) -> None:
     rayrec.generate(str(tmp_path / "log"), rows=3000, seed=0)
     log = str(tmp_path / "log" / "train.txt")
     config = recipes.criteo_demo(log)

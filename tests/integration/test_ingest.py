@@ -89,7 +89,7 @@ def expected(click_log: Path, preprocessor: Preprocessor) -> Counter[Row]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_row_once_over_the_workers(
+def test_workers_read_each_row_once(
     make_loader: Callable[..., Loader[Any, Any]], expected: Counter[Row], world_size: int
 ) -> None:
     batches = [list(make_loader(rank=rank, world_size=world_size)) for rank in range(world_size)]
@@ -99,7 +99,7 @@ def test_every_row_once_over_the_workers(
     assert Counter(row for mine in batches for batch in mine for row in rows_of(batch)) == expected
 
 
-def test_a_run_goes_on_with_the_very_same_batches(make_loader: Callable[..., Loader[Any, Any]]) -> None:
+def test_run_resumes_with_same_batches(make_loader: Callable[..., Loader[Any, Any]]) -> None:
     settings = {"epochs": 2, "batch_size": 1500, "rank": 1, "world_size": 2, "max_steps": 10}
     first = make_loader(**settings)
     whole, states = [], [first.state()]
@@ -122,7 +122,7 @@ def test_closing_early_stops_and_lets_others_go_on(make_loader: Callable[..., Lo
     other.close()
 
 
-def test_the_index_numbers_every_row_and_is_kept(click_log: Path, tmp_path: Path) -> None:
+def test_index_numbers_all_rows_and_is_kept(click_log: Path, tmp_path: Path) -> None:
     files = storage.list_files(str(click_log / "train.txt"))
     done: list[int] = []
     context = TaskContext(RayEngine(PLACEMENT), str(tmp_path), progress=lambda what, size, total: done.append(size))
@@ -167,7 +167,7 @@ def test_streamed_pieces_come_in_order(index: LogIndex, preprocessor: Preprocess
     assert list(RowStream(source, [])) == []
 
 
-def test_a_log_changed_under_a_run_stops_it(click_log: Path, tmp_path: Path, preprocessor: Preprocessor) -> None:
+def test_changed_log_stops_run(click_log: Path, tmp_path: Path, preprocessor: Preprocessor) -> None:
     path = tmp_path / "log.txt"
     text = b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:1000])
     path.write_bytes(text)

@@ -21,7 +21,7 @@ def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
     return run_command(*command, cwd=cwd, env={**os.environ, **environment}, timeout_s=3000).stdout
 
 
-def test_what_a_wheel_lacks_or_must_not_hold_is_named() -> None:
+def test_wheel_check_names_missing_and_forbidden_files() -> None:
     wanted = {"rayrec/py.typed", "rayrec/cli.py"}
     good = ["rayrec/py.typed", "rayrec/cli.py", wheels.KERNELS, "rayrec-0.1.0.dist-info/METADATA"]
     assert wheels.wheel_faults(good, wanted) == []
@@ -40,7 +40,7 @@ def test_what_a_wheel_lacks_or_must_not_hold_is_named() -> None:
 
 
 @pytest.mark.extended
-def test_the_archive_builds_and_its_wheel_works_elsewhere(tmp_path: Path) -> None:
+def test_archive_builds_wheel_that_works_elsewhere(tmp_path: Path) -> None:
     source, made = tmp_path / "source", tmp_path / "made"
     wheels.copy_sources(source)
     made.mkdir()
@@ -74,7 +74,7 @@ def test_the_archive_builds_and_its_wheel_works_elsewhere(tmp_path: Path) -> Non
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tool", ["pip", "uv"])
-def test_a_clean_environment_from_the_wheels_trains(tool: str, tmp_path: Path) -> None:
+def test_clean_environment_trains_from_wheels(tool: str, tmp_path: Path) -> None:
     """`make wheel`, then what docs/install.md says, from the package index."""
     _run("make", "wheel", cwd=ROOT)
     files = sorted(map(str, (ROOT / "dist").glob("*.whl")))

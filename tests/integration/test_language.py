@@ -68,7 +68,7 @@ def runs(request: pytest.FixtureRequest, tokens: Path, tmp_path_factory: pytest.
     }
 
 
-def test_a_run_learns_and_leaves_its_folder_complete(runs: dict[str, Result]) -> None:
+def test_run_learns_and_completes_its_folder(runs: dict[str, Result]) -> None:
     for result in runs.values():
         summary = result.summary
         rows = summary["rows_of_sets"]
@@ -89,7 +89,7 @@ def test_a_run_learns_and_leaves_its_folder_complete(runs: dict[str, Result]) ->
         assert all(len(sample["text"]) == 24 for sample in samples)
 
 
-def test_both_loops_learn_the_same(runs: dict[str, Result]) -> None:
+def test_both_loops_match(runs: dict[str, Result]) -> None:
     own, other = (runs[loop] for loop in LOOPS)
     assert losses(own.folder) == losses(other.folder)
     assert own.summary["weights_sha256"] == other.summary["weights_sha256"]
@@ -100,7 +100,7 @@ def test_both_loops_learn_the_same(runs: dict[str, Result]) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("local_ray")
-def test_a_checkpoint_is_evaluated_predicted_with_and_exported(runs: dict[str, Result], tokens: Path, tmp_path: Path) -> None:
+def test_checkpoint_evaluates_predicts_and_exports(runs: dict[str, Result], tokens: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_is_evaluated_predicted_with_and_exported(runs: dict[str, R
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("loop", LOOPS)
-def test_fsdp_learns_what_ddp_learns(tokens: Path, tmp_path: Path, loop: str) -> None:
+def test_fsdp_matches_ddp(tokens: Path, tmp_path: Path, loop: str) -> None:
     fields: dict[str, Any] = {"steps": 12, "evaluate_every": 6, "precision": "fp32", "loop": loop}
     ddp = train(small(tokens, tmp_path, name="ddp", **fields))
     fsdp = train(small(tokens, tmp_path, name="fsdp", workload={"parallel": "fsdp", "accumulate": 2}, **fields))
@@ -147,7 +147,7 @@ def test_fsdp_learns_what_ddp_learns(tokens: Path, tmp_path: Path, loop: str) ->
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("loop", [pytest.param("rayrec", marks=pytest.mark.exhaustive), "huggingface"])
-def test_whatever_is_killed_the_weights_are_the_same(tokens: Path, tmp_path: Path, loop: str, workers: int) -> None:
+def test_kills_preserve_weights(tokens: Path, tmp_path: Path, loop: str, workers: int) -> None:
     """A worker, if it is a process of its own, then the driver, then SIGTERM; with dropout, and data read from the middle of an
     epoch."""
     fields: dict[str, Any] = {"steps": 400, "evaluate_every": 100, "checkpoint": {"every": 20}, "loop": loop}
@@ -178,7 +178,7 @@ def test_whatever_is_killed_the_weights_are_the_same(tokens: Path, tmp_path: Pat
 
 
 @pytest.mark.exhaustive
-def test_a_run_goes_on_under_the_other_loop_with_another_number_of_workers(tokens: Path, tmp_path: Path) -> None:
+def test_run_resumes_with_other_loop_and_worker_count(tokens: Path, tmp_path: Path) -> None:
     """The position is in rows of the whole run, and the loop is none of the checkpoint's business."""
     fields: dict[str, Any] = {"steps": 120, "evaluate_every": 40, "checkpoint": {"every": 20}}
     scaling = {"num_workers": 1, "threads_per_worker": 1}
@@ -197,7 +197,7 @@ def test_a_run_goes_on_under_the_other_loop_with_another_number_of_workers(token
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("local_ray")
-def test_the_124_million_parameters_start_and_step(tmp_path: Path) -> None:
+def test_124_million_parameters_start_and_step(tmp_path: Path) -> None:
     """The recipe as it is, but for what a machine without GPUs cannot have."""
     write_text(tmp_path / "text.txt", sentences=2000, seed=0)
     settings: dict[str, Any] = {"format": "mds", "vocabulary_size": 257, "block_size": 1024}  # every byte, a block of them

@@ -95,9 +95,7 @@ def refusal(done: Session) -> str:
     return done.err.strip().splitlines()[-1]
 
 
-def test_workers_spread_two_and_one_learn_what_three_on_one_machine_learn(
-    cluster: list[Node], click_log: Path, shared: Path
-) -> None:
+def test_uneven_workers_match_three_on_one_machine(cluster: list[Node], click_log: Path, shared: Path) -> None:
     """The driver reaches a cluster that asks for a token by an explicit address."""
     head = cluster[0]
     spread = summary(head.rayrec(*train_flags(click_log, shared, "spread", "accelerator")))
@@ -106,7 +104,7 @@ def test_workers_spread_two_and_one_learn_what_three_on_one_machine_learn(
     assert spread["restarts"] == 0
 
 
-def test_a_user_without_the_clusters_token_is_refused(cluster: list[Node], click_log: Path, shared: Path) -> None:
+def test_user_without_cluster_token_is_rejected(cluster: list[Node], click_log: Path, shared: Path) -> None:
     done = cluster[1].rayrec(*train_flags(click_log, shared, "refused", "accelerator"))
     assert "RAY_ADDRESS=10.77.0.1:6379: the Ray cluster requires a token, but this user has no token" in refusal(done)
     again = cluster[1].rayrec(*train_flags(click_log, shared, "refused", "accelerator"), RAY_AUTH_TOKEN="f" * 64)
@@ -114,23 +112,21 @@ def test_a_user_without_the_clusters_token_is_refused(cluster: list[Node], click
 
 
 @pytest.mark.exhaustive
-def test_a_machine_that_does_not_answer_ends_the_command_with_one_line(
-    cluster: list[Node], click_log: Path, shared: Path
-) -> None:
+def test_unreachable_machine_ends_command_in_one_line(cluster: list[Node], click_log: Path, shared: Path) -> None:
     nobody = {"RAY_ADDRESS": "10.77.0.77:6379"}  # no such machine: packets to it are lost
     done = cluster[0].rayrec(*train_flags(click_log, shared, "nobody", "accelerator"), timeout_s=60, **nobody)
     assert "RAY_ADDRESS=10.77.0.77:6379: no Ray cluster answers there" in refusal(done)
 
 
 @pytest.mark.exhaustive
-def test_storage_that_the_machines_do_not_share_is_refused(cluster: list[Node], click_log: Path, own: Path) -> None:
+def test_unshared_storage_is_rejected(cluster: list[Node], click_log: Path, own: Path) -> None:
     flags = train_flags(click_log, own, "scattered", "accelerator", **{"scaling.num-workers": 1})
     said = refusal(cluster[0].rayrec(*flags))
     assert str(own) in said
 
 
 @pytest.mark.exhaustive
-def test_credentials_that_only_the_command_has(cluster: list[Node], tmp_path: Path) -> None:
+def test_credentials_only_in_command_reach_workers(cluster: list[Node], tmp_path: Path) -> None:
     """They are asked for before anything starts, and sent on request, where no log shows them."""
     head = cluster[0]
     store = head.start(sys.executable, "-c", STORE)
@@ -181,7 +177,7 @@ ray.get(held)
 
 
 @pytest.mark.exhaustive
-def test_on_a_busy_cluster_only_the_result_reaches_standard_output(cluster: list[Node], click_log: Path, shared: Path) -> None:
+def test_busy_cluster_prints_only_result_to_stdout(cluster: list[Node], click_log: Path, shared: Path) -> None:
     """What Ray prints while others hold all CPUs goes to standard error."""
     head = cluster[0]
     summary(head.rayrec(*train_flags(click_log, shared, "measured", "whole")))
@@ -195,7 +191,7 @@ def test_on_a_busy_cluster_only_the_result_reaches_standard_output(cluster: list
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("loss", ["killed", "unplugged"])
-def test_a_machine_with_a_worker_is_lost(loss: str, undisturbed: str, click_log: Path, shared: Path) -> None:
+def test_loss_of_worker_machine_resumes(loss: str, undisturbed: str, click_log: Path, shared: Path) -> None:
     """The run takes the machine that is left, and ends with the weights of a run that nothing happened to."""
     with Network() as network:
         head, *workers = network.cluster({"cpus": 2}, *({"cpus": 1, "accelerator": 1} for _ in range(3)), token=TOKEN)
@@ -211,7 +207,7 @@ def test_a_machine_with_a_worker_is_lost(loss: str, undisturbed: str, click_log:
 
 
 @pytest.mark.exhaustive
-def test_a_worker_is_killed_and_the_driver_told_to_stop(undisturbed: str, click_log: Path, shared: Path) -> None:
+def test_killed_worker_and_stopped_driver_resume(undisturbed: str, click_log: Path, shared: Path) -> None:
     """One after the other: the same command resumes the run."""
     with Network() as network:
         head, *workers = network.cluster({"cpus": 2}, *({"cpus": 1, "accelerator": 1} for _ in range(2)), token=TOKEN)
@@ -228,7 +224,7 @@ def test_a_worker_is_killed_and_the_driver_told_to_stop(undisturbed: str, click_
 
 
 @pytest.mark.exhaustive
-def test_the_only_machine_for_data_tasks_is_lost(click_log: Path, shared: Path) -> None:
+def test_loss_of_only_data_machine_resumes(click_log: Path, shared: Path) -> None:
     """Its data tasks go to the machines of the workers, or to one that joins: the run ends in any case."""
     with Network() as network:
         head, data, *_ = network.cluster(

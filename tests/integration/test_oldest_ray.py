@@ -46,7 +46,7 @@ def test_private_names_of_ray(older: dict[str, str]) -> None:
     _run(older, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/compat")
 
 
-def test_a_run_on_ray_and_what_is_scored_there(older: dict[str, str], click_log: Path, tmp_path: Path) -> None:
+def test_ray_run_and_scoring(older: dict[str, str], click_log: Path, tmp_path: Path) -> None:
     log = str(click_log / "train.txt")
     flags = ["--train-data.path", log, "--storage-path", str(tmp_path), "--steps", "10", "--evaluate-every", "10"]
     flags += ["--cluster.num-cpus", "2", "--scaling.num-workers", "1"]

@@ -86,7 +86,7 @@ def _served_scores(model: ServedModel, lines: list[bytes]) -> list[float]:
     return scores
 
 
-def test_a_server_takes_the_recipe_of_a_model_of_ones_own() -> None:
+def test_server_accepts_recipe_of_own_model() -> None:
     assert custom_network_class(None) is None
     own = custom_network_class(OWN)  # of the file, which is another module than the one imported here
     assert own is not None

@@ -60,7 +60,7 @@ def raw_run(log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 
 @pytest.mark.parametrize("format", ["binary", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("npy", "parquet"))])
-def test_ready_made_data_trains_the_same_weights(
+def test_preprocessed_data_trains_same_weights(
     log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path, format: str
 ) -> None:
     """The vocabulary is counted from the training rows in both cases, and every batch is the same."""
@@ -76,7 +76,7 @@ def test_ready_made_data_trains_the_same_weights(
 
 
 @pytest.mark.exhaustive
-def test_full_shuffle_is_asked_for_and_given(log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_full_shuffle_is_applied_on_request(log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """The same rows in another order; data that is not mixed so is refused."""
     preprocessed(log, tmp_path / "mixed", run=raw_run[0], split="sevenths", shuffle="full", seed=1, **BLOCKS)
     full = {"train_data": {"shuffle": "full"}}
@@ -87,9 +87,7 @@ def test_full_shuffle_is_asked_for_and_given(log: Path, raw_run: tuple[Path, dic
         trained(log, tmp_path, name="raw", **full)
 
 
-def test_ready_made_data_of_a_log_with_faulty_rows_is_scored(
-    log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_preprocessed_log_with_faulty_rows_is_scored(log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """Its rows are numbered as they stand there."""
     lines = log.read_bytes().splitlines(keepends=True)[:300]
     (tmp_path / "train.txt").write_bytes(b"".join([*lines[:100], b"no row\n", *lines[100:]]))
@@ -98,7 +96,7 @@ def test_ready_made_data_of_a_log_with_faulty_rows_is_scored(
     assert pq.read_table(tmp_path / "scores")["row"].to_pylist() == list(range(300))
 
 
-def test_the_labels_are_those_of_the_files_that_are_meant(log: Path, tmp_path: Path) -> None:
+def test_labels_match_their_files(log: Path, tmp_path: Path) -> None:
     """Kaggle's folder: test.txt, which has none, comes first by name."""
     folder = tmp_path / "kaggle"
     folder.mkdir()
@@ -111,14 +109,14 @@ def test_the_labels_are_those_of_the_files_that_are_meant(log: Path, tmp_path: P
 
 
 @pytest.mark.exhaustive
-def test_a_preprocessor_of_another_log_is_refused(log: Path, tmp_path: Path) -> None:
+def test_preprocessor_of_other_log_is_rejected(log: Path, tmp_path: Path) -> None:
     preprocessed(log, tmp_path / "ready", **BLOCKS)
     rayrec.vocabulary(str(log), out=str(tmp_path / "other"), min_count=50, console=QUIET)
     with pytest.raises(InputError, match=r"^[^\n]*: Preprocessor [^\n]* does not match [^\n]*$"):
         trained(tmp_path / "ready", tmp_path, name="run", workload={"preprocessor": str(tmp_path / "other")})
 
 
-def test_an_unlabelled_log_is_made_ready_and_scored(log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_unlabelled_log_is_preprocessed_and_scored(log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """As Kaggle's test.txt: 39 columns."""
     run = str(raw_run[0])
     lines = log.read_bytes().splitlines(keepends=True)[:500]
@@ -145,7 +143,7 @@ def days(folder: Path) -> Path:
     return folder / "days"
 
 
-def test_criteo_small_takes_its_days_and_says_what_is_missing(tmp_path: Path) -> None:
+def test_criteo_small_reads_days_and_names_missing(tmp_path: Path) -> None:
     folder = days(tmp_path)
     (folder / "day_7").write_text("not one of its files\n")
     workload = {"model": {"embedding_dim": 8, "bottom_mlp": (8,), "top_mlp": (8, 1)}, "preset": {"min_count": 2}}
@@ -206,7 +204,7 @@ def ratings(rows: int) -> list[dict[str, Any]]:
     return made
 
 
-def test_rows_are_numbered_as_they_stand_in_the_table(tmp_path: Path) -> None:
+def test_row_numbers_follow_table_order(tmp_path: Path) -> None:
     """Faulty rows have a number but no score, whether the file is read where it is or was written again."""
     rows = ratings(600)
     rows[7]["liked"], rows[300]["importance"] = 5, -1.0

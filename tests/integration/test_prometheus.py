@@ -82,7 +82,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Samples:
     return found
 
 
-def test_metrics_are_those_of_the_run(scraped: Samples) -> None:
+def test_metrics_match_run(scraped: Samples) -> None:
     for name, labels, expected in (
         ("step", {"run": "run-1"}, 200),
         ("goal_steps", {"run": "run-1"}, 200),
@@ -102,7 +102,7 @@ def test_metrics_are_those_of_the_run(scraped: Samples) -> None:
     assert not [labels for samples in scraped.values() for labels, _ in samples if labels["run"] == "older"]
 
 
-def test_the_dashboard_asks_for_what_is_exported(scraped: Samples) -> None:
+def test_dashboard_queries_match_exported_metrics(scraped: Samples) -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     queries += [entry["definition"] for entry in dashboard["templating"]["list"] if entry["type"] == "query"]

@@ -115,7 +115,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 @pytest.mark.parametrize(("sparse", "dense", "home"), ROUND_TRIPS)
-def test_a_round_trip_over_all_plans_changes_no_bit(saved: Saved, sparse: str, dense: str, home: str) -> None:
+def test_round_trip_over_all_plans_is_bitwise_equal(saved: Saved, sparse: str, dense: str, home: str) -> None:
     start, one, three, back, went, stayed = (saved[stage["save"]] for stage in round_trip(sparse, dense, home))
     assert not differing(joined(one), joined(start))
     assert not differing(joined(three), joined(start))
@@ -130,7 +130,7 @@ def test_a_round_trip_over_all_plans_changes_no_bit(saved: Saved, sparse: str, d
         assert {name.rpartition(".")[2] for name in start} >= {"exp_avg", "exp_avg_sq", "step"}
 
 
-def test_states_of_column_parts_stay_apart_and_join_as_their_mean(saved: Saved) -> None:
+def test_column_part_states_join_as_mean(saved: Saved) -> None:
     start, one, three, went, stayed, whole, replicated, narrow, rows, again = (saved[stage["save"]] for stage in column_parts())
     assert not differing(one, start)
     assert not differing(three, start)
@@ -148,7 +148,7 @@ def test_states_of_column_parts_stay_apart_and_join_as_their_mean(saved: Saved) 
 
 
 @pytest.mark.parametrize(("sparse", "eps"), RULES)
-def test_data_parallel_tables_learn_by_the_rule_of_fused_ones(saved: Saved, sparse: str, eps: float) -> None:
+def test_data_parallel_tables_match_fused_updates(saved: Saved, sparse: str, eps: float) -> None:
     fused, replicated, alone = (saved[stage["save"]] for stage in same_rule(sparse, eps))
     for tensors in (replicated, alone):
         assert tensors.keys() == fused.keys()

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 
 @pytest.mark.parametrize("name", ["next_item", "two_tower"])
-def test_retrieval_model_goes_the_whole_road(name: str, tmp_path: Path) -> None:
+def test_retrieval_model_trains_exports_and_serves(name: str, tmp_path: Path) -> None:
     log = write_log(str(tmp_path / "log"), name)
     config = small(name, log, storage_path=str(tmp_path), steps=60, evaluate_every=60, checkpoint={"every": 30})
     whole = train(config, name="whole")

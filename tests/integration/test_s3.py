@@ -21,7 +21,7 @@ from rayrec.metrics.binary import auroc
 pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("own_cache")]
 
 
-def test_a_log_in_s3_gives_what_it_gives_here(bucket: str, click_log: Path, tmp_path: Path) -> None:
+def test_s3_log_matches_local_log(bucket: str, click_log: Path, tmp_path: Path) -> None:
     fs.copy_files(str(click_log / "train.txt"), f"{bucket}/kaggle/train.txt")
     here = rayrec.vocabulary(str(click_log / "train.txt"), out=str(tmp_path / "here"), split="sevenths", console=QUIET)
     for number, path in enumerate(("kaggle/train.txt", "kaggle", "kag*/train*")):
@@ -37,7 +37,7 @@ def test_a_log_in_s3_gives_what_it_gives_here(bucket: str, click_log: Path, tmp_
     assert from_s3.summary["weights_sha256"] == local.summary["weights_sha256"]
 
 
-def test_a_checkpoint_in_s3_is_put_to_use(bucket: str, click_log: Path, tmp_path: Path) -> None:
+def test_s3_checkpoint_is_usable(bucket: str, click_log: Path, tmp_path: Path) -> None:
     """Evaluated, predicted with and exported, all that is written in the bucket too; and each gives the same scores."""
     log, run, exported = f"{bucket}/used/train.txt", f"{bucket}/used/run", f"{bucket}/used/exported"
     storage.copy_file(str(click_log / "train.txt"), log)
@@ -67,7 +67,7 @@ def test_a_checkpoint_in_s3_is_put_to_use(bucket: str, click_log: Path, tmp_path
     assert evaluated["auroc"] == pytest.approx(expected, abs=1e-4)  # a batch of another size rounds otherwise
 
 
-def test_what_is_wrong_in_s3_is_one_line(bucket: str, click_log: Path, tmp_path: Path) -> None:
+def test_s3_faults_are_one_line(bucket: str, click_log: Path, tmp_path: Path) -> None:
     for path in (f"{bucket}/nothing/here", "s3://no-such-bucket/train.txt"):
         with pytest.raises(InputError, match=r"^s3://[^\n]*$"):
             rayrec.vocabulary(path, out=str(tmp_path / "out"), console=QUIET)

@@ -62,7 +62,7 @@ def _took(call: Callable[[], object], error: type[Exception], match: str) -> flo
 
 
 @pytest.mark.exhaustive
-def test_large_streams_come_back_even_if_their_memory_is_used_again(folder: str) -> None:
+def test_large_streams_survive_reuse_of_memory(folder: str) -> None:
     buffer = np.zeros(3 * MIB + 7, np.uint8)
 
     def pieces() -> Iterator[memoryview]:
@@ -79,7 +79,7 @@ def test_large_streams_come_back_even_if_their_memory_is_used_again(folder: str)
 
 
 @pytest.mark.parametrize("size_mib", [1, 50])
-def test_a_failed_stream_leaves_what_was_there(folder: str, size_mib: int) -> None:
+def test_failed_stream_keeps_existing_file(folder: str, size_mib: int) -> None:
     path = f"{folder}/file"
     storage.write_bytes(path, b"old")
 
@@ -106,7 +106,7 @@ def test_a_failed_stream_leaves_what_was_there(folder: str, size_mib: int) -> No
 
 
 @pytest.mark.exhaustive
-def test_a_folder_that_fails_leaves_nothing(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_folder_leaves_nothing(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from rayrec.storage import folders
 
     with storage.writing_folder(folder) as local:
@@ -138,7 +138,7 @@ def test_a_folder_that_fails_leaves_nothing(folder: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.exhaustive
-def test_a_forked_process_reaches_the_store(folder: str) -> None:
+def test_forked_process_reaches_store(folder: str) -> None:
     storage.write_bytes(f"{folder}/a", b"1")
     child = os.fork()
     if not child:
@@ -166,7 +166,7 @@ def _operations(folder: str) -> list[tuple[Callable[[], Any], Any]]:
     ]
 
 
-def test_operations_outlast_an_outage(folder: str, s3_server: Any) -> None:
+def test_operations_survive_outage(folder: str, s3_server: Any) -> None:
     storage.write_bytes(f"{folder}/a", b"abc")
     calls, expected = zip(*_operations(folder), (lambda: storage.remove_folder(f"{folder}/none"), None), strict=True)
     with outage(s3_server, 3.0), ThreadPoolExecutor(len(calls)) as pool:
@@ -176,7 +176,7 @@ def test_operations_outlast_an_outage(folder: str, s3_server: Any) -> None:
 
 
 @pytest.mark.exhaustive
-def test_an_outage_in_the_middle_of_a_stream(folder: str, s3_server: Any) -> None:
+def test_stream_survives_outage(folder: str, s3_server: Any) -> None:
     def pieces(outages: ExitStack) -> Iterator[bytes]:
         for number in range(60):
             if number == 30:
@@ -195,7 +195,7 @@ def test_an_outage_in_the_middle_of_a_stream(folder: str, s3_server: Any) -> Non
 
 
 @pytest.mark.exhaustive
-def test_a_server_that_hangs_is_noticed(folder: str, s3_server: Any) -> None:
+def test_hanging_server_is_detected(folder: str, s3_server: Any) -> None:
     storage.write_bytes(f"{folder}/here", b"abc")
     os.kill(s3_server.pid, signal.SIGSTOP)
     try:
@@ -211,7 +211,7 @@ def test_a_server_that_hangs_is_noticed(folder: str, s3_server: Any) -> None:
 # What is wrong -------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_secret_is_said_at_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_secret_is_reported_at_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-word")
     for operation, _ in _operations(folder):
         match = r"^s3://logs: access denied .*set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
@@ -219,7 +219,7 @@ def test_a_wrong_secret_is_said_at_once(folder: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.exhaustive
-def test_endpoint_region_and_credentials_come_from_a_profile_too(
+def test_profile_provides_endpoint_region_and_credentials(
     folder: str, s3_server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     storage.write_bytes(f"{folder}/a", b"1")
@@ -238,7 +238,7 @@ def test_endpoint_region_and_credentials_come_from_a_profile_too(
 # Events --------------------------------------------------------------------------------------------------------------
 
 
-def test_events_outlast_an_outage_and_are_followed(folder: str, s3_server: Any) -> None:
+def test_events_survive_outage_and_are_followed(folder: str, s3_server: Any) -> None:
     url, stop, seen = f"{folder}/events.jsonl", threading.Event(), []
     thread = threading.Thread(target=lambda: seen.extend(follow(url, stop=stop, poll_s=0.2)))
     thread.start()
@@ -264,7 +264,7 @@ def test_events_outlast_an_outage_and_are_followed(folder: str, s3_server: Any) 
 
 
 @pytest.mark.exhaustive
-def test_a_run_in_progress_is_reported_there_and_here(folder: str, tmp_path: Path) -> None:
+def test_running_run_is_reported_locally_and_remotely(folder: str, tmp_path: Path) -> None:
     storage.write_bytes(f"{folder}/config.yaml", run_events.CONFIG.encode())
     with EventWriter(f"{folder}/events.jsonl") as writer:
         for event in run_events.run(finished=False):
@@ -282,7 +282,7 @@ def test_a_run_in_progress_is_reported_there_and_here(folder: str, tmp_path: Pat
 
 
 @pytest.mark.exhaustive
-def test_curves_in_a_store_that_was_out(folder: str, s3_server: Any) -> None:
+def test_curves_survive_store_outage(folder: str, s3_server: Any) -> None:
     events = [event for event in run_events.run() if event["kind"] != "finish"]
     first = TensorBoardTracker(folder, config="seed: 0\n")
     run_events.feed(first, events[:20], flush=False)
@@ -304,7 +304,7 @@ def test_curves_in_a_store_that_was_out(folder: str, s3_server: Any) -> None:
 
 
 @pytest.mark.exhaustive
-def test_an_offline_run_lies_in_the_store(folder: str) -> None:
+def test_offline_run_is_in_store(folder: str) -> None:
     pytest.importorskip("wandb")
     from rayrec.observe.tracking.wandb import WandbTracker
 
@@ -319,7 +319,7 @@ def test_an_offline_run_lies_in_the_store(folder: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_request_for_a_profile(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_request_is_served(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "_URL_POLL_S", 0.2)
     monkeypatch.setattr(profiling, "_POLL_S", 0.2)
     now = time.time()

@@ -39,7 +39,7 @@ def test_rows_are_evaluated_and_predicted(local_ray: None, tmp_path: Path) -> No
     assert [row["best"] for row in rows] == table.column("best").to_pylist()
 
 
-def test_trouble_is_told_in_one_line(tmp_path: Path) -> None:
+def test_errors_are_one_line(tmp_path: Path) -> None:
     checkpoint, _ = trained(tmp_path / "run")
     rows = rows_file(tmp_path, 20)
     with pytest.raises(InputError, match="no recipe 'scored'"):

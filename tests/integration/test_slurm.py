@@ -32,7 +32,7 @@ def slurm(tmp_path: Path) -> Iterator[SlurmCluster]:
 
 
 @pytest.mark.parametrize("file", ["srun.sbatch", "ray.sbatch"])
-def test_a_job_that_slurm_interrupts_twice(
+def test_job_survives_two_slurm_interruptions(
     file: str, slurm: SlurmCluster, click_log: Path, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
     """First by a signal to its script, then for a job of more priority."""

@@ -65,7 +65,7 @@ def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_an_error_of_a_task_is_one_line(text: Path, tmp_path: Path) -> None:
+def test_task_error_is_one_line(text: Path, tmp_path: Path) -> None:
     content = text.read_bytes()
     (tmp_path / "bad.txt").write_bytes(content[:100_000] + b"\xfe" + content[100_000:])
     write_tokenizer(bytes_bpe([text.read_text()], 300), str(tmp_path / "tokenizer"))
@@ -77,7 +77,7 @@ def test_an_error_of_a_task_is_one_line(text: Path, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("local_ray")
-def test_killed_and_called_again_it_goes_on_with_the_same_bytes(text: Path, alone: Path, tmp_path: Path) -> None:
+def test_killed_job_resumes_to_same_bytes(text: Path, alone: Path, tmp_path: Path) -> None:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     command = [*RAYREC, "preprocess", str(text), "--out", str(tmp_path / "out")]
     command += ["--format", "mds", "--address", ray.get_runtime_context().gcs_address, *flags]
@@ -95,7 +95,7 @@ def test_killed_and_called_again_it_goes_on_with_the_same_bytes(text: Path, alon
 
 
 @pytest.mark.exhaustive
-def test_text_in_s3_is_prepared_there_and_read_from_there(
+def test_text_in_s3_is_prepared_and_read_in_place(
     bucket: str, s3_server: S3Store, text: Path, alone: Path, tmp_path: Path
 ) -> None:
     """By the standard variables alone; the store may go and come back meanwhile."""

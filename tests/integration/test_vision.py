@@ -60,7 +60,7 @@ def one(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 @pytest.mark.parametrize("workers", ["one", "two"])
-def test_a_run_learns_and_leaves_its_folder_complete(request: pytest.FixtureRequest, workers: str) -> None:
+def test_run_learns_and_completes_its_folder(request: pytest.FixtureRequest, workers: str) -> None:
     result: Result = request.getfixturevalue(workers)
     summary = result.summary
     assert summary["metrics"].keys() >= {"accuracy", "loss"}
@@ -80,7 +80,7 @@ def test_a_run_learns_and_leaves_its_folder_complete(request: pytest.FixtureRequ
     assert sum(sample["label"] == sample["prediction"] for sample in samples) >= 5
 
 
-def test_metrics_are_over_all_rows_of_all_workers(two: Result, digits: Path, tmp_path: Path) -> None:
+def test_metrics_cover_all_rows_of_all_workers(two: Result, digits: Path, tmp_path: Path) -> None:
     """An evaluation in one process, and the predictions themselves, agree with what two workers found."""
     metrics = rayrec.evaluate(two.folder, str(digits), cluster_address="none", console=QUIET)
     assert metrics["rows"] == TEST_ROWS
@@ -97,7 +97,7 @@ def test_metrics_are_over_all_rows_of_all_workers(two: Result, digits: Path, tmp
     assert np.all((table["probability"].to_numpy() > 0.1) & (table["probability"].to_numpy() <= 1))
 
 
-def test_an_export_predicts_the_same(two: Result, digits: Path, tmp_path: Path) -> None:
+def test_export_matches_predictions(two: Result, digits: Path, tmp_path: Path) -> None:
     rayrec.export(two.folder, out=str(tmp_path / "out"))
     weights = read_weights(str(tmp_path / "out" / "model.safetensors"))
     model = ResNetConfig(blocks=(1, 1, 1, 1)).build()
@@ -110,7 +110,7 @@ def test_an_export_predicts_the_same(two: Result, digits: Path, tmp_path: Path) 
 
 
 @pytest.mark.exhaustive
-def test_fsdp_learns_what_ddp_learns(two: Result, digits: Path, tmp_path: Path) -> None:
+def test_fsdp_matches_ddp(two: Result, digits: Path, tmp_path: Path) -> None:
     result = train(small(digits, tmp_path, workload={"parallel": "fsdp"}))
     first, second = losses(two.folder), losses(result.folder)
     assert second[:8] == pytest.approx(first[:8], rel=2e-3)
@@ -129,7 +129,7 @@ def test_accumulation_and_bf16(digits: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_killed_worker_changes_nothing(digits: Path, tmp_path: Path) -> None:
+def test_killed_worker_preserves_weights(digits: Path, tmp_path: Path) -> None:
     """Neither rows nor chance: images are moved at random, and a step that is done again moves them as before."""
     fields: dict[str, Any] = {"epochs": 12, "evaluate_every": 60, "checkpoint": {"every": 10}}
     expected = finished(small(digits, tmp_path / "undisturbed", **fields), tmp_path / "commands_1", cache=tmp_path / "cache")

@@ -55,7 +55,7 @@ def compared(*, seed: int, quartets: int = 400) -> Any:
     return found
 
 
-def test_the_interval_holds_the_effect_as_often_as_it_says() -> None:
+def test_interval_has_stated_coverage() -> None:
     runs = [compared(seed=seed) for seed in range(40)]
     intervals = [paired.median_interval(found.ratios) for found in runs]
     assert sum(1 / (1 + COST) in interval for interval in intervals) >= 36
@@ -72,7 +72,7 @@ def test_cpu_time_is_compared_too() -> None:
     assert (len(found.ours), len(found.theirs)) == (12, 12)
 
 
-def test_the_interval_is_that_of_order_statistics() -> None:
+def test_interval_matches_order_statistics() -> None:
     found = paired.median_interval([float(value) for value in range(1, 101)])
     assert (found.median, found.low, found.high) == (50.5, 40.0, 61.0)
     for few in ([1.0], [2.0, 1.0], [3.0, 1.0, 2.0]):
@@ -80,7 +80,7 @@ def test_the_interval_is_that_of_order_statistics() -> None:
         assert (found.low, found.high) == (min(few), max(few))
 
 
-def test_it_stops_once_it_knows_enough_and_looks_seldom() -> None:
+def test_sequential_test_stops_early_with_few_looks() -> None:
     way = noisy(seed=1, blocks=1000)
     found = paired.compare(way(COST), way(0.0), way(0.0), enough=0.02, most_s=60.0)
     assert found.quartets % paired.LOOK_EVERY == 0
@@ -89,7 +89,7 @@ def test_it_stops_once_it_knows_enough_and_looks_seldom() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_quartet_takes_drift_away_in_both_orders(seed: int) -> None:
+def test_quartet_cancels_drift_in_both_orders(seed: int) -> None:
     times = iter((1.0, 1.1, 1.21, 1.331))  # each block is a tenth slower than the one before
     ours, theirs = (lambda cpu_s=cpu_s: paired.Spent(next(times), cpu_s) for cpu_s in (1.0, 2.0))
     wall, cpu, mine, other = paired.quartet(ours, theirs, draw=random.Random(seed))
@@ -100,14 +100,14 @@ def test_a_quartet_takes_drift_away_in_both_orders(seed: int) -> None:
 # What the benchmark of one GPU computes from what it measured, and how it refuses a machine without one --------------
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAYREC_GPU_TESTS_ON", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match="torch sees no GPU here"):
         gpu.main(quick=True)
 
 
-def test_parts_are_chosen_by_name() -> None:
+def test_parts_are_selected_by_name() -> None:
     assert gpu.chosen_parts(["gpu", "--quick"]) == gpu.PARTS
     assert gpu.chosen_parts(["gpu", "--parts", "trace,train"]) == ("train", "trace")
     for wrong in (["--parts", "speed"], ["--parts"], ["--parts", ""]):
@@ -115,7 +115,7 @@ def test_parts_are_chosen_by_name() -> None:
             gpu.chosen_parts(wrong)
 
 
-def test_the_roofline_is_the_lower_of_two_bounds() -> None:
+def test_roofline_is_lower_of_two_bounds() -> None:
     moved = gpu.bytes_of_row(ids=2, features=2, width=4, state_values=1, saved_bytes=10.0)
     assert moved == {"tables": 4 * 2 * (3 * 4 + 2), "embeddings": 4 * 2 * 4 * 4, "activations": 40}
     found = gpu.roofline(5.0, 100.0, moved, {"bf16": 6_000.0, "memory": 2_800.0}, precision="bf16")
@@ -124,7 +124,7 @@ def test_the_roofline_is_the_lower_of_two_bounds() -> None:
     assert found["bound_rows_per_s"] == 10  # by both
 
 
-def test_syncs_are_read_from_a_trace() -> None:
+def test_trace_reader_finds_syncs() -> None:
     names = {
         "cuda_runtime": ("cudaStreamSynchronize", "cudaStreamSynchronize", "cudaLaunchKernel"),
         "gpu_memcpy": ("Memcpy DtoH (Device -> Pageable)", "Memcpy HtoD (Pinned -> Device)"),
@@ -152,7 +152,7 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 @pytest.mark.extended
-def test_everything_can_be_tried_on_the_cpu(dry_run: DryRun, tmp_path: Path) -> None:
+def test_gpu_benchmark_runs_on_cpu(dry_run: DryRun, tmp_path: Path) -> None:
     rows = dry_run(",".join(gpu.PARTS))
     assert len(rows) == 3 + 1 + 5
     assert {row["device"] for row in rows} == {"cpu"}
@@ -161,7 +161,7 @@ def test_everything_can_be_tried_on_the_cpu(dry_run: DryRun, tmp_path: Path) -> 
     assert (tmp_path / "out" / "trace.json.gz").exists()
 
 
-def test_a_row_of_speed_has_its_roofline_and_its_peer(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_rows_have_roofline_and_peer(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "TRAINED", ("fp32",))
     (speed,) = dry_run("train")
     assert speed["ratio"] == pytest.approx(speed["rows_per_s"] / speed["peer_rows_per_s"], rel=0.05)
@@ -176,7 +176,7 @@ def test_a_row_of_speed_has_its_roofline_and_its_peer(dry_run: DryRun, monkeypat
 STAMPS = "7 0 100.0\n7 1 101.0\n7 2 102.0\n9 1 110.0\n9 2 111.0\n3 3 130.0\n3 4 13"
 
 
-def test_attempts_are_told_apart_by_their_process() -> None:
+def test_attempts_differ_by_process() -> None:
     assert preempt.stretches(STAMPS) == [
         preempt.Stretch(0, 3, 100.0, 102.0),
         preempt.Stretch(1, 3, 110.0, 111.0),
@@ -185,7 +185,7 @@ def test_attempts_are_told_apart_by_their_process() -> None:
     assert preempt.stretches("") == []
 
 
-def test_a_preemption_costs_what_the_restarts_after_its_notice_cost() -> None:
+def test_preemption_costs_match_restart_costs() -> None:
     attempts = preempt.stretches(STAMPS)
     killed_in_step_2, ended_before = (101.5, 103.0), (110.5, 125.0)
     assert preempt.losses(attempts, [killed_in_step_2, ended_before]) == [
@@ -197,7 +197,7 @@ def test_a_preemption_costs_what_the_restarts_after_its_notice_cost() -> None:
     assert preempt.losses(attempts[:1], [(101.5, 120.0)]) == [preempt.Loss(steps_redone=0, idle_s=0.0, after_kill_s=0.0)]
 
 
-def test_moments_are_random_from_a_seed_and_one_in_each_part() -> None:
+def test_kill_times_are_seeded_and_stratified() -> None:
     chosen = preempt.moments(600, 4, seed=0)
     assert chosen == preempt.moments(600, 4, seed=0) != preempt.moments(600, 4, seed=1)
     assert all(150 * part <= step < 150 * part + 60 for part, step in enumerate(chosen))
@@ -231,7 +231,7 @@ def events() -> list[dict[str, Any]]:
     ]
 
 
-def test_the_stages_add_up_to_the_whole_command() -> None:
+def test_stages_sum_to_command_time() -> None:
     stages = start.waterfall(events(), began_s=100.0, ended_s=121.0)
     assert list(stages)[:6] == ["imports", "index", "attempt", "process_group", "set_up", "first_batch"]
     assert sum(stages.values()) == pytest.approx(21.0)
@@ -240,7 +240,7 @@ def test_the_stages_add_up_to_the_whole_command() -> None:
     assert start.first_step_s(stages) == pytest.approx(10.25)
 
 
-def test_a_save_that_ends_late_leaves_no_gap() -> None:
+def test_late_save_leaves_no_gap() -> None:
     late = [{**event, "time": 118.25} if event["kind"] == "checkpoint" else event for event in events()]
     stages = start.waterfall(late, began_s=100.0, ended_s=121.0)
     assert stages["test"] == 0.0
@@ -262,7 +262,7 @@ def found_by(seconds: float, *, trainings: tuple[str, ...], with_lightgbm: bool 
 report_of = partial(start.Report, rows=1000, repeats=3)
 
 
-def test_a_quick_run_leaves_trainings_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_run_omits_trainings(capsys: pytest.CaptureFixture[str]) -> None:
     report_of(with_lightgbm=False).print(found_by(3.0, trainings=start.QUICK))
     assert len(printed(capsys)) == 4 * len(start.QUICK) + len(start.SCORINGS) + 1
 

@@ -33,7 +33,7 @@ def test_differences_need_equal_bits_on_one_machine_only(changes: dict[str, Any]
     assert len(bits.differences(now, None, bits=False)) == 1
 
 
-def test_chosen_runs_bring_those_they_need() -> None:
+def test_chosen_runs_include_their_dependencies() -> None:
     assert bits.chosen(["distilled"]) == ["criteo", "distilled"]
     assert bits.chosen(["resumed_3"]) == ["torchrun_2", "resumed_3"]
     assert bits.chosen(["quick"]) == list(bits.QUICK)

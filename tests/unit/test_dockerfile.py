@@ -30,7 +30,7 @@ def test_what_goes_to_the_build() -> None:
     assert [path for path in (*kept, *left) if not ignored(path, RULES)] == kept
 
 
-def test_it_ends_as_a_user_without_rights_and_starts_the_demo() -> None:
+def test_image_runs_demo_as_unprivileged_user() -> None:
     stage = _last_stage()
     (user,) = (step.rest for step in stage if step.word == "USER")
     assert int(user) > 0  # a number, so that Kubernetes can tell that it is not root's
@@ -41,14 +41,14 @@ def test_it_ends_as_a_user_without_rights_and_starts_the_demo() -> None:
     assert "rayrec train criteo_demo" in command[2]
 
 
-def test_versions_are_those_of_the_lock() -> None:
+def test_versions_match_lock() -> None:
     installs = [rest for rest in _rests("RUN") if "pip install" in rest]
     assert installs
     assert all("--constraint requirements.lock" in rest for rest in installs)
     assert not any("latest" in rest for rest in [*_rests("FROM"), *_rests("ARG")])
 
 
-def test_every_file_that_is_copied_exists_and_is_sent() -> None:
+def test_copied_files_exist_in_build_context() -> None:
     names = {rest.split(" AS ")[1] for rest in _rests("FROM") if " AS " in rest}
     copied = set()
     for rest in _rests("COPY"):
@@ -63,6 +63,6 @@ def test_every_file_that_is_copied_exists_and_is_sent() -> None:
     assert copied == {line[1:] for line in RULES.splitlines() if line.startswith("!")}  # and nothing else is sent
 
 
-def test_compilers_and_package_lists_stay_behind() -> None:
+def test_image_omits_compilers_and_package_lists() -> None:
     assert not any("gcc" in step.rest for step in _last_stage())
     assert all("rm -rf /var/lib/apt/lists/*" in rest for rest in _rests("RUN") if "apt-get install" in rest)

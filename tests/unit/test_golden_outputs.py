@@ -101,7 +101,7 @@ def _check_encoder(preprocessor: Path, frame: pandas.DataFrame) -> dict[str, str
     return {"numbers": numbers.hexdigest()[:32], "ids": categories.hexdigest()[:32]}
 
 
-def test_encoders_of_exports_are_golden_and_the_kernels(tmp_path: Path) -> None:
+def test_export_encoders_match_goldens_and_kernels(tmp_path: Path) -> None:
     made: dict[str, Any] = {}
     for name, (schema, options) in ENCODERS.items():
         folder = tmp_path / name

@@ -190,7 +190,7 @@ def test_supervise_waits_for_unhealthy_head(head: FakeHead, supervise: Supervise
     assert any("head is back" in note for note in head.notes)
 
 
-def test_lost_head_is_given_up_and_job_is_remembered(head: FakeHead, supervise: Supervise) -> None:
+def test_supervisor_gives_up_lost_head_and_keeps_job(head: FakeHead, supervise: Supervise) -> None:
     head.busy = 1_000_000
     outcome = supervise(policy=Policy(max_wait_s=0.2))
     assert outcome.status == 1

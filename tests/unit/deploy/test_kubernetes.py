@@ -91,12 +91,12 @@ def test_pods(kind: str) -> None:
     assert _cluster(kind)["rayVersion"] == version("ray")
 
 
-def test_the_cluster_that_stays_is_that_of_the_job() -> None:
+def test_job_keeps_its_cluster() -> None:
     assert _cluster("RayCluster") == _cluster("RayJob")
 
 
 @pytest.mark.parametrize("kind", ["RayCluster", "RayJob"])
-def test_a_trainer_that_goes_has_time_for_its_notice(kind: str) -> None:
+def test_leaving_trainer_has_time_for_notice(kind: str) -> None:
     """Ray ends the node before Kubernetes kills it, and the run ends before Ray does."""
     spec = dict(_pods(kind))["trainers"]["template"]["spec"]
     (variable,) = spec["containers"][0]["env"]
@@ -107,7 +107,7 @@ def test_a_trainer_that_goes_has_time_for_its_notice(kind: str) -> None:
     assert notice_s > _config_of_the_job().failure.grace_s
 
 
-def test_the_configuration_of_serve() -> None:
+def test_serve_configuration_round_trips() -> None:
     checked = ServeDeploySchema.model_validate(yaml.safe_load(_manifest("RayService")["spec"]["serveConfigV2"]))
     (application,) = checked.applications
     assert application.import_path == "rayrec.serve:build"

@@ -80,7 +80,7 @@ def test_what_is_requeued(status: int, restarts: str, state: str, requeued: bool
 
 
 @pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_notice_saves_and_requeues(sent: signal.Signals, tmp_path: Path) -> None:
+def test_notice_saves_and_requeues(sent: signal.Signals, tmp_path: Path) -> None:
     """The second notice, while the run saves, changes nothing."""
     srun = 'trap "sleep 0.3; exit 143" TERM; echo $$ >begun; while :; do sleep 0.05; done'
     started = Started(tmp_path, commands={"srun": srun})
@@ -96,7 +96,7 @@ def test_a_notice_saves_and_requeues(sent: signal.Signals, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("given", "expected"), [((), "--name rayrec-7"), (("--name", "x"), "--name x"), (("--name=x",), "--name=x")]
 )
-def test_a_run_always_has_a_name_that_stays(given: tuple[str, ...], expected: str, tmp_path: Path) -> None:
+def test_run_keeps_its_name(given: tuple[str, ...], expected: str, tmp_path: Path) -> None:
     started = Started(tmp_path, *given, commands={"srun": 'echo "$*" >srun.called'})
     assert started.process.wait(timeout=60) == 0
     assert started.read("srun.called").endswith(f"rayrec criteo_demo {expected}\n")
@@ -126,7 +126,7 @@ esac""",
 }
 
 
-def test_a_preemption_that_signals_ray_alone_saves_and_requeues(tmp_path: Path) -> None:
+def test_preemption_of_ray_saves_and_requeues(tmp_path: Path) -> None:
     """The run saves while Ray is still there."""
     job = str(free_ports(1) - 20_000)
     started = Started(tmp_path, commands=_ON_RAY, file=FILES[0], SLURM_JOB_ID=job)

@@ -44,7 +44,7 @@ def test_only_the_head_is_on_demand(cluster: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["head", "worker"])
-def test_a_policy_names_what_it_allows(name: str) -> None:
+def test_policies_name_allowed_traffic(name: str) -> None:
     for statement in json.loads((AWS / f"{name}-policy.json").read_text())["Statement"]:
         actions = statement["Action"]
         for action in [actions] if isinstance(actions, str) else actions:
@@ -80,7 +80,7 @@ class Metadata(http.server.BaseHTTPRequestHandler):
         self.do_PUT(*((404, "") if self.asked < 3 else (200, json.dumps({"action": "terminate", "time": at}))))
 
 
-def test_a_notice_of_aws_reaches_ray(tmp_path: Path) -> None:
+def test_aws_notice_reaches_ray(tmp_path: Path) -> None:
     """`ray` is a stand-in, which fails the first time."""
     (tmp_path / "ray").write_text('#!/bin/bash\nprintf "%s\\n" "$@" >called\n[ -e once ] || { touch once; exit 1; }\n')
     (tmp_path / "ray").chmod(0o755)
