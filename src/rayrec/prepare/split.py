@@ -305,13 +305,9 @@ class _Work:
         return self.rows.test == 0 if by_fractions else self.rows.by == "time" and self.rows.test_from is None
 
     def finish(self, parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        result = {
-            "by": self.rows.by,
-            "rows": self.index.rows,
-            "bad_rows": self.index.faults.total,
-            "parts": parts,
-            **({"rows_without_group": self.missing} if self.rows.by in ("group", "last-out") else {}),
-        }
+        counts = {"by": self.rows.by, "rows": self.index.rows, "bad_rows": self.index.faults.total}
+        grouped = {"rows_without_group": self.missing} if self.rows.by in ("group", "last-out") else {}
+        result = {**counts, "parts": parts, **grouped}
         manifest = {**result, "options": self.rows.to_dict(), "version": VERSION}
         folder = self.running.folder
         with folder.disk_errors():

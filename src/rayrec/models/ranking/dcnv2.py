@@ -50,14 +50,8 @@ class DCNv2(nn.Module):
         self._label = inputs.label
         self.number_vectors = number_vectors(inputs.num_dense, config.embedding_dim)
         width = (inputs.num_dense + len(inputs.features)) * config.embedding_dim
-        self.network = CrossAndDeep(
-            width,
-            _crosses(width, config, precision),
-            mlp=config.mlp,
-            stacked_mlp=config.stacked_mlp,
-            structure=config.structure,
-            **config.layer_settings(precision),
-        )
+        crosses, stacked, settings = _crosses(width, config, precision), config.stacked_mlp, config.layer_settings(precision)
+        self.network = CrossAndDeep(width, crosses, mlp=config.mlp, stacked_mlp=stacked, structure=config.structure, **settings)
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         return {self._label: self.network(fields(dense, self.number_vectors, embedded).flatten(1))}

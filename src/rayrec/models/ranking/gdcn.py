@@ -34,13 +34,9 @@ class GDCN(nn.Module):
         self._label = inputs.label
         self.number_vectors = number_vectors(inputs.num_dense, config.embedding_dim)
         width = (inputs.num_dense + len(inputs.features)) * config.embedding_dim
-        self.network = CrossAndDeep(
-            width,
-            Crosses(CrossLayer(width, gated=True, precision=precision) for _ in range(config.cross_layers)),
-            mlp=config.mlp,
-            structure=config.structure,
-            **config.layer_settings(precision),
-        )
+        crosses = Crosses(CrossLayer(width, gated=True, precision=precision) for _ in range(config.cross_layers))
+        settings = config.layer_settings(precision)
+        self.network = CrossAndDeep(width, crosses, mlp=config.mlp, structure=config.structure, **settings)
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         return {self._label: self.network(fields(dense, self.number_vectors, embedded).flatten(1))}
