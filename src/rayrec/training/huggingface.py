@@ -124,13 +124,15 @@ class _Wrapped(torch.nn.Module):
         self._pipeline = _pipeline(setup)
 
     def forward(self, part: Mapping[str, Any]) -> torch.Tensor:
-        return self._pipeline.loss(Batch({name: value for name, value in part.items() if name != LOSS_WEIGHT}, part[LOSS_WEIGHT]))
+        tensors = {name: value for name, value in part.items() if name != LOSS_WEIGHT}
+        return self._pipeline.loss(Batch(tensors, part[LOSS_WEIGHT]))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         with self._pipeline.exchange(False):
             yield
-        self._pipeline.exchange(True)
+        with self._pipeline.exchange(True):  # FSDP keeps the last setting
+            pass
 
 
 @final
@@ -222,8 +224,8 @@ class _Steps(TrainerCallback):
         loss = torch.stack(self.losses).sum()
         self.losses.clear()
         # Trainer pulls no batch ahead, so a segment can end after any step.
-        must_end = self.account.count(loss, self.batches, stop=self.stop)  # it also advances the step
-        if self.progress.step < self.stop and not must_end:
+        cannot_go_on = self.account.count(loss, self.batches, stop=self.stop)
+        if self.progress.step < self.stop and not cannot_go_on:
             return
         self.setup.pipeline.reset()
         try:
