@@ -196,8 +196,9 @@ def _extract_member(tar: tarfile.TarFile, member: tarfile.TarInfo, file: RemoteF
 
 def _mnist(name: str, size_bytes: int, md5: str, rows: int, unpacked_bytes: int) -> RemoteFile:
     url, page = f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}", "https://github.com/cvdfoundation/mnist"
-    sizes: dict[str, Any] = {"size_bytes": size_bytes, "unpacked_about_bytes": unpacked_bytes, "rows": rows}
-    return RemoteFile(name=name, url=url, page=page, md5=md5, **sizes)
+    return RemoteFile(
+        name=name, url=url, page=page, md5=md5, size_bytes=size_bytes, unpacked_about_bytes=unpacked_bytes, rows=rows
+    )
 
 
 PUBLISHED: dict[str, tuple[RemoteFile, ...]] = {

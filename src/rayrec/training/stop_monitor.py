@@ -182,7 +182,8 @@ class StopMonitor:
             return self.cause is not None, False
         if self._deadline_s is not None and self.cause in (None, MORE_WORKERS):
             last_s = last_save_s(self._deadline_s, write_s=self.write_s(), between_s=self._between_s)
-            self.cause = NODE_PREEMPTED if time.time() >= last_s else self.cause
+            if time.time() >= last_s:
+                self.cause = NODE_PREEMPTED
         return self.cause is not None, now_s - self._polled_preemption_s >= PREEMPTION_POLL_S
 
     def urgent(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Final, final
+from typing import Final, final
 
 import pyarrow as pa
 
@@ -125,8 +125,8 @@ class CountingIndexer:
                 counts.close()
                 counts, missing = None, [(start, stop)]
         parts = [part for low, high in missing for part in index.parts(low, high)]
-        sizes: dict[str, Any] = {"memory_bytes": self._memory_bytes, "task_bytes": self._task_bytes}
-        return count_log(self._counting, parts, engine=engine, progress=progress, into=counts, **sizes)
+        count = functools.partial(count_log, memory_bytes=self._memory_bytes, task_bytes=self._task_bytes)
+        return count(self._counting, parts, engine=engine, progress=progress, into=counts)
 
     def close(self) -> None:
         """Free unused counts."""

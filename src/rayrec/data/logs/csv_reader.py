@@ -164,9 +164,10 @@ def read_csv_text(text: bytes, schema: Schema, *, delimiter: str, columns: Seque
     splitter = _Splitter(path, delimiter, columns, schema)
     splitter.row = 0  # No header
     tables, _ = splitter.split(text, final=True)
+    if tables:
+        return pa.concat_tables(tables)
     arrays = [pa.array([], pa.large_binary())] * len(splitter.names)
-    empty = pa.table([*arrays, pa.array([], pa.uint8())], names=[*splitter.names, FAULT])
-    return pa.concat_tables(tables) if tables else empty
+    return pa.table([*arrays, pa.array([], pa.uint8())], names=[*splitter.names, FAULT])
 
 
 @contextmanager

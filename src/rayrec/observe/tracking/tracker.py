@@ -137,7 +137,7 @@ class TrackerThread:
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._thread.is_alive():
             self._note_once(f"not finished {CLOSE_S:.0f} s after the end. The last events may be missing.")
-            # Of a tracker that keeps the process alive while its server is unreachable.
+            # Only trackers that keep the process alive while their server is unreachable have it.
             if abandon := getattr(self._tracker, "abandon", None):
                 abandon()
                 # The interpreter may abort if its shutdown interrupts the thread in foreign code.
