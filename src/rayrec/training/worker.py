@@ -288,10 +288,9 @@ def _resume(
 
     while True:
         checkpoint = latest_valid_checkpoint(folder, log=log_damaged, exclude=skipped.keys(), repair=repair_it)
-        if checkpoint is None:
-            unreadable = [error for error in skipped.values() if isinstance(error, UnreadableError)]
-            if unreadable:
-                raise unreadable[0].without_another()  # It may be undamaged
+        unreadable = [error for error in skipped.values() if isinstance(error, UnreadableError)]
+        if checkpoint is None and unreadable:
+            raise unreadable[0].without_another()  # It may be undamaged
         try:
             state = _state_of(checkpoint) if checkpoint else None
         except DamagedError as error:
