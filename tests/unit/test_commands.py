@@ -113,6 +113,14 @@ def test_results_exclude_output_of_native_code_and_children() -> None:
     assert done.stderr == "a warning of Ray\na child\n"
 
 
+def test_closed_output_ends_without_message() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        done = subprocess.run([sys.executable, "-m", "rayrec", "--help"], stdout=closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 @pytest.mark.parametrize("verb", ["evaluate", "predict"])
 def test_results_exclude_library_output(verb: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     def score(*_: object, **__: object) -> dict[str, float]:

@@ -23,7 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with one of `rayrec.cli.help.STATUSES`."""
     _keep_stdout_for_results()
     gc.set_threshold(_COLLECT_EVERY)
-    status = run(list(sys.argv[1:] if arguments is None else arguments))
+    try:
+        status = run(list(sys.argv[1:] if arguments is None else arguments))
+    except BrokenPipeError:
+        if not _is_output_closed():
+            raise
+        status = 1
     gc.freeze()  # Otherwise the final collections scan all modules for a second.
     sys.exit(status)
 
@@ -37,6 +42,18 @@ def _keep_stdout_for_results() -> None:
     results = os.dup(1)  # Not inherited by child processes.
     os.dup2(2, 1)
     sys.stdout = os.fdopen(results, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1)
+
+
+def _is_output_closed() -> bool:
+    """Return whether the reader of standard output is gone, as after `| head`. Drops the rest of the output if so."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Otherwise Python fails to flush its buffer at exit, with status 120.
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), sys.stdout.fileno())
+        return True
+    return False
 
 
 def run(arguments: list[str]) -> int:
@@ -65,6 +82,8 @@ def run(arguments: list[str]) -> int:
         is_user_error = isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
         if is_user_error and error.filename is not None:
             return _fail(f"rayrec {name}: {error.filename}: {error.strerror}")
+        if _is_output_closed():
+            return 1
         # Store outage or full disk.
         return _fail(f"rayrec {name}: {str(error) or type(error).__name__}", status=1)
     except ModuleNotFoundError as error:
