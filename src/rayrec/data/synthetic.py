@@ -43,7 +43,7 @@ def exact_auroc(scores: np.ndarray, labels: np.ndarray) -> float | None:
     Sorts float32 scores; the rest is integer arithmetic.
     """
     clicked = labels.astype(bool)
-    clicks, skips = (np.sort(scores[chosen].astype(np.float32, copy=False)) for chosen in (clicked, ~clicked))
+    clicks, skips = (np.sort(scores[mask].astype(np.float32, copy=False)) for mask in (clicked, ~clicked))
     if not len(clicks) or not len(skips):
         return None
     twice = int(np.searchsorted(skips, clicks).sum()) + int(np.searchsorted(skips, clicks, side="right").sum())
