@@ -72,7 +72,7 @@ def _quality(logits: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
 
 
 def split_starts(dialect: str, starts: list[int]) -> tuple[int, int]:
-    """Return the first rows of validation and test: halves of Kaggle's last seventh, or of the last day."""
+    """Return the first validation and test rows: halves of Kaggle's last seventh, or of the last day."""
     rows = starts[-1]
     validation = rows - rows // 7 if dialect == "kaggle" else starts[-2]
     return validation, rows - (rows - validation) // 2
