@@ -11,7 +11,7 @@ from typing import Any
 import ray
 import torch
 from logs import synthetic_log
-from rows import emit, interleaved, part, say, timed
+from rows import emit, interleaved, note, part, timed
 
 from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, restore
 from rayrec.observe.console import Console
@@ -179,7 +179,7 @@ def trained(path: str, *, every: int | None) -> dict[str, Any]:
         summary = train(config, console=Console(quiet=True)).summary
         saves = read_events(os.path.join(storage, "run", "events.jsonl"), kinds={"checkpoint"})
     write_s = sum(event["write_s"] for event in saves)
-    say(f"  {len(saves)} saves of {saves[-1]['bytes'] / 1e6:.0f} MB, stall {summary['checkpoint_stall_s']:.2f} s")
+    note(f"  {len(saves)} saves of {saves[-1]['bytes'] / 1e6:.0f} MB, stall {summary['checkpoint_stall_s']:.2f} s")
     return {
         **summary,
         "saves": len(saves),

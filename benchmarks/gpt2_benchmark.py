@@ -92,9 +92,9 @@ def compare_losses(*, steps: int, about: dict[str, Any], **common: Any) -> None:
     """Compare the loss curves of both loops with the plain script's."""
     peer = plain(loader_workers=0, steps=steps, warm_steps=0, **common)["losses"]
     for loop in LOOPS:
-        found = child(__file__, "ours", steps=steps, warm_steps=0, log_every=1, loop=loop, **common)
+        result = child(__file__, "ours", steps=steps, warm_steps=0, log_every=1, loop=loop, **common)
         described = workload(loop=loop, **about)
-        emit_losses("gpt2", peer="plain HuggingFace Trainer script", workload=described, found=found, peer_losses=peer)
+        emit_losses("gpt2", peer="plain HuggingFace Trainer script", workload=described, result=result, peer_losses=peer)
 
 
 def compare_speed(*, repeats: int, steps: int, warm_steps: int, peak: float, about: dict[str, Any], **common: Any) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from logs import synthetic_log
-from rows import emit, part, say
+from rows import emit, note, part
 from run_metrics import interleaved_rates, warm_speed
 from subprocesses import child, run_task
 
@@ -109,7 +109,7 @@ def main(*, quick: bool) -> None:
         "scores": scores,
     }
     for name in chosen_parts(arguments):
-        say(f"gpu: {name}")
+        note(f"gpu: {name}")
         with part("gpu", name):
             parts[name](sizes, on, out)
 

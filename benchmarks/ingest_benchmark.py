@@ -18,7 +18,7 @@ import ray
 from logs import ANY, any_log, synthetic_log
 from peers.notebook_ingest import batches as notebook_batches
 from peers.notebook_ingest import vocabularies_of
-from rows import emit, interleaved, part, say, timed
+from rows import emit, interleaved, note, part, timed
 
 from rayrec.cluster import connection
 from rayrec.data.encoded_rows import from_arrow
@@ -92,7 +92,7 @@ class Peak:
 
 
 def indexed(path: str, schema: Schema, engine: StreamEngine, cache: str) -> LogIndex:
-    return LogSource.at(path).index(schema, segment_bytes=2 << 20, context=TaskContext(engine, cache, say))
+    return LogSource.at(path).index(schema, segment_bytes=2 << 20, context=TaskContext(engine, cache, note))
 
 
 def prepare(path: str, preset: Preset = RAYREC, schema: Schema = SCHEMA) -> tuple[BlockOrder, Shared[Preprocessor], Preprocessor]:

@@ -13,7 +13,7 @@ from functools import partial
 
 from hosts.nodes import Network, missing, missing_tbf
 from logs import preprocessor_of, synthetic_log
-from rows import attempt, emit, interleaved, part, say
+from rows import attempt, emit, interleaved, note, part
 from run_metrics import warm_speed
 from subprocesses import check_ended
 
@@ -73,7 +73,7 @@ def main(*, quick: bool) -> None:
             for hosts, _ in cases
         }
     alone, pair = rates["one_host"], rates["two_workers_on_one_host"]
-    say(f"  1 host: {alone:,.0f} rows/s; 2 workers on 1 host of 2 cores: {pair:,.0f} rows/s")
+    note(f"  1 host: {alone:,.0f} rows/s; 2 workers on 1 host of 2 cores: {pair:,.0f} rows/s")
     for hosts, gbit in cases:
         with part("links", _name(hosts, gbit)):
             found, before, times = last[hosts, gbit], short[hosts], min(hosts, cores)
@@ -82,7 +82,7 @@ def main(*, quick: bool) -> None:
             (_, told_sent), (told, limit) = traffic.bytes_per_row(), traffic.limit(pair * times / 2, LinkBandwidth(gbit))
             speed = rates[_name(hosts, gbit)]
             link = "links without a limit" if gbit is None else f"links of {gbit:g} Gbit/s"
-            say(
+            note(
                 f"  {hosts} hosts, {link}: {speed:,.0f} rows/s, forecast {told:,.0f} ({limit}); "
                 f"{speed / alone / times:.2f} of {times} times one host; {sent:,.0f} bytes sent a row, forecast {told_sent:,.0f}"
             )

@@ -13,10 +13,10 @@ def _descendants(root: int) -> list[int]:
         if entry.name.isdecimal():
             with suppress(OSError):
                 parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    found = [root]
-    for process in found:
-        found += [child for child, parent in parents.items() if parent == process]
-    return found
+    processes = [root]
+    for process in processes:
+        processes += [child for child, parent in parents.items() if parent == process]
+    return processes
 
 
 def memory_bytes(root: int) -> int:

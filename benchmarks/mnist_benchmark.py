@@ -50,8 +50,8 @@ def plain(*, loader_workers: int, **arguments: Any) -> dict[str, Any]:
 def compare_losses(*, steps: int, **common: Any) -> None:
     """Compare both loss curves."""
     peer = plain(loader_workers=0, steps=steps, warm_steps=0, **common)["losses"]
-    found = child(__file__, "ours", steps=steps, warm_steps=0, log_every=1, **common)
-    emit_losses("mnist", peer="plain PyTorch DDP script", workload=workload(**common), found=found, peer_losses=peer)
+    result = child(__file__, "ours", steps=steps, warm_steps=0, log_every=1, **common)
+    emit_losses("mnist", peer="plain PyTorch DDP script", workload=workload(**common), result=result, peer_losses=peer)
 
 
 def workload(*, workers: int, precision: str, path: str) -> str:

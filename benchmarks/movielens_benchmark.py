@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from rows import attempt, emit, say
+from rows import attempt, emit, note
 from subprocesses import check_ended
 
 import rayrec
@@ -44,7 +44,7 @@ def main(*, quick: bool) -> None:
         }
         for peer in PEERS[:1] if quick else PEERS:
             found = attempt(f"RecBole {peer}", partial(run_peer, python, peer, folder, "clicks"))
-            say(f"  RecBole {peer}: {found}")
+            note(f"  RecBole {peer}: {found}")
             for name, metrics in ours.items():
                 emit(
                     "movielens",
@@ -100,7 +100,7 @@ def _ours(log: str, folder: str, name: str, **changes: Any) -> dict[str, Any]:
         **changes,
     )
     metrics = rayrec.train(config, console=Console(quiet=True)).metrics
-    say(f"  rayrec, {name}: AUROC {metrics['auroc']:.4f}, log loss {metrics['logloss']:.4f}")
+    note(f"  rayrec, {name}: AUROC {metrics['auroc']:.4f}, log loss {metrics['logloss']:.4f}")
     return metrics
 
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from movielens_benchmark import package_of, recbole_python, run_peer
 from movielens_top_k_benchmark import Ratings, read
-from rows import attempt, emit, say
+from rows import attempt, emit, note
 
 import rayrec
 from rayrec.observe.console import Console
@@ -42,7 +42,7 @@ def main(*, quick: bool) -> None:
         tasks = [f"next-item {share} {epochs}" for share in dropouts]
         peers = [attempt(f"RecBole {task}", partial(run_peer, python, "SASRec", folder, task)) for task in tasks]
         for share, found in zip(dropouts, peers, strict=True):
-            say(f"  RecBole, SASRec, dropout {share}: {found}")
+            note(f"  RecBole, SASRec, dropout {share}: {found}")
         best, peer = (max(found, key=lambda metrics: metrics["validation"]) for found in (ours, peers))
         emit(
             "movielens-next-item",
@@ -109,5 +109,5 @@ def _ours(folder: str, dropout: float, epochs: int) -> dict[str, Any]:
     )
     run = rayrec.train(config, console=Console(quiet=True))
     found = rayrec.evaluate(run.folder, os.path.join(folder, "test"), console=Console(quiet=True))
-    say(f"  rayrec, next_item, dropout {dropout}: NDCG@10 {found['ndcg_at_10']:.4f}, recall@10 {found['recall_at_10']:.4f}")
+    note(f"  rayrec, next_item, dropout {dropout}: NDCG@10 {found['ndcg_at_10']:.4f}, recall@10 {found['recall_at_10']:.4f}")
     return {**found, "validation": run.metrics["ndcg_at_10"], "dropout": dropout}

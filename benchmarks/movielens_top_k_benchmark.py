@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from movielens_benchmark import package_of, recbole_python, run_peer, tables_of
-from rows import attempt, emit, say
+from rows import attempt, emit, note
 
 import rayrec
 from rayrec.observe.console import Console
@@ -97,7 +97,7 @@ def main(*, quick: bool) -> None:
         ours: dict[str, Any] = {name: attempt(name, partial(_ours, recipe, folder)) for name, recipe in OURS.items()}
         for peer in PEERS[:1] if quick else PEERS:
             found = attempt(f"RecBole {peer}", partial(run_peer, python, peer, folder, "top-k"))
-            say(f"  RecBole {peer}: {found}")
+            note(f"  RecBole {peer}: {found}")
             for name, metrics in ours.items():
                 emit(
                     "movielens-top-k",
@@ -181,5 +181,5 @@ def _ours(recipe: Any, folder: str) -> dict[str, Any]:
     )
     run = rayrec.train(config, console=Console(quiet=True)).folder
     found = rayrec.evaluate(run, os.path.join(folder, "test"), group="user_id", ranking_k=(10,), console=Console(quiet=True))
-    say(f"  rayrec, {recipe.__name__}: NDCG@10 {found['ndcg_at_10']:.4f}, recall@10 {found['recall_at_10']:.4f}")
+    note(f"  rayrec, {recipe.__name__}: NDCG@10 {found['ndcg_at_10']:.4f}, recall@10 {found['recall_at_10']:.4f}")
     return found

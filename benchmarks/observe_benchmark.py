@@ -22,13 +22,13 @@ import pyarrow as pa
 from logs import synthetic_log
 from observing_driver import driver
 from paired_timing import Comparison, Spent, compare, median_interval
-from rows import emit, say
+from rows import emit, note
 from subprocesses import child, run_task
 
 BATCH, STEPS = 4096, 20
 """Rows of a step; steps of a block, which is one interval between two logs: about half a second."""
 WARM_BLOCKS: Final = 20
-MOST_S: Final = 720.0
+MAX_S: Final = 720.0
 ENOUGH: Final = 0.004
 """Half width of the ratio's interval that ends the measurement. Shows a cost of 1 %."""
 
@@ -227,8 +227,8 @@ def measure(*, path: str, quick: bool) -> dict[str, Any]:
             lanes[number % len(lanes)].block(progress)
         process.begin()
         observed, plain, same = (partial(lane.block, progress) for lane in lanes)
-        limits = {"most_quartets": 8} if quick else {}
-        found = compare(observed, plain, same, enough=ENOUGH, most_s=MOST_S, **limits)
+        limits = {"max_quartets": 8} if quick else {}
+        found = compare(observed, plain, same, enough=ENOUGH, max_s=MAX_S, **limits)
         writer.close()
         process.signal(signal.SIGCONT)
         used_s = process.end()
@@ -278,7 +278,7 @@ def main(*, quick: bool) -> None:
         config_hash=found["config_hash"],
         **{**rounded, "peer_rows_per_s": round(found["peer_rows_per_s"])},
     )
-    say(
+    note(
         f"  observed: {found['ratio']:.4f} of the speed ({found['ratio_low']:.4f} to {found['ratio_high']:.4f}); "
         f"nothing looks like {found['null_low']:.4f} to {found['null_high']:.4f}; "
         f"that it costs less than 1 % is {'shown' if found['below_1_percent'] else 'not shown'}"

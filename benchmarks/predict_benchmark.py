@@ -14,7 +14,7 @@ from typing import Any
 
 from logs import preprocessor_of, synthetic_log
 from memory import watched
-from rows import emit, interleaved, say
+from rows import emit, interleaved, note
 from subprocesses import child, run_task
 
 BATCH_ROWS = 8192
@@ -188,7 +188,7 @@ def main(*, quick: bool) -> None:
         child(__file__, "predicted", with_model=True, memory=True, path=log, checkpoint=checkpoint)["peak_bytes"]
         for log in (few, path)
     ]
-    say(f"  memory: {peaks[0] / 1e6:,.0f} MB at {rows // 4:,} rows, {peaks[1] / 1e6:,.0f} MB at {rows:,}")
+    note(f"  memory: {peaks[0] / 1e6:,.0f} MB at {rows // 4:,} rows, {peaks[1] / 1e6:,.0f} MB at {rows:,}")
     emit(
         "predict",
         peer=f"the same with {rows // 4:,} rows",

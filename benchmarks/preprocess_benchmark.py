@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from logs import synthetic_log
 from ray.cluster_utils import Cluster
-from rows import attempt, emit, interleaved, say, timed
+from rows import attempt, emit, interleaved, note, timed
 
 import rayrec
 from rayrec.cluster import connection
@@ -110,7 +110,7 @@ def main(*, quick: bool) -> None:
             peer_rows_per_s=round(rates["copy"]),
         )
     # The disk limits the above; what more CPUs give shows where files are written to memory.
-    say("scaling:")
+    note("scaling:")
     scaled: dict[str, Any] = {}
     for name, cluster_of in (("one", lambda: local(1)), ("two", lambda: local(2)), ("nodes", two_nodes)):
         scaled[name] = attempt(name, partial(scaled_rate, cluster_of, repeats, path, preprocessor))

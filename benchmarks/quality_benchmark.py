@@ -9,7 +9,7 @@ import tempfile
 
 from logs import synthetic_log
 from peers.hashed_regression import fit_and_score, read
-from rows import emit, part, say
+from rows import emit, note, part
 
 from rayrec.observe.console import Console
 from rayrec.recipes import criteo_demo
@@ -26,7 +26,7 @@ def main(*, quick: bool) -> None:
             config = criteo_demo(path).replace(storage_path=storage, seed=seed, name=f"seed-{seed}", cluster={"num_cpus": 2})
             summary = train(config, console=Console(quiet=True)).summary
             found.append((summary["validation"]["auroc"], summary["metrics"]["auroc"], summary["metrics"]["logloss"]))
-            say(f"  seed {seed}: validation {found[-1][0]:.4f}, test {found[-1][1]:.4f}, logloss {found[-1][2]:.4f}")
+            note(f"  seed {seed}: validation {found[-1][0]:.4f}, test {found[-1][1]:.4f}, logloss {found[-1][2]:.4f}")
         sizes = summary["rows_of_sets"]
     train_rows, validation_end = sizes["train"], sizes["train"] + sizes["validation"]
     ours = [statistics.mean(values) for values in zip(*found, strict=True)]
@@ -34,7 +34,7 @@ def main(*, quick: bool) -> None:
     for peer, strengths in (("C 1 (default)", (1.0,)), ("C by validation", (0.003, 0.01, 0.03, 0.1, 0.3))):
         with part("quality", f"hashed logistic regression, {peer}"):
             strength, validation, test = fit_and_score(rows, train_rows, validation_end, strengths)
-            say(f"  regression, C {strength:g}: validation {validation['auroc']:.4f}, test {test['auroc']:.4f}")
+            note(f"  regression, C {strength:g}: validation {validation['auroc']:.4f}, test {test['auroc']:.4f}")
             emit(
                 "quality",
                 peer=f"hashed logistic regression, {peer}",

@@ -50,14 +50,14 @@ def synthetic_text(characters: int) -> str:
     letters = np.array(list("etaoinshrdlucmfwypvbgk"))
     words = ["".join(random.choice(letters, random.integers(2, 9))) for _ in range(WORDS)]
     following = np.minimum(random.zipf(1.3, (WORDS, 4)), WORDS) - 1
-    pieces, length, word = [], 0, 0
+    fragments, length, word = [], 0, 0
     while length < characters:
         word = int(following[word, random.integers(4)] if random.random() < 0.7 else min(random.zipf(1.3), WORDS) - 1)
-        pieces.append(words[word] + (".\n" if random.random() < 0.08 else " "))
-        length += len(pieces[-1])
-    written = path.with_suffix(".part")
-    written.write_text("".join(pieces))
-    written.rename(path)
+        fragments.append(words[word] + (".\n" if random.random() < 0.08 else " "))
+        length += len(fragments[-1])
+    temporary = path.with_suffix(".part")
+    temporary.write_text("".join(fragments))
+    temporary.rename(path)
     return str(path)
 
 

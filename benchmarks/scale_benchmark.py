@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from builders.engines import LoopEngine
 from hosts.slow_store import SlowStore
-from rows import emit, part, say
+from rows import emit, note, part
 from subprocesses import check_ended
 
 from rayrec.data.encoding.counts import count_log
@@ -133,7 +133,7 @@ def run(name: str, size: int) -> list[Result]:
 def main(*, quick: bool = False) -> None:
     for name, (_, small, large) in CASES.items():
         size = small if quick else large
-        say(f"{size:,} {name}")
+        note(f"{size:,} {name}")
         with part("scale", f"{size:,} {name}"):
             for measured, value, allowed in _apart(name, size):
                 unit = measured.rpartition("_")[2] if "_" in measured else "count"

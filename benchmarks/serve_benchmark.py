@@ -27,8 +27,8 @@ from typing import Any
 
 from logs import synthetic_log
 from memory import memory_bytes
-from rows import attempt, emit, in_turn, interleaved, median_of, part, say
-from subprocesses import HERE, child, run_child, run_task
+from rows import attempt, emit, in_turn, interleaved, median_of, note, part
+from subprocesses import FOLDER, child, run_child, run_task
 
 SIZES = (1, 256, 2048)
 CONNECTIONS = (1, 16, 64)
@@ -81,7 +81,7 @@ def host_ray(*, path: str, checkpoint: str, port: int) -> None:
     import rayrec
     from rayrec.observe.console import Console
 
-    sys.path.append(str(HERE))
+    sys.path.append(str(FOLDER))
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
     class Forward:
@@ -289,7 +289,7 @@ def hosted(role: str, **arguments: Any) -> Iterator[dict[str, Any]]:
 
 def measure(port: int, path: str, *, body: str, connections: int, seconds: float, rate: float | None = None) -> dict[str, Any]:
     arguments = {"port": port, "path": path, "body": body, "connections": connections, "seconds": seconds}
-    return run_child(HERE / "load_generator.py", json.dumps({**arguments, "warm_s": min(1.0, seconds), "rate": rate}))
+    return run_child(FOLDER / "load_generator.py", json.dumps({**arguments, "warm_s": min(1.0, seconds), "rate": rate}))
 
 
 def percentiles_ms(found: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -322,11 +322,11 @@ def compare_http(
     taken = in_turn(repeats, lambda number: calls, shown=lambda found: f"{found['requests_per_s']:,.0f} requests/s")
     rates = {name: median_of(found, lambda result: result["requests_per_s"]) for name, found in taken.items()}
     times = {name: percentiles_ms(found) for name, found in taken.items()}
-    say(f"  {FORMATS[format]}, {size} rows, {connections} connections: {rates['ours']:,.0f} requests/s, {times['ours']}")
+    note(f"  {FORMATS[format]}, {size} rows, {connections} connections: {rates['ours']:,.0f} requests/s, {times['ours']}")
     for name in targets:
         if name == "ours":
             continue
-        say(f"    {name}: {rates[name]:,.0f} requests/s, {times[name]}")
+        note(f"    {name}: {rates[name]:,.0f} requests/s, {times[name]}")
         emit(
             "serve",
             peer=name,

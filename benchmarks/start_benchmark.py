@@ -21,7 +21,7 @@ from hosts.ports import free_ports
 from hosts.processes import RayHead, Session, environment_for, wait_for_ray
 from logs import synthetic_log
 from recover_benchmark import BARE, first_step_after
-from rows import emit, in_turn, medians_of, say
+from rows import emit, in_turn, medians_of, note
 from subprocesses import check_ended
 
 from rayrec.observe.events import read_events
@@ -255,12 +255,12 @@ def main(*, quick: bool) -> None:
     log = Path(synthetic_log(rows))
     with_lightgbm = importlib.util.find_spec("lightgbm") is not None
     if not with_lightgbm:
-        say("  LightGBM is not installed, so there is nothing to compare with it; `pip install lightgbm` adds it")
+        note("  LightGBM is not installed, so there is nothing to compare with it; `pip install lightgbm` adds it")
     report = Report(rows=rows, repeats=repeats, with_lightgbm=with_lightgbm)
     with tempfile.TemporaryDirectory() as folder:
         in_turn(
             repeats,
             lambda number: candidates(log, Path(folder) / str(number), trainings=trainings, with_lightgbm=with_lightgbm),
             shown=lambda taken: ", ".join(f"{key} {value:.2f}" for key, value in taken.items()),
-            known=lambda found: report.print(medians_of(found)),
+            on_result=lambda found: report.print(medians_of(found)),
         )

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import synthetic_tasks
-from rows import attempt, emit, say
+from rows import attempt, emit, note
 
 import rayrec
 from rayrec.models.base import ClickModelConfig
@@ -63,11 +63,11 @@ def main(*, quick: bool) -> None:
             }
             best_peer = max(peers, key=lambda form: peers[form])
             best = data.best(contest.label, rows - rows * 13 // 14)
-            say(f"  {contest.truth}: best possible {best:.4f}, DLRM {peers}")
+            note(f"  {contest.truth}: best possible {best:.4f}, DLRM {peers}")
             for name, model in contest.models.items():
                 run = name.replace(", ", "-").replace(" ", "-")
                 found = attempt(name, partial(_auroc, folder, data, contest, run, model, contest.recipe))
-                say(f"  {contest.truth}: {name} {found:.4f}")
+                note(f"  {contest.truth}: {name} {found:.4f}")
                 emit(
                     "synthetic-tasks",
                     peer=f"dlrm, {best_peer}" + (f", {contest.label} alone" if contest.truth == "labels" else ""),

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from logs import preprocessor_of, synthetic_log
-from rows import emit, interleaved, say
+from rows import emit, interleaved, note
 from run_metrics import matrix_peak as peak_of
 from subprocesses import child, run_task
 
@@ -190,7 +190,7 @@ def main(*, quick: bool) -> None:
         for batch_size in (2048, 8192):
             steps = (60 if quick else 450) * 2048 // batch_size
             common: dict[str, Any] = {"path": path, "precision": precision, "batch_size": batch_size, "steps": steps}
-            say(f"{precision}, batch {batch_size}:")
+            note(f"{precision}, batch {batch_size}:")
             rates = interleaved(
                 repeats,
                 raw=partial(child, __file__, "from_raw", workers=1, **common),

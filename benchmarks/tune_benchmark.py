@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from logs import synthetic_log
-from rows import emit, part, say
+from rows import emit, note, part
 
 import rayrec
 from rayrec.observe.console import Console
@@ -97,7 +97,7 @@ def _searched(path: str, storage: str, name: str, grid: dict[str, Any], *, stop_
     folder = found["folder"]
     best = os.path.join(folder, "trials", f"trial_{found['best']['number']:04d}", "summary.json")
     searched = Searched(found, folder, read_json(best)["metrics"]["auroc"], seconds[0])
-    say(
+    note(
         f"  {name}: best {found['best']['values']}, validation {found['best']['auroc']:.5f}, test {searched.test_auroc:.5f}, "
         f"{searched.rows:,} rows, {searched.seconds:.0f} s"
     )

@@ -19,7 +19,7 @@ import pyarrow.csv as arrow_csv
 import ray
 from logs import synthetic_log
 from peers.ray_groupby import DENSE, SPARSE, distinct_tokens
-from rows import attempt, emit, interleaved, part, say, timed
+from rows import attempt, emit, interleaved, note, part, timed
 from subprocesses import check_ended
 
 import rayrec
@@ -235,7 +235,7 @@ def bounded_counting(distinct: int, memory_bytes: int) -> None:
 def raydp_rate(path: str, rows: int, rounds: int) -> float:
     """Measure the rows/s of Spark's groupBy on one executor of two cores inside the Ray cluster, without start-up and first
     round."""
-    python = environment("raydp", folder=os.path.join(cache.folder(), "environments"), note=say)
+    python = environment("raydp", folder=os.path.join(cache.folder(), "environments"), note=note)
     with tempfile.TemporaryDirectory() as folder:
         script = os.path.join(os.path.dirname(__file__), "peers", "raydp_groupby.py")
         source = os.path.dirname(os.path.dirname(rayrec.__file__))

@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 from logs import synthetic_log
 from movielens_benchmark import SCHEMA, csv_lines, package_of
-from rows import emit, part, say
+from rows import emit, note, part
 
 import rayrec
 from rayrec.metrics.binary import binary_metrics
@@ -112,7 +112,7 @@ def _contest(
     auroc, peer = _mean("auroc", found), _mean("auroc", dlrm or found)
     error = statistics.stdev(better) / math.sqrt(len(better)) if len(better) > 1 else 0.0
     chosen = {field: float(f"{value:.3g}") for field, value in settings[best].items()}
-    say(f"  {name}: {auroc:.4f} {_mean('logloss', found):.4f}, over DLRM {auroc - peer:+.4f} ± {error:.4f}, {chosen}")
+    note(f"  {name}: {auroc:.4f} {_mean('logloss', found):.4f}, over DLRM {auroc - peer:+.4f} ± {error:.4f}, {chosen}")
     emit(
         "zoo",
         peer="dlrm" if dlrm else None,

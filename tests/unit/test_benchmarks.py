@@ -50,7 +50,7 @@ def noisy(*, seed: int, blocks: int) -> Callable[[float], Callable[[], Any]]:
 
 def compared(*, seed: int, quartets: int = 400) -> Any:
     way = noisy(seed=seed, blocks=4 * quartets)
-    found = paired.compare(way(COST), way(0.0), way(0.0), enough=0.0, most_s=60.0, most_quartets=quartets, seed=seed)
+    found = paired.compare(way(COST), way(0.0), way(0.0), enough=0.0, max_s=60.0, max_quartets=quartets, seed=seed)
     assert found.quartets == quartets
     return found
 
@@ -82,10 +82,10 @@ def test_interval_matches_order_statistics() -> None:
 
 def test_sequential_test_stops_early_with_few_looks() -> None:
     way = noisy(seed=1, blocks=1000)
-    found = paired.compare(way(COST), way(0.0), way(0.0), enough=0.02, most_s=60.0)
-    assert found.quartets % paired.LOOK_EVERY == 0
+    found = paired.compare(way(COST), way(0.0), way(0.0), enough=0.02, max_s=60.0)
+    assert found.quartets % paired.CHECK_EVERY == 0
     assert paired.median_interval(found.ratios).half_width <= 0.02
-    assert paired.compare(way(0.0), way(0.0), way(0.0), enough=0.0, most_s=0.0).quartets == 1
+    assert paired.compare(way(0.0), way(0.0), way(0.0), enough=0.0, max_s=0.0).quartets == 1
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -365,7 +365,7 @@ def test_results_are_known_before_later_candidates_run() -> None:
         return name
 
     candidates = {name: partial(measure, name) for name in "abc"}
-    measuring.in_turn(2, lambda number: candidates, shown=str, known=lambda found: told.append(dict(found)))
+    measuring.in_turn(2, lambda number: candidates, shown=str, on_result=lambda found: told.append(dict(found)))
     assert seen == [[], [], [], [], ["a"], ["a", "b"]]
     assert told[-1] == {name: [name, name] for name in "abc"}
 
