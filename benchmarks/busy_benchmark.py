@@ -42,11 +42,11 @@ def main(*, quick: bool) -> None:
             name: partial(child, __file__, "train", path=path, on_ray=on_ray, busy=name == "busy") for name in ("quiet", "busy")
         }
         rates = interleaved(repeats, **trained)
-        place = "on a local Ray" if on_ray else "in one process"
+        location = "on a local Ray" if on_ray else "in one process"
         emit(
             "busy",
             peer="the same on idle CPUs",
-            workload=f"criteo_demo, {rows:,} rows, 1 worker {place}, beside one busy process",
+            workload=f"criteo_demo, {rows:,} rows, 1 worker {location}, beside one busy process",
             value=rates["busy"],
             ratio=rates["busy"] / rates["quiet"],
             repeats=repeats,

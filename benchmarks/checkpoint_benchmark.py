@@ -70,12 +70,12 @@ class LargeState:
             assert self._saver.begin(next(self._steps), self._tensors, state={}, score=None)
             return self._bytes
 
-        def whole() -> int:
+        def save_and_wait() -> int:
             _, self.stall_s = timed(begin)
             self._saver.wait()
             return self._bytes
 
-        size, seconds = timed(whole)
+        size, seconds = timed(save_and_wait)
         return size / seconds
 
     def plain_copy(self) -> float:
@@ -141,14 +141,14 @@ def large_state(total_bytes: int, repeats: int) -> None:
         )
         stall_s = state.stall_s
         state.close()
-    for workload, ours, peer, what in (
+    for workload, ours, peer, peer_text in (
         ("save to the disk, synced", "save", "copy", "cp of the data file from the page cache, synced"),
         ("restore, file in the page cache", "restore_cached", "read_cached", "read() of the file into memory, cached"),
         ("restore, file not in the page cache", "restore", "read", "read() of the file into memory, not cached"),
     ):
         emit(
             "checkpoint",
-            peer=what,
+            peer=peer_text,
             workload=f"{size}: {workload}",
             unit="mb_per_s",
             value=rates[ours] / 1e6,

@@ -50,7 +50,7 @@ def plain(*, loader_workers: int, steps: int, warm_steps: int, **arguments: Any)
     config = recipe(**arguments, steps=steps, loop="huggingface")
     tokens, optimizer = open_tokens(arguments["path"]), config.workload.optimizer
     assert optimizer.kind == "adamw"
-    told = {
+    settings = {
         "path": tokens.set_path("train"),
         "model": config.workload.model.to_huggingface(tokens.vocabulary_size, end_of_text=tokens.end_token),
         "workers": arguments["workers"],
@@ -70,8 +70,8 @@ def plain(*, loader_workers: int, steps: int, warm_steps: int, **arguments: Any)
             "dataloader_num_workers": loader_workers,
         },
     }
-    found = run_child(PLAIN, json.dumps(told))
-    return {"losses": [statistics.fmean(step) for step in found["losses"]], "rows_per_s": found["rows_per_s"]}
+    output = run_child(PLAIN, json.dumps(settings))
+    return {"losses": [statistics.fmean(step) for step in output["losses"]], "rows_per_s": output["rows_per_s"]}
 
 
 def prepare(*, text: str, out: str) -> None:

@@ -171,7 +171,7 @@ def main(*, quick: bool) -> None:
     peer_path = synthetic_log(peer_rows)
     vocabularies = vocabularies_of(peer_path, peer_rows)
 
-    def notebook() -> float:
+    def peer_rate() -> float:
         read, seconds = timed(lambda: sum(len(b["labels"]) for b in notebook_batches(peer_path, vocabularies, BATCH_SIZE)))
         assert read == peer_rows
         return read / seconds
@@ -184,7 +184,7 @@ def main(*, quick: bool) -> None:
         threads=lambda: through(ThreadEngine(2), order, InProcess(preprocessor)),
         any_order=lambda: without_position(order, shared),
         kernels=lambda: without_ray(order, preprocessor),
-        notebook=notebook,
+        notebook=peer_rate,
     )
     workload = f"criteo kaggle TSV -> shuffled batches of {BATCH_SIZE}, 2 CPUs"
     emit(

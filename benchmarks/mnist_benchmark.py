@@ -43,8 +43,8 @@ def ours(*, log_every: int, warm_steps: int, **arguments: Any) -> dict[str, Any]
 def plain(*, loader_workers: int, **arguments: Any) -> dict[str, Any]:
     """Run the plain script."""
     arguments |= {"batch_size": BATCH_SIZE, "learning_rate": LEARNING_RATE, "seed": 0, "loader_workers": loader_workers}
-    found = run_child(PLAIN, json.dumps(arguments))
-    return {"losses": [statistics.fmean(step) for step in found["losses"]], "rows_per_s": found["rows_per_s"]}
+    output = run_child(PLAIN, json.dumps(arguments))
+    return {"losses": [statistics.fmean(step) for step in output["losses"]], "rows_per_s": output["rows_per_s"]}
 
 
 def compare_losses(*, steps: int, **common: Any) -> None:

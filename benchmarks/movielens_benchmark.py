@@ -43,8 +43,8 @@ def main(*, quick: bool) -> None:
             name: attempt(name, partial(_ours, log, folder, name, **changes)) for name, changes in OURS.items()
         }
         for peer in PEERS[:1] if quick else PEERS:
-            found = attempt(f"RecBole {peer}", partial(run_peer, python, peer, folder, "clicks"))
-            note(f"  RecBole {peer}: {found}")
+            peer_metrics = attempt(f"RecBole {peer}", partial(run_peer, python, peer, folder, "clicks"))
+            note(f"  RecBole {peer}: {peer_metrics}")
             for name, metrics in ours.items():
                 emit(
                     "movielens",
@@ -52,22 +52,22 @@ def main(*, quick: bool) -> None:
                     workload=f"{len(data):,} ratings, {name}",
                     unit="auroc",
                     value=metrics["auroc"],
-                    ratio=(metrics["auroc"] - 0.5) / (found["auroc"] - 0.5),
+                    ratio=(metrics["auroc"] - 0.5) / (peer_metrics["auroc"] - 0.5),
                     repeats=1,
                     logloss=round(metrics["logloss"], 4),
-                    peer_auroc=found["auroc"],
-                    peer_logloss=found["logloss"],
+                    peer_auroc=peer_metrics["auroc"],
+                    peer_logloss=peer_metrics["logloss"],
                 )
 
 
 def ratings(package: str) -> pd.DataFrame:
     """Return the ratings joined with user and film features, in random order."""
     rated, users, films = tables_of(package)
-    joined = rated.merge(users, on="user_id").merge(films[["item_id", "release_year", "class"]], on="item_id")
-    joined = joined.fillna({"release_year": "none", "class": "none"})
-    joined["label"] = (joined["rating"].astype(float) >= 4).astype(int)
-    order = np.random.default_rng(0).permutation(len(joined))
-    return joined[["label", *COLUMNS]].iloc[order].reset_index(drop=True)
+    table = rated.merge(users, on="user_id").merge(films[["item_id", "release_year", "class"]], on="item_id")
+    table = table.fillna({"release_year": "none", "class": "none"})
+    table["label"] = (table["rating"].astype(float) >= 4).astype(int)
+    order = np.random.default_rng(0).permutation(len(table))
+    return table[["label", *COLUMNS]].iloc[order].reset_index(drop=True)
 
 
 def csv_lines(package: str) -> tuple[list[bytes], list[bytes]]:

@@ -67,8 +67,8 @@ def many_files(folder: Path, size: int) -> Iterator[Result]:
         yield "start_s", took_s, 3 * size * (LATENCY_S / 16 + 0.002) + 10
         yield "start_calls", store.calls.total(), 3 * size + 30
         store.reset()
-        took_s, again = timed(lambda: opened(path, cache))
-        assert again == index
+        took_s, resumed = timed(lambda: opened(path, cache))
+        assert resumed == index
         yield "resume_s", took_s, 5 + size / 10_000
         yield "resume_calls", store.calls.total(), 12
         store.reset()
@@ -117,9 +117,9 @@ CASES: dict[str, tuple[Callable[[Path, int], Iterator[Result]], int, int]] = {
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     result = function()
-    return time.perf_counter() - begun, result
+    return time.perf_counter() - start, result
 
 
 def run(name: str, size: int) -> list[Result]:
@@ -135,7 +135,7 @@ def main(*, quick: bool = False) -> None:
         size = small if quick else large
         note(f"{size:,} {name}")
         with part("scale", f"{size:,} {name}"):
-            for measured, value, allowed in _apart(name, size):
+            for measured, value, allowed in _run_separately(name, size):
                 unit = measured.rpartition("_")[2] if "_" in measured else "count"
                 emit(
                     f"scale: {size:,} {name}: {measured}",
@@ -150,7 +150,7 @@ def main(*, quick: bool = False) -> None:
                 )
 
 
-def _apart(name: str, size: int) -> Sequence[Result]:
+def _run_separately(name: str, size: int) -> Sequence[Result]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, __file__, name, str(size)]
     result = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)

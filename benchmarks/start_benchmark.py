@@ -66,10 +66,10 @@ def waterfall(events: Sequence[Mapping[str, Any]], *, began_s: float, ended_s: f
     trained_s = max(time_s for kind in ("step", "evaluate", "checkpoint") for time_s in times.get(kind, []))
     trained_s = min(trained_s, finished_s)
     split = run.time
-    held_s = split.evaluation_s + split.checkpoint_s
+    paused_s = split.evaluation_s + split.checkpoint_s
     return {
         **{name: stages[name] for name in in_order([stages])},
-        "training": trained_s - stepped_s - held_s,
+        "training": trained_s - stepped_s - paused_s,
         "evaluation": split.evaluation_s,
         "saves": split.checkpoint_s,
         "test": finished_s - trained_s,
@@ -122,8 +122,8 @@ def train_once(flags: Sequence[str], log: Path, run: Path) -> dict[str, float]:
     placed = ["--storage-path", str(run.parent), "--name", run.name]
     began_s, ended_s, out = run_command([*command, *placed], run.parent)
     stages = waterfall(read_events(run / "events.jsonl"), began_s=began_s, ended_s=ended_s)
-    found = {**stages, FIRST_STEP: first_step_s(stages), EXIT: ended_s - began_s}
-    return {**found, "auroc": json.loads(out)["metrics"]["auroc"]}
+    times = {**stages, FIRST_STEP: first_step_s(stages), EXIT: ended_s - began_s}
+    return {**times, "auroc": json.loads(out)["metrics"]["auroc"]}
 
 
 def until_exit(command: Sequence[str], folder: Path) -> dict[str, float]:
@@ -133,9 +133,9 @@ def until_exit(command: Sequence[str], folder: Path) -> dict[str, float]:
 
 def score(arguments: Sequence[str], log: Path, run: Path, folder: Path) -> dict[str, float]:
     """Seconds of a command that reads a run; what it writes goes to `folder`."""
-    places = {"RUN": str(run), "LOG": str(log)}
-    written = {name: str(folder / name) for name in ("predicted", "exported")}
-    return until_exit(rayrec(*({**places, **written}.get(argument, argument) for argument in arguments)), folder)
+    inputs = {"RUN": str(run), "LOG": str(log)}
+    outputs = {name: str(folder / name) for name in ("predicted", "exported")}
+    return until_exit(rayrec(*({**inputs, **outputs}.get(argument, argument) for argument in arguments)), folder)
 
 
 def serve(log: Path, run: Path, folder: Path) -> dict[str, float]:
@@ -164,8 +164,8 @@ def plain_torchrec(log: Path, workers: int, folder: Path) -> dict[str, float]:
         run_command(rayrec("preprocess", str(log), "--out", str(rows), *options), folder)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
     began_s, ended_s, out = run_command([*torchrun, str(TORCHREC), str(rows)], folder)
-    found = json.loads(out.strip().splitlines()[-1])
-    return {FIRST_STEP: found["first_step_s"] - began_s, EXIT: ended_s - began_s, "auroc": found["auroc"]}
+    result = json.loads(out.strip().splitlines()[-1])
+    return {FIRST_STEP: result["first_step_s"] - began_s, EXIT: ended_s - began_s, "auroc": result["auroc"]}
 
 
 def bare_ray(folder: Path) -> dict[str, float]:
@@ -187,15 +187,15 @@ def candidates(
     folder.mkdir()
     runs = {name: folder / f"run{number}" for number, name in enumerate(trainings)}
     run = next(iter(runs.values()))
-    found: dict[str, Callable[[], dict[str, float]]] = {
+    functions: dict[str, Callable[[], dict[str, float]]] = {
         "bare Ray": functools.partial(bare_ray, folder),
-        **{name: functools.partial(train, TRAININGS[name], log, place) for name, place in runs.items()},
+        **{name: functools.partial(train, TRAININGS[name], log, run_folder) for name, run_folder in runs.items()},
         **{PLAIN[workers]: functools.partial(plain_torchrec, log, workers, folder) for workers in PLAIN},
         "import torch": functools.partial(until_exit, [sys.executable, "-c", "import torch"], folder),
         **{name: functools.partial(score, arguments, log, run, folder) for name, arguments in SCORINGS.items()},
         SERVE: functools.partial(serve, log, run, folder),
     }
-    return {**found, "LightGBM": functools.partial(lightgbm, log, folder)} if with_lightgbm else found
+    return {**functions, "LightGBM": functools.partial(lightgbm, log, folder)} if with_lightgbm else functions
 
 
 class Report:
@@ -208,43 +208,43 @@ class Report:
         self._rows, self._repeats, self._with_lightgbm = rows, repeats, with_lightgbm
         self._printed: set[tuple[str, str, str | None]] = set()
 
-    def print(self, found: Mapping[str, Any]) -> None:
-        """Print the rows of the measured candidates. `found`: their medians."""
+    def print(self, medians: Mapping[str, Any]) -> None:
+        """Print the rows of the measured candidates. `medians`: their medians."""
         for name in TRAININGS:
             plain = PLAIN[int(TRAININGS[name][1])]
-            self._row(found, name, FIRST_STEP, ": command -> first step", "bare Ray", RAY)
-            self._row(found, name, FIRST_STEP, ": command -> first step", plain)
-            whole = ", one epoch: raw TSV -> test AUROC, command -> exit"
-            self._row(found, name, EXIT, whole, *(("LightGBM", LIGHTGBM_NAME) if self._with_lightgbm else (None,)))
-            self._row(found, name, EXIT, whole, plain)
+            self._row(medians, name, FIRST_STEP, ": command -> first step", "bare Ray", RAY)
+            self._row(medians, name, FIRST_STEP, ": command -> first step", plain)
+            to_exit = ", one epoch: raw TSV -> test AUROC, command -> exit"
+            self._row(medians, name, EXIT, to_exit, *(("LightGBM", LIGHTGBM_NAME) if self._with_lightgbm else (None,)))
+            self._row(medians, name, EXIT, to_exit, plain)
         for name in SCORINGS:
-            self._row(found, name, EXIT, ": command -> exit", "import torch", TORCH)
-        self._row(found, SERVE, ANSWER, ": command -> first answer", "import torch", TORCH)
+            self._row(medians, name, EXIT, ": command -> exit", "import torch", TORCH)
+        self._row(medians, SERVE, ANSWER, ": command -> first answer", "import torch", TORCH)
 
     def _row(
-        self, found: Mapping[str, Any], name: str, end: str, text: str, peer: str | None, peer_name: str | None = None
+        self, medians: Mapping[str, Any], name: str, end: str, text: str, peer: str | None, peer_name: str | None = None
     ) -> None:
-        if (name, end, peer) in self._printed or not {name, peer or name} <= found.keys():
+        if (name, end, peer) in self._printed or not {name, peer or name} <= medians.keys():
             return
         self._printed.add((name, end, peer))
-        taken, theirs, more = found[name], {} if peer is None else found[peer], dict[str, Any]()
+        ours, theirs, more = medians[name], {} if peer is None else medians[peer], dict[str, Any]()
         peer_s = theirs.get(end, theirs.get(EXIT))
         if peer_s is not None:
             more["peer_s"] = round(peer_s, 2)
         if name in TRAININGS and end == EXIT:
-            more["auroc"] = round(taken["auroc"], 4)
+            more["auroc"] = round(ours["auroc"], 4)
             if "auroc" in theirs:
                 more["peer_auroc"] = round(theirs["auroc"], 4)
         if peer == "bare Ray":
             left_out = (FIRST_STEP, EXIT, "auroc")
-            more["stages_s"] = {key: round(value, 3) for key, value in taken.items() if key not in left_out}
+            more["stages_s"] = {key: round(value, 3) for key, value in ours.items() if key not in left_out}
         emit(
             "start",
             peer=peer_name or peer,
             workload=f"criteo_demo network, {self._rows:,} rows; {name}{text}",
             unit="s",
-            value=taken[end],
-            ratio=None if peer_s is None else taken[end] / peer_s,
+            value=ours[end],
+            ratio=None if peer_s is None else ours[end] / peer_s,
             repeats=self._repeats,
             **more,
         )
@@ -261,6 +261,6 @@ def main(*, quick: bool) -> None:
         in_turn(
             repeats,
             lambda number: candidates(log, Path(folder) / str(number), trainings=trainings, with_lightgbm=with_lightgbm),
-            shown=lambda taken: ", ".join(f"{key} {value:.2f}" for key, value in taken.items()),
-            on_result=lambda found: report.print(medians_of(found)),
+            shown=lambda times: ", ".join(f"{key} {value:.2f}" for key, value in times.items()),
+            on_result=lambda results: report.print(medians_of(results)),
         )

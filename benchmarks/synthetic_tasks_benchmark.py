@@ -66,15 +66,15 @@ def main(*, quick: bool) -> None:
             note(f"  {contest.truth}: best possible {best:.4f}, DLRM {peers}")
             for name, model in contest.models.items():
                 run = name.replace(", ", "-").replace(" ", "-")
-                found = attempt(name, partial(_auroc, folder, data, contest, run, model, contest.recipe))
-                note(f"  {contest.truth}: {name} {found:.4f}")
+                auroc = attempt(name, partial(_auroc, folder, data, contest, run, model, contest.recipe))
+                note(f"  {contest.truth}: {name} {auroc:.4f}")
                 emit(
                     "synthetic-tasks",
                     peer=f"dlrm, {best_peer}" + (f", {contest.label} alone" if contest.truth == "labels" else ""),
                     workload=f"{contest.truth}, {rows:,} rows, {name}",
                     unit="auroc",
-                    value=found,
-                    ratio=(found - 0.5) / (peers[best_peer] - 0.5),
+                    value=auroc,
+                    ratio=(auroc - 0.5) / (peers[best_peer] - 0.5),
                     repeats=1,
                     peer_auroc=round(peers[best_peer], 4),
                     best_auroc=round(best, 4),
@@ -88,8 +88,8 @@ def _auroc(
     log = os.path.join(folder, "-".join(["log", *data.logits, name]))
     config = recipe(log, data.write(log))
     if model != "recipe":
-        chosen = model if isinstance(model, ClickModelConfig) else config.workload.model.replace(interaction=model)
-        config = config.replace(workload=config.workload.replace(model=chosen))
+        model_config = model if isinstance(model, ClickModelConfig) else config.workload.model.replace(interaction=model)
+        config = config.replace(workload=config.workload.replace(model=model_config))
     config = config.replace(
         epochs=contest.epochs,
         storage_path=os.path.join(folder, "runs"),

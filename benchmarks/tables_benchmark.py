@@ -30,10 +30,10 @@ def batches_of(batch_size: int, number: int) -> list[Any]:
     from rayrec.ingest.batches import sparse_features
 
     draw = torch.Generator().manual_seed(0)
-    found = []
+    batches = []
     for _ in range(number):
         ids = [(torch.rand(batch_size, generator=draw) ** SKEW * rows).int().numpy() for rows in SIZES]
-        found.append(
+        batches.append(
             Batch(
                 {"dense": torch.rand(batch_size, 13, generator=draw)},
                 1 / batch_size,
@@ -41,7 +41,7 @@ def batches_of(batch_size: int, number: int) -> list[Any]:
                 {"label": torch.rand(batch_size, generator=draw).round()},
             )
         )
-    return found
+    return batches
 
 
 def setup_of(kind: str, *, batch_size: int, model: Any = None) -> Any:

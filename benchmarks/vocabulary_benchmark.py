@@ -139,14 +139,14 @@ def lookup_ns(entries: int) -> float:
         tokens=tokens,
         constants={},
     )
-    wanted, slots = random.choice(tokens, 4_000_000), preprocessor.slots
+    queries, slots = random.choice(tokens, 4_000_000), preprocessor.slots
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()
-        found = find_ids(wanted, slots, 0)
+        ids = find_ids(queries, slots, 0)
         best = min(best, time.perf_counter() - start)
-    assert (tokens[found - 2] == wanted).all()
-    return best / len(wanted) * 1e9
+    assert (tokens[ids - 2] == queries).all()
+    return best / len(queries) * 1e9
 
 
 WIDE = Schema(tokens="hexadecimal", label=None, dense=(), sparse=("token",))
@@ -203,7 +203,7 @@ def bounded_counting(distinct: int, memory_bytes: int) -> None:
         storage.list_files(wide_log(distinct)), WIDE, segment_bytes=SEGMENT_BYTES, context=TaskContext(ENGINE, None)
     )
     parts = parts_of(index)
-    kept: dict[str, np.ndarray] = {}
+    counted: dict[str, np.ndarray] = {}
     for min_count in (2, 3):
         for name, bound in (("bounded", memory_bytes), ("unbounded", None)):
             start = time.perf_counter()
@@ -212,11 +212,11 @@ def bounded_counting(distinct: int, memory_bytes: int) -> None:
                 num_distinct, spill = counts.num_distinct(0), counts.spill
             seconds = time.perf_counter() - start
             order = np.argsort(tokens)
-            kept[name] = np.stack([tokens[order], amounts[order]])
+            counted[name] = np.stack([tokens[order], amounts[order]])
             del counts, tokens, amounts, order
             assert num_distinct == distinct
             if bound is None:
-                assert (kept["bounded"] == kept["unbounded"]).all()
+                assert (counted["bounded"] == counted["unbounded"]).all()
             emit(
                 "vocabulary",
                 peer=None,
@@ -226,7 +226,7 @@ def bounded_counting(distinct: int, memory_bytes: int) -> None:
                 ratio=None,
                 repeats=1,
                 memory_mb=None if bound is None else bound / 2**20,
-                kept=kept[name].shape[1],
+                kept=counted[name].shape[1],
                 spilled_mb=round(spill.written_bytes / 2**20) if spill else 0,
                 rows_per_s=round(index.rows / seconds),
             )
