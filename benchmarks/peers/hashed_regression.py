@@ -32,9 +32,13 @@ def fit_and_score(
     for strength in strengths:
         model = LogisticRegression(C=strength, max_iter=500).fit(features[:train], labels[:train])
         logits = model.decision_function(features[train:]).astype(np.float32)
-        held_out, test = logits[: validation - train], logits[validation - train :]
-        found = (strength, binary_metrics(held_out, labels[train:validation]), binary_metrics(test, labels[validation:]))
-        if best is None or found[1]["auroc"] > best[1]["auroc"]:
-            best = found
+        validation_logits, test = logits[: validation - train], logits[validation - train :]
+        result = (
+            strength,
+            binary_metrics(validation_logits, labels[train:validation]),
+            binary_metrics(test, labels[validation:]),
+        )
+        if best is None or result[1]["auroc"] > best[1]["auroc"]:
+            best = result
     assert best is not None
     return best

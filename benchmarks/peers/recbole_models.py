@@ -81,9 +81,9 @@ def main(model: str, folder: str, task: str) -> None:
     settings = {**SHARED, **settings_of(task), "data_path": folder, "checkpoint_dir": f"{folder}/checkpoints"}
     begin = time.monotonic()
     done = run_recbole(model=model, dataset="ml", config_dict=settings)
-    found = done["test_result"]
+    test_metrics = done["test_result"]
     named = {"auc": "auroc"}
-    metrics = {named.get(name, name): float(value) for name, value in found.items()}
+    metrics = {named.get(name, name): float(value) for name, value in test_metrics.items()}
     validation = float(done["best_valid_score"])
     print(json.dumps({**metrics, "validation": validation, "seconds": time.monotonic() - begin}))
 
