@@ -520,7 +520,7 @@ def test_site_loads_no_external_resources(site: Path) -> None:
 
 
 def test_every_kind_of_event_is_described() -> None:
-    assert {kind for kind, _ in script("tools", "reference").written_events()} | {INCOMPLETE_LINE} == set(KINDS)
+    assert {kind for kind, _ in script("tools", "reference").logged_events()} | {INCOMPLETE_LINE} == set(KINDS)
 
 
 @pytest.fixture(scope="module")

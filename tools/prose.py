@@ -123,7 +123,7 @@ def _strings(node: ast.AST) -> Iterator[Prose]:
         yield from _strings(child)
 
 
-def prose_of_notebook(source: str) -> Iterator[Prose]:
+def prose_of_cells(source: str) -> Iterator[Prose]:
     """Yield each cell. Lines count from the start of the cell, as in a notebook."""
     for cell in json.loads(source)["cells"]:
         yield Prose(1, "".join(cell["source"]))
@@ -137,7 +137,7 @@ def hits(path: Path, rules: Iterable[Rule]) -> Iterator[tuple[int, str, Rule]]:
     candidates = [rule for rule in rules if rule.in_source.search(source)]
     if not candidates:
         return
-    kinds = {".py": prose_of_python, ".ipynb": prose_of_notebook}
+    kinds = {".py": prose_of_python, ".ipynb": prose_of_cells}
     for line, text in kinds[path.suffix](source) if path.suffix in kinds else [Prose(1, source)]:
         for rule in candidates:
             for match in rule.pattern.finditer(text):

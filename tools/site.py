@@ -23,14 +23,14 @@ LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 def groups(index: str) -> dict[str, list[tuple[str, str]]]:
     """Return title and path of the pages in each group of docs/index.md: the links in the first table column."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    by_heading: dict[str, list[tuple[str, str]]] = {}
     heading = ""
     for line in index.splitlines():
         if line.startswith("## "):
             heading = line.removeprefix("## ").strip()
         elif line.startswith("| [") and (link := LINK.search(line)):
-            found.setdefault(heading, []).append((link[1][0].upper() + link[1][1:], link[2]))
-    return found
+            by_heading.setdefault(heading, []).append((link[1][0].upper() + link[1][1:], link[2]))
+    return by_heading
 
 
 def on_config(config: Any) -> Any:
