@@ -1,5 +1,7 @@
-"""Training speed of one worker beside a busy process, relative to idle CPUs: in one process, and on a local Ray, whose workers
-have a lower priority. Quiet and busy runs in turn."""
+"""Benchmark of one worker's training speed next to a busy process, relative to idle CPUs.
+
+Trains in one process, and on a local Ray, whose workers have a lower priority. Quiet and busy runs alternate.
+"""
 
 import json
 import os

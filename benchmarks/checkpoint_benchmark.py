@@ -1,5 +1,4 @@
-"""Benchmark of checkpoints: training cost of saves, speed of saving and restoring a large state, both relative to a plain
-copy."""
+"""Benchmark of checkpoints: training cost of saves, and save and restore speed for a large state, relative to a plain copy."""
 
 import os
 import shutil

@@ -163,7 +163,7 @@ def config_of(
     recipe = mlperf_dcnv2 if multi_hot else mlperf_dlrm
     config = recipe(preprocessed(path, preprocessor, multi_hot=multi_hot) if ready else path)
     workload: Any = config.workload
-    rate = {"learning_rate": 0.005}  # no figure is of quality, and a loss that is no number would end the run
+    rate = {"learning_rate": 0.005}  # no figure measures quality, and a NaN loss would end the run
     return config.replace(
         **PRECISIONS[precision],
         batch_size=sizes.batch_size,

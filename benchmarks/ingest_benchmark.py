@@ -74,7 +74,7 @@ def resident_bytes() -> int:
 
 
 class Peak:
-    """Highest private memory of Ray's processes while it is entered, beside the object store."""
+    """Highest private memory of Ray's processes, without the object store, while the context is active."""
 
     def __enter__(self) -> Peak:
         self.bytes, self._stop = 0, threading.Event()

@@ -20,7 +20,7 @@ def _descendants(root: int) -> list[int]:
 
 
 def memory_bytes(root: int) -> int:
-    """Proportional set size of a process and of all below it; what ends meanwhile counts nothing."""
+    """Return the proportional set size of a process and its descendants. Skips processes that end meanwhile."""
     total = 0
     for process in _descendants(root):
         with suppress(OSError):
@@ -31,7 +31,7 @@ def memory_bytes(root: int) -> int:
 
 
 class Peak:
-    """The most that was seen."""
+    """Maximum of all samples."""
 
     size_bytes = 0
 

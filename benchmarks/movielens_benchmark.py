@@ -1,4 +1,6 @@
-"""MovieLens-100K, a rating of at least 4 counted as a click, beside RecBole's models on the same random split (80, 10, 10 %).
+"""Benchmark of click prediction on MovieLens-100K, compared with RecBole's models on the same random split (80, 10, 10 %).
+
+A rating of at least 4 counts as a click.
 
 `--recbole PYTHON` names the interpreter of an environment with RecBole, whose package ships the data: `pip install
 recbole==1.2.1 pandas==2.1.4 numpy==1.26.4 scipy==1.11.4 scikit-learn==1.4.2`. RecBole's models have their default settings,

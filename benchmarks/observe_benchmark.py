@@ -37,8 +37,8 @@ ENOUGH: Final = 0.004
 
 
 class Cycled:
-    """Batches that lie ready, over and over, so that no data task runs beside. With a `table` its rows are counted as those of a
-    block that a data task has made and measured, once per round."""
+    """Repeated batches in memory, so that no data task runs. With a `table`, counts its rows once per round, like those from a
+    data task with timed stages."""
 
     def __init__(self, batches: list[Any], *, table: pa.Table | None) -> None:
         from rayrec.data.stage_times import StageTimes
@@ -172,7 +172,7 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
     from rayrec.workloads.step_timer import HostTimer, StepTimer
 
     class Entered(torch.nn.Module):
-        """The model, with hooks of its own."""
+        """Wrapper of the model with separate hooks."""
 
         def __init__(self, model: torch.nn.Module) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""The driver of a run that benchmark observe trains: in a process of its own, as it is, and at a terminal."""
+"""Unmodified driver of the run that benchmark observe trains, in a separate process with a terminal."""
 
 import contextlib
 import ctypes

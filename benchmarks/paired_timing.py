@@ -62,8 +62,8 @@ def speed_ratio(ours_s: Sequence[float], theirs_s: Sequence[float]) -> float:
 def quartet(
     ours: Callable[[], Spent], theirs: Callable[[], Spent], *, draw: random.Random
 ) -> tuple[float, float, list[Spent], list[Spent]]:
-    """Ours, theirs, theirs, ours, or the other way around, as chance has it: what drifts evenly hits both alike. Returns the
-    ratios of speed by the clock and by CPU time, and what each was measured at."""
+    """Run ours, theirs, theirs, ours, or in the opposite random order, so that even drift affects both alike. Returns the speed
+    ratios by wall and CPU time, and the times of both."""
     order = (ours, theirs, theirs, ours) if draw.random() < 0.5 else (theirs, ours, ours, theirs)
     spent: dict[Callable[[], Spent], list[Spent]] = {ours: [], theirs: []}
     for run in order:

@@ -1,4 +1,4 @@
-"""The memory that `rayrec plan` forecasts for a CPU worker against the peak of one that trains and saves, in three sizes."""
+"""Benchmark of the memory forecast by `rayrec plan` for a CPU worker, compared with its peak in training, in three sizes."""
 
 from functools import partial
 

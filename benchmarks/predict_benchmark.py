@@ -1,6 +1,6 @@
 """Benchmark of prediction from raw TSV to Parquet with criteo_kaggle's network.
 
-Peers: a bare PyTorch forward pass over tensors in memory, and the same pipeline without a model. Also checks that memory stays
+Peers: a bare PyTorch forward pass on tensors in memory, and the same pipeline without a model. Also checks that memory stays
 constant. Every candidate is a separate process.
 """
 
@@ -101,7 +101,7 @@ def predicted(*, path: str, checkpoint: str, with_model: bool, memory: bool = Fa
 
 
 def bare(*, path: str, checkpoint: str, threads: int, seconds: float, ours: bool) -> float:
-    """Measure the rows/s of the forward pass over batches in memory, by PyTorch's operators, or with `ours` by a scoring
+    """Measure the rows/s of the forward pass on batches in memory, by PyTorch's operators, or with `ours` by a scoring
     process."""
     import numpy as np
     import torch

@@ -2,7 +2,7 @@
 
 Eight workers run on eight Ray nodes, one on each. Four times, at random steps from a seed, a node gets a preemption notice, is
 killed at its deadline, and another joins some seconds later. The baseline ignores notices, so that only periodic checkpoints
-count. An undisturbed run gives the weights to compare with.
+count. The weights are compared with an undisturbed run.
 """
 
 import random
@@ -26,7 +26,7 @@ NOTICE_S = 20.0
 REPLACEMENT_S = 5.0
 """Seconds from a kill to the start of another node."""
 PACE_S = 0.4
-"""Minimum seconds per step, which gives as many steps between notice and kill as on other machines."""
+"""Minimum seconds per step, so that there are as many steps between notice and kill as on other machines."""
 WAIT_S = 1800.0
 NODE: dict[str, Any] = {"num_cpus": 1, "resources": {"slot": 1}}
 UNDISTURBED = "no preemption"
@@ -37,7 +37,7 @@ UNSEEN = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
 
 @dataclass(frozen=True)
 class AttemptSteps:
-    """The steps of one attempt, `begin` to `end` - 1, and the Unix times at which the first and the last of them began."""
+    """Steps of one attempt, `begin` to `end` - 1, and the Unix times at which the first and last one began."""
 
     begin: int
     end: int
@@ -57,7 +57,7 @@ class Loss:
 
 
 def parse_attempts(stamps: str) -> list[AttemptSteps]:
-    """Parse the file of `stamped_clicks` into stretches, in order. Skips an incomplete line. Pure."""
+    """Parse the file of `stamped_clicks` into attempts, in order. Skips an incomplete line. Pure."""
     lines = [line.split() for line in stamps.splitlines(keepends=True) if line.endswith("\n")]
     attempts = []
     for _, of_process in groupby(lines, key=lambda line: line[0]):
@@ -68,7 +68,7 @@ def parse_attempts(stamps: str) -> list[AttemptSteps]:
 
 
 def losses(attempts: Sequence[AttemptSteps], preemptions: Sequence[tuple[float, float]]) -> list[Loss]:
-    """Return the loss of each preemption, given in order as (Unix time of notice, Unix time of kill).
+    """Return the loss of each preemption. `preemptions`: (notice, kill) in Unix time, in order.
 
     Restarts between a notice and the next one belong to the first. Pure.
     """

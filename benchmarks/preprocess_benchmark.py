@@ -109,7 +109,7 @@ def main(*, quick: bool) -> None:
             repeats=repeats,
             peer_rows_per_s=round(rates["copy"]),
         )
-    # The disk limits the above; what more CPUs give shows where files are written to memory.
+    # The disk limits the rates above, so measure scaling with files in memory.
     note("scaling:")
     scaled: dict[str, Any] = {}
     for name, cluster_of in (("one", lambda: local(1)), ("two", lambda: local(2)), ("nodes", two_nodes)):

@@ -1,4 +1,4 @@
-"""The one format of a benchmark's result, a JSON object a row, and the one way in which a failure becomes such a row."""
+"""Result rows of benchmarks as JSON objects, also for failures."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def emit(
     name: str, *, peer: str | None, workload: str, unit: str = "rows_per_s", value: Any, ratio: Any, repeats: int, **more: Any
 ) -> None:
     """Print one row on standard output. `ratio`: ours / the peer's, measured in the same run. A row with a figure that failed
-    has the cause as `error`, and null in place of the figure."""
+    has the cause as `error`, and null instead of the figure."""
     figures = {unit: value, "ratio": ratio, **more}
     errors = [figure.error for figure in figures.values() if isinstance(figure, Failed)]
     fields = {name: None if isinstance(figure, Failed) else figure for name, figure in figures.items()}

@@ -1,10 +1,10 @@
-"""`rayrec benchmark NAME`: runs one benchmark, or all; results on standard output, a JSON object a row."""
+"""Command `rayrec benchmark NAME`: runs one benchmark, or all, and prints results as JSON lines on standard output."""
 
 import importlib
 import sys
 from pathlib import Path
 
-# In tests there is what runs and kills processes.
+# tests/ has helpers that run and kill processes.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 
 NAMES = (

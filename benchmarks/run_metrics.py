@@ -42,7 +42,7 @@ def warm_speed(events: list[dict[str, Any]], *, warm_steps: int) -> dict[str, fl
     late = [(a["rows"], b) for a, b in pairwise(events) if a["step"] >= warm_steps]
     if not late:
         return {}
-    # Each event's speed is that of the steps since the one before.
+    # Each event has the speed since the previous event.
     seconds = [(event["rows"] - rows) / event["rows_per_s"] for rows, event in late]
     blocked_s = sum(event["blocked_fraction"] * of for (_, event), of in zip(late, seconds, strict=True))
     rows = late[-1][1]["rows"] - late[0][0]

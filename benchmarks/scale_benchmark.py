@@ -1,6 +1,6 @@
 """Benchmark of time and memory with many tiny files in a slow store, many categories and many row groups, with limits.
 
-Every case runs in a separate process, which gives its peak resident memory.
+Every case runs in a separate process, to measure its peak resident memory.
 """
 
 import json

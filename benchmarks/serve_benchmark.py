@@ -70,7 +70,7 @@ def json_of(text: bytes) -> bytes:
     return json.dumps({"rows": rows}).encode()
 
 
-# -- what is measured, each in a process of its own
+# -- measured functions, each in a separate process
 
 
 def host_ray(*, path: str, checkpoint: str, port: int) -> None:
@@ -257,7 +257,7 @@ def prepare(*, path: str, export: str) -> str:
 
 @contextlib.contextmanager
 def hosted(role: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-    """Run a serving process. On exit, its last output is in `output`."""
+    """Run a serving process and yield a dict, which contains its last output after the exit."""
     output: dict[str, Any] = {}
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     if role == "host_haproxy":

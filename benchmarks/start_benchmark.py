@@ -149,7 +149,7 @@ def serve(log: Path, run: Path, folder: Path) -> dict[str, float]:
     command = rayrec("serve", str(run), "--port", str(port))
     with Session(command, environment=environment, output=folder / "serve") as session:
         while time.time() < began_s + TIMEOUT_S and session.process.poll() is None:
-            with contextlib.suppress(OSError), urllib.request.urlopen(request) as answer:  # not ready: refused, or 503
+            with contextlib.suppress(OSError), urllib.request.urlopen(request) as answer:  # not ready: no connection, or 503
                 (_,) = json.load(answer)["scores"]
                 return {ANSWER: time.time() - began_s}
             time.sleep(0.02)
@@ -209,7 +209,7 @@ class Report:
         self._printed: set[tuple[str, str, str | None]] = set()
 
     def print(self, medians: Mapping[str, Any]) -> None:
-        """Print the rows of the measured candidates. `medians`: their medians."""
+        """Print the rows of the measured candidates, which `medians` has by name."""
         for name in TRAININGS:
             plain = PLAIN[int(TRAININGS[name][1])]
             self._row(medians, name, FIRST_STEP, ": command -> first step", "bare Ray", RAY)

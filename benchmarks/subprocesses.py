@@ -19,8 +19,8 @@ FOLDER = Path(__file__).parent
 
 def run_child(script: Path, *arguments: str, **environment: str) -> Any:
     """Run a script and return the last JSON line that it prints."""
-    # One OpenMP thread by default, and then as many of torch's own as there are cores: what Ray gives its workers, and a
-    # quarter faster than two pools that compete. It holds for all candidates alike.
+    # One OpenMP thread by default, and one torch thread per core, as in Ray's workers: a quarter faster than two pools that
+    # compete. Applies to all candidates.
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     variables.pop("RAY_ADDRESS", None)
     command = [sys.executable, str(script), *arguments]

@@ -1,4 +1,4 @@
-"""Click logs whose truth needs one thing: products of features, interests in a list, or labels that say the same."""
+"""Click logs that need one ability: products of features, interests in a list, or related labels."""
 
 import os
 from collections.abc import Callable

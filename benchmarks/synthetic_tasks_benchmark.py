@@ -1,5 +1,7 @@
-"""Models on logs whose truth was planted so as to need them, beside DLRM: AUROC on the last fourteenth of the rows. What drifting
-categories need, `rayrec benchmark warm-start` shows."""
+"""Benchmark of models on synthetic logs that need them, compared with DLRM: AUROC on the last fourteenth of the rows.
+
+For drifting categories, see `rayrec benchmark warm-start`.
+"""
 
 import os
 import tempfile
@@ -22,7 +24,7 @@ from rayrec.recipes import clicks, clicks_din
 
 @dataclass(frozen=True)
 class Contest:
-    """DLRM's forms and the models made for a truth, on one log."""
+    """DLRM's forms and the models for a task, on one log."""
 
     truth: str
     label: str
@@ -32,7 +34,7 @@ class Contest:
     recipe: Any = clicks
     epochs: int = 3
     forms: tuple[str, ...] = ("dot", "cross")
-    """Interactions of the DLRM beside them, of which the better one counts."""
+    """Interactions of the DLRM peers, of which the better one counts."""
 
 
 CONTESTS = (

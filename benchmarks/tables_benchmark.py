@@ -1,4 +1,4 @@
-"""Training speed by the optimizer of the tables: one network on the same batches in memory, in one process, in turn."""
+"""Benchmark of training speed by table optimizer: one network on the same batches in memory, in one process, in turn."""
 
 import functools
 import logging
@@ -16,7 +16,7 @@ SIZES: Final = (
     1_400, 550, 190_000, 110_000, 300, 20, 11_000, 620, 5, 40_000, 5_000, 170_000, 3_100, 26, 9_900, 140_000, 10, 4_300,
     1_900, 5, 160_000, 15, 16, 38_000, 80, 30_000,
 )  # fmt: skip
-"""Rows of the tables: some 0.9 million, as those of FuxiCTR's Criteo_x4."""
+"""Rows of the tables: about 0.9 million, as in FuxiCTR's Criteo_x4."""
 SKEW: Final = 4
 """Ids are a uniform number to this power, times the table's rows: some are far more frequent than others."""
 
@@ -71,7 +71,7 @@ def setup_of(kind: str, *, batch_size: int, model: Any = None) -> Any:
 
 
 def times(setup: Any, source: Iterator[Any], steps: int) -> tuple[float, float]:
-    """Seconds by the clock and CPU seconds of so many steps."""
+    """Return the wall and CPU seconds of `steps` steps."""
     start, start_cpu = time.perf_counter(), time.process_time()
     for step in range(steps):
         setup.begin_step(step, steps)

@@ -1,5 +1,8 @@
-"""Training speed of criteo_kaggle's network: from raw TSV through Ray, from preprocessed batches without Ray, TorchRec's own
-DLRM, and the machine's matrix-product peak. Every candidate runs in a process of its own, all in turn."""
+"""Benchmark of training speed with criteo_kaggle's network.
+
+Candidates: from raw TSV through Ray, from preprocessed batches without Ray, TorchRec's DLRM, and the machine's matrix-product
+peak. Every candidate runs in a separate process, all in turn.
+"""
 
 import os
 import sys
@@ -69,8 +72,8 @@ def from_raw(*, path: str, precision: str, batch_size: int, workers: int, steps:
 
 
 def _ready_batches(path: str, batch_size: int, number: int) -> tuple[list[int], list[Any]]:
-    """Sizes of the tables, and batches of the log's own rows, permuted, encoded and held in memory. As many as there are
-    steps: a model that sees few rows again and again learns them by heart, and computes at another speed."""
+    """Return the table sizes, and batches of the log's rows, permuted and encoded, in memory. Has one batch per step, because a
+    model that repeats a few rows memorizes them and has another speed."""
     import numpy as np
     import torch
 

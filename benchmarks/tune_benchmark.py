@@ -105,7 +105,7 @@ def _searched(path: str, storage: str, name: str, grid: dict[str, Any], *, stop_
 
 
 def _steps(config: rayrec.TrainConfig, path: str) -> int:
-    """Return the approximate step count of a trial: twelve of fourteen parts of the log train."""
+    """Return the approximate step count of a trial, which trains on twelve fourteenths of the log."""
     if config.steps is not None:
         return config.steps
     with open(path, "rb") as file:

@@ -1,5 +1,7 @@
-"""Counting categories through Ray: ours, Ray Data's own groupby, and plain pyarrow in one process; in how much memory it
-can be done; and what a lookup costs."""
+"""Benchmark of counting categories through Ray, compared with Ray Data, Spark on RayDP, and pyarrow in one process.
+
+Also measures counting with limited memory, and lookups.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,7 @@ def arrow_rate(path: str, rows: int) -> float:
 
 
 def lookup_ns(entries: int) -> float:
-    """Nanoseconds a lookup in a table of so many tokens, on one core, best of five."""
+    """Measure the nanoseconds per lookup in a table of `entries` tokens, on one core, best of five."""
     random = np.random.default_rng(0)
     tokens = (random.permutation(entries).astype(np.uint64) * 2654435761 % (1 << 32)).astype(np.uint32)
     tokens = np.unique(tokens)
@@ -153,7 +155,7 @@ WIDE = Schema(tokens="hexadecimal", label=None, dense=(), sparse=("token",))
 
 
 def wide_log(distinct: int) -> str:
-    """Path of a log of one column: every token once, every other one a second time; made once per machine."""
+    """Generate a log with one column once per machine and return its path. Contains every token once, and half of them twice."""
     path = synthetic_log(1000).replace("kaggle-1000/train.txt", f"wide-{distinct}.txt")
     if not os.path.exists(path):
         order = np.random.default_rng(0).permutation(distinct + distinct // 2) % distinct

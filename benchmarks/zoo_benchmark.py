@@ -1,4 +1,4 @@
-"""Every model's quality on a small log, each tuned with the same budget, beside LightGBM and logistic regression.
+"""Benchmark of every model's quality on a small log, compared with LightGBM and logistic regression at the same tuning budget.
 
 `--data PATH` names a log in Criteo's format; without it a synthetic one of 20,000 rows is used. The log is rotated: each time
 another fourteenth of its rows is the test, and the one before it validates. The settings of a model are chosen on the validation
@@ -53,7 +53,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Metrics of one training."""
+    """Validation and test quality after one training."""
 
     validation_logloss: float
     auroc: float
@@ -103,7 +103,7 @@ def _log_lines() -> tuple[list[bytes], list[bytes], Any]:
 def _contest(
     name: str, fit: Fit, settings: list[dict[str, float]], logs: list[Log], dlrm: list[Metrics], *, rows: int
 ) -> list[Metrics]:
-    """Tunes, trains on every rotation, and emits a row; what was found on each rotation. `dlrm`: that of DLRM, or nothing."""
+    """Tune, train on every rotation, and emit a row. Return the metrics of each rotation. `dlrm`: DLRM's metrics, or empty."""
     tuning = logs[: TUNED_ON if len(settings) > 1 else 0]
     tried = [[fit(candidate, log) for log in tuning] for candidate in settings]
     best = min(range(len(settings)), key=lambda number: _mean("validation_logloss", tried[number]) if tuning else 0)

@@ -21,7 +21,7 @@ for name, kind in (("float_", np.float64), ("bool8", np.bool_), ("complex_", np.
     if not hasattr(np, name):
         setattr(np, name, kind)  # names that RecBole still uses
 _load = torch.load
-torch.load = lambda *args, **kwargs: _load(*args, **{**kwargs, "weights_only": False})  # of its own checkpoint
+torch.load = lambda *args, **kwargs: _load(*args, **{**kwargs, "weights_only": False})  # RecBole's checkpoint
 
 
 SHARED = {
