@@ -1,6 +1,6 @@
 """Train, score and export tiny models of every kind, and print one JSON line for each: `python tools/bits.py [NAME ...]`.
 
-A line has the losses of all steps, the metrics of the last evaluation and of `rayrec evaluate`, and three SHA-256 digests.
+A line has the losses of all steps, the metrics from the last evaluation and from `rayrec evaluate`, and three SHA-256 digests.
 `weights_sha256` covers the last checkpoint, `predict_sha256` the content of the predictions, `export_sha256` the export's
 weights, tables and program. A change that must not alter results keeps all of them:
 
@@ -42,7 +42,7 @@ TOLERANCE: Final = 2e-4
 """Relative difference of losses that floating point of another machine may cause."""
 HASHES: Final = ("weights_sha256", "predict_sha256", "export_sha256")
 NO_RESULT: Final = ("report.json", "manifest.json", "README.md", "encode.py", "dense.pt2")
-"""Files of an export that hold times, prose or code; the operations of dense.pt2 are hashed in its place."""
+"""Export files with times, prose or code. The operations of dense.pt2 are hashed instead of the file."""
 VECTOR_FLAGS: Final = ("sse", "avx", "fma", "amx", "bf16", "asimd", "sve")
 PACKAGES: Final = ("torch", "torchrec", "fbgemm-gpu-cpu", "numpy", "transformers")
 
@@ -128,7 +128,7 @@ DATA: dict[str, Callable[[], None]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """A run, and what is made of its weights. Paths are relative to the folder in which all of them take place."""
+    """Run and the uses of its weights. Paths are relative to the common working folder of all runs."""
 
     recipe: str
     data: str
@@ -143,7 +143,7 @@ class Run:
     predict: str | None = None
     """Path of the rows to score. None: `data`."""
     exports: dict[str, Any] | None = field(default_factory=dict)
-    """Options of the export; None: the model has none."""
+    """Options of the export. None: no export."""
 
 
 SMALL: dict[str, Any] = {

@@ -84,7 +84,7 @@ SHOWN = (
 
 
 def numbers(theme: Theme) -> str:
-    """Draw the rows/s of rayrec and of a peer as a pair of bars for each entry in SHOWN."""
+    """Draw the rows/s of rayrec and a peer as two bars for each entry in SHOWN."""
     parts, panel, hardware = [], 290, ""
     for index, (shown, title) in enumerate(SHOWN):
         _, row = results.find(shown.name, shown.workload, shown.peer)

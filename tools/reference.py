@@ -174,7 +174,7 @@ def events_page() -> str:
 
 
 def logged_events() -> Iterator[tuple[str, set[str]]]:
-    """Kind and named fields of each place in the code that writes an event; a kind is a text, or a module's constant KIND."""
+    """Yield kind and named fields of each event that the code writes. A kind is a literal, or a module's constant KIND."""
     trees = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
     constants = {
         path.stem: line.value.value

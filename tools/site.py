@@ -34,7 +34,7 @@ def groups(index: str) -> dict[str, list[tuple[str, str]]]:
 
 
 def on_config(config: Any) -> Any:
-    """List all pages: those of docs/index.md by group, and the generated ones."""
+    """List all pages: pages of docs/index.md by group, and generated pages."""
     nav: list[dict[str, Any]] = [{"Home": "index.md"}]
     for group, pages in groups((ROOT / "docs" / "index.md").read_text()).items():
         nav.append({group: [{title: path} for title, path in pages]})
@@ -46,7 +46,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the generated pages, and those of the root."""
+    """Add the generated pages and the pages in the root folder."""
     for name in reference.PAGES:
         page = File.generated(config, f"reference/{name}.md", content=reference.page(name))
         page.edit_uri = None

@@ -24,7 +24,7 @@ KERNELS = "rayrec/native/_kernels.abi3.so"
 
 
 def package_files(root: Path) -> set[str]:
-    """Paths below src/ of all that a wheel of the checkout `root` must hold, without its kernels and metadata."""
+    """Return the paths below src/ of all files that a wheel of the checkout `root` must contain, except kernels and metadata."""
     files = (path for path in (root / "src" / "rayrec").rglob("*") if path.is_file())
     included = (path for path in files if path.suffix not in (".c", ".h", ".so", ".pyc"))
     return {path.relative_to(root / "src").as_posix() for path in included}
