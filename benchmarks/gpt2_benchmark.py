@@ -40,7 +40,7 @@ def recipe(*, path: str, workers: int, steps: int, precision: str, loop: str) ->
 
 
 def ours(*, log_every: int, warm_steps: int, **arguments: Any) -> dict[str, Any]:
-    """Global mean losses of the steps logged, and blocks/s of all workers behind the warm-up."""
+    """Measure the global mean losses of the logged steps, and blocks/s of all workers after the warm-up."""
     return measured_run(recipe(**arguments).replace(log_every=log_every), warm_steps=warm_steps)
 
 
@@ -99,10 +99,10 @@ def compare_losses(*, steps: int, about: dict[str, Any], **common: Any) -> None:
 
 
 def compare_speed(*, repeats: int, steps: int, warm_steps: int, peak: float, about: dict[str, Any], **common: Any) -> None:
-    """Tokens/s of all workers, the candidates in turn.
+    """Compare the tokens/s of all workers, with the candidates in turn.
 
-    Where there are several processes, the plain script reads in them: in DataLoader workers of two of them StreamingDataset
-    ended with status 1 in the only run that had them.
+    With several processes, the plain script reads without DataLoader workers: StreamingDataset ended with status 1 in the only
+    run with two processes and DataLoader workers.
     """
     readers = (0, 1) if about["workers"] == 1 else (0,)
     length = {"steps": steps, "warm_steps": warm_steps}

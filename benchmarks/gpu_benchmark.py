@@ -125,8 +125,8 @@ def table_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 def preprocessor_of(path: str, *, table_rows: int, multi_hot: bool) -> str:
-    """Folder of a Preprocessor with tables of these rows. Its ids are hashes, so that tables are larger than a vocabulary of
-    the log would make them."""
+    """Create a Preprocessor with tables of these rows and return its folder. Its ids are hashes, so that tables are larger than
+    with a vocabulary of the log."""
     from rayrec.data.encoding.encoder import MultiHot
     from rayrec.data.encoding.presets import NVT, make_preprocessor
     from rayrec.datasets.criteo import SCHEMA
@@ -152,8 +152,8 @@ def preprocessed(path: str, preprocessor: str, *, multi_hot: bool) -> str:
 def config_of(
     sizes: Sizes, *, on: str, precision: str, multi_hot: bool = False, ready: bool = False, large: bool = False, **changes: Any
 ) -> Any:
-    """MLPerf's DLRM, or its DCNv2 with `multi_hot`, on the synthetic log; `ready`: from preprocessed data; `large`: with tables
-    of `large_table_rows`."""
+    """Return the configuration of MLPerf's DLRM, or of its DCNv2 with `multi_hot`, on the synthetic log. `ready`: from
+    preprocessed data. `large`: with tables of `large_table_rows`."""
     from rayrec.data.logs.splits import Split
     from rayrec.recipes import mlperf_dcnv2, mlperf_dlrm
 
@@ -182,7 +182,7 @@ def config_of(
 
 
 def trained(config: Any, storage: str) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
-    """Folder, summary and events of a run below `storage`, whose index of the log is kept between runs."""
+    """Train below `storage` and return the run's folder, summary and events. Runs share the index of the log."""
     import rayrec
     from rayrec.observe.console import Console
     from rayrec.observe.events import read_events
@@ -239,7 +239,7 @@ def peaks(*, on: str) -> dict[str, float]:
 
 
 def best_s(call: Callable[[], Any], *, on: str, repeats: int = 20) -> float:
-    """Seconds of the fastest of some calls, the device waited for."""
+    """Return the seconds of the fastest of `repeats` calls, including device synchronization."""
     import torch
 
     shortest = float("inf")
@@ -253,7 +253,7 @@ def best_s(call: Callable[[], Any], *, on: str, repeats: int = 20) -> float:
 
 
 def row_bytes(*, sizes: dict[str, Any], on: str, multi_hot: bool) -> dict[str, float]:
-    """Bytes of device memory that one row moves at least, by what they are for."""
+    """Return the minimum device memory traffic per row, in bytes, by purpose."""
     from rayrec.data.encoding.encoder import MLPERF_SIZES
     from rayrec.datasets.criteo import SCHEMA
     from rayrec.models.base import ModelInputs
@@ -274,7 +274,7 @@ def row_bytes(*, sizes: dict[str, Any], on: str, multi_hot: bool) -> dict[str, f
 
 
 def bytes_of_row(*, ids: int, features: int, width: int, state_values: int, saved_bytes: float) -> dict[str, float]:
-    """Bytes of device memory that one row moves at least, float32. Pure.
+    """Compute the minimum device memory traffic per row, in bytes, for float32. Pure.
 
     `tables`: each id's row is read forward, and read and written backward, with its optimizer's state (`state_values` a row of a
     table) read and written. `embeddings`: pooled embeddings and their gradients are written once and read once each.
@@ -307,8 +307,8 @@ def stalls(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
 
 
 def memories(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
-    """Bytes that `rayrec plan` forecasts for a worker's device, and the most that was allocated there in training, a save and an
-    evaluation; of the CPU, of the process."""
+    """Measure a worker's peak device memory in training, a save and an evaluation, and the forecast of `rayrec plan`, in bytes.
+    On the CPU, measure the process."""
     import torch
 
     from rayrec.data.encoding.preprocessor import Preprocessor
@@ -334,7 +334,7 @@ def memories(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
 
 
 def cached_speed(*, sizes: dict[str, Any], on: str, uvm: bool) -> dict[str, Any]:
-    """`speed` with large tables in device memory or, with `uvm`, in a process that may use too little of it for them."""
+    """Measure `speed` with large tables in device memory or, with `uvm`, in a process with too little device memory for them."""
     import torch
 
     measured = Sizes(**sizes)
@@ -350,7 +350,7 @@ def cached_speed(*, sizes: dict[str, Any], on: str, uvm: bool) -> dict[str, Any]
 
 
 def traced(*, sizes: dict[str, Any], on: str, out: str | None) -> dict[str, Any]:
-    """Device syncs of a step, from a trace of torch's profiler, which is copied to `out`."""
+    """Count the device syncs in a trace of torch's profiler, and copy the trace to `out`."""
     measured = Sizes(**sizes)
     steps = 5
     window = f"{measured.steps // 2}:{measured.steps // 2 + steps}"
@@ -391,7 +391,7 @@ def kernels_of(events: Iterable[Mapping[str, Any]]) -> int:
 
 
 def latencies(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
-    """Milliseconds of scoring SCORED_ROWS encoded rows, scores back in host memory."""
+    """Measure the milliseconds to score SCORED_ROWS encoded rows, including the copy to host memory."""
     import numpy as np
 
     from rayrec.data.encoding.preprocessor import Preprocessor
@@ -451,7 +451,7 @@ def described(on: str) -> dict[str, Any]:
 
 
 def train(sizes: Sizes, on: str, out: str | None) -> None:
-    """DLRM from raw TSV against preprocessed data, by precision, with the roofline."""
+    """Compare DLRM's speed from raw TSV and from preprocessed data, by precision, with the roofline."""
     common = {"sizes": asdict(sizes), "on": on}
     peak, moved = run(peaks, on=on), run(row_bytes, multi_hot=False, **common)
     for precision in TRAINED:
@@ -473,7 +473,7 @@ def train(sizes: Sizes, on: str, out: str | None) -> None:
 
 
 def dcnv2(sizes: Sizes, on: str, out: str | None) -> None:
-    """MLPerf's DCNv2 with 214 ids a row, from preprocessed data."""
+    """Measure MLPerf's DCNv2 with 214 ids per row, from preprocessed data."""
     common = {"sizes": asdict(sizes), "on": on, "multi_hot": True}
     peak, moved = run(peaks, on=on), run(row_bytes, **common)
     for precision in ("tf32", "bf16") if on == "cuda" else ("fp32",):
@@ -493,7 +493,7 @@ def dcnv2(sizes: Sizes, on: str, out: str | None) -> None:
 def roofline(
     rows_per_s: float, multiply_adds: float, moved: Mapping[str, float], peak: Mapping[str, float], *, precision: str
 ) -> dict[str, Any]:
-    """FLOP and bytes of a row, and the shares of the device's measured peaks that they make at this speed. Pure."""
+    """Compute the FLOP and bytes per row, and the fractions of the device's measured peaks used at this speed. Pure."""
     flop, size = 6 * multiply_adds, sum(moved.values())
     return {
         "flop_per_row": round(flop),

@@ -55,7 +55,7 @@ STEPS_BETWEEN_STATES = 50
 
 
 def resident_bytes() -> int:
-    """Memory of this process and all it started, shared pages counted once a process (so an upper bound)."""
+    """Return the memory of all Ray processes without shared pages, in bytes."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = 0
     for name in os.listdir("/proc"):

@@ -124,7 +124,7 @@ def _forecast(preprocessor: str, *, hosts: int, batch_size: int) -> Communicatio
 
 
 def _trained(folder: str, data: str, *, hosts: int, workers: int = 1, gbit: float | None, steps: int) -> Trained:
-    """`workers`: of each host, with a core each."""
+    """Train on network namespaces as hosts. `workers`: per host, with one core each."""
     cores = os.cpu_count() or 1
     with Network() as network, tempfile.TemporaryDirectory(dir=folder) as runs:
         nodes = [network.add() for _ in range(hosts)]

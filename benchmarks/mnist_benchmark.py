@@ -38,7 +38,7 @@ def recipe(*, path: str, workers: int, steps: int, precision: str) -> Any:
 
 
 def ours(*, log_every: int, warm_steps: int, **arguments: Any) -> dict[str, Any]:
-    """Global mean losses of the steps logged, and images/s of all workers behind the warm-up."""
+    """Measure the global mean losses of the logged steps, and images/s of all workers after the warm-up."""
     return measured_run(recipe(**arguments).replace(log_every=log_every), warm_steps=warm_steps)
 
 
@@ -61,7 +61,7 @@ def workload(*, workers: int, precision: str, path: str) -> str:
 
 
 def compare_speed(*, repeats: int, steps: int, warm_steps: int, peak: float, **common: Any) -> None:
-    """Images/s of all workers, the candidates in turn."""
+    """Compare the images/s of all workers, with the candidates in turn."""
     length = {"steps": steps, "warm_steps": warm_steps}
     rates, last = interleaved_rates(
         repeats,

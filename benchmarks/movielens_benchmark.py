@@ -107,7 +107,7 @@ def _ours(log: str, folder: str, name: str, **changes: Any) -> dict[str, Any]:
 
 
 def tables_of(package: str) -> list[pd.DataFrame]:
-    """Ratings, users and films, as text; the file's names end with `:type`."""
+    """Read ratings, users and films as text. Column names in the files end with `:type`."""
     tables = [
         pd.read_csv(os.path.join(package, "dataset_example", "ml-100k", f"ml-100k.{kind}"), sep="\t", dtype=str)
         for kind in ("inter", "user", "item")
@@ -132,7 +132,7 @@ def run_peer(python: str, model: str, folder: str, task: str) -> Any:
 
 
 def package_of(python: str) -> str:
-    """RecBole's folder."""
+    """Return the folder of the RecBole package. Raises InputError if RecBole cannot be imported."""
     try:
         return os.path.dirname(_run([python, "-c", "import recbole; print(recbole.__file__)"]).strip())
     except RuntimeError as error:

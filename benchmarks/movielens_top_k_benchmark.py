@@ -56,7 +56,7 @@ class Ratings:
     items: pd.DataFrame
 
     def part(self, name: str) -> np.ndarray:
-        """Numbers of the ratings of a part: train, valid or test."""
+        """Return the numbers of the ratings in a part: train, valid or test."""
         mask = {"train": self.last >= 2, "valid": self.last == 1, "test": self.last == 0}[name]
         return np.flatnonzero(mask)
 
@@ -133,7 +133,7 @@ def read(package: str) -> Ratings:
 
 
 def _write_logs(ratings: Ratings, folder: str) -> None:
-    """`train` and `valid`: ratings and four films a rating that the user has not rated; `test`: all films not rated before."""
+    """Write `train` and `valid`, ratings with four unrated films each, and `test`, all films not rated before."""
     draw = np.random.default_rng(0)
     for name, rated_parts in (("train", ("train",)), ("valid", ("train", "valid"))):
         rows, rated = ratings.part(name), ratings.rated(*rated_parts)

@@ -83,7 +83,7 @@ class Lane:
     observed: bool
 
     def block(self, progress: Any) -> Spent:
-        """Trains up to the next log."""
+        """Train up to the next log."""
         from rayrec.training import loop
         from rayrec.workloads.step_timer import time_collective_waits
 
@@ -212,7 +212,7 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
 
 
 def measure(*, path: str, quick: bool) -> dict[str, Any]:
-    """Blocks of training, observed and not, in one process, until the difference is known well enough."""
+    """Train blocks in one process, observed and not, until the interval of the ratio is narrow enough."""
     from rayrec.recipes import criteo_demo
     from rayrec.training.progress import Progress
     from rayrec.training.resume import run_hash

@@ -106,7 +106,7 @@ class Arm:
         seen: bool = True,
         min_workers: int = WORKERS,
     ) -> None:
-        """`seen`: whether the workers receive notices. `min_workers`: minimum number of workers to continue with."""
+        """Start the nodes. `seen`: whether workers receive notices. `min_workers`: minimum number of workers to continue with."""
         self._stamps = folder / "stamps"
         self._cluster = cluster
         self._cluster.add_node(num_cpus=2)
@@ -162,7 +162,7 @@ class Arm:
         }
 
     def _wait_for(self, step: int, *, since_s: float = 0.0) -> None:
-        """Until the newest attempt has come to this step, and has begun one since that Unix time."""
+        """Wait until the newest attempt has started this step, and a step after the Unix time `since_s`."""
         deadline_s = time.monotonic() + WAIT_S
         while not ((attempts := self.attempts()) and attempts[-1].end > step and attempts[-1].end_s > since_s):
             assert self.run.session.process.poll() is None, self.run.session.err[-4000:]

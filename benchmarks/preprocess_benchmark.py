@@ -58,7 +58,7 @@ def rate(path: str, preprocessor: str, format: str, *, target: str | None = None
 
 
 def scaled_rate(cluster_of: Callable[[], AbstractContextManager[None]], repeats: int, path: str, preprocessor: str) -> Any:
-    """Median rows/s on this cluster."""
+    """Measure the median rows/s on this cluster."""
     with cluster_of():
         rate(path, preprocessor, "binary", target=MEMORY)  # warms up
         return interleaved(repeats, binary=lambda: rate(path, preprocessor, "binary", target=MEMORY))["binary"]

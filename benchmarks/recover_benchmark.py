@@ -21,7 +21,7 @@ WAIT_S = 180.0
 
 
 def first_step_after(path: Path, since: float, session: Session) -> float:
-    """Unix time of the bare run's first step later than `since`."""
+    """Return the Unix time of the bare run's first step after `since`."""
     deadline_s = time.monotonic() + WAIT_S
     while True:
         steps = [float(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -33,7 +33,7 @@ def first_step_after(path: Path, since: float, session: Session) -> float:
 
 
 def bare(folder: Path) -> dict[str, float]:
-    """Seconds of bare Ray Train: from the command to its first step, and from the SIGKILL of a worker to the next step."""
+    """Measure bare Ray Train: seconds from the command to its first step, and from a worker's SIGKILL to the next step."""
     path = folder / "steps"
     began = time.time()
     command = [sys.executable, str(BARE), str(path)]
@@ -47,7 +47,7 @@ def bare(folder: Path) -> dict[str, float]:
 
 
 def ours(folder: Path, log: Path) -> dict[str, float]:
-    """Seconds of rayrec, in all and in parts."""
+    """Measure the seconds of rayrec, in total and by part."""
     checkpoint = {"every": 40, "num_to_keep": 2}
     failure = {"standby_after_s": 15.0}  # 60 by default: not before a first step, whose CPUs it would take
     config = small_run(log, str(folder), steps=STEPS, log_every=1, evaluate_every=STEPS, checkpoint=checkpoint, failure=failure)

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 def hardware() -> str:
-    """Processor and cores of this machine, in words."""
+    """Describe this machine's processor and cores."""
     model = platform.machine()
     with open("/proc/cpuinfo") as file:
         for line in file:
@@ -53,7 +53,7 @@ class Failed:
         return ()
 
     def __lt__(self, other: object) -> bool:
-        """Less than any result: a failed peer is never the best one."""
+        """Return True, so that a failed peer is never the best one."""
         return True
 
     def __gt__(self, other: object) -> bool:

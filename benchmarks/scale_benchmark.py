@@ -88,7 +88,7 @@ def many_row_groups(folder: Path, size: int) -> Iterator[Result]:
 
 
 def many_categories(folder: Path, size: int) -> Iterator[Result]:
-    """`size` distinct categories in files of two million rows, counted with 256 MiB for counts."""
+    """Count `size` distinct categories in files of two million rows, with 256 MiB for counts."""
     log = folder / "log"
     log.mkdir()
     rows = 2_000_000

@@ -47,7 +47,7 @@ QUEUE_LIMITS: dict[str, Any] = {"max_waiting_rows": 2 * max(SIZES) * max(CONNECT
 
 
 def load_rows(path: str, checkpoint: str, size: int) -> tuple[Any, bytes, Any]:
-    """(model, the log's first rows as text, the same encoded)."""
+    """Return (model, first rows of the log as text, the same rows encoded)."""
     from rayrec.data.logs.text_parser import parse
     from rayrec.inference.model import open_served
 
@@ -60,7 +60,7 @@ def load_rows(path: str, checkpoint: str, size: int) -> tuple[Any, bytes, Any]:
 
 
 def json_of(text: bytes) -> bytes:
-    """Lines in Criteo's format as the JSON body of a request."""
+    """Convert lines in Criteo's format to the JSON body of a request."""
     from rayrec.datasets.criteo import SCHEMA
 
     dense, rows = set(SCHEMA.dense), []
@@ -74,7 +74,7 @@ def json_of(text: bytes) -> bytes:
 
 
 def host_ray(*, path: str, checkpoint: str, port: int) -> None:
-    """Our server and the bare handlers on one Ray Serve, until standard input ends."""
+    """Host our server and the bare handlers on one Ray Serve, until standard input ends."""
     import ray
     from ray import serve
 
@@ -120,7 +120,7 @@ def host_ray(*, path: str, checkpoint: str, port: int) -> None:
 
 
 def host_direct(*, path: str, checkpoint: str, port: int) -> None:
-    """Our server without Ray Serve's proxy, until standard input ends."""
+    """Host our server without Ray Serve's proxy, until standard input ends."""
     import rayrec
     from rayrec.observe.console import Console
 
@@ -131,7 +131,7 @@ def host_direct(*, path: str, checkpoint: str, port: int) -> None:
 
 
 def host_haproxy(*, path: str, checkpoint: str, port: int) -> None:
-    """Our server behind Ray Serve's HAProxy, until standard input ends."""
+    """Host our server behind Ray Serve's HAProxy, until standard input ends."""
     import rayrec
     from rayrec.observe.console import Console
 
@@ -205,7 +205,7 @@ def host_changing(*, path: str, checkpoint: str, export: str, damaged: str, ingr
 
 
 def in_process(*, path: str, checkpoint: str, export: str, format: Any, size: int, repeats: int) -> dict[str, float]:
-    """Batches/s of each way to score, one thread: all of an answer but HTTP; the bare forward; ONNX Runtime's."""
+    """Measure the batches/s of scoring in one thread: a full answer without HTTP, the bare forward, and ONNX Runtime."""
     import numpy as np
     import torch
     from peers.onnx_model import load
@@ -358,8 +358,8 @@ def compare_in_process(*, format: str, size: int, repeats: int, **common: Any) -
 
 
 def soak(body: str, *, minutes: float, ingress: str, export: str, **common: Any) -> None:
-    """70 % of the peak of 256 rows over 16 connections, while models change and replicas die. Requests may fail only on a replica
-    that was killed."""
+    """Send 70 % of the peak rate, with 256 rows over 16 connections, while models change and replicas are killed. Requests may
+    fail only on a killed replica."""
     from hosts.ports import free_ports  # of tests/, which only the process that runs benchmarks finds
 
     port, damaged = free_ports(1), f"{export}-damaged"

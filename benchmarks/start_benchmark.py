@@ -79,13 +79,13 @@ def waterfall(events: Sequence[Mapping[str, Any]], *, began_s: float, ended_s: f
 
 
 def first_step_s(stages: Mapping[str, float]) -> float:
-    """Seconds of a waterfall until the first step is done."""
+    """Return the seconds of a waterfall until the first step is done."""
     names = list(stages)
     return sum(stages[name] for name in names[: names.index("training")])
 
 
 def run_command(command: Sequence[str], folder: Path) -> tuple[float, float, str]:
-    """Unix times of a command's begin and end, and its standard output. Raises RuntimeError if it fails."""
+    """Run a command and return its start and end in Unix time, and its standard output. Raises RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as scratch:
         began_s = time.time()
         environment = environment_for(folder / "cache", OMP_NUM_THREADS="1")
@@ -132,14 +132,14 @@ def until_exit(command: Sequence[str], folder: Path) -> dict[str, float]:
 
 
 def score(arguments: Sequence[str], log: Path, run: Path, folder: Path) -> dict[str, float]:
-    """Seconds of a command that reads a run; what it writes goes to `folder`."""
+    """Measure the seconds of a command that reads a run. It writes into `folder`."""
     inputs = {"RUN": str(run), "LOG": str(log)}
     outputs = {name: str(folder / name) for name in ("predicted", "exported")}
     return until_exit(rayrec(*({**inputs, **outputs}.get(argument, argument) for argument in arguments)), folder)
 
 
 def serve(log: Path, run: Path, folder: Path) -> dict[str, float]:
-    """Seconds of `rayrec serve` from the command to its first answer with a row's score."""
+    """Measure the seconds of `rayrec serve` from the command to its first answer with a row's score."""
     with open(log, "rb") as rows:
         row = next(rows)
     port, began_s = free_ports(1), time.time()
@@ -169,7 +169,7 @@ def plain_torchrec(log: Path, workers: int, folder: Path) -> dict[str, float]:
 
 
 def bare_ray(folder: Path) -> dict[str, float]:
-    """Seconds of bare Ray Train from the command to its first step."""
+    """Measure the seconds of bare Ray Train from the command to its first step."""
     steps, began_s = folder / "steps", time.time()
     with Session([sys.executable, str(BARE), str(steps)], environment=environment_for(folder), output=folder / "bare") as session:
         return {FIRST_STEP: first_step_after(steps, began_s, session) - began_s}
@@ -183,7 +183,7 @@ def lightgbm(log: Path, folder: Path) -> dict[str, float]:
 def candidates(
     log: Path, folder: Path, *, trainings: Iterable[str], with_lightgbm: bool
 ) -> dict[str, Callable[[], dict[str, float]]]:
-    """Functions that measure each candidate of a round, whose files go to a new folder."""
+    """Return a function that measures each candidate of a round. Their files go to a new folder."""
     folder.mkdir()
     runs = {name: folder / f"run{number}" for number, name in enumerate(trainings)}
     run = next(iter(runs.values()))

@@ -16,7 +16,7 @@ from rayrec.schema import Schema, load_schema
 
 @dataclass(frozen=True)
 class Planted:
-    """A log, its schema, and what the true probabilities score on its last rows."""
+    """Log, its schema, and the true log-odds."""
 
     table: pa.Table
     schema: dict[str, Any]
@@ -30,7 +30,7 @@ class Planted:
         return load_schema(yaml.safe_dump(self.schema), "planted")
 
     def best(self, label: str, rows: int) -> float:
-        """AUROC of the truth over the last `rows` rows that have the label."""
+        """Compute the true probabilities' AUROC over the labelled ones of the last `rows` rows."""
         values = self.table[label].slice(len(self.table) - rows)
         has_label = values.is_valid().to_numpy()
         auroc = exact_auroc(self.logits[label][-rows:][has_label], values.drop_null().to_numpy())
@@ -152,13 +152,13 @@ def _listed(
 
 
 def _popular(rng: np.random.Generator, count: int, shape: tuple[int, ...], exponent: float) -> np.ndarray:
-    """Numbers below `count`, low ones more often."""
+    """Sample numbers below `count`, low ones more often."""
     weights = (np.arange(count) + 6.0) ** -exponent
     return np.searchsorted(np.cumsum(weights / weights.sum())[:-1], rng.random(shape))
 
 
 def _with_rate(logits: np.ndarray, rate: float) -> np.ndarray:
-    """Shifted so that the mean probability is `rate`."""
+    """Shift the logits so that the mean probability is `rate`."""
     low, high = -30.0, 30.0
     for _ in range(50):
         middle = (low + high) / 2

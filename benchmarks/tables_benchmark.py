@@ -22,7 +22,7 @@ SKEW: Final = 4
 
 
 def batches_of(batch_size: int, number: int) -> list[Any]:
-    """Random batches of 13 numbers and 26 categories."""
+    """Generate random batches with 13 numbers and 26 categories."""
     import torch
 
     from rayrec.batch import Batch

@@ -165,7 +165,7 @@ def torchrec_dlrm(*, path: str, precision: str, batch_size: int, steps: int) -> 
 
 
 def matrix_peak(*, precision: str, engine: str) -> float:
-    """FLOP/s of a 2048 x 512 x 512 product through MKL (torch's default for float32 here) or oneDNN, all cores."""
+    """Measure the FLOP/s of a 2048 x 512 x 512 product through MKL (torch's default for float32 here) or oneDNN, all cores."""
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)

@@ -178,6 +178,6 @@ def _starts(events: list[dict[str, Any]]) -> list[float]:
 
 
 def _opened_s(events: list[dict[str, Any]]) -> float:
-    """Seconds in which the parts of a trial opened the preprocessed rows."""
+    """Sum the seconds in which the parts of a trial opened the preprocessed rows."""
     stages = [event["stages"] for event in events if event["kind"] == "start_up"]
     return sum(part.get(name, 0.0) for part in stages for name in ("index", "vocabulary", "prepare", "loader"))

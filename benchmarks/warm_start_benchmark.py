@@ -90,7 +90,7 @@ def _config(storage: str, name: str, train: str, evaluate: str) -> rayrec.TrainC
 
 
 def _trained(storage: str, name: str, train: str, evaluate: str, **changes: Any) -> Trained:
-    """Seconds: of preparing and training, without the evaluation on the next day, which every model needs."""
+    """Train a model and evaluate it on the next day. The seconds exclude this evaluation, which every model needs."""
     started_s = time.monotonic()
     config = _config(storage, name, train, evaluate).updated(changes)
     result = rayrec.train(config, console=QUIET)

@@ -59,7 +59,7 @@ def line(x1: float, y1: float, x2: float, y2: float, color: str, *, width: float
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
-    """Horizontal or vertical, with a head of 7 pixels at its end."""
+    """Draw a horizontal or vertical arrow with a head of 7 pixels."""
     if y1 == y2:
         head = 7 if x2 > x1 else -7
         tip = f"M{x2:g} {y2:g}l{-head} -4v8z"

@@ -204,7 +204,7 @@ def logged_events() -> Iterator[tuple[str, set[str]]]:
 
 
 def metrics_page() -> str:
-    """Prometheus metrics of training and of serving."""
+    """Return the page of Prometheus metrics of training and serving."""
     tree = ast.parse((SOURCE / "training" / "launchers" / "ray_metrics.py").read_text())  # to import it takes a Ray
     training: list[tuple[object, ...]] = []
     for node in ast.walk(tree):
@@ -261,7 +261,7 @@ def http_page() -> str:
 
 
 def statuses_page() -> str:
-    """Exit statuses of every command."""
+    """Return the page of exit statuses of all commands."""
     return table(("status", "meaning"), [(f"`{status}`", text) for status, text in STATUSES.items()])
 
 

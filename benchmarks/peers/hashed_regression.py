@@ -20,8 +20,8 @@ def read(path: str) -> list[list[str]]:
 def fit_and_score(
     rows: Sequence[Sequence[str]], train: int, validation: int, strengths: Sequence[float]
 ) -> tuple[float, dict[str, float], dict[str, float]]:
-    """Trains on rows [0, train) for every strength C, takes the one with the best validation AUROC, and returns it with
-    the metrics of rows [train, validation) and [validation, end)."""
+    """Train on rows [0, train) for every strength C, and return the one with the best validation AUROC, with the metrics of rows
+    [train, validation) and [validation, end)."""
     labels = np.array([float(row[0]) for row in rows], np.float32)
     dense = np.array([[0.0 if v == "" else np.sign(int(v)) * np.log1p(abs(int(v))) for v in row[1:14]] for row in rows])
     dense = (dense - dense[:train].mean(axis=0)) / (dense[:train].std(axis=0) + 1e-9)

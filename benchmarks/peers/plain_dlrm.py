@@ -88,7 +88,7 @@ def sharded_model(num_embeddings: list[int]) -> DistributedModelParallel:
 
 
 def auroc(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """Over all processes; equal logits share their rank."""
+    """Compute the AUROC over all processes. Equal logits have their mean rank."""
     gathered = [[torch.empty_like(part) for _ in range(distributed.get_world_size())] for part in (logits, labels)]
     for parts, part in zip(gathered, (logits, labels), strict=True):
         distributed.all_gather(parts, part)
