@@ -1,5 +1,7 @@
-"""Training speed of one worker beside a busy process, relative to idle CPUs: in one process, and on a local Ray, whose workers
-have a lower priority. Quiet and busy runs in turn."""
+"""Benchmark of one worker's training speed next to a busy process, relative to idle CPUs.
+
+Trains in one process, and on a local Ray, whose workers have a lower priority. Quiet and busy runs alternate.
+"""
 
 import json
 import os
@@ -42,11 +44,11 @@ def main(*, quick: bool) -> None:
             name: partial(child, __file__, "train", path=path, on_ray=on_ray, busy=name == "busy") for name in ("quiet", "busy")
         }
         rates = interleaved(repeats, **trained)
-        place = "on a local Ray" if on_ray else "in one process"
+        location = "on a local Ray" if on_ray else "in one process"
         emit(
             "busy",
             peer="the same on idle CPUs",
-            workload=f"criteo_demo, {rows:,} rows, 1 worker {place}, beside one busy process",
+            workload=f"criteo_demo, {rows:,} rows, 1 worker {location}, beside one busy process",
             value=rates["busy"],
             ratio=rates["busy"] / rates["quiet"],
             repeats=repeats,

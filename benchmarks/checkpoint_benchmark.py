@@ -1,5 +1,4 @@
-"""Benchmark of checkpoints: training cost of saves, speed of saving and restoring a large state, both relative to a plain
-copy."""
+"""Benchmark of checkpoints: training cost of saves, and save and restore speed for a large state, relative to a plain copy."""
 
 import os
 import shutil
@@ -11,7 +10,7 @@ from typing import Any
 import ray
 import torch
 from logs import synthetic_log
-from rows import emit, interleaved, part, say, timed
+from rows import emit, interleaved, note, part, timed
 
 from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, restore
 from rayrec.observe.console import Console
@@ -70,12 +69,12 @@ class LargeState:
             assert self._saver.begin(next(self._steps), self._tensors, state={}, score=None)
             return self._bytes
 
-        def whole() -> int:
+        def save_and_wait() -> int:
             _, self.stall_s = timed(begin)
             self._saver.wait()
             return self._bytes
 
-        size, seconds = timed(whole)
+        size, seconds = timed(save_and_wait)
         return size / seconds
 
     def plain_copy(self) -> float:
@@ -141,14 +140,14 @@ def large_state(total_bytes: int, repeats: int) -> None:
         )
         stall_s = state.stall_s
         state.close()
-    for workload, ours, peer, what in (
+    for workload, ours, peer, peer_text in (
         ("save to the disk, synced", "save", "copy", "cp of the data file from the page cache, synced"),
         ("restore, file in the page cache", "restore_cached", "read_cached", "read() of the file into memory, cached"),
         ("restore, file not in the page cache", "restore", "read", "read() of the file into memory, not cached"),
     ):
         emit(
             "checkpoint",
-            peer=what,
+            peer=peer_text,
             workload=f"{size}: {workload}",
             unit="mb_per_s",
             value=rates[ours] / 1e6,
@@ -179,7 +178,7 @@ def trained(path: str, *, every: int | None) -> dict[str, Any]:
         summary = train(config, console=Console(quiet=True)).summary
         saves = read_events(os.path.join(storage, "run", "events.jsonl"), kinds={"checkpoint"})
     write_s = sum(event["write_s"] for event in saves)
-    say(f"  {len(saves)} saves of {saves[-1]['bytes'] / 1e6:.0f} MB, stall {summary['checkpoint_stall_s']:.2f} s")
+    note(f"  {len(saves)} saves of {saves[-1]['bytes'] / 1e6:.0f} MB, stall {summary['checkpoint_stall_s']:.2f} s")
     return {
         **summary,
         "saves": len(saves),

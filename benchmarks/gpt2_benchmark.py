@@ -1,6 +1,7 @@
-"""GPT-2 by real runs of recipe gpt2_tiny, on our loop and on HuggingFace's, against a plain script around HuggingFace's Trainer
-on the same shards: the same losses, step for step? As many tokens a second? `--data FILE` names a text; without it a synthetic
-one is used."""
+"""Benchmark of GPT-2 with recipe gpt2_tiny on both loops, compared with a plain script for HuggingFace's Trainer.
+
+Compares the losses of each step, and tokens/s, on the same shards. `--data FILE`: text file. Default: a synthetic text.
+"""
 
 import json
 import os
@@ -39,7 +40,7 @@ def recipe(*, path: str, workers: int, steps: int, precision: str, loop: str) ->
 
 
 def ours(*, log_every: int, warm_steps: int, **arguments: Any) -> dict[str, Any]:
-    """Global mean losses of the steps logged, and blocks/s of all workers behind the warm-up."""
+    """Measure the global mean losses of the logged steps, and blocks/s of all workers after the warm-up."""
     return measured_run(recipe(**arguments).replace(log_every=log_every), warm_steps=warm_steps)
 
 
@@ -50,7 +51,7 @@ def plain(*, loader_workers: int, steps: int, warm_steps: int, **arguments: Any)
     config = recipe(**arguments, steps=steps, loop="huggingface")
     tokens, optimizer = open_tokens(arguments["path"]), config.workload.optimizer
     assert optimizer.kind == "adamw"
-    told = {
+    settings = {
         "path": tokens.set_path("train"),
         "model": config.workload.model.to_huggingface(tokens.vocabulary_size, end_of_text=tokens.end_token),
         "workers": arguments["workers"],
@@ -70,8 +71,8 @@ def plain(*, loader_workers: int, steps: int, warm_steps: int, **arguments: Any)
             "dataloader_num_workers": loader_workers,
         },
     }
-    found = run_child(PLAIN, json.dumps(told))
-    return {"losses": [statistics.fmean(step) for step in found["losses"]], "rows_per_s": found["rows_per_s"]}
+    output = run_child(PLAIN, json.dumps(settings))
+    return {"losses": [statistics.fmean(step) for step in output["losses"]], "rows_per_s": output["rows_per_s"]}
 
 
 def prepare(*, text: str, out: str) -> None:
@@ -92,16 +93,16 @@ def compare_losses(*, steps: int, about: dict[str, Any], **common: Any) -> None:
     """Compare the loss curves of both loops with the plain script's."""
     peer = plain(loader_workers=0, steps=steps, warm_steps=0, **common)["losses"]
     for loop in LOOPS:
-        found = child(__file__, "ours", steps=steps, warm_steps=0, log_every=1, loop=loop, **common)
+        result = child(__file__, "ours", steps=steps, warm_steps=0, log_every=1, loop=loop, **common)
         described = workload(loop=loop, **about)
-        emit_losses("gpt2", peer="plain HuggingFace Trainer script", workload=described, found=found, peer_losses=peer)
+        emit_losses("gpt2", peer="plain HuggingFace Trainer script", workload=described, result=result, peer_losses=peer)
 
 
 def compare_speed(*, repeats: int, steps: int, warm_steps: int, peak: float, about: dict[str, Any], **common: Any) -> None:
-    """Tokens/s of all workers, the candidates in turn.
+    """Compare the tokens/s of all workers, with the candidates in turn.
 
-    Where there are several processes, the plain script reads in them: in DataLoader workers of two of them StreamingDataset
-    ended with status 1 in the only run that had them.
+    With several processes, the plain script reads without DataLoader workers: StreamingDataset ended with status 1 in the only
+    run with two processes and DataLoader workers.
     """
     readers = (0, 1) if about["workers"] == 1 else (0,)
     length = {"steps": steps, "warm_steps": warm_steps}

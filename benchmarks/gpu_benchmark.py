@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from logs import synthetic_log
-from rows import emit, part, say
+from rows import emit, note, part
 from run_metrics import interleaved_rates, warm_speed
 from subprocesses import child, run_task
 
@@ -82,16 +82,16 @@ def usual(on: str) -> str:
     return "bf16" if on == "cuda" else "fp32"
 
 
-def chosen_parts(arguments: Sequence[str]) -> tuple[str, ...]:
+def selected_parts(arguments: Sequence[str]) -> tuple[str, ...]:
     """Return the parts selected by `--parts A,B` in the order of PARTS, by default all. Raises InputError for an unknown part.
     Pure."""
     if "--parts" not in arguments:
         return PARTS
-    place = arguments.index("--parts") + 1
-    wanted = set(arguments[place].split(",")) if place < len(arguments) else {""}
-    if not wanted <= set(PARTS):
+    index = arguments.index("--parts") + 1
+    selected = set(arguments[index].split(",")) if index < len(arguments) else {""}
+    if not selected <= set(PARTS):
         raise InputError(f"--parts: there are {', '.join(PARTS)}, with commas between them and no spaces")
-    return tuple(part for part in PARTS if part in wanted)
+    return tuple(part for part in PARTS if part in selected)
 
 
 def main(*, quick: bool) -> None:
@@ -108,8 +108,8 @@ def main(*, quick: bool) -> None:
         "trace": trace,
         "scores": scores,
     }
-    for name in chosen_parts(arguments):
-        say(f"gpu: {name}")
+    for name in selected_parts(arguments):
+        note(f"gpu: {name}")
         with part("gpu", name):
             parts[name](sizes, on, out)
 
@@ -117,16 +117,16 @@ def main(*, quick: bool) -> None:
 # What is trained ------------------------------------------------------------------------------------------------------
 
 
-def table_sizes(most: int) -> tuple[int, ...]:
-    """Return the row counts of MLPerf's 26 tables, each at most `most`."""
+def table_sizes(max_rows: int) -> tuple[int, ...]:
+    """Return the row counts of MLPerf's 26 tables, each at most `max_rows`."""
     from rayrec.data.encoding.presets import MLPERF_NUM_EMBEDDINGS
 
-    return tuple(min(rows, most) for rows in MLPERF_NUM_EMBEDDINGS)
+    return tuple(min(rows, max_rows) for rows in MLPERF_NUM_EMBEDDINGS)
 
 
 def preprocessor_of(path: str, *, table_rows: int, multi_hot: bool) -> str:
-    """Folder of a Preprocessor with tables of these rows. Its ids are hashes, so that tables are larger than a vocabulary of
-    the log would make them."""
+    """Create a Preprocessor with tables of these rows and return its folder. Its ids are hashes, so that tables are larger than
+    with a vocabulary of the log."""
     from rayrec.data.encoding.encoder import MultiHot
     from rayrec.data.encoding.presets import NVT, make_preprocessor
     from rayrec.datasets.criteo import SCHEMA
@@ -152,8 +152,8 @@ def preprocessed(path: str, preprocessor: str, *, multi_hot: bool) -> str:
 def config_of(
     sizes: Sizes, *, on: str, precision: str, multi_hot: bool = False, ready: bool = False, large: bool = False, **changes: Any
 ) -> Any:
-    """MLPerf's DLRM, or its DCNv2 with `multi_hot`, on the synthetic log; `ready`: from preprocessed data; `large`: with tables
-    of `large_table_rows`."""
+    """Return the configuration of MLPerf's DLRM, or of its DCNv2 with `multi_hot`, on the synthetic log. `ready`: from
+    preprocessed data. `large`: with tables of `large_table_rows`."""
     from rayrec.data.logs.splits import Split
     from rayrec.recipes import mlperf_dcnv2, mlperf_dlrm
 
@@ -161,10 +161,10 @@ def config_of(
     rows = sizes.large_table_rows if large else sizes.table_rows
     preprocessor = preprocessor_of(path, table_rows=rows, multi_hot=multi_hot)
     recipe = mlperf_dcnv2 if multi_hot else mlperf_dlrm
-    made = recipe(preprocessed(path, preprocessor, multi_hot=multi_hot) if ready else path)
-    workload: Any = made.workload
-    rate = {"learning_rate": 0.005}  # no figure is of quality, and a loss that is no number would end the run
-    return made.replace(
+    config = recipe(preprocessed(path, preprocessor, multi_hot=multi_hot) if ready else path)
+    workload: Any = config.workload
+    rate = {"learning_rate": 0.005}  # no figure measures quality, and a NaN loss would end the run
+    return config.replace(
         **PRECISIONS[precision],
         batch_size=sizes.batch_size,
         eval_batch_size=sizes.batch_size,
@@ -182,7 +182,7 @@ def config_of(
 
 
 def trained(config: Any, storage: str) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
-    """Folder, summary and events of a run below `storage`, whose index of the log is kept between runs."""
+    """Train below `storage` and return the run's folder, summary and events. Runs share the index of the log."""
     import rayrec
     from rayrec.observe.console import Console
     from rayrec.observe.events import read_events
@@ -227,19 +227,19 @@ def peaks(*, on: str) -> dict[str, float]:
     from rayrec.training.step_log import multiply_adds_per_s
     from rayrec.training.worker import allow_tf32
 
-    place = torch.device("cuda", 0) if on == "cuda" else torch.device("cpu")
-    found = {}
+    torch_device = torch.device("cuda", 0) if on == "cuda" else torch.device("cpu")
+    rates = {}
     for name, settings in PRECISIONS.items():
         allow_tf32(settings["tf32"])
-        found[name] = 2 * multiply_adds_per_s(place, precision=settings["precision"])
-    source = torch.ones((1 << 30 if on == "cuda" else 1 << 22) // 4, device=place)
+        rates[name] = 2 * multiply_adds_per_s(torch_device, precision=settings["precision"])
+    source = torch.ones((1 << 30 if on == "cuda" else 1 << 22) // 4, device=torch_device)
     target = torch.empty_like(source)
-    found["memory"] = 2 * source.nbytes / best_s(lambda: target.copy_(source), on=on)
-    return found
+    rates["memory"] = 2 * source.nbytes / best_s(lambda: target.copy_(source), on=on)
+    return rates
 
 
 def best_s(call: Callable[[], Any], *, on: str, repeats: int = 20) -> float:
-    """Seconds of the fastest of some calls, the device waited for."""
+    """Return the seconds of the fastest of `repeats` calls, including device synchronization."""
     import torch
 
     shortest = float("inf")
@@ -253,7 +253,7 @@ def best_s(call: Callable[[], Any], *, on: str, repeats: int = 20) -> float:
 
 
 def row_bytes(*, sizes: dict[str, Any], on: str, multi_hot: bool) -> dict[str, float]:
-    """Bytes of device memory that one row moves at least, by what they are for."""
+    """Return the minimum device memory traffic per row, in bytes, by purpose."""
     from rayrec.data.encoding.encoder import MLPERF_SIZES
     from rayrec.datasets.criteo import SCHEMA
     from rayrec.models.base import ModelInputs
@@ -274,7 +274,7 @@ def row_bytes(*, sizes: dict[str, Any], on: str, multi_hot: bool) -> dict[str, f
 
 
 def bytes_of_row(*, ids: int, features: int, width: int, state_values: int, saved_bytes: float) -> dict[str, float]:
-    """Bytes of device memory that one row moves at least, float32. Pure.
+    """Compute the minimum device memory traffic per row, in bytes, for float32. Pure.
 
     `tables`: each id's row is read forward, and read and written backward, with its optimizer's state (`state_values` a row of a
     table) read and written. `embeddings`: pooled embeddings and their gradients are written once and read once each.
@@ -307,8 +307,8 @@ def stalls(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
 
 
 def memories(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
-    """Bytes that `rayrec plan` forecasts for a worker's device, and the most that was allocated there in training, a save and an
-    evaluation; of the CPU, of the process."""
+    """Measure a worker's peak device memory in training, a save and an evaluation, and the forecast of `rayrec plan`, in bytes.
+    On the CPU, measure the process."""
     import torch
 
     from rayrec.data.encoding.preprocessor import Preprocessor
@@ -334,7 +334,7 @@ def memories(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
 
 
 def cached_speed(*, sizes: dict[str, Any], on: str, uvm: bool) -> dict[str, Any]:
-    """`speed` with large tables in device memory or, with `uvm`, in a process that may use too little of it for them."""
+    """Measure `speed` with large tables in device memory or, with `uvm`, in a process with too little device memory for them."""
     import torch
 
     measured = Sizes(**sizes)
@@ -344,26 +344,31 @@ def cached_speed(*, sizes: dict[str, Any], on: str, uvm: bool) -> dict[str, Any]
         how["workload"] = config.workload.replace(sharding={"uvm_caching": True})
         if on == "cuda":
             tables = 4 * config.workload.model.table_width * sum(table_sizes(measured.large_table_rows))
-            share = 0.7 * tables / torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+            fraction = 0.7 * tables / torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, fraction))
     return speed(sizes=sizes, on=on, precision=usual(on), **how)
 
 
 def traced(*, sizes: dict[str, Any], on: str, out: str | None) -> dict[str, Any]:
-    """Device syncs of a step, from a trace of torch's profiler, which is copied to `out`."""
+    """Count the device syncs in a trace of torch's profiler, and copy the trace to `out`."""
     measured = Sizes(**sizes)
     steps = 5
     window = f"{measured.steps // 2}:{measured.steps // 2 + steps}"
     with tempfile.TemporaryDirectory() as storage:
         config = config_of(measured, on=on, precision=usual(on), ready=True, profile={"steps": window}, log_every=10**6)
         folder, summary, _ = trained(config, storage)
-        (place,) = Path(folder, "profile").glob("*/rank_0/trace.json.gz")
-        with gzip.open(place, "rt") as file:
-            found = json.load(file)["traceEvents"]
+        (trace_path,) = Path(folder, "profile").glob("*/rank_0/trace.json.gz")
+        with gzip.open(trace_path, "rt") as file:
+            trace_events = json.load(file)["traceEvents"]
         if out is not None:
             os.makedirs(out, exist_ok=True)
-            shutil.copy(place, os.path.join(out, "trace.json.gz"))
-    return {"syncs": syncs_of(found), "steps": steps, "kernels": kernels_of(found), "config_hash": summary["config_hash"]}
+            shutil.copy(trace_path, os.path.join(out, "trace.json.gz"))
+    return {
+        "syncs": syncs_of(trace_events),
+        "steps": steps,
+        "kernels": kernels_of(trace_events),
+        "config_hash": summary["config_hash"],
+    }
 
 
 def syncs_of(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
@@ -386,7 +391,7 @@ def kernels_of(events: Iterable[Mapping[str, Any]]) -> int:
 
 
 def latencies(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
-    """Milliseconds of scoring SCORED_ROWS encoded rows, scores back in host memory."""
+    """Measure the milliseconds to score SCORED_ROWS encoded rows, including the copy to host memory."""
     import numpy as np
 
     from rayrec.data.encoding.preprocessor import Preprocessor
@@ -446,21 +451,21 @@ def described(on: str) -> dict[str, Any]:
 
 
 def train(sizes: Sizes, on: str, out: str | None) -> None:
-    """DLRM from raw TSV against preprocessed data, by precision, with the roofline."""
-    given = {"sizes": asdict(sizes), "on": on}
-    peak, moved = run(peaks, on=on), run(row_bytes, multi_hot=False, **given)
+    """Compare DLRM's speed from raw TSV and from preprocessed data, by precision, with the roofline."""
+    common = {"sizes": asdict(sizes), "on": on}
+    peak, moved = run(peaks, on=on), run(row_bytes, multi_hot=False, **common)
     for precision in TRAINED:
         rates, last = interleaved_rates(
             sizes.repeats,
-            raw=partial(run, speed, precision=precision, ready=False, **given),
-            ready=partial(run, speed, precision=precision, ready=True, **given),
+            raw=partial(run, speed, precision=precision, ready=False, **common),
+            ready=partial(run, speed, precision=precision, ready=True, **common),
         )
         _emit_speed(
             f"MLPerf DLRM, one-hot, {precision}, from raw TSV",
             peer="preprocessed binary files of the same rows",
             rate=rates["raw"],
             peer_rate=rates["ready"],
-            found=last["raw"],
+            result=last["raw"],
             roofline=roofline(rates["raw"], last["raw"]["multiply_adds_per_row"], moved, peak, precision=precision),
             sizes=sizes,
             on=on,
@@ -468,17 +473,17 @@ def train(sizes: Sizes, on: str, out: str | None) -> None:
 
 
 def dcnv2(sizes: Sizes, on: str, out: str | None) -> None:
-    """MLPerf's DCNv2 with 214 ids a row, from preprocessed data."""
-    given = {"sizes": asdict(sizes), "on": on, "multi_hot": True}
-    peak, moved = run(peaks, on=on), run(row_bytes, **given)
+    """Measure MLPerf's DCNv2 with 214 ids per row, from preprocessed data."""
+    common = {"sizes": asdict(sizes), "on": on, "multi_hot": True}
+    peak, moved = run(peaks, on=on), run(row_bytes, **common)
     for precision in ("tf32", "bf16") if on == "cuda" else ("fp32",):
-        rates, last = interleaved_rates(sizes.repeats, ready=partial(run, speed, precision=precision, ready=True, **given))
+        rates, last = interleaved_rates(sizes.repeats, ready=partial(run, speed, precision=precision, ready=True, **common))
         _emit_speed(
             f"MLPerf DCNv2, multi-hot, {precision}, from preprocessed parquet files",
             peer=None,
             rate=rates["ready"],
             peer_rate=None,
-            found=last["ready"],
+            result=last["ready"],
             roofline=roofline(rates["ready"], last["ready"]["multiply_adds_per_row"], moved, peak, precision=precision),
             sizes=sizes,
             on=on,
@@ -488,7 +493,7 @@ def dcnv2(sizes: Sizes, on: str, out: str | None) -> None:
 def roofline(
     rows_per_s: float, multiply_adds: float, moved: Mapping[str, float], peak: Mapping[str, float], *, precision: str
 ) -> dict[str, Any]:
-    """FLOP and bytes of a row, and the shares of the device's measured peaks that they make at this speed. Pure."""
+    """Compute the FLOP and bytes per row, and the fractions of the device's measured peaks used at this speed. Pure."""
     flop, size = 6 * multiply_adds, sum(moved.values())
     return {
         "flop_per_row": round(flop),
@@ -502,12 +507,12 @@ def roofline(
 
 
 def _emit_speed(
-    what: str,
+    case: str,
     *,
     peer: str | None,
     rate: float,
     peer_rate: float | None,
-    found: Mapping[str, Any],
+    result: Mapping[str, Any],
     roofline: Mapping[str, Any],
     sizes: Sizes,
     on: str,
@@ -516,12 +521,12 @@ def _emit_speed(
     emit(
         "gpu",
         peer=peer,
-        workload=f"{what}, batch {sizes.batch_size:,}, tables of at most {sizes.table_rows:,} rows, {_CATEGORIES}, 1 worker",
+        workload=f"{case}, batch {sizes.batch_size:,}, tables of at most {sizes.table_rows:,} rows, {_CATEGORIES}, 1 worker",
         value=rate,
         ratio=None if peer_rate is None else rate / peer_rate,
         repeats=sizes.repeats,
-        config_hash=found["config_hash"],
-        blocked_fraction=round(found["blocked_fraction"], 4),
+        config_hash=result["config_hash"],
+        blocked_fraction=round(result["blocked_fraction"], 4),
         **more,
         **roofline,
         **described(on),
@@ -529,42 +534,44 @@ def _emit_speed(
 
 
 def checkpoint(sizes: Sizes, on: str, out: str | None) -> None:
-    found = run(stalls, sizes=asdict(sizes), on=on)
+    result = run(stalls, sizes=asdict(sizes), on=on)
     emit(
         "gpu",
         peer=None,
-        workload=f"MLPerf DLRM, {usual(on)}, saves of {found['bytes'] / 1e9:.1f} GB while it trains for {found['train_s']:.0f} s",
+        workload=(
+            f"MLPerf DLRM, {usual(on)}, saves of {result['bytes'] / 1e9:.1f} GB while it trains for {result['train_s']:.0f} s"
+        ),
         unit="stall_fraction",
-        value=found["stall_fraction"],
+        value=result["stall_fraction"],
         ratio=None,
         repeats=1,
-        config_hash=found["config_hash"],
-        stall_s=found["stall_s"],
-        write_s=found["write_s"],
+        config_hash=result["config_hash"],
+        stall_s=result["stall_s"],
+        write_s=result["write_s"],
         **described(on),
     )
 
 
 def memory(sizes: Sizes, on: str, out: str | None) -> None:
-    found = run(memories, sizes=asdict(sizes), on=on)
+    result = run(memories, sizes=asdict(sizes), on=on)
     emit(
         "gpu",
         peer="the most that was allocated on the device",
         workload=f"rayrec plan, MLPerf DLRM, fp32, batch {sizes.batch_size:,}, tables of at most {sizes.large_table_rows:,} rows",
         unit="forecast_bytes",
-        value=found["forecast"],
-        ratio=found["forecast"] / found["peak"],
+        value=result["forecast"],
+        ratio=result["forecast"] / result["peak"],
         repeats=1,
-        config_hash=found["config_hash"],
-        peak_bytes=found["peak"],
+        config_hash=result["config_hash"],
+        peak_bytes=result["peak"],
         **described(on),
     )
 
 
 def uvm(sizes: Sizes, on: str, out: str | None) -> None:
-    given = {"sizes": asdict(sizes), "on": on}
+    common = {"sizes": asdict(sizes), "on": on}
     rates, last = interleaved_rates(
-        sizes.repeats, host=partial(run, cached_speed, uvm=True, **given), device=partial(run, cached_speed, uvm=False, **given)
+        sizes.repeats, host=partial(run, cached_speed, uvm=True, **common), device=partial(run, cached_speed, uvm=False, **common)
     )
     emit(
         "gpu",
@@ -583,35 +590,35 @@ def uvm(sizes: Sizes, on: str, out: str | None) -> None:
 
 
 def trace(sizes: Sizes, on: str, out: str | None) -> None:
-    found = run(traced, sizes=asdict(sizes), on=on, out=out)
+    result = run(traced, sizes=asdict(sizes), on=on, out=out)
     emit(
         "gpu",
         peer=None,
         workload=f"MLPerf DLRM, {usual(on)}, from preprocessed files: calls that make the host wait for the device, in a trace",
         unit="syncs_per_step",
-        value=sum(found["syncs"].values()) / found["steps"],
+        value=sum(result["syncs"].values()) / result["steps"],
         ratio=None,
         repeats=1,
-        config_hash=found["config_hash"],
-        syncs=found["syncs"],
-        traced_steps=found["steps"],
-        kernels=found["kernels"],
+        config_hash=result["config_hash"],
+        syncs=result["syncs"],
+        traced_steps=result["steps"],
+        kernels=result["kernels"],
         **described(on),
     )
 
 
 def scores(sizes: Sizes, on: str, out: str | None) -> None:
-    found = run(latencies, sizes=asdict(sizes), on=on)
+    result = run(latencies, sizes=asdict(sizes), on=on)
     emit(
         "gpu",
         peer=None,
         workload=f"scoring {SCORED_ROWS:,} encoded rows with MLPerf's DLRM, {usual(on)}, one call after the other, no HTTP",
         unit="p99_ms",
-        value=found["p99_ms"],
+        value=result["p99_ms"],
         ratio=None,
         repeats=sizes.calls,
-        config_hash=found["config_hash"],
-        p50_ms=float(f"{found['p50_ms']:.4g}"),
+        config_hash=result["config_hash"],
+        p50_ms=float(f"{result['p50_ms']:.4g}"),
         **described(on),
     )
 

@@ -18,7 +18,7 @@ import ray
 from logs import ANY, any_log, synthetic_log
 from peers.notebook_ingest import batches as notebook_batches
 from peers.notebook_ingest import vocabularies_of
-from rows import emit, interleaved, part, say, timed
+from rows import emit, interleaved, note, part, timed
 
 from rayrec.cluster import connection
 from rayrec.data.encoded_rows import from_arrow
@@ -55,7 +55,7 @@ STEPS_BETWEEN_STATES = 50
 
 
 def resident_bytes() -> int:
-    """Memory of this process and all it started, shared pages counted once a process (so an upper bound)."""
+    """Return the memory of all Ray processes without shared pages, in bytes."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = 0
     for name in os.listdir("/proc"):
@@ -74,7 +74,7 @@ def resident_bytes() -> int:
 
 
 class Peak:
-    """Highest private memory of Ray's processes while it is entered, beside the object store."""
+    """Highest private memory of Ray's processes, without the object store, while the context is active."""
 
     def __enter__(self) -> Peak:
         self.bytes, self._stop = 0, threading.Event()
@@ -92,7 +92,7 @@ class Peak:
 
 
 def indexed(path: str, schema: Schema, engine: StreamEngine, cache: str) -> LogIndex:
-    return LogSource.at(path).index(schema, segment_bytes=2 << 20, context=TaskContext(engine, cache, say))
+    return LogSource.at(path).index(schema, segment_bytes=2 << 20, context=TaskContext(engine, cache, note))
 
 
 def prepare(path: str, preset: Preset = RAYREC, schema: Schema = SCHEMA) -> tuple[BlockOrder, Shared[Preprocessor], Preprocessor]:
@@ -171,7 +171,7 @@ def main(*, quick: bool) -> None:
     peer_path = synthetic_log(peer_rows)
     vocabularies = vocabularies_of(peer_path, peer_rows)
 
-    def notebook() -> float:
+    def peer_rate() -> float:
         read, seconds = timed(lambda: sum(len(b["labels"]) for b in notebook_batches(peer_path, vocabularies, BATCH_SIZE)))
         assert read == peer_rows
         return read / seconds
@@ -184,7 +184,7 @@ def main(*, quick: bool) -> None:
         threads=lambda: through(ThreadEngine(2), order, InProcess(preprocessor)),
         any_order=lambda: without_position(order, shared),
         kernels=lambda: without_ray(order, preprocessor),
-        notebook=notebook,
+        notebook=peer_rate,
     )
     workload = f"criteo kaggle TSV -> shuffled batches of {BATCH_SIZE}, 2 CPUs"
     emit(

@@ -13,7 +13,7 @@ from functools import partial
 
 from hosts.nodes import Network, missing, missing_tbf
 from logs import preprocessor_of, synthetic_log
-from rows import attempt, emit, interleaved, part, say
+from rows import attempt, emit, interleaved, note, part
 from run_metrics import warm_speed
 from subprocesses import check_ended
 
@@ -73,32 +73,33 @@ def main(*, quick: bool) -> None:
             for hosts, _ in cases
         }
     alone, pair = rates["one_host"], rates["two_workers_on_one_host"]
-    say(f"  1 host: {alone:,.0f} rows/s; 2 workers on 1 host of 2 cores: {pair:,.0f} rows/s")
+    note(f"  1 host: {alone:,.0f} rows/s; 2 workers on 1 host of 2 cores: {pair:,.0f} rows/s")
     for hosts, gbit in cases:
         with part("links", _name(hosts, gbit)):
-            found, before, times = last[hosts, gbit], short[hosts], min(hosts, cores)
-            sent = (found.sent_bytes - before.sent_bytes) / (found.rows - before.rows)
-            traffic = _forecast(preprocessor, hosts=hosts, batch_size=found.batch_size)
-            (_, told_sent), (told, limit) = traffic.bytes_per_row(), traffic.limit(pair * times / 2, LinkBandwidth(gbit))
+            run, before, times = last[hosts, gbit], short[hosts], min(hosts, cores)
+            sent = (run.sent_bytes - before.sent_bytes) / (run.rows - before.rows)
+            traffic = _forecast(preprocessor, hosts=hosts, batch_size=run.batch_size)
+            (_, forecast_sent), (forecast, limit) = traffic.bytes_per_row(), traffic.limit(pair * times / 2, LinkBandwidth(gbit))
             speed = rates[_name(hosts, gbit)]
             link = "links without a limit" if gbit is None else f"links of {gbit:g} Gbit/s"
-            say(
-                f"  {hosts} hosts, {link}: {speed:,.0f} rows/s, forecast {told:,.0f} ({limit}); "
-                f"{speed / alone / times:.2f} of {times} times one host; {sent:,.0f} bytes sent a row, forecast {told_sent:,.0f}"
+            note(
+                f"  {hosts} hosts, {link}: {speed:,.0f} rows/s, forecast {forecast:,.0f} ({limit}); "
+                f"{speed / alone / times:.2f} of {times} times one host; "
+                f"{sent:,.0f} bytes sent a row, forecast {forecast_sent:,.0f}"
             )
             emit(
                 "links",
                 peer=f"one host, times {times} (the machine's cores)",
-                workload=f"criteo_kaggle network, batch {found.batch_size} a host, {hosts} hosts of one core, {link}",
+                workload=f"criteo_kaggle network, batch {run.batch_size} a host, {hosts} hosts of one core, {link}",
                 value=speed,
                 ratio=speed / alone / times,
                 repeats=repeats,
                 peer_rows_per_s=round(alone * times),
                 two_workers_one_host_rows_per_s=round(pair),
-                forecast_rows_per_s=round(told),
+                forecast_rows_per_s=round(forecast),
                 forecast_limit=limit,
                 sent_bytes_per_row=round(sent),
-                forecast_bytes_per_row=round(told_sent),
+                forecast_bytes_per_row=round(forecast_sent),
             )
 
 
@@ -108,22 +109,22 @@ def _name(hosts: int, gbit: float | None) -> str:
 
 def _forecast(preprocessor: str, *, hosts: int, batch_size: int) -> CommunicationVolume:
     """Forecast the communication of hosts with one worker each, as `rayrec plan` does."""
-    config, known = recipes.criteo_kaggle(), Preprocessor.load(preprocessor)
+    config, loaded = recipes.criteo_kaggle(), Preprocessor.load(preprocessor)
     config = config.replace(batch_size=batch_size, min_steps_per_epoch=1, scaling={"num_workers": hosts})
     assert isinstance(config.workload, ClickWorkload)
     return tables_of(
         config.workload,
         config,
-        known.num_embeddings,
-        inputs=known.inputs,
+        loaded.num_embeddings,
+        inputs=loaded.inputs,
         target=Target(hosts, 1),
         memory_bytes=local_memory(config, workers=hosts),
-        hotness=known.hotness,
+        hotness=loaded.hotness,
     ).traffic
 
 
 def _trained(folder: str, data: str, *, hosts: int, workers: int = 1, gbit: float | None, steps: int) -> Trained:
-    """`workers`: of each host, with a core each."""
+    """Train on network namespaces as hosts. `workers`: per host, with one core each."""
     cores = os.cpu_count() or 1
     with Network() as network, tempfile.TemporaryDirectory(dir=folder) as runs:
         nodes = [network.add() for _ in range(hosts)]

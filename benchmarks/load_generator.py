@@ -30,11 +30,11 @@ class Connection(asyncio.Protocol):
         if end < 0:
             return
         head = bytes(self._received[:end]).lower()
-        place = head.find(b"content-length:")
-        if place < 0:
+        position = head.find(b"content-length:")
+        if position < 0:
             complete = self._received.endswith(b"\r\n0\r\n\r\n")  # in chunks, the last of which is empty
         else:
-            value = head[place + len(b"content-length:") :].split(b"\r\n", 1)[0]
+            value = head[position + len(b"content-length:") :].split(b"\r\n", 1)[0]
             complete = len(self._received) >= end + 4 + int(value)
         if complete and self._answer and not self._answer.done():
             self._answer.set_result(int(head[9:12]))
@@ -44,7 +44,7 @@ class Connection(asyncio.Protocol):
         if self._answer and not self._answer.done():
             self._answer.set_exception(ConnectionError("closed"))
 
-    async def ask(self, request: bytes) -> int:
+    async def send(self, request: bytes) -> int:
         """Send a request and return the status of its complete answer."""
         self._received.clear()
         self._answer = asyncio.get_running_loop().create_future()
@@ -60,10 +60,10 @@ async def run(
     head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: {content_type}\r\n"
     request = head.encode() + f"content-length: {len(content)}\r\n\r\n".encode() + content
     loop = asyncio.get_running_loop()
-    made = [await loop.create_connection(Connection, "127.0.0.1", port) for _ in range(connections)]
+    opened = [await loop.create_connection(Connection, "127.0.0.1", port) for _ in range(connections)]
     start = time.perf_counter() + warm_s
     end = start + seconds
-    taken: list[float] = []
+    latencies_s: list[float] = []
     failures: dict[str, int] = {}
     failed: list[tuple[float, str]] = []
     due = start - warm_s
@@ -80,7 +80,7 @@ async def run(
             try:
                 if connection.closed:  # between two requests; nothing was lost
                     _, connection = await loop.create_connection(Connection, "127.0.0.1", port)
-                status = await asyncio.wait_for(connection.ask(request), 60)
+                status = await asyncio.wait_for(connection.send(request), 60)
                 kind = "" if status == 200 else str(status)
             except (OSError, TimeoutError) as error:
                 kind, connection.closed = type(error).__name__, True
@@ -89,10 +89,10 @@ async def run(
                     failures[kind] = failures.get(kind, 0) + 1
                     failed.append((time.time(), kind))
                 else:
-                    taken.append(time.perf_counter() - began)
+                    latencies_s.append(time.perf_counter() - began)
 
-    await asyncio.gather(*(client(connection) for _, connection in made))
-    return {"seconds": time.perf_counter() - start, "taken_s": taken, "failures": failures, "failed": failed}
+    await asyncio.gather(*(client(connection) for _, connection in opened))
+    return {"seconds": time.perf_counter() - start, "taken_s": latencies_s, "failures": failures, "failed": failed}
 
 
 if __name__ == "__main__":

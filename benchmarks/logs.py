@@ -1,4 +1,4 @@
-"""Synthetic logs the benchmarks run on; the same bytes on every machine."""
+"""Synthetic logs for the benchmarks, with the same bytes on every machine."""
 
 import functools
 import os
@@ -22,7 +22,7 @@ ANY = Schema(
 
 
 def synthetic_log(rows: int, *, seed: int = 0) -> str:
-    """Path of a generated Kaggle-format log of so many rows; made once per machine."""
+    """Generate a Kaggle-format log once per machine and return its path."""
     name = f"kaggle-{rows}-{seed}" if seed else f"kaggle-{rows}"
     folder = os.path.join(tempfile.gettempdir(), f"rayrec-benchmark-{os.getuid()}", name)
     if not os.path.exists(os.path.join(folder, "truth.json")):
@@ -31,7 +31,7 @@ def synthetic_log(rows: int, *, seed: int = 0) -> str:
 
 
 def dated_log(rows: int, days: int, *, drift: int) -> list[str]:
-    """Folders of the days, in order, of a generated log; made once per machine."""
+    """Generate a dated log once per machine and return the folders of its days, in order."""
     name = f"dated-{rows}-{days}-{drift}"
     folder = os.path.join(tempfile.gettempdir(), f"rayrec-benchmark-{os.getuid()}", name)
     if not os.path.exists(os.path.join(folder, "truth.json")):
@@ -40,7 +40,8 @@ def dated_log(rows: int, days: int, *, drift: int) -> list[str]:
 
 
 def any_log(rows: int, suffix: str) -> str:
-    """Path of a log of any tokens (`ANY`), as .parquet or .csv; made once per machine. Each tenth value is missing."""
+    """Generate a log of any tokens (`ANY`), as .parquet or .csv, once per machine and return its path. A tenth of the values is
+    missing."""
     folder = os.path.join(tempfile.gettempdir(), f"rayrec-benchmark-{os.getuid()}", f"any-{rows}")
     path = os.path.join(folder, f"clicks{suffix}")
     if not os.path.exists(path):
@@ -62,7 +63,7 @@ def any_log(rows: int, suffix: str) -> str:
 
 
 def preprocessor_of(path: str) -> str:
-    """Folder of a Kaggle-format log's Preprocessor, made once: all candidates have the same tables and the same ids."""
+    """Create a Kaggle-format log's Preprocessor once and return its folder. All candidates have the same tables and ids."""
     from rayrec.data.encoding.presets import RAYREC, make_preprocessor
     from rayrec.data.logs.text_parser import parse
     from rayrec.datasets.criteo import SCHEMA

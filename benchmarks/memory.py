@@ -13,14 +13,14 @@ def _descendants(root: int) -> list[int]:
         if entry.name.isdecimal():
             with suppress(OSError):
                 parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    found = [root]
-    for process in found:
-        found += [child for child, parent in parents.items() if parent == process]
-    return found
+    processes = [root]
+    for process in processes:
+        processes += [child for child, parent in parents.items() if parent == process]
+    return processes
 
 
 def memory_bytes(root: int) -> int:
-    """Proportional set size of a process and of all below it; what ends meanwhile counts nothing."""
+    """Return the proportional set size of a process and its descendants. Skips processes that end meanwhile."""
     total = 0
     for process in _descendants(root):
         with suppress(OSError):
@@ -31,7 +31,7 @@ def memory_bytes(root: int) -> int:
 
 
 class Peak:
-    """The most that was seen."""
+    """Maximum of all samples."""
 
     size_bytes = 0
 

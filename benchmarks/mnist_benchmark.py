@@ -1,5 +1,7 @@
-"""ResNet18 on MNIST, by a real run of recipe mnist_resnet18, against a plain PyTorch DDP script: the same losses, step for
-step? As many images a second? `--data DIR` names the folder of MNIST's files; without it synthetic digits are used."""
+"""Benchmark of ResNet18 on MNIST with recipe mnist_resnet18, compared with a plain PyTorch DDP script.
+
+Compares the losses of each step, and images/s. `--data DIR`: folder of MNIST's files. Default: synthetic digits.
+"""
 
 import json
 import os
@@ -36,22 +38,22 @@ def recipe(*, path: str, workers: int, steps: int, precision: str) -> Any:
 
 
 def ours(*, log_every: int, warm_steps: int, **arguments: Any) -> dict[str, Any]:
-    """Global mean losses of the steps logged, and images/s of all workers behind the warm-up."""
+    """Measure the global mean losses of the logged steps, and images/s of all workers after the warm-up."""
     return measured_run(recipe(**arguments).replace(log_every=log_every), warm_steps=warm_steps)
 
 
 def plain(*, loader_workers: int, **arguments: Any) -> dict[str, Any]:
     """Run the plain script."""
     arguments |= {"batch_size": BATCH_SIZE, "learning_rate": LEARNING_RATE, "seed": 0, "loader_workers": loader_workers}
-    found = run_child(PLAIN, json.dumps(arguments))
-    return {"losses": [statistics.fmean(step) for step in found["losses"]], "rows_per_s": found["rows_per_s"]}
+    output = run_child(PLAIN, json.dumps(arguments))
+    return {"losses": [statistics.fmean(step) for step in output["losses"]], "rows_per_s": output["rows_per_s"]}
 
 
 def compare_losses(*, steps: int, **common: Any) -> None:
     """Compare both loss curves."""
     peer = plain(loader_workers=0, steps=steps, warm_steps=0, **common)["losses"]
-    found = child(__file__, "ours", steps=steps, warm_steps=0, log_every=1, **common)
-    emit_losses("mnist", peer="plain PyTorch DDP script", workload=workload(**common), found=found, peer_losses=peer)
+    result = child(__file__, "ours", steps=steps, warm_steps=0, log_every=1, **common)
+    emit_losses("mnist", peer="plain PyTorch DDP script", workload=workload(**common), result=result, peer_losses=peer)
 
 
 def workload(*, workers: int, precision: str, path: str) -> str:
@@ -59,7 +61,7 @@ def workload(*, workers: int, precision: str, path: str) -> str:
 
 
 def compare_speed(*, repeats: int, steps: int, warm_steps: int, peak: float, **common: Any) -> None:
-    """Images/s of all workers, the candidates in turn."""
+    """Compare the images/s of all workers, with the candidates in turn."""
     length = {"steps": steps, "warm_steps": warm_steps}
     rates, last = interleaved_rates(
         repeats,

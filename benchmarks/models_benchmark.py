@@ -12,7 +12,7 @@ import time
 from itertools import cycle
 from typing import Any, Final
 
-from rows import emit, part, say
+from rows import emit, note, part
 from tables_benchmark import SIZES, batches_of, setup_of, times
 
 from rayrec.models.ensemble import build_network
@@ -52,11 +52,11 @@ def main(*, quick: bool) -> None:
             for number in range(rounds + 1):
                 measured = times(setup, cycle(batches), steps)[0], _seconds(plain, batches)
                 if number:  # the first round warms up
-                    for seconds, found in zip(measured, spent.values(), strict=True):
-                        found.append(seconds)
-            ours, theirs = (steps * BATCH / statistics.median(found) for found in spent.values())
+                    for seconds, times_s in zip(measured, spent.values(), strict=True):
+                        times_s.append(seconds)
+            ours, theirs = (steps * BATCH / statistics.median(times_s) for times_s in spent.values())
             macs = network_cost(build_network(config, inputs), inputs, config).multiply_adds or 0
-            say(f"  {name}: {ours:,.0f} rows/s, plain PyTorch {theirs:,.0f}: {ours / theirs:.2f}")
+            note(f"  {name}: {ours:,.0f} rows/s, plain PyTorch {theirs:,.0f}: {ours / theirs:.2f}")
             emit(
                 "models",
                 peer="the same network in a plain PyTorch loop",

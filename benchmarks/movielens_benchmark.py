@@ -1,4 +1,6 @@
-"""MovieLens-100K, a rating of at least 4 counted as a click, beside RecBole's models on the same random split (80, 10, 10 %).
+"""Benchmark of click prediction on MovieLens-100K, compared with RecBole's models on the same random split (80, 10, 10 %).
+
+A rating of at least 4 counts as a click.
 
 `--recbole PYTHON` names the interpreter of an environment with RecBole, whose package ships the data: `pip install
 recbole==1.2.1 pandas==2.1.4 numpy==1.26.4 scipy==1.11.4 scikit-learn==1.4.2`. RecBole's models have their default settings,
@@ -15,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from rows import attempt, emit, say
+from rows import attempt, emit, note
 from subprocesses import check_ended
 
 import rayrec
@@ -43,8 +45,8 @@ def main(*, quick: bool) -> None:
             name: attempt(name, partial(_ours, log, folder, name, **changes)) for name, changes in OURS.items()
         }
         for peer in PEERS[:1] if quick else PEERS:
-            found = attempt(f"RecBole {peer}", partial(run_peer, python, peer, folder, "clicks"))
-            say(f"  RecBole {peer}: {found}")
+            peer_metrics = attempt(f"RecBole {peer}", partial(run_peer, python, peer, folder, "clicks"))
+            note(f"  RecBole {peer}: {peer_metrics}")
             for name, metrics in ours.items():
                 emit(
                     "movielens",
@@ -52,22 +54,22 @@ def main(*, quick: bool) -> None:
                     workload=f"{len(data):,} ratings, {name}",
                     unit="auroc",
                     value=metrics["auroc"],
-                    ratio=(metrics["auroc"] - 0.5) / (found["auroc"] - 0.5),
+                    ratio=(metrics["auroc"] - 0.5) / (peer_metrics["auroc"] - 0.5),
                     repeats=1,
                     logloss=round(metrics["logloss"], 4),
-                    peer_auroc=found["auroc"],
-                    peer_logloss=found["logloss"],
+                    peer_auroc=peer_metrics["auroc"],
+                    peer_logloss=peer_metrics["logloss"],
                 )
 
 
 def ratings(package: str) -> pd.DataFrame:
     """Return the ratings joined with user and film features, in random order."""
     rated, users, films = tables_of(package)
-    joined = rated.merge(users, on="user_id").merge(films[["item_id", "release_year", "class"]], on="item_id")
-    joined = joined.fillna({"release_year": "none", "class": "none"})
-    joined["label"] = (joined["rating"].astype(float) >= 4).astype(int)
-    order = np.random.default_rng(0).permutation(len(joined))
-    return joined[["label", *COLUMNS]].iloc[order].reset_index(drop=True)
+    table = rated.merge(users, on="user_id").merge(films[["item_id", "release_year", "class"]], on="item_id")
+    table = table.fillna({"release_year": "none", "class": "none"})
+    table["label"] = (table["rating"].astype(float) >= 4).astype(int)
+    order = np.random.default_rng(0).permutation(len(table))
+    return table[["label", *COLUMNS]].iloc[order].reset_index(drop=True)
 
 
 def csv_lines(package: str) -> tuple[list[bytes], list[bytes]]:
@@ -100,12 +102,12 @@ def _ours(log: str, folder: str, name: str, **changes: Any) -> dict[str, Any]:
         **changes,
     )
     metrics = rayrec.train(config, console=Console(quiet=True)).metrics
-    say(f"  rayrec, {name}: AUROC {metrics['auroc']:.4f}, log loss {metrics['logloss']:.4f}")
+    note(f"  rayrec, {name}: AUROC {metrics['auroc']:.4f}, log loss {metrics['logloss']:.4f}")
     return metrics
 
 
 def tables_of(package: str) -> list[pd.DataFrame]:
-    """Ratings, users and films, as text; the file's names end with `:type`."""
+    """Read ratings, users and films as text. Column names in the files end with `:type`."""
     tables = [
         pd.read_csv(os.path.join(package, "dataset_example", "ml-100k", f"ml-100k.{kind}"), sep="\t", dtype=str)
         for kind in ("inter", "user", "item")
@@ -130,7 +132,7 @@ def run_peer(python: str, model: str, folder: str, task: str) -> Any:
 
 
 def package_of(python: str) -> str:
-    """RecBole's folder."""
+    """Return the folder of the RecBole package. Raises InputError if RecBole cannot be imported."""
     try:
         return os.path.dirname(_run([python, "-c", "import recbole; print(recbole.__file__)"]).strip())
     except RuntimeError as error:

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from movielens_benchmark import package_of, recbole_python, run_peer
 from movielens_top_k_benchmark import Ratings, read
-from rows import attempt, emit, say
+from rows import attempt, emit, note
 
 import rayrec
 from rayrec.observe.console import Console
@@ -38,12 +38,12 @@ def main(*, quick: bool) -> None:
         write_logs(ratings, folder)
         _write_for_recbole(ratings, folder)
         epochs, dropouts = (1, DROPOUTS[:1]) if quick else (100, DROPOUTS)
-        ours = [attempt(f"next_item, {share}", partial(_ours, folder, share, epochs)) for share in dropouts]
-        tasks = [f"next-item {share} {epochs}" for share in dropouts]
+        ours = [attempt(f"next_item, {dropout}", partial(_ours, folder, dropout, epochs)) for dropout in dropouts]
+        tasks = [f"next-item {dropout} {epochs}" for dropout in dropouts]
         peers = [attempt(f"RecBole {task}", partial(run_peer, python, "SASRec", folder, task)) for task in tasks]
-        for share, found in zip(dropouts, peers, strict=True):
-            say(f"  RecBole, SASRec, dropout {share}: {found}")
-        best, peer = (max(found, key=lambda metrics: metrics["validation"]) for found in (ours, peers))
+        for dropout, metrics in zip(dropouts, peers, strict=True):
+            note(f"  RecBole, SASRec, dropout {dropout}: {metrics}")
+        best, peer = (max(candidates, key=lambda metrics: metrics["validation"]) for candidates in (ours, peers))
         emit(
             "movielens-next-item",
             peer="RecBole 1.2.1, SASRec",
@@ -68,11 +68,11 @@ def write_logs(ratings: Ratings, folder: str) -> None:
     window, stride = LENGTH + 1, LENGTH // 2
     windows = []
     for of_user in films:
-        known = of_user[:-2]
-        stops = range(len(known), min(window, len(known)) - 1, -stride)
-        windows += [known[max(stop - window, 0) : stop] for stop in stops]
+        history = of_user[:-2]
+        stops = range(len(history), min(window, len(history)) - 1, -stride)
+        windows += [history[max(stop - window, 0) : stop] for stop in stops]
         if stops and stops[-1] > window:
-            windows.append(known[:window])
+            windows.append(history[:window])
     shuffled = np.random.default_rng(0).permutation(len(windows))
     parts = {
         "train": [windows[number] for number in shuffled],
@@ -108,6 +108,6 @@ def _ours(folder: str, dropout: float, epochs: int) -> dict[str, Any]:
         epochs=epochs,
     )
     run = rayrec.train(config, console=Console(quiet=True))
-    found = rayrec.evaluate(run.folder, os.path.join(folder, "test"), console=Console(quiet=True))
-    say(f"  rayrec, next_item, dropout {dropout}: NDCG@10 {found['ndcg_at_10']:.4f}, recall@10 {found['recall_at_10']:.4f}")
-    return {**found, "validation": run.metrics["ndcg_at_10"], "dropout": dropout}
+    metrics = rayrec.evaluate(run.folder, os.path.join(folder, "test"), console=Console(quiet=True))
+    note(f"  rayrec, next_item, dropout {dropout}: NDCG@10 {metrics['ndcg_at_10']:.4f}, recall@10 {metrics['recall_at_10']:.4f}")
+    return {**metrics, "validation": run.metrics["ndcg_at_10"], "dropout": dropout}

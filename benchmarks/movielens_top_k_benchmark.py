@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from movielens_benchmark import package_of, recbole_python, run_peer, tables_of
-from rows import attempt, emit, say
+from rows import attempt, emit, note
 
 import rayrec
 from rayrec.observe.console import Console
@@ -56,23 +56,23 @@ class Ratings:
     items: pd.DataFrame
 
     def part(self, name: str) -> np.ndarray:
-        """Numbers of the ratings of a part: train, valid or test."""
-        chosen = {"train": self.last >= 2, "valid": self.last == 1, "test": self.last == 0}[name]
-        return np.flatnonzero(chosen)
+        """Return the numbers of the ratings in a part: train, valid or test."""
+        mask = {"train": self.last >= 2, "valid": self.last == 1, "test": self.last == 0}[name]
+        return np.flatnonzero(mask)
 
     def rated(self, *parts: str) -> np.ndarray:
         """Return whether a user has rated an item in these parts, bool [users, items]."""
-        found = np.zeros((len(self.users), len(self.items)), bool)
+        is_rated = np.zeros((len(self.users), len(self.items)), bool)
         for name in parts:
             rows = self.part(name)
-            found[self.user[rows], self.item[rows]] = True
-        return found
+            is_rated[self.user[rows], self.item[rows]] = True
+        return is_rated
 
     def table(self, label: np.ndarray, user: np.ndarray, item: np.ndarray, before: np.ndarray) -> pa.Table:
         """Return rows of a log."""
         users, items = self.users.iloc[user], self.items.iloc[item]
-        there = before >= 0
-        offsets = np.concatenate([[0], np.cumsum(there.sum(axis=1))]).astype(np.int32)
+        is_present = before >= 0
+        offsets = np.concatenate([[0], np.cumsum(is_present.sum(axis=1))]).astype(np.int32)
         named = self.items["item_id"].to_numpy()
         return pa.table(
             {
@@ -82,7 +82,7 @@ class Ratings:
                 **{name: users[name].to_numpy() for name in ("age", "gender", "occupation")},
                 "release_year": items["release_year"].to_numpy(),
                 "class": pa.array(items["class"].str.split(" ").to_numpy(), pa.list_(pa.string())),
-                "history": pa.ListArray.from_arrays(offsets, named[before[there]]),
+                "history": pa.ListArray.from_arrays(offsets, named[before[is_present]]),
             }
         )
 
@@ -96,8 +96,8 @@ def main(*, quick: bool) -> None:
         _write_for_recbole(ratings, folder)
         ours: dict[str, Any] = {name: attempt(name, partial(_ours, recipe, folder)) for name, recipe in OURS.items()}
         for peer in PEERS[:1] if quick else PEERS:
-            found = attempt(f"RecBole {peer}", partial(run_peer, python, peer, folder, "top-k"))
-            say(f"  RecBole {peer}: {found}")
+            peer_metrics = attempt(f"RecBole {peer}", partial(run_peer, python, peer, folder, "top-k"))
+            note(f"  RecBole {peer}: {peer_metrics}")
             for name, metrics in ours.items():
                 emit(
                     "movielens-top-k",
@@ -105,11 +105,11 @@ def main(*, quick: bool) -> None:
                     workload=f"{len(ratings.user):,} ratings, last film of {len(ratings.users)} users, {name}",
                     unit="ndcg_at_10",
                     value=metrics["ndcg_at_10"],
-                    ratio=metrics["ndcg_at_10"] / found["ndcg@10"],
+                    ratio=metrics["ndcg_at_10"] / peer_metrics["ndcg@10"],
                     repeats=1,
                     recall_at_10=round(metrics["recall_at_10"], 4),
-                    peer_ndcg_at_10=found["ndcg@10"],
-                    peer_recall_at_10=found["recall@10"],
+                    peer_ndcg_at_10=peer_metrics["ndcg@10"],
+                    peer_recall_at_10=peer_metrics["recall@10"],
                 )
 
 
@@ -133,22 +133,22 @@ def read(package: str) -> Ratings:
 
 
 def _write_logs(ratings: Ratings, folder: str) -> None:
-    """`train` and `valid`: ratings and four films a rating that the user has not rated; `test`: all films not rated before."""
+    """Write `train` and `valid`, ratings with four unrated films each, and `test`, all films not rated before."""
     draw = np.random.default_rng(0)
-    for name, known in (("train", ("train",)), ("valid", ("train", "valid"))):
-        rows, rated = ratings.part(name), ratings.rated(*known)
+    for name, rated_parts in (("train", ("train",)), ("valid", ("train", "valid"))):
+        rows, rated = ratings.part(name), ratings.rated(*rated_parts)
         of = np.repeat(rows, 1 + NEGATIVES)
         item = draw.integers(0, len(ratings.items), len(of))
-        while (again := rated[ratings.user[of], item]).any():
-            item[again] = draw.integers(0, len(ratings.items), int(again.sum()))
+        while (is_rated := rated[ratings.user[of], item]).any():
+            item[is_rated] = draw.integers(0, len(ratings.items), int(is_rated.sum()))
         positive = np.arange(len(of)) % (1 + NEGATIVES) == 0
         item[positive] = ratings.item[rows]
         order = draw.permutation(len(of)) if name == "train" else np.arange(len(of))
         of, item, positive = of[order], item[order], positive[order]
         _write(ratings.table(positive, ratings.user[of], item, ratings.before[of]), folder, name)
     test, rated = ratings.part("test"), ratings.rated("train", "valid")
-    place, item = np.nonzero(~rated[ratings.user[test]])
-    of = test[place]
+    index, item = np.nonzero(~rated[ratings.user[test]])
+    of = test[index]
     _write(ratings.table(item == ratings.item[of], ratings.user[of], item, ratings.before[of]), folder, "test")
 
 
@@ -180,6 +180,6 @@ def _ours(recipe: Any, folder: str) -> dict[str, Any]:
         trackers={"prometheus": False, "tensorboard": False},
     )
     run = rayrec.train(config, console=Console(quiet=True)).folder
-    found = rayrec.evaluate(run, os.path.join(folder, "test"), group="user_id", ranking_k=(10,), console=Console(quiet=True))
-    say(f"  rayrec, {recipe.__name__}: NDCG@10 {found['ndcg_at_10']:.4f}, recall@10 {found['recall_at_10']:.4f}")
-    return found
+    metrics = rayrec.evaluate(run, os.path.join(folder, "test"), group="user_id", ranking_k=(10,), console=Console(quiet=True))
+    note(f"  rayrec, {recipe.__name__}: NDCG@10 {metrics['ndcg_at_10']:.4f}, recall@10 {metrics['recall_at_10']:.4f}")
+    return metrics

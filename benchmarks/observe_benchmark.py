@@ -22,13 +22,13 @@ import pyarrow as pa
 from logs import synthetic_log
 from observing_driver import driver
 from paired_timing import Comparison, Spent, compare, median_interval
-from rows import emit, say
+from rows import emit, note
 from subprocesses import child, run_task
 
 BATCH, STEPS = 4096, 20
 """Rows of a step; steps of a block, which is one interval between two logs: about half a second."""
 WARM_BLOCKS: Final = 20
-MOST_S: Final = 720.0
+MAX_S: Final = 720.0
 ENOUGH: Final = 0.004
 """Half width of the ratio's interval that ends the measurement. Shows a cost of 1 %."""
 
@@ -37,8 +37,8 @@ ENOUGH: Final = 0.004
 
 
 class Cycled:
-    """Batches that lie ready, over and over, so that no data task runs beside. With a `table` its rows are counted as those of a
-    block that a data task has made and measured, once per round."""
+    """Repeated batches in memory, so that no data task runs. With a `table`, counts its rows once per round, like those from a
+    data task with timed stages."""
 
     def __init__(self, batches: list[Any], *, table: pa.Table | None) -> None:
         from rayrec.data.stage_times import StageTimes
@@ -83,7 +83,7 @@ class Lane:
     observed: bool
 
     def block(self, progress: Any) -> Spent:
-        """Trains up to the next log."""
+        """Train up to the next log."""
         from rayrec.training import loop
         from rayrec.workloads.step_timer import time_collective_waits
 
@@ -111,10 +111,10 @@ def make_setup(config: Any, folder: str) -> tuple[Any, list[Any], float, Any]:
     keep_freed_memory()
     torch.set_num_threads(os.cpu_count() or 1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
-    piece = _read_slice(config.workload, config)
-    preprocessor, index = piece.preprocessor, piece.index
+    data = _read_slice(config.workload, config)
+    preprocessor, index = data.preprocessor, data.index
     preprocessor.save(f"{folder}/preprocessor")
-    rows = SliceRows(f"{folder}/preprocessor", index, preprocessor.num_embeddings, piece.rows_of_log)
+    rows = SliceRows(f"{folder}/preprocessor", index, preprocessor.num_embeddings, data.rows_of_log)
     setup, batches = rows.set_up(WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1)))
     assert setup.described["batch_size"] == BATCH
     setup.model.train()
@@ -172,7 +172,7 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
     from rayrec.workloads.step_timer import HostTimer, StepTimer
 
     class Entered(torch.nn.Module):
-        """The model, with hooks of its own."""
+        """Wrapper of the model with separate hooks."""
 
         def __init__(self, model: torch.nn.Module) -> None:
             super().__init__()
@@ -182,7 +182,7 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
             return self.model(batch)
 
     plain = config.replace(observe={"times": False})
-    setup, batches, stage_share, table = make_setup(plain, folder)
+    setup, batches, stage_fraction, table = make_setup(plain, folder)
     writer = EventWriter(os.path.join(folder, "events.jsonl"))
     writer.write("run", recipe=config.recipe, name="observed", config_hash="", versions={})
     writer.write("start", step=0, steps=10**9, rows=0, world_size=1, checkpoint=None)
@@ -192,27 +192,27 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
         clock = HostTimer() if observed else StepTimer()
         pipeline = TimedBase(Entered(setup.model), setup.optimizer, torch.device("cpu"), clock)
         peak = 1e12 if observed else None  # the worker measures it once, before it trains
-        own = dataclasses.replace(setup, clock=clock, pipeline=pipeline, peak_multiply_adds_per_s=peak)
+        lane_setup = dataclasses.replace(setup, clock=clock, pipeline=pipeline, peak_multiply_adds_per_s=peak)
         loader: Any = Cycled(batches, table=table if observed else None)
         log = (lambda kind, fields: writer.write(kind, **fields)) if observed else (lambda kind, fields: None)
         training = Training(
             config=config if observed else plain,
-            setup=own,
+            setup=lane_setup,
             loader=loader,
             progress=progress,
             log=log,
             save=lambda *_, **__: None,
             stop_signal=stop_signal,
         )
-        lanes.append(Lane(own, training, StepAccounting(training), driver, observed))
-    return writer, lanes, stage_share
+        lanes.append(Lane(lane_setup, training, StepAccounting(training), driver, observed))
+    return writer, lanes, stage_fraction
 
 
 # -- both ways, in turn
 
 
 def measure(*, path: str, quick: bool) -> dict[str, Any]:
-    """Blocks of training, observed and not, in one process, until the difference is known well enough."""
+    """Train blocks in one process, observed and not, until the interval of the ratio is narrow enough."""
     from rayrec.recipes import criteo_demo
     from rayrec.training.progress import Progress
     from rayrec.training.resume import run_hash
@@ -222,30 +222,30 @@ def measure(*, path: str, quick: bool) -> dict[str, Any]:
     )
     progress = Progress()
     with tempfile.TemporaryDirectory() as folder, driver(folder) as process:
-        writer, lanes, stage_share = make_lanes(config, folder, progress, process.signal)
+        writer, lanes, stage_fraction = make_lanes(config, folder, progress, process.signal)
         for number in range(WARM_BLOCKS):
             lanes[number % len(lanes)].block(progress)
         process.begin()
         observed, plain, same = (partial(lane.block, progress) for lane in lanes)
-        limits = {"most_quartets": 8} if quick else {}
-        found = compare(observed, plain, same, enough=ENOUGH, most_s=MOST_S, **limits)
+        limits = {"max_quartets": 8} if quick else {}
+        comparison = compare(observed, plain, same, enough=ENOUGH, max_s=MAX_S, **limits)
         writer.close()
         process.signal(signal.SIGCONT)
         used_s = process.end()
-    on_s = sum(spent.wall_s for spent in found.ours)
+    on_s = sum(spent.wall_s for spent in comparison.ours)
     return {
-        **figures(found),
+        **figures(comparison),
         "driver_cpu_share": used_s / (on_s * (os.cpu_count() or 1)),
-        "stage_share": stage_share,
+        "stage_share": stage_fraction,
         "config_hash": run_hash(config),
     }
 
 
-def figures(found: Comparison) -> dict[str, Any]:
+def figures(comparison: Comparison) -> dict[str, Any]:
     """Return the fields of a comparison's row."""
-    ratio, cpu, null = map(median_interval, (found.ratios, found.cpu_ratios, found.null_ratios))
+    ratio, cpu, null = map(median_interval, (comparison.ratios, comparison.cpu_ratios, comparison.null_ratios))
     rows_per_s, peer = (
-        BATCH * STEPS / statistics.median(spent.wall_s for spent in spents) for spents in (found.ours, found.theirs)
+        BATCH * STEPS / statistics.median(spent.wall_s for spent in spents) for spents in (comparison.ours, comparison.theirs)
     )
     return {
         "rows_per_s": rows_per_s,
@@ -259,29 +259,29 @@ def figures(found: Comparison) -> dict[str, Any]:
         "null_low": null.low,
         "null_high": null.high,
         "below_1_percent": ratio.low >= 0.99 and 1.0 in null,
-        "quartets": found.quartets,
+        "quartets": comparison.quartets,
     }
 
 
 def main(*, quick: bool) -> None:
-    found = child(__file__, "measure", path=synthetic_log(200_000 if quick else 1_000_000), quick=quick)
-    rounded = {name: round(value, 5) if isinstance(value, float) else value for name, value in found.items()}
+    result = child(__file__, "measure", path=synthetic_log(200_000 if quick else 1_000_000), quick=quick)
+    rounded = {name: round(value, 5) if isinstance(value, float) else value for name, value in result.items()}
     for name in ("rows_per_s", "ratio", "config_hash"):
         rounded.pop(name)
     emit(
         "observe",
         peer="the same training in the same process, not observed",
         workload=f"criteo_demo network, batch {BATCH}, 1 worker, rows ready, {STEPS} steps between two logs",
-        value=found["rows_per_s"],
-        ratio=found["ratio"],
-        repeats=found["quartets"],
-        config_hash=found["config_hash"],
-        **{**rounded, "peer_rows_per_s": round(found["peer_rows_per_s"])},
+        value=result["rows_per_s"],
+        ratio=result["ratio"],
+        repeats=result["quartets"],
+        config_hash=result["config_hash"],
+        **{**rounded, "peer_rows_per_s": round(result["peer_rows_per_s"])},
     )
-    say(
-        f"  observed: {found['ratio']:.4f} of the speed ({found['ratio_low']:.4f} to {found['ratio_high']:.4f}); "
-        f"nothing looks like {found['null_low']:.4f} to {found['null_high']:.4f}; "
-        f"that it costs less than 1 % is {'shown' if found['below_1_percent'] else 'not shown'}"
+    note(
+        f"  observed: {result['ratio']:.4f} of the speed ({result['ratio_low']:.4f} to {result['ratio_high']:.4f}); "
+        f"nothing looks like {result['null_low']:.4f} to {result['null_high']:.4f}; "
+        f"that it costs less than 1 % is {'shown' if result['below_1_percent'] else 'not shown'}"
     )
 
 

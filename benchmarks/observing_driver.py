@@ -1,4 +1,4 @@
-"""The driver of a run that benchmark observe trains: in a process of its own, as it is, and at a terminal."""
+"""Unmodified driver of the run that benchmark observe trains, in a separate process with a terminal."""
 
 import contextlib
 import ctypes
@@ -31,12 +31,12 @@ def drive(*, folder: str) -> dict[str, float]:
     from rayrec.training.launchers.ray_metrics import PrometheusTracker
 
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    console, place = Console(), os.path.join(folder, "events.jsonl")
+    console, path = Console(), os.path.join(folder, "events.jsonl")
     makers: dict[str, Any] = {
         "TensorBoard": partial(TensorBoardTracker, folder, config="recipe: criteo_demo\n"),
         "Prometheus": partial(PrometheusTracker, "observed", since_s=0.0),
     }
-    with tracking(makers, place, note=console.note), console.training(lambda stop: follow(place, stop=stop)):
+    with tracking(makers, path, note=console.note), console.training(lambda stop: follow(path, stop=stop)):
         sys.stdin.readline()
         begin_s = _used_s()
         sys.stdin.read()
@@ -64,8 +64,8 @@ class Driver:
 
     def end(self) -> float:
         """Return the process's CPU seconds since `begin`. The process must be running, and the event writer closed."""
-        told, _ = self._process.communicate()
-        return json.loads(told.strip().splitlines()[-1])["cpu_s"]
+        output, _ = self._process.communicate()
+        return json.loads(output.strip().splitlines()[-1])["cpu_s"]
 
 
 @contextlib.contextmanager

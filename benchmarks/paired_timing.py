@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from rows import say
+from rows import note
 
-LOOK_EVERY: Final = 50
+CHECK_EVERY: Final = 50
 """Quartets between two checks of the interval: checking after each, and stopping at a convenient one, finds false effects."""
 _NULL_EVERY: Final = 4
 """Number of quartets per quartet that compares a candidate with itself."""
@@ -62,8 +62,8 @@ def speed_ratio(ours_s: Sequence[float], theirs_s: Sequence[float]) -> float:
 def quartet(
     ours: Callable[[], Spent], theirs: Callable[[], Spent], *, draw: random.Random
 ) -> tuple[float, float, list[Spent], list[Spent]]:
-    """Ours, theirs, theirs, ours, or the other way around, as chance has it: what drifts evenly hits both alike. Returns the
-    ratios of speed by the clock and by CPU time, and what each was measured at."""
+    """Run ours, theirs, theirs, ours, or in the opposite random order, so that even drift affects both alike. Returns the speed
+    ratios by wall and CPU time, and the times of both."""
     order = (ours, theirs, theirs, ours) if draw.random() < 0.5 else (theirs, ours, ours, theirs)
     spent: dict[Callable[[], Spent], list[Spent]] = {ours: [], theirs: []}
     for run in order:
@@ -97,27 +97,27 @@ def compare(
     same_as_theirs: Callable[[], Spent],
     *,
     enough: float,
-    most_s: float,
-    most_quartets: int | None = None,
+    max_s: float,
+    max_quartets: int | None = None,
     seed: int = 0,
 ) -> Comparison:
     """Run quartets until half the interval of the ratio is `enough`, or the time or the quartets are used up. Each call of one
     of the three has to do as much work as any other."""
-    found, draw, end_s = Comparison(), random.Random(seed), time.monotonic() + most_s
-    while most_quartets is None or found.quartets < most_quartets:
-        if found.quartets % _NULL_EVERY == _NULL_EVERY - 1:
-            found.null_ratios.append(quartet(same_as_theirs, theirs, draw=draw)[0])
+    comparison, draw, end_s = Comparison(), random.Random(seed), time.monotonic() + max_s
+    while max_quartets is None or comparison.quartets < max_quartets:
+        if comparison.quartets % _NULL_EVERY == _NULL_EVERY - 1:
+            comparison.null_ratios.append(quartet(same_as_theirs, theirs, draw=draw)[0])
         else:
-            wall, cpu, mine, other = quartet(ours, theirs, draw=draw)
-            found.ratios.append(wall)
-            found.cpu_ratios.append(cpu)
-            found.ours += mine
-            found.theirs += other
-        if found.quartets % LOOK_EVERY == 0:
-            interval = median_interval(found.ratios)
-            say(f"  {found.quartets} quartets: {interval.median:.4f}, {interval.low:.4f} to {interval.high:.4f}")
+            wall, cpu, our_times, their_times = quartet(ours, theirs, draw=draw)
+            comparison.ratios.append(wall)
+            comparison.cpu_ratios.append(cpu)
+            comparison.ours += our_times
+            comparison.theirs += their_times
+        if comparison.quartets % CHECK_EVERY == 0:
+            interval = median_interval(comparison.ratios)
+            note(f"  {comparison.quartets} quartets: {interval.median:.4f}, {interval.low:.4f} to {interval.high:.4f}")
             if interval.half_width <= enough:
                 break
         if time.monotonic() > end_s:
             break
-    return found
+    return comparison

@@ -1,4 +1,4 @@
-"""The memory that `rayrec plan` forecasts for a CPU worker against the peak of one that trains and saves, in three sizes."""
+"""Benchmark of the memory forecast by `rayrec plan` for a CPU worker, compared with its peak in training, in three sizes."""
 
 from functools import partial
 
@@ -8,14 +8,14 @@ from rows import attempt, emit
 
 def main(*, quick: bool) -> None:
     for rows in SIZES[: 1 if quick else None]:
-        found = attempt(f"{rows:,} rows", partial(measured, rows))
+        result = attempt(f"{rows:,} rows", partial(measured, rows))
         emit(
             "plan",
             peer="peak resident memory of the process",
             workload=f"click model, {rows:,} rows of {DIM} in 26 tables, row-wise Adagrad, 1 worker, with a save",
             unit="forecast_bytes",
-            value=found["forecast"],
-            ratio=found["forecast"] / found["peak"],
+            value=result["forecast"],
+            ratio=result["forecast"] / result["peak"],
             repeats=1,
-            peak_bytes=found["peak"],
+            peak_bytes=result["peak"],
         )

@@ -1,6 +1,6 @@
 """Benchmark of prediction from raw TSV to Parquet with criteo_kaggle's network.
 
-Peers: a bare PyTorch forward pass over tensors in memory, and the same pipeline without a model. Also checks that memory stays
+Peers: a bare PyTorch forward pass on tensors in memory, and the same pipeline without a model. Also checks that memory stays
 constant. Every candidate is a separate process.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from logs import preprocessor_of, synthetic_log
 from memory import watched
-from rows import emit, interleaved, say
+from rows import emit, interleaved, note
 from subprocesses import child, run_task
 
 BATCH_ROWS = 8192
@@ -61,14 +61,14 @@ class WithoutModel:
 
         from rayrec.models.heads import label_heads
 
-        class Nothing:
+        class ZeroScorer:
             heads = label_heads("label")
 
             def predict(self, rows: Any) -> Any:
                 return {"label": np.zeros(len(rows), np.float32)}
 
-        told = self.process
-        return told.block_scorer(told.preprocessor.get(), told.blocks.get(), Nothing())  # type: ignore[arg-type]
+        process = self.process
+        return process.block_scorer(process.preprocessor.get(), process.blocks.get(), ZeroScorer())  # type: ignore[arg-type]
 
 
 def predicted(*, path: str, checkpoint: str, with_model: bool, memory: bool = False) -> dict[str, float]:
@@ -91,17 +91,17 @@ def predicted(*, path: str, checkpoint: str, with_model: bool, memory: bool = Fa
     ScoringJob.tables = noted  # type: ignore[method-assign, assignment]
     out = tempfile.mkdtemp()
     with watched(every_s=0.5 if memory else 3600) as peak:
-        told = rayrec.predict(checkpoint, path, out=f"{out}/scores", console=Console(quiet=True))
-    assert told["rows"] == sum(count for _, count in seen)
+        summary = rayrec.predict(checkpoint, path, out=f"{out}/scores", console=Console(quiet=True))
+    assert summary["rows"] == sum(count for _, count in seen)
     shutil.rmtree(out)
-    begun = min(2 * (os.cpu_count() or 1), len(seen) // 2)
-    rows = sum(count for _, count in seen[begun:])
-    seconds = seen[-1][0] - seen[begun - 1][0]
-    return {"rows_per_s": rows / seconds, "whole_rows_per_s": told["rows_per_s"], "peak_bytes": float(peak.size_bytes)}
+    num_warm = min(2 * (os.cpu_count() or 1), len(seen) // 2)
+    rows = sum(count for _, count in seen[num_warm:])
+    seconds = seen[-1][0] - seen[num_warm - 1][0]
+    return {"rows_per_s": rows / seconds, "whole_rows_per_s": summary["rows_per_s"], "peak_bytes": float(peak.size_bytes)}
 
 
 def bare(*, path: str, checkpoint: str, threads: int, seconds: float, ours: bool) -> float:
-    """Measure the rows/s of the forward pass over batches in memory, by PyTorch's operators, or with `ours` by a scoring
+    """Measure the rows/s of the forward pass on batches in memory, by PyTorch's operators, or with `ours` by a scoring
     process."""
     import numpy as np
     import torch
@@ -149,12 +149,12 @@ def main(*, quick: bool) -> None:
     common = {"path": path, "checkpoint": checkpoint}
     threads = os.cpu_count() or 1
     seconds = 3.0 if quick else 20.0
-    whole: list[float] = []
+    rates_with_start: list[float] = []
 
     def ours() -> float:
-        found = child(__file__, "predicted", with_model=True, **common)
-        whole.append(found["whole_rows_per_s"])
-        return found["rows_per_s"]
+        result = child(__file__, "predicted", with_model=True, **common)
+        rates_with_start.append(result["whole_rows_per_s"])
+        return result["rows_per_s"]
 
     rates = interleaved(
         repeats,
@@ -180,7 +180,7 @@ def main(*, quick: bool) -> None:
             ratio=rates["predict"] / rate,
             repeats=repeats,
             peer_rows_per_s=round(rate),
-            rows_per_s_with_start=round(sorted(whole)[len(whole) // 2]),
+            rows_per_s_with_start=round(sorted(rates_with_start)[len(rates_with_start) // 2]),
         )
     few = synthetic_log(rows // 4)
     child(__file__, "predicted", with_model=True, path=few, checkpoint=checkpoint)  # its index and pages are then there
@@ -188,7 +188,7 @@ def main(*, quick: bool) -> None:
         child(__file__, "predicted", with_model=True, memory=True, path=log, checkpoint=checkpoint)["peak_bytes"]
         for log in (few, path)
     ]
-    say(f"  memory: {peaks[0] / 1e6:,.0f} MB at {rows // 4:,} rows, {peaks[1] / 1e6:,.0f} MB at {rows:,}")
+    note(f"  memory: {peaks[0] / 1e6:,.0f} MB at {rows // 4:,} rows, {peaks[1] / 1e6:,.0f} MB at {rows:,}")
     emit(
         "predict",
         peer=f"the same with {rows // 4:,} rows",

@@ -2,7 +2,7 @@
 
 Eight workers run on eight Ray nodes, one on each. Four times, at random steps from a seed, a node gets a preemption notice, is
 killed at its deadline, and another joins some seconds later. The baseline ignores notices, so that only periodic checkpoints
-count. An undisturbed run gives the weights to compare with.
+count. The weights are compared with an undisturbed run.
 """
 
 import random
@@ -26,7 +26,7 @@ NOTICE_S = 20.0
 REPLACEMENT_S = 5.0
 """Seconds from a kill to the start of another node."""
 PACE_S = 0.4
-"""Minimum seconds per step, which gives as many steps between notice and kill as on other machines."""
+"""Minimum seconds per step, so that there are as many steps between notice and kill as on other machines."""
 WAIT_S = 1800.0
 NODE: dict[str, Any] = {"num_cpus": 1, "resources": {"slot": 1}}
 UNDISTURBED = "no preemption"
@@ -36,8 +36,8 @@ UNSEEN = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """The steps of one attempt, `begin` to `end` - 1, and the Unix times at which the first and the last of them began."""
+class AttemptSteps:
+    """Steps of one attempt, `begin` to `end` - 1, and the Unix times at which the first and last one began."""
 
     begin: int
     end: int
@@ -56,56 +56,64 @@ class Loss:
     """Part of `idle_s` after the kill."""
 
 
-def stretches(stamps: str) -> list[Stretch]:
-    """Parse the file of `stamped_clicks` into stretches, in order. Skips an incomplete line. Pure."""
+def parse_attempts(stamps: str) -> list[AttemptSteps]:
+    """Parse the file of `stamped_clicks` into attempts, in order. Skips an incomplete line. Pure."""
     lines = [line.split() for line in stamps.splitlines(keepends=True) if line.endswith("\n")]
-    found = []
+    attempts = []
     for _, of_process in groupby(lines, key=lambda line: line[0]):
-        (_, first, first_s), *_ = own = list(of_process)
-        _, last, last_s = own[-1]
-        found.append(Stretch(int(first), int(last) + 1, float(first_s), float(last_s)))
-    return found
+        (_, first, first_s), *_ = entries = list(of_process)
+        _, last, last_s = entries[-1]
+        attempts.append(AttemptSteps(int(first), int(last) + 1, float(first_s), float(last_s)))
+    return attempts
 
 
-def losses(attempts: Sequence[Stretch], preemptions: Sequence[tuple[float, float]]) -> list[Loss]:
-    """Return the loss of each preemption, given in order as (Unix time of notice, Unix time of kill).
+def losses(attempts: Sequence[AttemptSteps], preemptions: Sequence[tuple[float, float]]) -> list[Loss]:
+    """Return the loss of each preemption. `preemptions`: (notice, kill) in Unix time, in order.
 
     Restarts between a notice and the next one belong to the first. Pure.
     """
-    found = []
+    results = []
     for number, (notice_s, kill_s) in enumerate(preemptions):
         end_s = preemptions[number + 1][0] if number + 1 < len(preemptions) else float("inf")
-        own = [(before, after) for before, after in pairwise(attempts) if notice_s <= after.begin_s < end_s]
-        found.append(
+        restarts = [(before, after) for before, after in pairwise(attempts) if notice_s <= after.begin_s < end_s]
+        results.append(
             Loss(
-                steps_redone=sum(before.end - after.begin for before, after in own),
-                idle_s=sum(after.begin_s - before.end_s for before, after in own),
-                after_kill_s=sum(max(0.0, after.begin_s - max(kill_s, before.end_s)) for before, after in own),
+                steps_redone=sum(before.end - after.begin for before, after in restarts),
+                idle_s=sum(after.begin_s - before.end_s for before, after in restarts),
+                after_kill_s=sum(max(0.0, after.begin_s - max(kill_s, before.end_s)) for before, after in restarts),
             )
         )
-    return found
+    return results
 
 
 def moments(steps: int, number: int, *, seed: int) -> list[int]:
     """Draw notice steps: random steps in the first two fifths of each of `number` equal parts. Pure."""
-    chosen, part = random.Random(seed), steps // number
-    return [part * each + chosen.randrange(2 * part // 5) for each in range(number)]
+    generator, part = random.Random(seed), steps // number
+    return [part * each + generator.randrange(2 * part // 5) for each in range(number)]
 
 
 class Arm:
     """One run on eight nodes for workers and one for data tasks, and what happens to its nodes."""
 
     def __init__(
-        self, cluster: RayCluster, folder: Path, log: Path, *, steps: int, every: int, seen: bool = True, least: int = WORKERS
+        self,
+        cluster: RayCluster,
+        folder: Path,
+        log: Path,
+        *,
+        steps: int,
+        every: int,
+        seen: bool = True,
+        min_workers: int = WORKERS,
     ) -> None:
-        """`seen`: whether the workers receive notices. `least`: the workers that the run continues with if there are no more."""
+        """Start the nodes. `seen`: whether workers receive notices. `min_workers`: minimum number of workers to continue with."""
         self._stamps = folder / "stamps"
         self._cluster = cluster
         self._cluster.add_node(num_cpus=2)
         for _ in range(WORKERS):
             address = self._cluster.add_node(**NODE)
         self._hosts = list(range(1, WORKERS + 1))
-        workers = WORKERS if least == WORKERS else (least, WORKERS)
+        workers = WORKERS if min_workers == WORKERS else (min_workers, WORKERS)
         config = small_run(
             log,
             str(folder),
@@ -123,17 +131,17 @@ class Arm:
         quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         self.run = Run(config, folder / "commands", cache=folder / "cache", recipe=source, **quiet, **({} if seen else UNSEEN))
 
-    def attempts(self) -> list[Stretch]:
-        return stretches(self._stamps.read_text()) if self._stamps.exists() else []
+    def attempts(self) -> list[AttemptSteps]:
+        return parse_attempts(self._stamps.read_text()) if self._stamps.exists() else []
 
     def measure(self, notices: Sequence[int], *, seed: int) -> dict[str, Any]:
         """Run to the end, with a preemption at each of these steps -> `losses`, `attempts`, `wall_s` and the run's `summary`."""
-        chosen, preemptions = random.Random(seed), []
+        generator, preemptions = random.Random(seed), []
         begin_s = time.time()
         self.run.start()
         for step in notices:
             self._wait_for(step)
-            host = self._hosts.pop(chosen.randrange(len(self._hosts)))
+            host = self._hosts.pop(generator.randrange(len(self._hosts)))
             self._cluster.drain_node(NOTICE_S, node=host)
             notice_s = time.time()
             time.sleep(NOTICE_S)
@@ -154,7 +162,7 @@ class Arm:
         }
 
     def _wait_for(self, step: int, *, since_s: float = 0.0) -> None:
-        """Until the newest attempt has come to this step, and has begun one since that Unix time."""
+        """Wait until the newest attempt has started this step, and a step after the Unix time `since_s`."""
         deadline_s = time.monotonic() + WAIT_S
         while not ((attempts := self.attempts()) and attempts[-1].end > step and attempts[-1].end_s > since_s):
             assert self.run.session.process.poll() is None, self.run.session.err[-4000:]
@@ -167,9 +175,9 @@ def measured(log: Path, notices: Sequence[int], *, seed: int, **arm: Any) -> dic
     with tempfile.TemporaryDirectory(prefix="preempt-") as name:
         folder = Path(name)
         with RayCluster(folder, cache=folder / "cache") as cluster:
-            made = Arm(cluster, folder, log, **arm)
-            with made.run:
-                return made.measure(notices, seed=seed)
+            new_arm = Arm(cluster, folder, log, **arm)
+            with new_arm.run:
+                return new_arm.measure(notices, seed=seed)
 
 
 def main(*, quick: bool) -> None:
@@ -183,22 +191,22 @@ def main(*, quick: bool) -> None:
         "notices heeded": {"notices": notices},
     }
     if not quick:
-        arms["notices heeded, 4 to 8 workers"] = {"notices": notices, "least": WORKERS // 2}
-    found: dict[str, dict[str, Any]] = {}
+        arms["notices heeded, 4 to 8 workers"] = {"notices": notices, "min_workers": WORKERS // 2}
+    results: dict[str, dict[str, Any]] = {}
     for name, arm in arms.items():
         workload = f"criteo_demo network, 8 workers on 8 nodes, {steps} steps, saved every {every}"
         with part("preempt", f"{workload}; {name}"):
-            found[name] = measured(log, seed=seed, **{"steps": steps, "every": every, **arm})
-            report(name, found, workload=workload)
+            results[name] = measured(log, seed=seed, **{"steps": steps, "every": every, **arm})
+            report(name, results, workload=workload)
 
 
-def report(name: str, found: dict[str, dict[str, Any]], *, workload: str) -> None:
+def report(name: str, results: dict[str, dict[str, Any]], *, workload: str) -> None:
     """Emit the row of an arm; the two that others are compared with were measured before."""
-    result, expected, baseline = found[name], found[UNDISTURBED], found.get(PERIODIC)
+    result, expected, baseline = results[name], results[UNDISTURBED], results.get(PERIODIC)
     summary, lost, attempts = result["summary"], result["losses"], result["attempts"]
-    begun = sum(attempt.end - attempt.begin for attempt in attempts)
-    redone = begun - summary["steps"]
-    assert redone == sum(loss.steps_redone for loss in lost), (begun, lost)
+    num_started = sum(attempt.end - attempt.begin for attempt in attempts)
+    redone = num_started - summary["steps"]
+    assert redone == sum(loss.steps_redone for loss in lost), (num_started, lost)
     peer = sum(loss.steps_redone for loss in baseline["losses"]) if baseline and baseline is not result else None
     emit(
         "preempt",
@@ -216,7 +224,7 @@ def report(name: str, found: dict[str, dict[str, Any]], *, workload: str) -> Non
         idle_s_each=[round(loss.idle_s, 1) for loss in lost],
         after_kill_s_each=[round(loss.after_kill_s, 1) for loss in lost],
         step_s=round(statistics.median((each.end_s - each.begin_s) / (each.end - each.begin) for each in attempts), 2),
-        goodput=round(summary["steps"] / begun, 4),
+        goodput=round(summary["steps"] / num_started, 4),
         wall_s=round(result["wall_s"]),
         restarts=summary["restarts"],
         rows_lost=summary["rows_lost"],

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from logs import synthetic_log
 from ray.cluster_utils import Cluster
-from rows import attempt, emit, interleaved, say, timed
+from rows import attempt, emit, interleaved, note, timed
 
 import rayrec
 from rayrec.cluster import connection
@@ -58,7 +58,7 @@ def rate(path: str, preprocessor: str, format: str, *, target: str | None = None
 
 
 def scaled_rate(cluster_of: Callable[[], AbstractContextManager[None]], repeats: int, path: str, preprocessor: str) -> Any:
-    """Median rows/s on this cluster."""
+    """Measure the median rows/s on this cluster."""
     with cluster_of():
         rate(path, preprocessor, "binary", target=MEMORY)  # warms up
         return interleaved(repeats, binary=lambda: rate(path, preprocessor, "binary", target=MEMORY))["binary"]
@@ -109,8 +109,8 @@ def main(*, quick: bool) -> None:
             repeats=repeats,
             peer_rows_per_s=round(rates["copy"]),
         )
-    # The disk limits the above; what more CPUs give shows where files are written to memory.
-    say("scaling:")
+    # The disk limits the rates above, so measure scaling with files in memory.
+    note("scaling:")
     scaled: dict[str, Any] = {}
     for name, cluster_of in (("one", lambda: local(1)), ("two", lambda: local(2)), ("nodes", two_nodes)):
         scaled[name] = attempt(name, partial(scaled_rate, cluster_of, repeats, path, preprocessor))

@@ -21,7 +21,7 @@ WAIT_S = 180.0
 
 
 def first_step_after(path: Path, since: float, session: Session) -> float:
-    """Unix time of the bare run's first step later than `since`."""
+    """Return the Unix time of the bare run's first step after `since`."""
     deadline_s = time.monotonic() + WAIT_S
     while True:
         steps = [float(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -33,21 +33,21 @@ def first_step_after(path: Path, since: float, session: Session) -> float:
 
 
 def bare(folder: Path) -> dict[str, float]:
-    """Seconds of bare Ray Train: from the command to its first step, and from the SIGKILL of a worker to the next step."""
+    """Measure bare Ray Train: seconds from the command to its first step, and from a worker's SIGKILL to the next step."""
     path = folder / "steps"
-    begun = time.time()
+    began = time.time()
     command = [sys.executable, str(BARE), str(path)]
     with Session(command, environment=environment_for(folder), output=folder / "bare") as session:
-        started = first_step_after(path, begun, session)
+        started = first_step_after(path, began, session)
         time.sleep(3)
         session.kill("train worker")
         killed = time.time()
         # The other worker may be through with a step that both had begun; a new one takes longer than this to come.
-        return {"driver_s": started - begun, "worker_s": first_step_after(path, killed + 0.5, session) - killed}
+        return {"driver_s": started - began, "worker_s": first_step_after(path, killed + 0.5, session) - killed}
 
 
 def ours(folder: Path, log: Path) -> dict[str, float]:
-    """Seconds of rayrec, in all and in parts."""
+    """Measure the seconds of rayrec, in total and by part."""
     checkpoint = {"every": 40, "num_to_keep": 2}
     failure = {"standby_after_s": 15.0}  # 60 by default: not before a first step, whose CPUs it would take
     config = small_run(log, str(folder), steps=STEPS, log_every=1, evaluate_every=STEPS, checkpoint=checkpoint, failure=failure)
@@ -60,7 +60,7 @@ def ours(folder: Path, log: Path) -> dict[str, float]:
         failed = run.wait_for("failure", since=killed)["time"]
         started = run.wait_for("start", since=failed)["time"]
         stepped = run.wait_for("step", since=started)["time"]
-        found = {
+        worker_times = {
             "worker_s": stepped - killed,
             "worker_detect_s": failed - killed,
             "worker_restart_s": started - failed,
@@ -70,15 +70,15 @@ def ours(folder: Path, log: Path) -> dict[str, float]:
         run.kill_driver()
         killed = time.time()
         run.start()
-        begun = run.wait_for("run", since=killed)["time"]
-        prepared = run.wait_for("prepared", since=begun)["time"]
+        began = run.wait_for("run", since=killed)["time"]
+        prepared = run.wait_for("prepared", since=began)["time"]
         started = run.wait_for("start", since=prepared)["time"]
         stepped = run.wait_for("step", since=started)["time"]
         return {
-            **found,
+            **worker_times,
             "driver_s": stepped - killed,
-            "driver_ray_s": begun - killed,
-            "driver_prepare_s": prepared - begun,
+            "driver_ray_s": began - killed,
+            "driver_prepare_s": prepared - began,
             "driver_workers_s": started - prepared,
             "driver_first_step_s": stepped - started,
         }
@@ -90,14 +90,16 @@ def main(*, quick: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
 
         def candidates(number: int) -> dict[str, Callable[[], dict[str, float]]]:
-            mine, theirs = (Path(folder) / f"{name}{number}" for name in ("ours", "bare"))
-            mine.mkdir()
-            theirs.mkdir()
-            return {"bare": partial(bare, theirs), "ours": partial(ours, mine, log)}
+            our_folder, bare_folder = (Path(folder) / f"{name}{number}" for name in ("ours", "bare"))
+            our_folder.mkdir()
+            bare_folder.mkdir()
+            return {"bare": partial(bare, bare_folder), "ours": partial(ours, our_folder, log)}
 
-        taken = in_turn(repeats, candidates, shown=lambda found: ", ".join(f"{key} {value:.1f}" for key, value in found.items()))
+        results = in_turn(
+            repeats, candidates, shown=lambda times: ", ".join(f"{key} {value:.1f}" for key, value in times.items())
+        )
 
-    medians = medians_of(taken)
+    medians = medians_of(results)
     for kind, workload in (
         ("worker", "kill -9 of 1 of 2 train workers -> first step after it"),
         ("driver", "kill -9 of the driver, its Ray goes with it, same command again -> first step"),

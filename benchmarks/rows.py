@@ -1,4 +1,4 @@
-"""The one format of a benchmark's result, a JSON object a row, and the one way in which a failure becomes such a row."""
+"""Result rows of benchmarks as JSON objects, also for failures."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rayrec.config import line_of
 from rayrec.environment.installation import versions
 from rayrec.observe.event_json import redact_secrets
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 def hardware() -> str:
-    """Processor and cores of this machine, in words."""
+    """Describe this machine's processor and cores."""
     model = platform.machine()
     with open("/proc/cpuinfo") as file:
         for line in file:
@@ -53,7 +53,7 @@ class Failed:
         return ()
 
     def __lt__(self, other: object) -> bool:
-        """Less than any result: a failed peer is never the best one."""
+        """Return True, so that a failed peer is never the best one."""
         return True
 
     def __gt__(self, other: object) -> bool:
@@ -79,11 +79,11 @@ def emit(
     name: str, *, peer: str | None, workload: str, unit: str = "rows_per_s", value: Any, ratio: Any, repeats: int, **more: Any
 ) -> None:
     """Print one row on standard output. `ratio`: ours / the peer's, measured in the same run. A row with a figure that failed
-    has the cause as `error`, and null in place of the figure."""
+    has the cause as `error`, and null instead of the figure."""
     figures = {unit: value, "ratio": ratio, **more}
     errors = [figure.error for figure in figures.values() if isinstance(figure, Failed)]
-    known = {name: None if isinstance(figure, Failed) else figure for name, figure in figures.items()}
-    value, ratio = known.pop(unit), known.pop("ratio")
+    fields = {name: None if isinstance(figure, Failed) else figure for name, figure in figures.items()}
+    value, ratio = fields.pop(unit), fields.pop("ratio")
     row = {
         "name": name,
         "peer": peer,
@@ -94,19 +94,19 @@ def emit(
         "hardware": hardware(),
         "versions": versions(),
         "config_hash": "",
-        **known,
+        **fields,
         **({"error": errors[0]} if errors else {}),
     }
     _FAILED.extend([name] if errors else [])
     print(json.dumps(row), flush=True)
 
 
-def attempt(name: str, function: Callable[[], Found]) -> Found | Any:
+def attempt(name: str, function: Callable[[], Result]) -> Result | Any:
     """Return the result of the function, or Failed with the cause in one line, without secrets, if it raises an error."""
     try:
         return function()
     except Exception as error:
-        say(redact_secrets(f"  {name} failed: {error}"))
+        note(redact_secrets(f"  {name} failed: {error}"))
         return Failed(redact_secrets(line_of(error)))
 
 
@@ -118,38 +118,38 @@ def part(name: str, workload: str, *, passing: tuple[type[Exception], ...] = ())
     except passing:
         raise
     except Exception as error:
-        say(redact_secrets(traceback.format_exc()))
+        note(redact_secrets(traceback.format_exc()))
         cause = Failed(redact_secrets(line_of(error)))
         emit(name, peer=None, workload=workload, unit="value", value=cause, ratio=None, repeats=0)
 
 
 def in_turn(
     repeats: int,
-    candidates: Callable[[int], Mapping[str, Callable[[], Found]]],
+    candidates: Callable[[int], Mapping[str, Callable[[], Result]]],
     *,
-    shown: Callable[[Found], str],
-    known: Callable[[dict[str, Any]], None] = lambda found: None,
+    shown: Callable[[Result], str],
+    on_result: Callable[[dict[str, Any]], None] = lambda by_name: None,
 ) -> dict[str, Any]:
     """Run the candidates of each round in turn, so that drift of the machine affects all alike.
 
-    Returns the results of each candidate, or Failed for a candidate that failed, which is not run again. `known` gets the
+    Returns the results of each candidate, or Failed for a candidate that failed, which is not run again. `on_result` gets the
     candidates whose last round has ended, after each of these.
     """
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     done: dict[str, Any] = {}
     for number in range(repeats):
         for name, candidate in candidates(number).items():
-            results = found.setdefault(name, [])
+            results = by_name.setdefault(name, [])
             if not isinstance(results, Failed):
                 result = attempt(f"round {number + 1}: {name}", candidate)
                 if isinstance(result, Failed):
-                    found[name] = result
+                    by_name[name] = result
                 else:
                     results.append(result)
-                    say(f"  round {number + 1}: {name} {shown(result)}")
+                    note(f"  round {number + 1}: {name} {shown(result)}")
             if number == repeats - 1:
-                done[name] = found[name]
-                known(done)
+                done[name] = by_name[name]
+                on_result(done)
     return done
 
 
@@ -158,28 +158,28 @@ def median_of(results: Any, field: Callable[[Any], float] = lambda result: resul
     return results if isinstance(results, Failed) else statistics.median(map(field, results))
 
 
-def say(text: str) -> None:
+def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def timed(function: Callable[[], Found]) -> tuple[Found, float]:
+def timed(function: Callable[[], Result]) -> tuple[Result, float]:
     """Return the function's result and its seconds."""
     start = time.perf_counter()
     result = function()
     return result, time.perf_counter() - start
 
 
-def medians_of(found: Mapping[str, Any]) -> dict[str, Any]:
+def medians_of(by_name: Mapping[str, Any]) -> dict[str, Any]:
     """Return the medians of each candidate's numbers by name, or its failure. A number that a round lacks is 0 in it."""
     return {
         name: results
         if isinstance(results, Failed)
         else {key: median_of(results, lambda result, key=key: result.get(key, 0.0)) for key in results[0]}  # type: ignore[misc]
-        for name, results in found.items()
+        for name, results in by_name.items()
     }
 
 
 def interleaved(repeats: int, **candidates: Callable[[], float]) -> dict[str, Any]:
     """Run the candidates `in_turn` and return the median rate of each."""
-    found = in_turn(repeats, lambda number: candidates, shown=lambda rate: f"{rate:,.0f}/s")
-    return {name: median_of(rates) for name, rates in found.items()}
+    results = in_turn(repeats, lambda number: candidates, shown=lambda rate: f"{rate:,.0f}/s")
+    return {name: median_of(rates) for name, rates in results.items()}

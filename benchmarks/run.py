@@ -1,10 +1,10 @@
-"""`rayrec benchmark NAME`: runs one benchmark, or all; results on standard output, a JSON object a row."""
+"""Command `rayrec benchmark NAME`: runs one benchmark, or all, and prints results as JSON lines on standard output."""
 
 import importlib
 import sys
 from pathlib import Path
 
-# In tests there is what runs and kills processes.
+# tests/ has helpers that run and kill processes.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 
 NAMES = (
@@ -37,29 +37,29 @@ NAMES = (
     "movielens-top-k",
     "movielens-next-item",
 )
-OTHERS = ("gpu",)
+NOT_IN_ALL = ("gpu",)
 """Benchmarks that `all` skips, because they need hardware."""
 
 
 def main(arguments: list[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
-        print(f"usage: rayrec benchmark NAME [--quick] [--data PATH]; NAME: {', '.join((*NAMES, *OTHERS, 'all'))}")
+        print(f"usage: rayrec benchmark NAME [--quick] [--data PATH]; NAME: {', '.join((*NAMES, *NOT_IN_ALL, 'all'))}")
         return 0 if arguments else 2
-    wanted = NAMES if arguments[0] == "all" else (arguments[0],)
-    known = (*NAMES, *OTHERS)
-    if not set(wanted) <= set(known):
-        print(f"rayrec benchmark: no benchmark '{arguments[0]}'; there are {', '.join((*known, 'all'))}", file=sys.stderr)
+    selected = NAMES if arguments[0] == "all" else (arguments[0],)
+    available = (*NAMES, *NOT_IN_ALL)
+    if not set(selected) <= set(available):
+        print(f"rayrec benchmark: no benchmark '{arguments[0]}'; there are {', '.join((*available, 'all'))}", file=sys.stderr)
         return 2
-    from rows import failed, part, say
+    from rows import failed, note, part
 
     from rayrec.config import InputError
 
-    for name in wanted:
+    for name in selected:
         # Of several benchmarks one that lacks a requirement is skipped; alone it ends the command.
-        with part(name, "rows after those above", passing=() if wanted[1:] else (InputError,)):
+        with part(name, "rows after those above", passing=() if selected[1:] else (InputError,)):
             importlib.import_module(f"{name.replace('-', '_')}_benchmark").main(quick="--quick" in arguments)
     if failed():
-        say(f"rayrec benchmark: rows with an error, of {', '.join(failed())}")
+        note(f"rayrec benchmark: rows with an error, of {', '.join(failed())}")
     return 1 if failed() else 0
 
 

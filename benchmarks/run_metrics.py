@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rows import attempt, emit, in_turn, median_of, say
+from rows import attempt, emit, in_turn, median_of, note
 from subprocesses import child
 
 from rayrec.observe.console import Console
@@ -27,8 +27,8 @@ def measured_run(config: TrainConfig, *, warm_steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as storage:
         result = rayrec.train(config.replace(storage_path=storage, name="run"), console=Console(quiet=True))
         events = read_events(os.path.join(result.folder, "events.jsonl"), kinds={"step"})
-    found = {"losses": [event["loss"] for event in events], "config_hash": result.summary["config_hash"]}
-    return {**found, **warm_speed(events, warm_steps=warm_steps)}
+    measurements = {"losses": [event["loss"] for event in events], "config_hash": result.summary["config_hash"]}
+    return {**measurements, **warm_speed(events, warm_steps=warm_steps)}
 
 
 def matrix_peak(precision: str, *, engine: str = "onednn") -> Any:
@@ -42,7 +42,7 @@ def warm_speed(events: list[dict[str, Any]], *, warm_steps: int) -> dict[str, fl
     late = [(a["rows"], b) for a, b in pairwise(events) if a["step"] >= warm_steps]
     if not late:
         return {}
-    # Each event's speed is that of the steps since the one before.
+    # Each event has the speed since the previous event.
     seconds = [(event["rows"] - rows) / event["rows_per_s"] for rows, event in late]
     blocked_s = sum(event["blocked_fraction"] * of for (_, event), of in zip(late, seconds, strict=True))
     rows = late[-1][1]["rows"] - late[0][0]
@@ -56,14 +56,14 @@ def largest_difference(losses: list[float], peer: list[float]) -> float:
 
 def interleaved_rates(repeats: int, **candidates: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run the candidates `in_turn`: the median `rows_per_s` of each, and the last result of each."""
-    found = in_turn(repeats, lambda number: candidates, shown=lambda result: f"{result['rows_per_s']:,.1f}/s")
-    rates = {name: median_of(results, lambda result: result["rows_per_s"]) for name, results in found.items()}
-    return rates, {name: results[-1] for name, results in found.items()}
+    by_name = in_turn(repeats, lambda number: candidates, shown=lambda result: f"{result['rows_per_s']:,.1f}/s")
+    rates = {name: median_of(results, lambda result: result["rows_per_s"]) for name, results in by_name.items()}
+    return rates, {name: results[-1] for name, results in by_name.items()}
 
 
-def emit_losses(name: str, *, peer: str, workload: str, found: dict[str, Any], peer_losses: list[float]) -> None:
+def emit_losses(name: str, *, peer: str, workload: str, result: dict[str, Any], peer_losses: list[float]) -> None:
     """Print a row with the largest difference between a run's loss curve (of `measured_run`) and the peer's."""
-    steps, difference = len(peer_losses), largest_difference(found["losses"], peer_losses)
+    steps, difference = len(peer_losses), largest_difference(result["losses"], peer_losses)
     emit(
         name,
         peer=peer,
@@ -72,8 +72,8 @@ def emit_losses(name: str, *, peer: str, workload: str, found: dict[str, Any], p
         value=difference,
         ratio=None,
         repeats=1,
-        config_hash=found["config_hash"],
+        config_hash=result["config_hash"],
         first_loss=round(peer_losses[0], 6),
         last_loss=round(peer_losses[-1], 6),
     )
-    say(f"  {workload}: losses differ by {difference:.2g} at most over {steps} steps")
+    note(f"  {workload}: losses differ by {difference:.2g} at most over {steps} steps")

@@ -1,5 +1,4 @@
-"""Synthetic images and text the image and language benchmarks run on where they are given no data; the same bytes on every
-machine."""
+"""Synthetic images and text for the benchmarks without --data, with the same bytes on every machine."""
 
 import os
 import tempfile
@@ -12,8 +11,8 @@ WORDS = 5_000
 
 
 def synthetic_digits(rows: int, test_rows: int) -> str:
-    """Folder of four plain idx files under MNIST's names; made once per machine. A class is a pattern of blocks; an image is
-    its class's pattern, moved by up to three pixels, and noise."""
+    """Generate four plain idx files under MNIST's names, once per machine, and return their folder. A class is a pattern of
+    blocks. An image is its class's pattern, moved by up to three pixels, with noise."""
     folder = _folder(f"digits-{rows}-{test_rows}")
     if (folder / "done").exists():
         return str(folder)
@@ -40,8 +39,8 @@ def write_idx(path: Path, values: np.ndarray) -> None:
 
 
 def synthetic_text(characters: int) -> str:
-    """Path of a text of about so many characters; made once per machine. Each word is drawn from four that often follow the word
-    before, or else by Zipf's law, so that there is something to learn."""
+    """Generate a text of about `characters` characters, once per machine, and return its path. Each word is sampled from four
+    frequent successors of the previous word, or by Zipf's law, so that models can learn from it."""
     path = _folder(f"text-{characters}") / "text.txt"
     if path.exists():
         return str(path)
@@ -50,14 +49,14 @@ def synthetic_text(characters: int) -> str:
     letters = np.array(list("etaoinshrdlucmfwypvbgk"))
     words = ["".join(random.choice(letters, random.integers(2, 9))) for _ in range(WORDS)]
     following = np.minimum(random.zipf(1.3, (WORDS, 4)), WORDS) - 1
-    pieces, length, word = [], 0, 0
+    fragments, length, word = [], 0, 0
     while length < characters:
         word = int(following[word, random.integers(4)] if random.random() < 0.7 else min(random.zipf(1.3), WORDS) - 1)
-        pieces.append(words[word] + (".\n" if random.random() < 0.08 else " "))
-        length += len(pieces[-1])
-    written = path.with_suffix(".part")
-    written.write_text("".join(pieces))
-    written.rename(path)
+        fragments.append(words[word] + (".\n" if random.random() < 0.08 else " "))
+        length += len(fragments[-1])
+    temporary = path.with_suffix(".part")
+    temporary.write_text("".join(fragments))
+    temporary.rename(path)
     return str(path)
 
 

@@ -1,6 +1,6 @@
 """Benchmark of time and memory with many tiny files in a slow store, many categories and many row groups, with limits.
 
-Every case runs in a separate process, which gives its peak resident memory.
+Every case runs in a separate process, to measure its peak resident memory.
 """
 
 import json
@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from builders.engines import LoopEngine
 from hosts.slow_store import SlowStore
-from rows import emit, part, say
+from rows import emit, note, part
 from subprocesses import check_ended
 
 from rayrec.data.encoding.counts import count_log
@@ -67,8 +67,8 @@ def many_files(folder: Path, size: int) -> Iterator[Result]:
         yield "start_s", took_s, 3 * size * (LATENCY_S / 16 + 0.002) + 10
         yield "start_calls", store.calls.total(), 3 * size + 30
         store.reset()
-        took_s, again = timed(lambda: opened(path, cache))
-        assert again == index
+        took_s, resumed = timed(lambda: opened(path, cache))
+        assert resumed == index
         yield "resume_s", took_s, 5 + size / 10_000
         yield "resume_calls", store.calls.total(), 12
         store.reset()
@@ -88,7 +88,7 @@ def many_row_groups(folder: Path, size: int) -> Iterator[Result]:
 
 
 def many_categories(folder: Path, size: int) -> Iterator[Result]:
-    """`size` distinct categories in files of two million rows, counted with 256 MiB for counts."""
+    """Count `size` distinct categories in files of two million rows, with 256 MiB for counts."""
     log = folder / "log"
     log.mkdir()
     rows = 2_000_000
@@ -117,9 +117,9 @@ CASES: dict[str, tuple[Callable[[Path, int], Iterator[Result]], int, int]] = {
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     result = function()
-    return time.perf_counter() - begun, result
+    return time.perf_counter() - start, result
 
 
 def run(name: str, size: int) -> list[Result]:
@@ -133,9 +133,9 @@ def run(name: str, size: int) -> list[Result]:
 def main(*, quick: bool = False) -> None:
     for name, (_, small, large) in CASES.items():
         size = small if quick else large
-        say(f"{size:,} {name}")
+        note(f"{size:,} {name}")
         with part("scale", f"{size:,} {name}"):
-            for measured, value, allowed in _apart(name, size):
+            for measured, value, allowed in _run_separately(name, size):
                 unit = measured.rpartition("_")[2] if "_" in measured else "count"
                 emit(
                     f"scale: {size:,} {name}: {measured}",
@@ -150,7 +150,7 @@ def main(*, quick: bool = False) -> None:
                 )
 
 
-def _apart(name: str, size: int) -> Sequence[Result]:
+def _run_separately(name: str, size: int) -> Sequence[Result]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, __file__, name, str(size)]
     result = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)

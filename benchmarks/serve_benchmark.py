@@ -27,8 +27,8 @@ from typing import Any
 
 from logs import synthetic_log
 from memory import memory_bytes
-from rows import attempt, emit, in_turn, interleaved, median_of, part, say
-from subprocesses import HERE, child, run_child, run_task
+from rows import attempt, emit, in_turn, interleaved, median_of, note, part
+from subprocesses import FOLDER, child, run_child, run_task
 
 SIZES = (1, 256, 2048)
 CONNECTIONS = (1, 16, 64)
@@ -42,12 +42,12 @@ TARGETS = {
 CHANGE_EVERY_S = 5.0
 DEATH_S = 3.0
 """How long requests may fail after a replica was killed."""
-ROOM: dict[str, Any] = {"max_waiting_rows": 2 * max(SIZES) * max(CONNECTIONS), "max_held_bytes": 8 << 30}
+QUEUE_LIMITS: dict[str, Any] = {"max_waiting_rows": 2 * max(SIZES) * max(CONNECTIONS), "max_held_bytes": 8 << 30}
 """Request queue limits, sized for simultaneous requests of all connections, also as JSON."""
 
 
 def load_rows(path: str, checkpoint: str, size: int) -> tuple[Any, bytes, Any]:
-    """(model, the log's first rows as text, the same encoded)."""
+    """Return (model, first rows of the log as text, the same rows encoded)."""
     from rayrec.data.logs.text_parser import parse
     from rayrec.inference.model import open_served
 
@@ -60,7 +60,7 @@ def load_rows(path: str, checkpoint: str, size: int) -> tuple[Any, bytes, Any]:
 
 
 def json_of(text: bytes) -> bytes:
-    """Lines in Criteo's format as the JSON body of a request."""
+    """Convert lines in Criteo's format to the JSON body of a request."""
     from rayrec.datasets.criteo import SCHEMA
 
     dense, rows = set(SCHEMA.dense), []
@@ -70,18 +70,18 @@ def json_of(text: bytes) -> bytes:
     return json.dumps({"rows": rows}).encode()
 
 
-# -- what is measured, each in a process of its own
+# -- measured functions, each in a separate process
 
 
 def host_ray(*, path: str, checkpoint: str, port: int) -> None:
-    """Our server and the bare handlers on one Ray Serve, until standard input ends."""
+    """Host our server and the bare handlers on one Ray Serve, until standard input ends."""
     import ray
     from ray import serve
 
     import rayrec
     from rayrec.observe.console import Console
 
-    sys.path.append(str(HERE))
+    sys.path.append(str(FOLDER))
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
     class Forward:
@@ -110,7 +110,7 @@ def host_ray(*, path: str, checkpoint: str, port: int) -> None:
 
     options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
     quiet = Console(quiet=True)
-    with rayrec.serving(checkpoint, port=port, ingress="serve", cpus_per_replica=0.5, **ROOM, console=quiet):
+    with rayrec.serving(checkpoint, port=port, ingress="serve", cpus_per_replica=0.5, **QUEUE_LIMITS, console=quiet):
         for handler in (Forward, Mlp):
             name = handler.__name__.lower()
             deployment: Any = serve.deployment(handler, ray_actor_options=options, max_ongoing_requests=1000)
@@ -120,23 +120,23 @@ def host_ray(*, path: str, checkpoint: str, port: int) -> None:
 
 
 def host_direct(*, path: str, checkpoint: str, port: int) -> None:
-    """Our server without Ray Serve's proxy, until standard input ends."""
+    """Host our server without Ray Serve's proxy, until standard input ends."""
     import rayrec
     from rayrec.observe.console import Console
 
     quiet = Console(quiet=True)
-    with rayrec.serving(checkpoint, port=port, ingress="direct", cpus_per_replica=0.5, **ROOM, console=quiet):
+    with rayrec.serving(checkpoint, port=port, ingress="direct", cpus_per_replica=0.5, **QUEUE_LIMITS, console=quiet):
         print("ready", flush=True)
         sys.stdin.read()
 
 
 def host_haproxy(*, path: str, checkpoint: str, port: int) -> None:
-    """Our server behind Ray Serve's HAProxy, until standard input ends."""
+    """Host our server behind Ray Serve's HAProxy, until standard input ends."""
     import rayrec
     from rayrec.observe.console import Console
 
     quiet = Console(quiet=True)
-    with rayrec.serving(checkpoint, port=port, ingress="serve", cpus_per_replica=0.5, **ROOM, console=quiet):
+    with rayrec.serving(checkpoint, port=port, ingress="serve", cpus_per_replica=0.5, **QUEUE_LIMITS, console=quiet):
         print("ready", flush=True)
         sys.stdin.read()
 
@@ -205,7 +205,7 @@ def host_changing(*, path: str, checkpoint: str, export: str, damaged: str, ingr
 
 
 def in_process(*, path: str, checkpoint: str, export: str, format: Any, size: int, repeats: int) -> dict[str, float]:
-    """Batches/s of each way to score, one thread: all of an answer but HTTP; the bare forward; ONNX Runtime's."""
+    """Measure the batches/s of scoring in one thread: a full answer without HTTP, the bare forward, and ONNX Runtime."""
     import numpy as np
     import torch
     from peers.onnx_model import load
@@ -257,8 +257,8 @@ def prepare(*, path: str, export: str) -> str:
 
 @contextlib.contextmanager
 def hosted(role: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-    """Run a serving process. On exit, its last output is in `told`."""
-    told: dict[str, Any] = {}
+    """Run a serving process and yield a dict, which contains its last output after the exit."""
+    output: dict[str, Any] = {}
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     if role == "host_haproxy":
         environment["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
@@ -277,11 +277,11 @@ def hosted(role: str, **arguments: Any) -> Iterator[dict[str, Any]]:
                 break
         else:
             raise RuntimeError(f"{role} did not start")
-        yield told
+        yield output
         process.stdin.close()
         for line in process.stdout:
             if line.startswith("{"):
-                told.update(json.loads(line))
+                output.update(json.loads(line))
         process.wait(timeout=120)
     finally:
         process.kill()
@@ -289,15 +289,15 @@ def hosted(role: str, **arguments: Any) -> Iterator[dict[str, Any]]:
 
 def measure(port: int, path: str, *, body: str, connections: int, seconds: float, rate: float | None = None) -> dict[str, Any]:
     arguments = {"port": port, "path": path, "body": body, "connections": connections, "seconds": seconds}
-    return run_child(HERE / "load_generator.py", json.dumps({**arguments, "warm_s": min(1.0, seconds), "rate": rate}))
+    return run_child(FOLDER / "load_generator.py", json.dumps({**arguments, "warm_s": min(1.0, seconds), "rate": rate}))
 
 
-def percentiles_ms(found: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def percentiles_ms(results: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return the latency percentiles over all requests of these measurements, or {} if they failed."""
-    ordered = sorted(taken_s for one in found for taken_s in one["taken_s"])
+    ordered = sorted(latency_s for one in results for latency_s in one["taken_s"])
     if not ordered:
         return {}
-    at = {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in PERCENTILES.items()}
+    at = {name: ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] for name, fraction in PERCENTILES.items()}
     return {name: round(1e3 * value, 2) for name, value in at.items()}
 
 
@@ -313,20 +313,20 @@ def compare_http(
     targets["ours behind Ray Serve's HAProxy"] = (ports["haproxy"], TARGETS["ours"])
 
     def requests(port: int, path: str) -> dict[str, Any]:
-        found = measure(port, path, body=body, connections=connections, seconds=seconds)
-        if found["failures"]:
-            raise RuntimeError(f"{found['failures']} requests failed")
-        return {**found, "requests_per_s": len(found["taken_s"]) / found["seconds"]}
+        result = measure(port, path, body=body, connections=connections, seconds=seconds)
+        if result["failures"]:
+            raise RuntimeError(f"{result['failures']} requests failed")
+        return {**result, "requests_per_s": len(result["taken_s"]) / result["seconds"]}
 
     calls = {name: partial(requests, *target) for name, target in targets.items()}
-    taken = in_turn(repeats, lambda number: calls, shown=lambda found: f"{found['requests_per_s']:,.0f} requests/s")
-    rates = {name: median_of(found, lambda result: result["requests_per_s"]) for name, found in taken.items()}
-    times = {name: percentiles_ms(found) for name, found in taken.items()}
-    say(f"  {FORMATS[format]}, {size} rows, {connections} connections: {rates['ours']:,.0f} requests/s, {times['ours']}")
+    results = in_turn(repeats, lambda number: calls, shown=lambda result: f"{result['requests_per_s']:,.0f} requests/s")
+    rates = {name: median_of(rounds, lambda result: result["requests_per_s"]) for name, rounds in results.items()}
+    times = {name: percentiles_ms(rounds) for name, rounds in results.items()}
+    note(f"  {FORMATS[format]}, {size} rows, {connections} connections: {rates['ours']:,.0f} requests/s, {times['ours']}")
     for name in targets:
         if name == "ours":
             continue
-        say(f"    {name}: {rates[name]:,.0f} requests/s, {times[name]}")
+        note(f"    {name}: {rates[name]:,.0f} requests/s, {times[name]}")
         emit(
             "serve",
             peer=name,
@@ -358,8 +358,8 @@ def compare_in_process(*, format: str, size: int, repeats: int, **common: Any) -
 
 
 def soak(body: str, *, minutes: float, ingress: str, export: str, **common: Any) -> None:
-    """70 % of the peak of 256 rows over 16 connections, while models change and replicas die. Requests may fail only on a replica
-    that was killed."""
+    """Send 70 % of the peak rate, with 256 rows over 16 connections, while models change and replicas are killed. Requests may
+    fail only on a killed replica."""
     from hosts.ports import free_ports  # of tests/, which only the process that runs benchmarks finds
 
     port, damaged = free_ports(1), f"{export}-damaged"
@@ -367,28 +367,28 @@ def soak(body: str, *, minutes: float, ingress: str, export: str, **common: Any)
         shutil.copytree(export, damaged)
         largest = max((file for file in Path(damaged).rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
         os.truncate(largest, largest.stat().st_size // 2)
-    with hosted("host_changing", **common, export=export, damaged=damaged, ingress=ingress, port=port) as told:
+    with hosted("host_changing", **common, export=export, damaged=damaged, ingress=ingress, port=port) as output:
         path = TARGETS["ours"]
         peak = measure(port, path, body=body, connections=16, seconds=min(8.0, 60 * minutes))
         rate = 0.7 * len(peak["taken_s"]) / peak["seconds"]
-        found = measure(port, path, body=body, connections=16, seconds=60 * minutes, rate=rate)
-    memory = told["memory_bytes"]
+        result = measure(port, path, body=body, connections=16, seconds=60 * minutes, rate=rate)
+    memory = output["memory_bytes"]
     quarter = max(1, len(memory) // 4)
-    elsewhere = [failure for failure in found["failed"] if not any(0 <= failure[0] - at < DEATH_S for at in told["killed"])]
+    elsewhere = [failure for failure in result["failed"] if not any(0 <= failure[0] - at < DEATH_S for at in output["killed"])]
     emit(
         "serve",
         peer=None,
         workload=f"criteo_kaggle, raw TSV, 256 rows a request, {minutes:g} minutes at 70 % of the peak, --ingress {ingress}, a "
         f"change or the death of a replica every {CHANGE_EVERY_S:g} s",
         unit="requests_per_s",
-        value=len(found["taken_s"]) / found["seconds"],
+        value=len(result["taken_s"]) / result["seconds"],
         ratio=None,
         repeats=1,
-        failures=found["failures"],
+        failures=result["failures"],
         failures_without_a_death=len(elsewhere),
-        **percentiles_ms([found]),
-        changes=told["changes"],
-        deaths=len(told["killed"]),
+        **percentiles_ms([result]),
+        changes=output["changes"],
+        deaths=len(output["killed"]),
         memory_first_quarter_bytes=round(statistics.median(memory[:quarter])) if memory else None,
         memory_last_quarter_bytes=round(statistics.median(memory[-quarter:])) if memory else None,
     )

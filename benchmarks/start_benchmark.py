@@ -21,7 +21,7 @@ from hosts.ports import free_ports
 from hosts.processes import RayHead, Session, environment_for, wait_for_ray
 from logs import synthetic_log
 from recover_benchmark import BARE, first_step_after
-from rows import emit, in_turn, medians_of, say
+from rows import emit, in_turn, medians_of, note
 from subprocesses import check_ended
 
 from rayrec.observe.events import read_events
@@ -66,10 +66,10 @@ def waterfall(events: Sequence[Mapping[str, Any]], *, began_s: float, ended_s: f
     trained_s = max(time_s for kind in ("step", "evaluate", "checkpoint") for time_s in times.get(kind, []))
     trained_s = min(trained_s, finished_s)
     split = run.time
-    held_s = split.evaluation_s + split.checkpoint_s
+    paused_s = split.evaluation_s + split.checkpoint_s
     return {
         **{name: stages[name] for name in in_order([stages])},
-        "training": trained_s - stepped_s - held_s,
+        "training": trained_s - stepped_s - paused_s,
         "evaluation": split.evaluation_s,
         "saves": split.checkpoint_s,
         "test": finished_s - trained_s,
@@ -79,13 +79,13 @@ def waterfall(events: Sequence[Mapping[str, Any]], *, began_s: float, ended_s: f
 
 
 def first_step_s(stages: Mapping[str, float]) -> float:
-    """Seconds of a waterfall until the first step is done."""
+    """Return the seconds of a waterfall until the first step is done."""
     names = list(stages)
     return sum(stages[name] for name in names[: names.index("training")])
 
 
 def run_command(command: Sequence[str], folder: Path) -> tuple[float, float, str]:
-    """Unix times of a command's begin and end, and its standard output. Raises RuntimeError if it fails."""
+    """Run a command and return its start and end in Unix time, and its standard output. Raises RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as scratch:
         began_s = time.time()
         environment = environment_for(folder / "cache", OMP_NUM_THREADS="1")
@@ -122,8 +122,8 @@ def train_once(flags: Sequence[str], log: Path, run: Path) -> dict[str, float]:
     placed = ["--storage-path", str(run.parent), "--name", run.name]
     began_s, ended_s, out = run_command([*command, *placed], run.parent)
     stages = waterfall(read_events(run / "events.jsonl"), began_s=began_s, ended_s=ended_s)
-    found = {**stages, FIRST_STEP: first_step_s(stages), EXIT: ended_s - began_s}
-    return {**found, "auroc": json.loads(out)["metrics"]["auroc"]}
+    times = {**stages, FIRST_STEP: first_step_s(stages), EXIT: ended_s - began_s}
+    return {**times, "auroc": json.loads(out)["metrics"]["auroc"]}
 
 
 def until_exit(command: Sequence[str], folder: Path) -> dict[str, float]:
@@ -132,14 +132,14 @@ def until_exit(command: Sequence[str], folder: Path) -> dict[str, float]:
 
 
 def score(arguments: Sequence[str], log: Path, run: Path, folder: Path) -> dict[str, float]:
-    """Seconds of a command that reads a run; what it writes goes to `folder`."""
-    places = {"RUN": str(run), "LOG": str(log)}
-    written = {name: str(folder / name) for name in ("predicted", "exported")}
-    return until_exit(rayrec(*({**places, **written}.get(argument, argument) for argument in arguments)), folder)
+    """Measure the seconds of a command that reads a run. It writes into `folder`."""
+    inputs = {"RUN": str(run), "LOG": str(log)}
+    outputs = {name: str(folder / name) for name in ("predicted", "exported")}
+    return until_exit(rayrec(*({**inputs, **outputs}.get(argument, argument) for argument in arguments)), folder)
 
 
 def serve(log: Path, run: Path, folder: Path) -> dict[str, float]:
-    """Seconds of `rayrec serve` from the command to its first answer with a row's score."""
+    """Measure the seconds of `rayrec serve` from the command to its first answer with a row's score."""
     with open(log, "rb") as rows:
         row = next(rows)
     port, began_s = free_ports(1), time.time()
@@ -149,7 +149,7 @@ def serve(log: Path, run: Path, folder: Path) -> dict[str, float]:
     command = rayrec("serve", str(run), "--port", str(port))
     with Session(command, environment=environment, output=folder / "serve") as session:
         while time.time() < began_s + TIMEOUT_S and session.process.poll() is None:
-            with contextlib.suppress(OSError), urllib.request.urlopen(request) as answer:  # not ready: refused, or 503
+            with contextlib.suppress(OSError), urllib.request.urlopen(request) as answer:  # not ready: no connection, or 503
                 (_,) = json.load(answer)["scores"]
                 return {ANSWER: time.time() - began_s}
             time.sleep(0.02)
@@ -164,12 +164,12 @@ def plain_torchrec(log: Path, workers: int, folder: Path) -> dict[str, float]:
         run_command(rayrec("preprocess", str(log), "--out", str(rows), *options), folder)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
     began_s, ended_s, out = run_command([*torchrun, str(TORCHREC), str(rows)], folder)
-    found = json.loads(out.strip().splitlines()[-1])
-    return {FIRST_STEP: found["first_step_s"] - began_s, EXIT: ended_s - began_s, "auroc": found["auroc"]}
+    result = json.loads(out.strip().splitlines()[-1])
+    return {FIRST_STEP: result["first_step_s"] - began_s, EXIT: ended_s - began_s, "auroc": result["auroc"]}
 
 
 def bare_ray(folder: Path) -> dict[str, float]:
-    """Seconds of bare Ray Train from the command to its first step."""
+    """Measure the seconds of bare Ray Train from the command to its first step."""
     steps, began_s = folder / "steps", time.time()
     with Session([sys.executable, str(BARE), str(steps)], environment=environment_for(folder), output=folder / "bare") as session:
         return {FIRST_STEP: first_step_after(steps, began_s, session) - began_s}
@@ -183,19 +183,19 @@ def lightgbm(log: Path, folder: Path) -> dict[str, float]:
 def candidates(
     log: Path, folder: Path, *, trainings: Iterable[str], with_lightgbm: bool
 ) -> dict[str, Callable[[], dict[str, float]]]:
-    """Functions that measure each candidate of a round, whose files go to a new folder."""
+    """Return a function that measures each candidate of a round. Their files go to a new folder."""
     folder.mkdir()
     runs = {name: folder / f"run{number}" for number, name in enumerate(trainings)}
     run = next(iter(runs.values()))
-    found: dict[str, Callable[[], dict[str, float]]] = {
+    functions: dict[str, Callable[[], dict[str, float]]] = {
         "bare Ray": functools.partial(bare_ray, folder),
-        **{name: functools.partial(train, TRAININGS[name], log, place) for name, place in runs.items()},
+        **{name: functools.partial(train, TRAININGS[name], log, run_folder) for name, run_folder in runs.items()},
         **{PLAIN[workers]: functools.partial(plain_torchrec, log, workers, folder) for workers in PLAIN},
         "import torch": functools.partial(until_exit, [sys.executable, "-c", "import torch"], folder),
         **{name: functools.partial(score, arguments, log, run, folder) for name, arguments in SCORINGS.items()},
         SERVE: functools.partial(serve, log, run, folder),
     }
-    return {**found, "LightGBM": functools.partial(lightgbm, log, folder)} if with_lightgbm else found
+    return {**functions, "LightGBM": functools.partial(lightgbm, log, folder)} if with_lightgbm else functions
 
 
 class Report:
@@ -208,43 +208,43 @@ class Report:
         self._rows, self._repeats, self._with_lightgbm = rows, repeats, with_lightgbm
         self._printed: set[tuple[str, str, str | None]] = set()
 
-    def print(self, found: Mapping[str, Any]) -> None:
-        """Print the rows of the measured candidates. `found`: their medians."""
+    def print(self, medians: Mapping[str, Any]) -> None:
+        """Print the rows of the measured candidates, which `medians` has by name."""
         for name in TRAININGS:
             plain = PLAIN[int(TRAININGS[name][1])]
-            self._row(found, name, FIRST_STEP, ": command -> first step", "bare Ray", RAY)
-            self._row(found, name, FIRST_STEP, ": command -> first step", plain)
-            whole = ", one epoch: raw TSV -> test AUROC, command -> exit"
-            self._row(found, name, EXIT, whole, *(("LightGBM", LIGHTGBM_NAME) if self._with_lightgbm else (None,)))
-            self._row(found, name, EXIT, whole, plain)
+            self._row(medians, name, FIRST_STEP, ": command -> first step", "bare Ray", RAY)
+            self._row(medians, name, FIRST_STEP, ": command -> first step", plain)
+            to_exit = ", one epoch: raw TSV -> test AUROC, command -> exit"
+            self._row(medians, name, EXIT, to_exit, *(("LightGBM", LIGHTGBM_NAME) if self._with_lightgbm else (None,)))
+            self._row(medians, name, EXIT, to_exit, plain)
         for name in SCORINGS:
-            self._row(found, name, EXIT, ": command -> exit", "import torch", TORCH)
-        self._row(found, SERVE, ANSWER, ": command -> first answer", "import torch", TORCH)
+            self._row(medians, name, EXIT, ": command -> exit", "import torch", TORCH)
+        self._row(medians, SERVE, ANSWER, ": command -> first answer", "import torch", TORCH)
 
     def _row(
-        self, found: Mapping[str, Any], name: str, end: str, text: str, peer: str | None, peer_name: str | None = None
+        self, medians: Mapping[str, Any], name: str, end: str, text: str, peer: str | None, peer_name: str | None = None
     ) -> None:
-        if (name, end, peer) in self._printed or not {name, peer or name} <= found.keys():
+        if (name, end, peer) in self._printed or not {name, peer or name} <= medians.keys():
             return
         self._printed.add((name, end, peer))
-        taken, theirs, more = found[name], {} if peer is None else found[peer], dict[str, Any]()
+        ours, theirs, more = medians[name], {} if peer is None else medians[peer], dict[str, Any]()
         peer_s = theirs.get(end, theirs.get(EXIT))
         if peer_s is not None:
             more["peer_s"] = round(peer_s, 2)
         if name in TRAININGS and end == EXIT:
-            more["auroc"] = round(taken["auroc"], 4)
+            more["auroc"] = round(ours["auroc"], 4)
             if "auroc" in theirs:
                 more["peer_auroc"] = round(theirs["auroc"], 4)
         if peer == "bare Ray":
             left_out = (FIRST_STEP, EXIT, "auroc")
-            more["stages_s"] = {key: round(value, 3) for key, value in taken.items() if key not in left_out}
+            more["stages_s"] = {key: round(value, 3) for key, value in ours.items() if key not in left_out}
         emit(
             "start",
             peer=peer_name or peer,
             workload=f"criteo_demo network, {self._rows:,} rows; {name}{text}",
             unit="s",
-            value=taken[end],
-            ratio=None if peer_s is None else taken[end] / peer_s,
+            value=ours[end],
+            ratio=None if peer_s is None else ours[end] / peer_s,
             repeats=self._repeats,
             **more,
         )
@@ -255,12 +255,12 @@ def main(*, quick: bool) -> None:
     log = Path(synthetic_log(rows))
     with_lightgbm = importlib.util.find_spec("lightgbm") is not None
     if not with_lightgbm:
-        say("  LightGBM is not installed, so there is nothing to compare with it; `pip install lightgbm` adds it")
+        note("  LightGBM is not installed, so there is nothing to compare with it; `pip install lightgbm` adds it")
     report = Report(rows=rows, repeats=repeats, with_lightgbm=with_lightgbm)
     with tempfile.TemporaryDirectory() as folder:
         in_turn(
             repeats,
             lambda number: candidates(log, Path(folder) / str(number), trainings=trainings, with_lightgbm=with_lightgbm),
-            shown=lambda taken: ", ".join(f"{key} {value:.2f}" for key, value in taken.items()),
-            known=lambda found: report.print(medians_of(found)),
+            shown=lambda times: ", ".join(f"{key} {value:.2f}" for key, value in times.items()),
+            on_result=lambda results: report.print(medians_of(results)),
         )

@@ -10,21 +10,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rows import say
+from rows import note
 
 from rayrec.observe.event_json import redact_secrets
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 
 def run_child(script: Path, *arguments: str, **environment: str) -> Any:
     """Run a script and return the last JSON line that it prints."""
-    # One OpenMP thread by default, and then as many of torch's own as there are cores: what Ray gives its workers, and a
-    # quarter faster than two pools that compete. It holds for all candidates alike.
+    # One OpenMP thread by default, and one torch thread per core, as in Ray's workers: a quarter faster than two pools that
+    # compete. Applies to all candidates.
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     variables.pop("RAY_ADDRESS", None)
     command = [sys.executable, str(script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, check=False, timeout=1800, env=variables)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=False, timeout=1800, env=variables)
     check_ended(script.name, done.returncode, done.stderr)
     return json.loads(done.stdout.strip().splitlines()[-1])
 
@@ -33,10 +33,10 @@ def check_ended(name: str, status: int, stderr: str) -> None:
     """Raise RuntimeError, with the last words that the process wrote, unless it ended with status 0."""
     if not status:
         return
-    said = [" ".join(line.split()) for line in stderr.splitlines() if re.search(r"\w", line)]
+    lines = [" ".join(line.split()) for line in stderr.splitlines() if re.search(r"\w", line)]
     how = f"signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"status {status}"
-    say(redact_secrets(stderr[-4000:]))
-    raise RuntimeError(f"{name} ended with {how}: {said[-1] if said else 'no message'}")
+    note(redact_secrets(stderr[-4000:]))
+    raise RuntimeError(f"{name} ended with {how}: {lines[-1] if lines else 'no message'}")
 
 
 def child(script: str, task: str, **arguments: Any) -> Any:

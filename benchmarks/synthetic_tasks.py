@@ -1,4 +1,4 @@
-"""Click logs whose truth needs one thing: products of features, interests in a list, or labels that say the same."""
+"""Click logs that need one ability: products of features, interests in a list, or related labels."""
 
 import os
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from rayrec.schema import Schema, load_schema
 
 @dataclass(frozen=True)
 class Planted:
-    """A log, its schema, and what the true probabilities score on its last rows."""
+    """Log, its schema, and the true log-odds."""
 
     table: pa.Table
     schema: dict[str, Any]
@@ -30,12 +30,12 @@ class Planted:
         return load_schema(yaml.safe_dump(self.schema), "planted")
 
     def best(self, label: str, rows: int) -> float:
-        """AUROC of the truth over the last `rows` rows that have the label."""
+        """Compute the true probabilities' AUROC over the labelled ones of the last `rows` rows."""
         values = self.table[label].slice(len(self.table) - rows)
-        known = values.is_valid().to_numpy()
-        found = exact_auroc(self.logits[label][-rows:][known], values.drop_null().to_numpy())
-        assert found is not None
-        return found
+        has_label = values.is_valid().to_numpy()
+        auroc = exact_auroc(self.logits[label][-rows:][has_label], values.drop_null().to_numpy())
+        assert auroc is not None
+        return auroc
 
 
 def crosses(rows: int, seed: int = 0, *, fields: int = 9, values: int = 14, products: int = 6) -> Planted:
@@ -43,13 +43,13 @@ def crosses(rows: int, seed: int = 0, *, fields: int = 9, values: int = 14, prod
     rng = np.random.default_rng(seed)
     columns = _popular(rng, values, (rows, fields), 0.5)
     logits = 0.3 * sum(rng.normal(0, 1, values)[columns[:, field]] for field in range(fields))
-    for chosen in [rng.permutation(fields)[:3] for _ in range(products)]:
+    for triple in [rng.permutation(fields)[:3] for _ in range(products)]:
         signs = rng.choice([-1, 1], (3, values)) * (0.5 + rng.random((3, values)))
-        factors = [signs[place][columns[:, field]] for place, field in enumerate(chosen)]
+        factors = [signs[index][columns[:, field]] for index, field in enumerate(triple)]
         logits = logits + 2 * np.prod(factors, axis=0) / products**0.5
     logits = _with_rate(logits, 0.3)
     names = [f"field_{field}" for field in range(fields)]
-    table = pa.table({"click": _drawn(rng, logits), **{name: columns[:, i] for i, name in enumerate(names)}})
+    table = pa.table({"click": _sample_clicks(rng, logits), **{name: columns[:, i] for i, name in enumerate(names)}})
     return Planted(table, {"label": "click", "dense": [], "sparse": names}, {"click": logits})
 
 
@@ -60,22 +60,22 @@ def interests(rows: int, seed: int = 0, *, items: int = 200, topics: int = 10, u
     begins = np.searchsorted(topic, np.arange(topics + 1))
     naming = rng.permutation(items)  # so that the number of an item says nothing
 
-    def of(wanted: np.ndarray) -> np.ndarray:
+    def of(topic_ids: np.ndarray) -> np.ndarray:
         """Draw an item of each wanted topic."""
-        return begins[wanted] + (rng.random(wanted.shape) * (begins[wanted + 1] - begins[wanted])).astype(np.int64)
+        return begins[topic_ids] + (rng.random(topic_ids.shape) * (begins[topic_ids + 1] - begins[topic_ids])).astype(np.int64)
 
     likes = rng.integers(0, topics, (users, 3))
     user = _popular(rng, users, (rows,), 0.5)
-    own = likes[user]
-    item = np.where(rng.random(rows) < 0.3, of(own[:, 0]), _popular(rng, items, (rows,), 0.8))
+    row_likes = likes[user]
+    item = np.where(rng.random(rows) < 0.3, of(row_likes[:, 0]), _popular(rng, items, (rows,), 0.8))
     history = _popular(rng, items, (rows, length), 0.8)
-    chosen = np.take_along_axis(own, rng.integers(0, 3, (rows, length)), axis=1)
-    history = np.where(rng.random((rows, length)) < 0.25, of(chosen), history)
+    liked = np.take_along_axis(row_likes, rng.integers(0, 3, (rows, length)), axis=1)
+    history = np.where(rng.random((rows, length)) < 0.25, of(liked), history)
     lengths = rng.integers(length // 2, length + 1, rows)
-    there = np.arange(length) < lengths[:, None]
-    match = ((topic[history] == topic[item][:, None]) & there).any(axis=1)
+    is_present = np.arange(length) < lengths[:, None]
+    match = ((topic[history] == topic[item][:, None]) & is_present).any(axis=1)
     logits = _with_rate(3 * match + rng.normal(0, 0.5, items)[item], 0.25)
-    return _listed(rng, logits, item, history, there, naming=naming, user=user)
+    return _listed(rng, logits, item, history, is_present, naming=naming, user=user)
 
 
 def returns(
@@ -86,16 +86,16 @@ def returns(
     rng = np.random.default_rng(seed)
     history = _popular(rng, items, (rows, length), exponent)
     lengths = rng.integers(length // 2, length + 1, rows)
-    place = (rng.random(rows) * lengths).astype(np.int64)
-    again = rng.random(rows) < rate
-    item = np.where(again, history[np.arange(rows), place], _popular(rng, items, (rows,), exponent))
-    there = np.arange(length) < lengths[:, None]
-    seen = ((history == item[:, None]) & there).any(axis=1)
+    position = (rng.random(rows) * lengths).astype(np.int64)
+    is_repeat = rng.random(rows) < rate
+    item = np.where(is_repeat, history[np.arange(rows), position], _popular(rng, items, (rows,), exponent))
+    is_present = np.arange(length) < lengths[:, None]
+    seen = ((history == item[:, None]) & is_present).any(axis=1)
     logits = _with_rate(3 * seen + rng.normal(0, 0.5, items)[item], 0.25)
-    return _listed(rng, logits, item, history, there, naming=rng.permutation(items))
+    return _listed(rng, logits, item, history, is_present, naming=rng.permutation(items))
 
 
-def labels(rows: int, seed: int = 0, *, users: int = 200, items: int = 150, known: float = 0.05) -> Planted:
+def labels(rows: int, seed: int = 0, *, users: int = 200, items: int = 150, labelled_fraction: float = 0.05) -> Planted:
     """Make a log in which one affinity decides clicks, a label of all rows, and purchases, a label of one row in twenty."""
     rng = np.random.default_rng(seed)
     user, item = _popular(rng, users, (rows,), 0.5), _popular(rng, items, (rows,), 0.6)
@@ -105,8 +105,8 @@ def labels(rows: int, seed: int = 0, *, users: int = 200, items: int = 150, know
     bought = _with_rate(fit + rng.normal(0, 0.7, items)[item] + rng.normal(0, 0.5, 6)[device], 0.1)
     table = pa.table(
         {
-            "click": _drawn(rng, click),
-            "bought": pa.array(_drawn(rng, bought), mask=rng.random(rows) >= known),
+            "click": _sample_clicks(rng, click),
+            "bought": pa.array(_sample_clicks(rng, bought), mask=rng.random(rows) >= labelled_fraction),
             "user": user,
             "item": item,
             "hour": hour,
@@ -119,9 +119,9 @@ def labels(rows: int, seed: int = 0, *, users: int = 200, items: int = 150, know
 
 def only(planted: Planted, label: str) -> Planted:
     """Return the rows with `label`, with this label only."""
-    known = planted.table[label].is_valid().to_numpy()
+    has_label = planted.table[label].is_valid().to_numpy()
     schema = {**planted.schema, "label": label, "labels": []}
-    return Planted(planted.table.filter(pa.array(known)), schema, {label: planted.logits[label][known]})
+    return Planted(planted.table.filter(pa.array(has_label)), schema, {label: planted.logits[label][has_label]})
 
 
 TRUTHS: dict[str, Callable[[int], Planted]] = {"crosses": crosses, "interests": interests, "returns": returns, "labels": labels}
@@ -132,15 +132,15 @@ def _listed(
     logits: np.ndarray,
     item: np.ndarray,
     history: np.ndarray,
-    there: np.ndarray,
+    is_present: np.ndarray,
     *,
     naming: np.ndarray,
     **more: np.ndarray,
 ) -> Planted:
-    """Make a log of items and their history, [rows, length], masked by `there`. `naming`: number of each item."""
-    offsets = np.concatenate([[0], np.cumsum(there.sum(axis=1))]).astype(np.int32)
-    lists = pa.ListArray.from_arrays(offsets, naming[history[there]])
-    table = pa.table({"click": _drawn(rng, logits), **more, "item": naming[item], "history": lists})
+    """Make a log of items and their history, [rows, length], masked by `is_present`. `naming`: number of each item."""
+    offsets = np.concatenate([[0], np.cumsum(is_present.sum(axis=1))]).astype(np.int32)
+    lists = pa.ListArray.from_arrays(offsets, naming[history[is_present]])
+    table = pa.table({"click": _sample_clicks(rng, logits), **more, "item": naming[item], "history": lists})
     schema = {
         "label": "click",
         "dense": [],
@@ -152,13 +152,13 @@ def _listed(
 
 
 def _popular(rng: np.random.Generator, count: int, shape: tuple[int, ...], exponent: float) -> np.ndarray:
-    """Numbers below `count`, low ones more often."""
+    """Sample numbers below `count`, low ones more often."""
     weights = (np.arange(count) + 6.0) ** -exponent
     return np.searchsorted(np.cumsum(weights / weights.sum())[:-1], rng.random(shape))
 
 
 def _with_rate(logits: np.ndarray, rate: float) -> np.ndarray:
-    """Shifted so that the mean probability is `rate`."""
+    """Shift the logits so that the mean probability is `rate`."""
     low, high = -30.0, 30.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -167,5 +167,5 @@ def _with_rate(logits: np.ndarray, rate: float) -> np.ndarray:
     return logits + low
 
 
-def _drawn(rng: np.random.Generator, logits: np.ndarray) -> np.ndarray:
+def _sample_clicks(rng: np.random.Generator, logits: np.ndarray) -> np.ndarray:
     return (rng.random(len(logits)) < 1 / (1 + np.exp(-logits))).astype(np.int8)

@@ -1,5 +1,7 @@
-"""Models on logs whose truth was planted so as to need them, beside DLRM: AUROC on the last fourteenth of the rows. What drifting
-categories need, `rayrec benchmark warm-start` shows."""
+"""Benchmark of models on synthetic logs that need them, compared with DLRM: AUROC on the last fourteenth of the rows.
+
+For drifting categories, see `rayrec benchmark warm-start`.
+"""
 
 import os
 import tempfile
@@ -8,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import synthetic_tasks
-from rows import attempt, emit, say
+from rows import attempt, emit, note
 
 import rayrec
 from rayrec.models.base import ClickModelConfig
@@ -22,7 +24,7 @@ from rayrec.recipes import clicks, clicks_din
 
 @dataclass(frozen=True)
 class Contest:
-    """DLRM's forms and the models made for a truth, on one log."""
+    """DLRM's forms and the models for a task, on one log."""
 
     truth: str
     label: str
@@ -32,7 +34,7 @@ class Contest:
     recipe: Any = clicks
     epochs: int = 3
     forms: tuple[str, ...] = ("dot", "cross")
-    """Interactions of the DLRM beside them, of which the better one counts."""
+    """Interactions of the DLRM peers, of which the better one counts."""
 
 
 CONTESTS = (
@@ -63,18 +65,18 @@ def main(*, quick: bool) -> None:
             }
             best_peer = max(peers, key=lambda form: peers[form])
             best = data.best(contest.label, rows - rows * 13 // 14)
-            say(f"  {contest.truth}: best possible {best:.4f}, DLRM {peers}")
+            note(f"  {contest.truth}: best possible {best:.4f}, DLRM {peers}")
             for name, model in contest.models.items():
                 run = name.replace(", ", "-").replace(" ", "-")
-                found = attempt(name, partial(_auroc, folder, data, contest, run, model, contest.recipe))
-                say(f"  {contest.truth}: {name} {found:.4f}")
+                auroc = attempt(name, partial(_auroc, folder, data, contest, run, model, contest.recipe))
+                note(f"  {contest.truth}: {name} {auroc:.4f}")
                 emit(
                     "synthetic-tasks",
                     peer=f"dlrm, {best_peer}" + (f", {contest.label} alone" if contest.truth == "labels" else ""),
                     workload=f"{contest.truth}, {rows:,} rows, {name}",
                     unit="auroc",
-                    value=found,
-                    ratio=(found - 0.5) / (peers[best_peer] - 0.5),
+                    value=auroc,
+                    ratio=(auroc - 0.5) / (peers[best_peer] - 0.5),
                     repeats=1,
                     peer_auroc=round(peers[best_peer], 4),
                     best_auroc=round(best, 4),
@@ -88,8 +90,8 @@ def _auroc(
     log = os.path.join(folder, "-".join(["log", *data.logits, name]))
     config = recipe(log, data.write(log))
     if model != "recipe":
-        chosen = model if isinstance(model, ClickModelConfig) else config.workload.model.replace(interaction=model)
-        config = config.replace(workload=config.workload.replace(model=chosen))
+        model_config = model if isinstance(model, ClickModelConfig) else config.workload.model.replace(interaction=model)
+        config = config.replace(workload=config.workload.replace(model=model_config))
     config = config.replace(
         epochs=contest.epochs,
         storage_path=os.path.join(folder, "runs"),

@@ -1,4 +1,4 @@
-"""Training speed by the optimizer of the tables: one network on the same batches in memory, in one process, in turn."""
+"""Benchmark of training speed by table optimizer: one network on the same batches in memory, in one process, in turn."""
 
 import functools
 import logging
@@ -16,13 +16,13 @@ SIZES: Final = (
     1_400, 550, 190_000, 110_000, 300, 20, 11_000, 620, 5, 40_000, 5_000, 170_000, 3_100, 26, 9_900, 140_000, 10, 4_300,
     1_900, 5, 160_000, 15, 16, 38_000, 80, 30_000,
 )  # fmt: skip
-"""Rows of the tables: some 0.9 million, as those of FuxiCTR's Criteo_x4."""
+"""Rows of the tables: about 0.9 million, as in FuxiCTR's Criteo_x4."""
 SKEW: Final = 4
 """Ids are a uniform number to this power, times the table's rows: some are far more frequent than others."""
 
 
 def batches_of(batch_size: int, number: int) -> list[Any]:
-    """Random batches of 13 numbers and 26 categories."""
+    """Generate random batches with 13 numbers and 26 categories."""
     import torch
 
     from rayrec.batch import Batch
@@ -30,10 +30,10 @@ def batches_of(batch_size: int, number: int) -> list[Any]:
     from rayrec.ingest.batches import sparse_features
 
     draw = torch.Generator().manual_seed(0)
-    found = []
+    batches = []
     for _ in range(number):
         ids = [(torch.rand(batch_size, generator=draw) ** SKEW * rows).int().numpy() for rows in SIZES]
-        found.append(
+        batches.append(
             Batch(
                 {"dense": torch.rand(batch_size, 13, generator=draw)},
                 1 / batch_size,
@@ -41,7 +41,7 @@ def batches_of(batch_size: int, number: int) -> list[Any]:
                 {"label": torch.rand(batch_size, generator=draw).round()},
             )
         )
-    return found
+    return batches
 
 
 def setup_of(kind: str, *, batch_size: int, model: Any = None) -> Any:
@@ -71,7 +71,7 @@ def setup_of(kind: str, *, batch_size: int, model: Any = None) -> Any:
 
 
 def times(setup: Any, source: Iterator[Any], steps: int) -> tuple[float, float]:
-    """Seconds by the clock and CPU seconds of so many steps."""
+    """Return the wall and CPU seconds of `steps` steps."""
     start, start_cpu = time.perf_counter(), time.process_time()
     for step in range(steps):
         setup.begin_step(step, steps)

@@ -1,5 +1,8 @@
-"""Training speed of criteo_kaggle's network: from raw TSV through Ray, from preprocessed batches without Ray, TorchRec's own
-DLRM, and the machine's matrix-product peak. Every candidate runs in a process of its own, all in turn."""
+"""Benchmark of training speed with criteo_kaggle's network.
+
+Candidates: from raw TSV through Ray, from preprocessed batches without Ray, TorchRec's DLRM, and the machine's matrix-product
+peak. Every candidate runs in a separate process, all in turn.
+"""
 
 import os
 import sys
@@ -10,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from logs import preprocessor_of, synthetic_log
-from rows import emit, interleaved, say
+from rows import emit, interleaved, note
 from run_metrics import matrix_peak as peak_of
 from subprocesses import child, run_task
 
@@ -69,8 +72,8 @@ def from_raw(*, path: str, precision: str, batch_size: int, workers: int, steps:
 
 
 def _ready_batches(path: str, batch_size: int, number: int) -> tuple[list[int], list[Any]]:
-    """Sizes of the tables, and batches of the log's own rows, permuted, encoded and held in memory. As many as there are
-    steps: a model that sees few rows again and again learns them by heart, and computes at another speed."""
+    """Return the table sizes, and batches of the log's rows, permuted and encoded, in memory. Has one batch per step, because a
+    model that repeats a few rows memorizes them and has another speed."""
     import numpy as np
     import torch
 
@@ -162,7 +165,7 @@ def torchrec_dlrm(*, path: str, precision: str, batch_size: int, steps: int) -> 
 
 
 def matrix_peak(*, precision: str, engine: str) -> float:
-    """FLOP/s of a 2048 x 512 x 512 product through MKL (torch's default for float32 here) or oneDNN, all cores."""
+    """Measure the FLOP/s of a 2048 x 512 x 512 product through MKL (torch's default for float32 here) or oneDNN, all cores."""
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)
@@ -190,7 +193,7 @@ def main(*, quick: bool) -> None:
         for batch_size in (2048, 8192):
             steps = (60 if quick else 450) * 2048 // batch_size
             common: dict[str, Any] = {"path": path, "precision": precision, "batch_size": batch_size, "steps": steps}
-            say(f"{precision}, batch {batch_size}:")
+            note(f"{precision}, batch {batch_size}:")
             rates = interleaved(
                 repeats,
                 raw=partial(child, __file__, "from_raw", workers=1, **common),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from logs import synthetic_log
-from rows import emit, part, say
+from rows import emit, note, part
 
 import rayrec
 from rayrec.observe.console import Console
@@ -36,7 +36,7 @@ EVALUATIONS = 27
 class Searched:
     """A search, with the metrics of its best trial's weights on the test rows."""
 
-    found: dict[str, Any]
+    summary: dict[str, Any]
     folder: str
     test_auroc: float
     prepare_s: float
@@ -45,15 +45,15 @@ class Searched:
     @property
     def seconds(self) -> float:
         """Seconds of all trials, without their pauses."""
-        return sum(trial["seconds"] for trial in self.found["trials"])
+        return sum(trial["seconds"] for trial in self.summary["trials"])
 
     @property
     def rows(self) -> int:
-        return sum(trial["rows"] for trial in self.found["trials"])
+        return sum(trial["rows"] for trial in self.summary["trials"])
 
     def events(self) -> list[list[dict[str, Any]]]:
         """Return the events of each trial."""
-        trials = (f"trial_{trial['number']:04d}" for trial in self.found["trials"])
+        trials = (f"trial_{trial['number']:04d}" for trial in self.summary["trials"])
         return [read_events(os.path.join(self.folder, "trials", name, "events.jsonl")) for name in trials]
 
 
@@ -91,21 +91,21 @@ def _searched(path: str, storage: str, name: str, grid: dict[str, Any], *, stop_
 
     search._prepare = timed  # type: ignore[assignment]
     try:
-        found = rayrec.tune(config, search=grid, stop_early=stop_early, console=Console(quiet=True))
+        summary = rayrec.tune(config, search=grid, stop_early=stop_early, console=Console(quiet=True))
     finally:
         search._prepare = prepared
-    folder = found["folder"]
-    best = os.path.join(folder, "trials", f"trial_{found['best']['number']:04d}", "summary.json")
-    searched = Searched(found, folder, read_json(best)["metrics"]["auroc"], seconds[0])
-    say(
-        f"  {name}: best {found['best']['values']}, validation {found['best']['auroc']:.5f}, test {searched.test_auroc:.5f}, "
+    folder = summary["folder"]
+    best = os.path.join(folder, "trials", f"trial_{summary['best']['number']:04d}", "summary.json")
+    searched = Searched(summary, folder, read_json(best)["metrics"]["auroc"], seconds[0])
+    note(
+        f"  {name}: best {summary['best']['values']}, validation {summary['best']['auroc']:.5f}, test {searched.test_auroc:.5f}, "
         f"{searched.rows:,} rows, {searched.seconds:.0f} s"
     )
     return searched
 
 
 def _steps(config: rayrec.TrainConfig, path: str) -> int:
-    """Return the approximate step count of a trial: twelve of fourteen parts of the log train."""
+    """Return the approximate step count of a trial, which trains on twelve fourteenths of the log."""
     if config.steps is not None:
         return config.steps
     with open(path, "rb") as file:
@@ -115,9 +115,9 @@ def _steps(config: rayrec.TrainConfig, path: str) -> int:
 
 
 def _report(workload: str, halving: Searched, full: Searched) -> None:
-    trials = full.found["trials"]
-    ranked = {trial["number"]: place for place, trial in enumerate(trials)}
-    chosen = halving.found["best"]["number"]
+    trials = full.summary["trials"]
+    ranked = {trial["number"]: rank for rank, trial in enumerate(trials)}
+    best = halving.summary["best"]["number"]
     emit(
         "tune",
         peer=f"full grid of {len(trials)} trials",
@@ -126,10 +126,10 @@ def _report(workload: str, halving: Searched, full: Searched) -> None:
         value=halving.rows / full.rows,
         ratio=halving.seconds / full.seconds,
         repeats=1,
-        same_best=chosen == full.found["best"]["number"],
-        place_in_grid=1 + ranked[chosen],
-        validation_auroc=round(halving.found["best"]["auroc"], 5),
-        peer_validation_auroc=round(full.found["best"]["auroc"], 5),
+        same_best=best == full.summary["best"]["number"],
+        place_in_grid=1 + ranked[best],
+        validation_auroc=round(halving.summary["best"]["auroc"], 5),
+        peer_validation_auroc=round(full.summary["best"]["auroc"], 5),
         test_auroc=round(halving.test_auroc, 5),
         peer_test_auroc=round(full.test_auroc, 5),
         worst_validation_auroc=round(min(trial["best"] for trial in trials if trial["best"] is not None), 5),
@@ -168,16 +168,16 @@ def _report_ingest(workload: str, searched: Searched) -> None:
 
 def _starts(events: list[dict[str, Any]]) -> list[float]:
     """Return the seconds from the start to the end of the first step, for each part of a trial."""
-    found, begun_s = [], 0.0
+    seconds, began_s = [], 0.0
     for event in events:
         if event["kind"] == "run":
-            begun_s = event["time"]
+            began_s = event["time"]
         elif event["kind"] == "start_up" and "first_step" in event["stages"]:
-            found.append(event["time"] - begun_s)
-    return found
+            seconds.append(event["time"] - began_s)
+    return seconds
 
 
 def _opened_s(events: list[dict[str, Any]]) -> float:
-    """Seconds in which the parts of a trial opened the preprocessed rows."""
+    """Sum the seconds in which the parts of a trial opened the preprocessed rows."""
     stages = [event["stages"] for event in events if event["kind"] == "start_up"]
     return sum(part.get(name, 0.0) for part in stages for name in ("index", "vocabulary", "prepare", "loader"))

@@ -1,5 +1,7 @@
-"""Counting categories through Ray: ours, Ray Data's own groupby, and plain pyarrow in one process; in how much memory it
-can be done; and what a lookup costs."""
+"""Benchmark of counting categories through Ray, compared with Ray Data, Spark on RayDP, and pyarrow in one process.
+
+Also measures counting with limited memory, and lookups.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ import pyarrow.csv as arrow_csv
 import ray
 from logs import synthetic_log
 from peers.ray_groupby import DENSE, SPARSE, distinct_tokens
-from rows import attempt, emit, interleaved, part, say, timed
+from rows import attempt, emit, interleaved, note, part, timed
 from subprocesses import check_ended
 
 import rayrec
@@ -127,7 +129,7 @@ def arrow_rate(path: str, rows: int) -> float:
 
 
 def lookup_ns(entries: int) -> float:
-    """Nanoseconds a lookup in a table of so many tokens, on one core, best of five."""
+    """Measure the nanoseconds per lookup in a table of `entries` tokens, on one core, best of five."""
     random = np.random.default_rng(0)
     tokens = (random.permutation(entries).astype(np.uint64) * 2654435761 % (1 << 32)).astype(np.uint32)
     tokens = np.unique(tokens)
@@ -139,21 +141,21 @@ def lookup_ns(entries: int) -> float:
         tokens=tokens,
         constants={},
     )
-    wanted, slots = random.choice(tokens, 4_000_000), preprocessor.slots
+    queries, slots = random.choice(tokens, 4_000_000), preprocessor.slots
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()
-        found = find_ids(wanted, slots, 0)
+        ids = find_ids(queries, slots, 0)
         best = min(best, time.perf_counter() - start)
-    assert (tokens[found - 2] == wanted).all()
-    return best / len(wanted) * 1e9
+    assert (tokens[ids - 2] == queries).all()
+    return best / len(queries) * 1e9
 
 
 WIDE = Schema(tokens="hexadecimal", label=None, dense=(), sparse=("token",))
 
 
 def wide_log(distinct: int) -> str:
-    """Path of a log of one column: every token once, every other one a second time; made once per machine."""
+    """Generate a log with one column once per machine and return its path. Contains every token once, and half of them twice."""
     path = synthetic_log(1000).replace("kaggle-1000/train.txt", f"wide-{distinct}.txt")
     if not os.path.exists(path):
         order = np.random.default_rng(0).permutation(distinct + distinct // 2) % distinct
@@ -203,7 +205,7 @@ def bounded_counting(distinct: int, memory_bytes: int) -> None:
         storage.list_files(wide_log(distinct)), WIDE, segment_bytes=SEGMENT_BYTES, context=TaskContext(ENGINE, None)
     )
     parts = parts_of(index)
-    kept: dict[str, np.ndarray] = {}
+    counted: dict[str, np.ndarray] = {}
     for min_count in (2, 3):
         for name, bound in (("bounded", memory_bytes), ("unbounded", None)):
             start = time.perf_counter()
@@ -212,11 +214,11 @@ def bounded_counting(distinct: int, memory_bytes: int) -> None:
                 num_distinct, spill = counts.num_distinct(0), counts.spill
             seconds = time.perf_counter() - start
             order = np.argsort(tokens)
-            kept[name] = np.stack([tokens[order], amounts[order]])
+            counted[name] = np.stack([tokens[order], amounts[order]])
             del counts, tokens, amounts, order
             assert num_distinct == distinct
             if bound is None:
-                assert (kept["bounded"] == kept["unbounded"]).all()
+                assert (counted["bounded"] == counted["unbounded"]).all()
             emit(
                 "vocabulary",
                 peer=None,
@@ -226,7 +228,7 @@ def bounded_counting(distinct: int, memory_bytes: int) -> None:
                 ratio=None,
                 repeats=1,
                 memory_mb=None if bound is None else bound / 2**20,
-                kept=kept[name].shape[1],
+                kept=counted[name].shape[1],
                 spilled_mb=round(spill.written_bytes / 2**20) if spill else 0,
                 rows_per_s=round(index.rows / seconds),
             )
@@ -235,7 +237,7 @@ def bounded_counting(distinct: int, memory_bytes: int) -> None:
 def raydp_rate(path: str, rows: int, rounds: int) -> float:
     """Measure the rows/s of Spark's groupBy on one executor of two cores inside the Ray cluster, without start-up and first
     round."""
-    python = environment("raydp", folder=os.path.join(cache.folder(), "environments"), note=say)
+    python = environment("raydp", folder=os.path.join(cache.folder(), "environments"), note=note)
     with tempfile.TemporaryDirectory() as folder:
         script = os.path.join(os.path.dirname(__file__), "peers", "raydp_groupby.py")
         source = os.path.dirname(os.path.dirname(rayrec.__file__))

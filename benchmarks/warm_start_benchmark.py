@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from logs import dated_log
-from rows import emit, say
+from rows import emit, note
 
 import rayrec
 from rayrec.observe.console import Console
@@ -41,7 +41,7 @@ def main(*, quick: bool) -> None:
     with tempfile.TemporaryDirectory() as storage:
         first = _trained(storage, "full-0", folders[0], folders[1])
         warm = full = first
-        say(f"  day 1: {first.auroc:.4f}")
+        note(f"  day 1: {first.auroc:.4f}")
         totals = {"full retraining": first.seconds, "warm start": first.seconds}
         rows_of = {"full retraining": first.rows, "warm start": first.rows}
         for day in range(1, days - 1):
@@ -49,7 +49,7 @@ def main(*, quick: bool) -> None:
             full = _trained(storage, f"full-{day}", so_far, folders[day + 1])
             warm = _warm(storage, f"warm-{day}", warm.run, folders[day], folders[day + 1])
             stale = rayrec.evaluate(first.run, folders[day + 1], console=QUIET)["auroc"]
-            say(f"  day {day + 1}: full {full.auroc:.4f}, warm {warm.auroc:.4f}, stale {stale:.4f}")
+            note(f"  day {day + 1}: full {full.auroc:.4f}, warm {warm.auroc:.4f}, stale {stale:.4f}")
             for peer, trained in (("full retraining", full), ("warm start", warm)):
                 totals[peer] += trained.seconds
                 rows_of[peer] += trained.rows
@@ -70,7 +70,7 @@ def main(*, quick: bool) -> None:
                 seconds=round(warm.seconds, 2),
                 peer_seconds=round(full.seconds, 2),
             )
-        say(f"  rows trained: {rows_of}; seconds: { ({name: round(value, 1) for name, value in totals.items()}) }")
+        note(f"  rows trained: {rows_of}; seconds: { ({name: round(value, 1) for name, value in totals.items()}) }")
 
 
 def _config(storage: str, name: str, train: str, evaluate: str) -> rayrec.TrainConfig:
@@ -90,7 +90,7 @@ def _config(storage: str, name: str, train: str, evaluate: str) -> rayrec.TrainC
 
 
 def _trained(storage: str, name: str, train: str, evaluate: str, **changes: Any) -> Trained:
-    """Seconds: of preparing and training, without the evaluation on the next day, which every model needs."""
+    """Train a model and evaluate it on the next day. The seconds exclude this evaluation, which every model needs."""
     started_s = time.monotonic()
     config = _config(storage, name, train, evaluate).updated(changes)
     result = rayrec.train(config, console=QUIET)

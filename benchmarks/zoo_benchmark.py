@@ -1,4 +1,4 @@
-"""Every model's quality on a small log, each tuned with the same budget, beside LightGBM and logistic regression.
+"""Benchmark of every model's quality on a small log, compared with LightGBM and logistic regression at the same tuning budget.
 
 `--data PATH` names a log in Criteo's format; without it a synthetic one of 20,000 rows is used. The log is rotated: each time
 another fourteenth of its rows is the test, and the one before it validates. The settings of a model are chosen on the validation
@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 from logs import synthetic_log
 from movielens_benchmark import SCHEMA, csv_lines, package_of
-from rows import emit, part, say
+from rows import emit, note, part
 
 import rayrec
 from rayrec.metrics.binary import binary_metrics
@@ -52,20 +52,20 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Found:
-    """Metrics of one training."""
+class Metrics:
+    """Validation and test quality after one training."""
 
     validation_logloss: float
     auroc: float
     logloss: float
 
 
-Fit = Callable[[dict[str, float], Log], Found]
+Fit = Callable[[dict[str, float], Log], Metrics]
 
 
 def main(*, quick: bool) -> None:
     budget, rotations, models = (2, 2, MODELS[:2]) if quick else (BUDGET, ROTATIONS, MODELS)
-    chosen = _option("--models")
+    selected = _option("--models")
     rotations = int(_option("--rotations") or rotations)
     with tempfile.TemporaryDirectory() as folder:
         head, lines, recipe = _log_lines()
@@ -77,12 +77,12 @@ def main(*, quick: bool) -> None:
             contests["criteo_ensemble"] = partial(_trained, criteo_ensemble, folder, None), [{}]
         for kind, settings in _baseline_settings(budget).items():
             contests[kind] = partial(_baseline, recipe, folder, kind), settings
-        dlrm: list[Found] = []
-        for name in chosen.split(",") if chosen else contests:
+        dlrm: list[Metrics] = []
+        for name in selected.split(",") if selected else contests:
             with part("zoo", name):
                 fit, settings = contests[name]
-                found = _contest(name, fit, settings, logs, dlrm, rows=len(lines))
-                dlrm = found if name == "dlrm" else dlrm
+                results = _contest(name, fit, settings, logs, dlrm, rows=len(lines))
+                dlrm = results if name == "dlrm" else dlrm
 
 
 def _option(name: str) -> str | None:
@@ -101,18 +101,18 @@ def _log_lines() -> tuple[list[bytes], list[bytes], Any]:
 
 
 def _contest(
-    name: str, fit: Fit, settings: list[dict[str, float]], logs: list[Log], dlrm: list[Found], *, rows: int
-) -> list[Found]:
-    """Tunes, trains on every rotation, and emits a row; what was found on each rotation. `dlrm`: that of DLRM, or nothing."""
+    name: str, fit: Fit, settings: list[dict[str, float]], logs: list[Log], dlrm: list[Metrics], *, rows: int
+) -> list[Metrics]:
+    """Tune, train on every rotation, and emit a row. Return the metrics of each rotation. `dlrm`: DLRM's metrics, or empty."""
     tuning = logs[: TUNED_ON if len(settings) > 1 else 0]
-    tried = [[fit(chosen, log) for log in tuning] for chosen in settings]
+    tried = [[fit(candidate, log) for log in tuning] for candidate in settings]
     best = min(range(len(settings)), key=lambda number: _mean("validation_logloss", tried[number]) if tuning else 0)
-    found = tried[best] + [fit(settings[best], log) for log in logs[len(tuning) :]]
-    better = [one.auroc - other.auroc for one, other in zip(found, dlrm or found, strict=True)]
-    auroc, peer = _mean("auroc", found), _mean("auroc", dlrm or found)
+    results = tried[best] + [fit(settings[best], log) for log in logs[len(tuning) :]]
+    better = [one.auroc - other.auroc for one, other in zip(results, dlrm or results, strict=True)]
+    auroc, peer = _mean("auroc", results), _mean("auroc", dlrm or results)
     error = statistics.stdev(better) / math.sqrt(len(better)) if len(better) > 1 else 0.0
-    chosen = {field: float(f"{value:.3g}") for field, value in settings[best].items()}
-    say(f"  {name}: {auroc:.4f} {_mean('logloss', found):.4f}, over DLRM {auroc - peer:+.4f} ± {error:.4f}, {chosen}")
+    best_settings = {field: float(f"{value:.3g}") for field, value in settings[best].items()}
+    note(f"  {name}: {auroc:.4f} {_mean('logloss', results):.4f}, over DLRM {auroc - peer:+.4f} ± {error:.4f}, {best_settings}")
     emit(
         "zoo",
         peer="dlrm" if dlrm else None,
@@ -120,17 +120,17 @@ def _contest(
         unit="auroc",
         value=auroc,
         ratio=(auroc - 0.5) / (peer - 0.5) if dlrm else None,
-        repeats=len(found),
-        logloss=round(_mean("logloss", found), 4),
+        repeats=len(results),
+        logloss=round(_mean("logloss", results), 4),
         over_dlrm=round(auroc - peer, 4),
         standard_error=round(error, 4),
-        settings=chosen,
+        settings=best_settings,
     )
-    return found
+    return results
 
 
-def _mean(name: str, found: Sequence[Found]) -> float:
-    return statistics.mean(getattr(one, name) for one in found)
+def _mean(name: str, results: Sequence[Metrics]) -> float:
+    return statistics.mean(getattr(one, name) for one in results)
 
 
 def _rotated(head: list[bytes], lines: list[bytes], folder: str, number: int, rotations: int) -> Log:
@@ -139,9 +139,9 @@ def _rotated(head: list[bytes], lines: list[bytes], folder: str, number: int, ro
     ending = "csv" if head else "txt"
     log = Log(os.path.join(folder, f"log-{number}.{ending}"), os.path.join(folder, f"test-{number}.{ending}"), number)
     begin = (len(lines) * 6 // 7 + len(lines)) // 2
-    for path, written in ((log.path, rotated), (log.test_path, rotated[begin:])):
+    for path, rows in ((log.path, rotated), (log.test_path, rotated[begin:])):
         with open(path, "wb") as file:
-            file.writelines(head + written)
+            file.writelines(head + rows)
     return log
 
 
@@ -168,10 +168,10 @@ def _log_uniform(draw: np.random.Generator, low: float, high: float) -> float:
     return float(np.exp(draw.uniform(np.log(low), np.log(high))))
 
 
-def _trained(recipe: Any, folder: str, model: str | None, settings: dict[str, float], log: Log) -> Found:
+def _trained(recipe: Any, folder: str, model: str | None, settings: dict[str, float], log: Log) -> Metrics:
     summary = rayrec.train(_config(recipe, folder, model, settings, log), console=Console(quiet=True)).summary
     metrics = summary["metrics"]
-    return Found(summary["validation"]["logloss"], metrics["auroc"], metrics["logloss"])
+    return Metrics(summary["validation"]["logloss"], metrics["auroc"], metrics["logloss"])
 
 
 def _config(recipe: Any, folder: str, model: str | None, settings: dict[str, float], log: Log) -> TrainConfig:
@@ -187,7 +187,7 @@ def _config(recipe: Any, folder: str, model: str | None, settings: dict[str, flo
             dense_optimizer=workload.dense_optimizer.replace(learning_rate=settings["network"]),
             sparse_optimizer=workload.sparse_optimizer.replace(learning_rate=settings["tables"]),
         )
-    made: TrainConfig = config.replace(
+    new_config: TrainConfig = config.replace(
         workload=workload,
         storage_path=os.path.join(folder, "runs"),
         name="-".join([model or "ensemble", str(log.number), *(f"{value:.6g}" for value in settings.values())]),
@@ -195,22 +195,24 @@ def _config(recipe: Any, folder: str, model: str | None, settings: dict[str, flo
         scaling={"num_workers": 1},
         trackers={"prometheus": False, "tensorboard": False},
     )
-    return made
+    return new_config
 
 
-def _baseline(recipe: Any, folder: str, kind: Kind, settings: dict[str, float], log: Log) -> Found:
+def _baseline(recipe: Any, folder: str, kind: Kind, settings: dict[str, float], log: Log) -> Metrics:
     """Fit a baseline on the Preprocessor and split of DLRM's default run, which ends at once if it exists."""
     config = _config(recipe, folder, "dlrm", {}, log)
     checkpoint = rayrec.train(config, console=Console(quiet=True)).summary["checkpoint"]
-    given = open_baselines(config, checkpoint, max_rows=10**7, kinds=(kind,))
+    baselines = open_baselines(config, checkpoint, max_rows=10**7, kinds=(kind,))
     if kind == "logistic":
-        fitted = given.fit(kind, strengths=tuple(settings.values()))
+        fitted = baselines.fit(kind, strengths=tuple(settings.values()))
     else:
-        whole: dict[str, Any] = {name: round(settings[name]) for name in ("num_leaves", "min_data_in_leaf") if name in settings}
-        chosen: dict[str, Any] = {"bagging_freq": 1, **settings, **whole} if settings else {}
-        fitted = given.fit(kind, **chosen)
-    test = list(given.rows(log.test_path))
+        integers: dict[str, Any] = {
+            name: round(settings[name]) for name in ("num_leaves", "min_data_in_leaf") if name in settings
+        }
+        parameters: dict[str, Any] = {"bagging_freq": 1, **settings, **integers} if settings else {}
+        fitted = baselines.fit(kind, **parameters)
+    test = list(baselines.rows(log.test_path))
     logits, labels = (np.concatenate(parts) for parts in zip(*((fitted.logits(r), r.label) for r in test), strict=True))
     metrics = binary_metrics(logits, labels)
-    validation = binary_metrics(fitted.logits(given.validation), given.validation.label)
-    return Found(validation["logloss"], metrics["auroc"], metrics["logloss"])
+    validation = binary_metrics(fitted.logits(baselines.validation), baselines.validation.label)
+    return Metrics(validation["logloss"], metrics["auroc"], metrics["logloss"])

@@ -1,6 +1,6 @@
 """Train, score and export tiny models of every kind, and print one JSON line for each: `python tools/bits.py [NAME ...]`.
 
-A line has the losses of all steps, the metrics of the last evaluation and of `rayrec evaluate`, and three SHA-256 digests.
+A line has the losses of all steps, the metrics from the last evaluation and from `rayrec evaluate`, and three SHA-256 digests.
 `weights_sha256` covers the last checkpoint, `predict_sha256` the content of the predictions, `export_sha256` the export's
 weights, tables and program. A change that must not alter results keeps all of them:
 
@@ -42,7 +42,7 @@ TOLERANCE: Final = 2e-4
 """Relative difference of losses that floating point of another machine may cause."""
 HASHES: Final = ("weights_sha256", "predict_sha256", "export_sha256")
 NO_RESULT: Final = ("report.json", "manifest.json", "README.md", "encode.py", "dense.pt2")
-"""Files of an export that hold times, prose or code; the operations of dense.pt2 are hashed in its place."""
+"""Export files with times, prose or code. The operations of dense.pt2 are hashed instead of the file."""
 VECTOR_FLAGS: Final = ("sse", "avx", "fma", "amx", "bf16", "asimd", "sve")
 PACKAGES: Final = ("torch", "torchrec", "fbgemm-gpu-cpu", "numpy", "transformers")
 
@@ -54,14 +54,14 @@ def write_clicks() -> None:
     rayrec.generate("clicks", rows=1500, days=7, seed=1)
 
 
-def own_rows(seed: int, rows: int) -> list[dict[str, Any]]:
+def custom_rows(seed: int, rows: int) -> list[dict[str, Any]]:
     """Return rows of clicks with a list of earlier items, a list with weights, a row's weight and three labels."""
     chance = random.Random(seed)
-    made = []
+    records = []
     for number in range(rows):
         user, item = chance.randrange(40), chance.randrange(30)
         tags = chance.sample(("red", "green", "blue", "grey"), chance.randrange(4))
-        made.append(
+        records.append(
             {
                 "label": int((user * 7 + item * 13) % 10 + chance.random() * 4 > 7),
                 "bought": chance.choice((0, 1, None)),
@@ -75,19 +75,19 @@ def own_rows(seed: int, rows: int) -> list[dict[str, Any]]:
                 "weight": chance.choice((0.5, 1, 2)),
             }
         )
-    return made
+    return records
 
 
-def write_own() -> None:
+def write_custom() -> None:
     """Write a log of own columns as CSV, and another one as Parquet."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = own_rows(seed=2, rows=600)
+    rows = custom_rows(seed=2, rows=600)
     lines = [",".join(rows[0])]
     lines += [",".join(_csv(value) for value in row.values()) for row in rows]
     Path("own.csv").write_text("\n".join(lines) + "\n")
-    pq.write_table(pa.Table.from_pylist(own_rows(seed=3, rows=600)), "own.parquet")
+    pq.write_table(pa.Table.from_pylist(custom_rows(seed=3, rows=600)), "own.parquet")
 
 
 def _csv(value: Any) -> str:
@@ -122,13 +122,13 @@ def write_tokens() -> None:
 
 
 DATA: dict[str, Callable[[], None]] = {
-    "clicks": write_clicks, "own.csv": write_own, "own.parquet": write_own, "digits": write_digits, "tokens": write_tokens,
+    "clicks": write_clicks, "own.csv": write_custom, "own.parquet": write_custom, "digits": write_digits, "tokens": write_tokens,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, and what is made of its weights. Paths are relative to the folder in which all of them take place."""
+    """Run and the uses of its weights. Paths are relative to the common working folder of all runs."""
 
     recipe: str
     data: str
@@ -143,7 +143,7 @@ class Run:
     predict: str | None = None
     """Path of the rows to score. None: `data`."""
     exports: dict[str, Any] | None = field(default_factory=dict)
-    """Options of the export; None: the model has none."""
+    """Options of the export. None: no export."""
 
 
 SMALL: dict[str, Any] = {
@@ -168,7 +168,7 @@ GPT2: dict[str, Any] = {
     "precision": "fp32",
     "workload": {"model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16, "dropout": 0.1}, "max_new_tokens": 8},
 }
-OWN: dict[str, Any] = {
+CUSTOM_SCHEMA: dict[str, Any] = {
     "label": "label",
     "labels": [{"name": "bought"}, {"name": "seconds", "kind": "number", "missing": "fault"}],
     "dense": ["age"],
@@ -182,7 +182,7 @@ ADAM_TABLES = {"kind": "adam", "learning_rate": 0.01, "eps": 1e-8, "weight_decay
 RUNS: dict[str, Run] = {
     "criteo": Run("criteo_demo", "clicks", DEMO),
     "bf16": Run("criteo_demo", "clicks", {**DEMO, "precision": "bf16"}, exports=None),
-    "own": Run("clicks", "own.csv", {"workload": {"schema": OWN}}, exports=None),
+    "own": Run("clicks", "own.csv", {"workload": {"schema": CUSTOM_SCHEMA}}, exports=None),
     "din": Run(
         "clicks_din",
         "own.parquet",
@@ -248,7 +248,7 @@ RUNS: dict[str, Run] = {
     "resumed_3": Run(
         "criteo_demo", "clicks", {**DEMO, "steps": 16}, start="torchrun", workers=3, goes_on="torchrun_2", exports=None
     ),
-    "torchrun_3": Run("clicks", "own.csv", {"workload": {"schema": OWN}}, start="torchrun", workers=3, exports=None),
+    "torchrun_3": Run("clicks", "own.csv", {"workload": {"schema": CUSTOM_SCHEMA}}, start="torchrun", workers=3, exports=None),
     "mnist_ddp": Run(
         "mnist_resnet18",
         "digits",
@@ -268,13 +268,13 @@ RUNS: dict[str, Run] = {
 QUICK: Final = tuple(name for name, run in RUNS.items() if run.start == "here")
 
 
-def chosen(names: Iterable[str]) -> list[str]:
+def select_runs(names: Iterable[str]) -> list[str]:
     """Return the runs that are asked for, none being all of them, and those that they need, in the order of `RUNS`."""
-    wanted = {run for name in names for run in (QUICK if name == "quick" else (name,))} or set(RUNS)
+    selected = {run for name in names for run in (QUICK if name == "quick" else (name,))} or set(RUNS)
     for name in reversed(RUNS):
-        if name in wanted:
-            wanted |= {*RUNS[name].needs, *filter(None, [RUNS[name].goes_on])}
-    return [name for name in RUNS if name in wanted]
+        if name in selected:
+            selected |= {*RUNS[name].needs, *filter(None, [RUNS[name].goes_on])}
+    return [name for name in RUNS if name in selected]
 
 
 def logged(name: str, log: Path) -> dict[str, Any]:
@@ -383,10 +383,10 @@ def machine() -> dict[str, Any]:
     """Return what the bits of floating point depend on."""
     import torch
 
-    found = Path("/proc/cpuinfo")
+    cpuinfo = Path("/proc/cpuinfo")
     info = dict(
         (part.strip() for part in line.split(":", 1))
-        for line in (found.read_text() if found.exists() else "").splitlines()
+        for line in (cpuinfo.read_text() if cpuinfo.exists() else "").splitlines()
         if ":" in line
     )
     flags = (info.get("flags") or info.get("Features") or "").split()
@@ -407,15 +407,15 @@ def differences(line: dict[str, Any], before: dict[str, Any] | None, *, bits: bo
     now, then = line["losses"], before["losses"]
     if len(now) != len(then):
         return [f"{name}: {len(now)} steps, before {len(then)}"]
-    apart = max(abs(new - old) / abs(old) for new, old in zip(now, then, strict=True))
-    if not all(map(math.isfinite, now)) or apart > TOLERANCE:
-        return [f"{name}: losses are up to {apart:.2g} (relative) apart, more than {TOLERANCE}: {now}, before {then}"]
-    found = [f"{name}: losses are up to {apart:.2g} (relative) apart"] if bits and now != then else []
+    difference = max(abs(new - old) / abs(old) for new, old in zip(now, then, strict=True))
+    if not all(map(math.isfinite, now)) or difference > TOLERANCE:
+        return [f"{name}: losses are up to {difference:.2g} (relative) apart, more than {TOLERANCE}: {now}, before {then}"]
+    texts = [f"{name}: losses are up to {difference:.2g} (relative) apart"] if bits and now != then else []
     if bits:
         pairs = [(key, line.get(key), before.get(key)) for key in HASHES]
         pairs += [(key, line["metrics"].get(key), value) for key, value in before["metrics"].items()]
-        found += [f"{name}: {key} {new}, before {old}" for key, new, old in pairs if new != old]
-    return found
+        texts += [f"{name}: {key} {new}, before {old}" for key, new, old in pairs if new != old]
+    return texts
 
 
 def _code() -> str:
@@ -431,36 +431,36 @@ def _code() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"quick, or some of {', '.join(RUNS)}; none: all")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--save", type=Path, metavar="FILE", help="file to write the lines to, with the machine's features")
-    where.add_argument("--against", type=Path, metavar="FILE", help="file of an earlier --save to compare with")
-    given = parser.parse_args()
-    unknown = [name for name in given.names if name not in (*RUNS, "quick")]
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--save", type=Path, metavar="FILE", help="file to write the lines to, with the machine's features")
+    group.add_argument("--against", type=Path, metavar="FILE", help="file of an earlier --save to compare with")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in (*RUNS, "quick")]
     if unknown:
         parser.error(f"no run {unknown[0]}; there are quick, {', '.join(RUNS)}")
-    before = json.loads(given.against.read_text()) if given.against else None
-    save = given.save and given.save.absolute()
+    before = json.loads(options.against.read_text()) if options.against else None
+    save = options.save and options.save.absolute()
     code = _code()
     lines = []
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         os.environ.update(ENVIRONMENT, RAYREC_CACHE=f"{folder}/cache", PYTHONPATH=code)
         os.environ.pop("RAY_ADDRESS", None)
-        for name in chosen(given.names):
+        for name in select_runs(options.names):
             lines.append(logged(name, Path(folder, "log.txt")))
             print(json.dumps(lines[-1]), flush=True)
-    here = machine()
+    current = machine()
     if save:
         runs = ",\n".join(map(json.dumps, lines))
-        save.write_text(f'{{"machine": {json.dumps(here)}, "runs": [\n{runs}\n]}}\n')
+        save.write_text(f'{{"machine": {json.dumps(current)}, "runs": [\n{runs}\n]}}\n')
     if before is None:
         return 0
     then = {line["name"]: line for line in before["runs"]}
-    others = [key for key in here if here[key] != before["machine"].get(key)]
-    if others:
-        print(f"made with another {', '.join(others)}: losses are compared, bits are not", file=sys.stderr)
-    found = [text for line in lines for text in differences(line, then.get(line["name"]), bits=not others)]
-    print("\n".join(found) or f"no difference in {len(lines)} runs", file=sys.stderr)
-    return int(bool(found))
+    changed = [key for key in current if current[key] != before["machine"].get(key)]
+    if changed:
+        print(f"made with another {', '.join(changed)}: losses are compared, bits are not", file=sys.stderr)
+    texts = [text for line in lines for text in differences(line, then.get(line["name"]), bits=not changed)]
+    print("\n".join(texts) or f"no difference in {len(lines)} runs", file=sys.stderr)
+    return int(bool(texts))
 
 
 if __name__ == "__main__":

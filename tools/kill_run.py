@@ -35,9 +35,9 @@ def run(folder: Path, log: Path, *, kill: bool) -> list[dict[str, object]]:
             killed.append({"time": time.time(), "kind": "SIGKILL"})
         command.summary(timeout_s=400)
         events = sorted([*command.events(), *killed], key=lambda event: event["time"])
-    begun = events[0]["time"]
+    began = events[0]["time"]
     return [
-        {"seconds": round(event["time"] - begun, 2), **{name: event[name] for name in FIELDS if name in event}}
+        {"seconds": round(event["time"] - began, 2), **{name: event[name] for name in FIELDS if name in event}}
         for event in events
     ]
 

@@ -61,14 +61,14 @@ def layers() -> str:
     return parser["importlinter:contract:layers"]["layers"].strip()
 
 
-def written(path: Path, texts: dict[str, str]) -> str:
+def fill_page(path: Path, texts: dict[str, str]) -> str:
     """Return a page with the blocks of the given marks replaced."""
     page = path.read_text()
     for mark, text in texts.items():
         pattern = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)", re.DOTALL)
-        page, found = pattern.subn(lambda match, text=text: f"{match[1]}\n```text\n{text}\n```\n\n{match[2]}", page)
-        if found != 1:
-            raise SystemExit(f"{path.relative_to(ROOT)}: needs one block <!-- {mark} -->, has {found}")
+        page, count = pattern.subn(lambda match, text=text: f"{match[1]}\n```text\n{text}\n```\n\n{match[2]}", page)
+        if count != 1:
+            raise SystemExit(f"{path.relative_to(ROOT)}: needs one block <!-- {mark} -->, has {count}")
     return page
 
 
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
     pages = {ROOT / "docs" / "architecture.md": {"layers": layers()}, ROOT / "CONTRIBUTING.md": {"layout": layout()}}
     stale = []
     for path, texts in pages.items():
-        text = written(path, texts)
+        text = fill_page(path, texts)
         if text != path.read_text():
             stale.append(str(path.relative_to(ROOT)))
             if "--check" not in arguments:

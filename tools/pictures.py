@@ -59,7 +59,7 @@ def line(x1: float, y1: float, x2: float, y2: float, color: str, *, width: float
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
-    """Horizontal or vertical, with a head of 7 pixels at its end."""
+    """Draw a horizontal or vertical arrow with a head of 7 pixels."""
     if y1 == y2:
         head = 7 if x2 > x1 else -7
         tip = f"M{x2:g} {y2:g}l{-head} -4v8z"
@@ -84,11 +84,11 @@ SHOWN = (
 
 
 def numbers(theme: Theme) -> str:
-    """Draw the rows/s of rayrec and of a peer as a pair of bars for each entry in SHOWN."""
+    """Draw the rows/s of rayrec and a peer as two bars for each entry in SHOWN."""
     parts, panel, hardware = [], 290, ""
-    for place, (shown, title) in enumerate(SHOWN):
+    for index, (shown, title) in enumerate(SHOWN):
         _, row = results.find(shown.name, shown.workload, shown.peer)
-        left, ours, peer, hardware = place * panel + 10, row["rows_per_s"], row["peer_rows_per_s"], row["hardware"]
+        left, ours, peer, hardware = index * panel + 10, row["rows_per_s"], row["peer_rows_per_s"], row["hardware"]
         ratio = f"{ours / peer:.1f}" if ours / peer < 20 else f"{ours / peer:.0f}"
         parts += [
             text(left, 24, title, theme.text, size=15, bold=True),
@@ -98,8 +98,8 @@ def numbers(theme: Theme) -> str:
             rectangle(left, 124, max(250 * peer / ours, 2), 16, theme.peer),
             text(left, 158, f"{shown.peer_text} {peer:,.0f}", theme.quiet, size=13),
         ]
-    where = f"Rows/s, same run, {hardware}. Synthetic logs in Criteo's format. CPU only."
-    parts.append(text(10, 188, where, theme.quiet, size=12))
+    caption = f"Rows/s, same run, {hardware}. Synthetic logs in Criteo's format. CPU only."
+    parts.append(text(10, 188, caption, theme.quiet, size=12))
     return picture(3 * panel, 200, "rayrec and peers: rows a second", parts)
 
 
@@ -110,20 +110,20 @@ def kill(theme: Theme) -> str:
     width, height, left, bottom, top = 870, 330, 60, 270, 50
     start_s = min(event["seconds"] for event in steps) - 2
     end_s = max(event["seconds"] for event in events if event["kind"] == "summary")
-    most = max(event["step"] for event in steps)
+    max_step = max(event["step"] for event in steps)
 
     def x(seconds: float) -> float:
         return left + (seconds - start_s) / (end_s - start_s) * (width - left - 20)
 
     def y(step: float) -> float:
-        return bottom - step / most * (bottom - top)
+        return bottom - step / max_step * (bottom - top)
 
     parts = [
         text(10, 22, "A worker is killed: what the run does", theme.text, size=16, bold=True),
         line(left, bottom, width - 20, bottom, theme.line),
         line(left, top, left, bottom, theme.line),
     ]
-    for step in range(0, most + 1, most // 4):
+    for step in range(0, max_step + 1, max_step // 4):
         parts.append(text(left - 8, y(step) + 4, f"{step:,}", theme.quiet, size=12, anchor="end"))
     for second in range(0, int(end_s - start_s), 20):
         parts.append(text(x(start_s + second), bottom + 18, f"{second} s", theme.quiet, size=12, anchor="middle"))
@@ -136,8 +136,8 @@ def kill(theme: Theme) -> str:
     parts.append(f'<polyline points="{" ".join(attempt)}" fill="none" stroke="{theme.ours}" stroke-width="2.5"/>')
     for event in events:
         if event["kind"] == "checkpoint":
-            place = f'cx="{x(event["seconds"]):.1f}" cy="{y(event["step"]):.1f}"'
-            parts.append(f'<circle {place} r="4.5" fill="{theme.box}" stroke="{theme.ours}" stroke-width="2"/>')
+            position = f'cx="{x(event["seconds"]):.1f}" cy="{y(event["step"]):.1f}"'
+            parts.append(f'<circle {position} r="4.5" fill="{theme.box}" stroke="{theme.ours}" stroke-width="2"/>')
     (killed,) = (event["seconds"] for event in events if event["kind"] == "SIGKILL")
     resumed = next(event for event in events if event["kind"] == "start" and event["seconds"] > killed)
     stepped = next(event for event in events if event["kind"] == "step" and event["seconds"] > resumed["seconds"])
@@ -181,9 +181,9 @@ class Box(NamedTuple):
     lines: tuple[str, ...]
 
 
-def boxes(found: list[Box], theme: Theme) -> list[str]:
+def boxes(items: list[Box], theme: Theme) -> list[str]:
     parts = []
-    for box in found:
+    for box in items:
         parts.append(rectangle(box.x, box.y, box.width, box.height, theme.box, stroke=theme.line, round_=6))
         for number, words in enumerate(box.lines):
             middle = box.x + box.width / 2
@@ -194,7 +194,7 @@ def boxes(found: list[Box], theme: Theme) -> list[str]:
 
 def flow(theme: Theme) -> str:
     """Draw the path from the raw log to the served model, and the Preprocessor shared by all parts."""
-    found = [
+    items = [
         Box(10, 40, 150, 70, ("Raw log", "TSV, CSV, Parquet", "disk, s3, gs, az")),
         Box(205, 40, 150, 70, ("Index", "faults counted", "rows numbered")),
         Box(400, 40, 165, 70, ("Data tasks", "parse, shuffle, encode", "threads, Ray, Spark")),
@@ -226,7 +226,7 @@ def flow(theme: Theme) -> str:
         [
             text(10, 22, "One Preprocessor from the first row to the last request", theme.text, size=16, bold=True),
             *arrows,
-            *boxes(found, theme),
+            *boxes(items, theme),
         ],
     )
 
@@ -242,8 +242,8 @@ def batch(theme: Theme) -> str:
         ("Step", "forward, backward", "fused optimizer"),
     ]
     width = 140
-    found = [Box(10 + 163 * place, 40, width, 70, lines) for place, lines in enumerate(steps)]
-    arrows = [arrow(box.x + width, 75, box.x + 162, 75, theme.line) for box in found[:-1]]
+    items = [Box(10 + 163 * index, 40, width, 70, lines) for index, lines in enumerate(steps)]
+    arrows = [arrow(box.x + width, 75, box.x + 162, 75, theme.line) for box in items[:-1]]
     return picture(
         990,
         165,
@@ -251,7 +251,7 @@ def batch(theme: Theme) -> str:
         [
             text(10, 22, "The life of a batch", theme.text, size=16, bold=True),
             *arrows,
-            *boxes(found, theme),
+            *boxes(items, theme),
             text(
                 10,
                 145,
@@ -272,20 +272,20 @@ def top(theme: Theme) -> str:
     parts.append(text(16, 26, "$ rayrec top runs/demo", theme.quiet, size=13))
     # Each character has its own place, so that columns stand below each other in any font.
     for number, shown in enumerate(lines):
-        places = " ".join(f"{16 + 7.8 * column:g}" for column in range(len(shown)))
-        kept = shown.replace(" ", "\u00a0")  # SVG makes one of several spaces
-        at = f'x="{places}" y="{50 + 18 * number}"'
-        parts.append(f'<text {at} fill="{theme.text}" font-size="13" font-family="monospace">{escape(kept)}</text>')
+        positions = " ".join(f"{16 + 7.8 * column:g}" for column in range(len(shown)))
+        spaced = shown.replace(" ", "\u00a0")  # SVG makes one of several spaces
+        at = f'x="{positions}" y="{50 + 18 * number}"'
+        parts.append(f'<text {at} fill="{theme.text}" font-size="13" font-family="monospace">{escape(spaced)}</text>')
     return picture(width, height, "rayrec top", parts)
 
 
-DRAWN: dict[str, Callable[[Theme], str]] = {"numbers": numbers, "kill": kill, "flow": flow, "batch": batch, "top": top}
+DRAWINGS: dict[str, Callable[[Theme], str]] = {"numbers": numbers, "kill": kill, "flow": flow, "batch": batch, "top": top}
 """Each picture by its name."""
 
 
 def files() -> dict[str, str]:
     """Return the content of every drawing by its name in docs/assets."""
-    return {f"{name}-{theme}.svg": draw(colors) for name, draw in DRAWN.items() for theme, colors in THEMES.items()}
+    return {f"{name}-{theme}.svg": draw(colors) for name, draw in DRAWINGS.items() for theme, colors in THEMES.items()}
 
 
 def report() -> None:

@@ -1,10 +1,10 @@
 """Check the project's prose: `python tools/prose.py [FILE...]`, by default every file of the tree.
 
-Words: `words.tsv` lists phrases, for all text of Markdown, YAML, shell, C and make files, the cells of notebooks, and the
-comments and strings of Python files (docstrings, help, messages), never identifiers. Each hit is printed, and fails.
+Words: `words.tsv` lists phrases for all text in Markdown, YAML, shell, C and make files, notebook cells, and comments and strings
+in Python files (docstrings, help, messages), never identifiers. Each hit is printed, and fails.
 
-Docstrings, help and names of Python files: openings with a fragment, long sentences, clauses, chains of "of", identifiers with a
-part of `names.tsv`, names of tests. `LIMITS` is the number of each that a tree may have. Prints the hits of a kind above its
+Docstrings, help and names in Python files: openings with a fragment, long sentences, clauses, chains of "of", identifiers with a
+part in `names.tsv`, test names. `LIMITS` is the number of each that a tree may have. Prints the hits of a kind above its
 number. The exit status is 1 if anything fails. Ruff checks the imperative verb of functions.
 """
 
@@ -47,13 +47,13 @@ SPACE = r"(?:\s*\n\s*(?:#|//|\*)\s*|\s+)"
 
 
 LOOSE_SPACE = r"(?:[\W_]|\\n)+(?:[rfbu]{1,2}\W+)?"
-"""Pattern of a space in the source of a file, such as the end of a string literal and the start of the next."""
+"""Pattern for a space in a source file, such as the end of a string literal and the start of the next."""
 
 
 class Rule(NamedTuple):
     pattern: re.Pattern[str]
     in_source: re.Pattern[str]
-    """Matches in the source of every file whose prose `pattern` matches; tells files apart that need not be parsed."""
+    """Matches in the source of every file whose prose `pattern` matches; skips files that need no parsing."""
     replacement: str
     why: str
 
@@ -123,7 +123,7 @@ def _strings(node: ast.AST) -> Iterator[Prose]:
         yield from _strings(child)
 
 
-def prose_of_notebook(source: str) -> Iterator[Prose]:
+def prose_of_cells(source: str) -> Iterator[Prose]:
     """Yield each cell. Lines count from the start of the cell, as in a notebook."""
     for cell in json.loads(source)["cells"]:
         yield Prose(1, "".join(cell["source"]))
@@ -137,7 +137,7 @@ def hits(path: Path, rules: Iterable[Rule]) -> Iterator[tuple[int, str, Rule]]:
     candidates = [rule for rule in rules if rule.in_source.search(source)]
     if not candidates:
         return
-    kinds = {".py": prose_of_python, ".ipynb": prose_of_notebook}
+    kinds = {".py": prose_of_python, ".ipynb": prose_of_cells}
     for line, text in kinds[path.suffix](source) if path.suffix in kinds else [Prose(1, source)]:
         for rule in candidates:
             for match in rule.pattern.finditer(text):

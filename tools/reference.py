@@ -121,13 +121,13 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 def _types(kind: type[Config]) -> dict[str, str]:
     """Return the annotations of a class and of its bases, as in their sources."""
-    found: dict[str, str] = {}
+    annotations: dict[str, str] = {}
     for base in reversed(kind.__mro__[: kind.__mro__.index(Config)]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(definition, ast.ClassDef)
         fields = [line for line in definition.body if isinstance(line, ast.AnnAssign)]
-        found |= {ast.unparse(line.target): ast.unparse(line.annotation) for line in fields}
-    return found
+        annotations |= {ast.unparse(line.target): ast.unparse(line.annotation) for line in fields}
+    return annotations
 
 
 def configuration_page() -> str:
@@ -167,14 +167,14 @@ def python_page() -> str:
 def events_page() -> str:
     """Return the page of event kinds, with the fields named by the code that writes them."""
     named: dict[str, set[str]] = {}
-    for kind, fields in written_events():
+    for kind, fields in logged_events():
         named.setdefault(kind, set()).update(fields)
     rows = [(f"`{kind}`", text, ", ".join(f"`{name}`" for name in sorted(named.get(kind, ())))) for kind, text in KINDS.items()]
     return table(("kind", "reports", "fields"), rows)
 
 
-def written_events() -> Iterator[tuple[str, set[str]]]:
-    """Kind and named fields of each place in the code that writes an event; a kind is a text, or a module's constant KIND."""
+def logged_events() -> Iterator[tuple[str, set[str]]]:
+    """Yield kind and named fields of each event that the code writes. A kind is a literal, or a module's constant KIND."""
     trees = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
     constants = {
         path.stem: line.value.value
@@ -204,7 +204,7 @@ def written_events() -> Iterator[tuple[str, set[str]]]:
 
 
 def metrics_page() -> str:
-    """Prometheus metrics of training and of serving."""
+    """Return the page of Prometheus metrics of training and serving."""
     tree = ast.parse((SOURCE / "training" / "launchers" / "ray_metrics.py").read_text())  # to import it takes a Ray
     training: list[tuple[object, ...]] = []
     for node in ast.walk(tree):
@@ -220,9 +220,9 @@ def metrics_page() -> str:
             and ast.unparse(node.func) in ("Gauge", "Counter")
             and isinstance(node.args[0], ast.Constant)
         ):
-            given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
-            labels = ", ".join(f"`{label}`" for label in given["tag_keys"])
-            training.append((f"`ray_{node.args[0].value}`", ast.unparse(node.func).lower(), given["description"], labels))
+            options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+            labels = ", ".join(f"`{label}`" for label in options["tag_keys"])
+            training.append((f"`ray_{node.args[0].value}`", ast.unparse(node.func).lower(), options["description"], labels))
     serving = [
         (f"`{family.name}{'_total' if family.type == 'counter' else ''}`", family.type, family.documentation)
         for family in Counters().snapshot().families
@@ -261,7 +261,7 @@ def http_page() -> str:
 
 
 def statuses_page() -> str:
-    """Exit statuses of every command."""
+    """Return the page of exit statuses of all commands."""
     return table(("status", "meaning"), [(f"`{status}`", text) for status, text in STATUSES.items()])
 
 
@@ -281,8 +281,8 @@ def formats_page() -> str:
     """Return the page of file formats: docstrings and file names of the modules that write them."""
     parts: list[str] = []
     for title, name in FORMATS.items():
-        place = SOURCE.parent.joinpath(*name.split("."))
-        tree = ast.parse((place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text())
+        path = SOURCE.parent.joinpath(*name.split("."))
+        tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
         rows = []
         for line, after in zip(tree.body, [*tree.body[1:], ast.Pass()], strict=True):
             if (
@@ -321,5 +321,5 @@ def page(name: str) -> str:
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or PAGES:
-        print(page(wanted))
+    for name in sys.argv[1:] or PAGES:
+        print(page(name))

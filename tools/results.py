@@ -37,7 +37,7 @@ class Measured(NamedTuple):
     """The row whose peer is the machine's or a part's limit; empty: none was measured."""
     limit_text: str = ""
     unit: str = "rows"
-    mine: str = "{unit}_per_s"
+    our_field: str = "{unit}_per_s"
     """Field of rayrec's own figure; `peer_...` is the peer's."""
 
 
@@ -86,7 +86,7 @@ SUMMARY = (
         "criteo_kaggle network, fp32, 1,200,000 rows of raw TSV to Parquet, batches of 8192",
         FORWARD,
         "a bare forward in memory",
-        mine="rows_per_s_with_start",
+        our_field="rows_per_s_with_start",
     ),
     Measured(
         "ResNet18 on MNIST",
@@ -124,10 +124,10 @@ def _rows(name: str) -> list[tuple[str, dict[str, Any]]]:
 
 def find(name: str, workload: str, peer: str) -> tuple[str, dict[str, Any]]:
     """Return (date, row) of a benchmark's newest row with this workload and figures, and with a peer that starts with `peer`."""
-    found = [(date, row) for date, row in _rows(name) if row["workload"] == workload and (row["peer"] or "").startswith(peer)]
-    if not found:
+    matches = [(date, row) for date, row in _rows(name) if row["workload"] == workload and (row["peer"] or "").startswith(peer)]
+    if not matches:
         raise SystemExit(f"no row of {name}, {workload!r}, {peer!r} in {RESULTS.name}; correct tools/results.py")
-    return found[-1]
+    return matches[-1]
 
 
 def figure(key: str) -> str:
@@ -160,8 +160,8 @@ def _contains(text: str, part: str) -> bool:
 def number(value: float, digits: int) -> str:
     """Format a number with N significant digits, and commas between thousands."""
     exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
-    places = digits - 1 - exponent
-    return f"{round(value, places):,.{max(places, 0)}f}"
+    decimals = digits - 1 - exponent
+    return f"{round(value, decimals):,.{max(decimals, 0)}f}"
 
 
 def table() -> str:
@@ -173,13 +173,13 @@ def table() -> str:
     for measured in SUMMARY:
         date, row = find(measured.name, measured.workload, measured.peer)
         per_s = f"{measured.unit}_per_s"
-        mine, peer = row[measured.mine.format(unit=measured.unit)], row[f"peer_{per_s}"]
+        ours, peer = row[measured.our_field.format(unit=measured.unit)], row[f"peer_{per_s}"]
         limit = ""
         if measured.limit:
             of = find(measured.name, measured.workload, measured.limit)[1][f"peer_{per_s}"]
-            limit = f"{measured.limit_text}: {mine / of:.2f}"
-        ratio = f"{mine / peer:.2f}" if mine / peer < 20 else f"{mine / peer:.0f}"
-        speed, of_peer = f"{mine:,.0f} {measured.unit}/s", f"{measured.peer_text}: {peer:,.0f}"
+            limit = f"{measured.limit_text}: {ours / of:.2f}"
+        ratio = f"{ours / peer:.2f}" if ours / peer < 20 else f"{ours / peer:.0f}"
+        speed, of_peer = f"{ours:,.0f} {measured.unit}/s", f"{measured.peer_text}: {peer:,.0f}"
         lines.append(f"| {measured.job} | {speed} | {of_peer} | {ratio} | {limit} | {date} | `{measured.name}` |")
     return "\n".join(lines) + "\n"
 
@@ -213,7 +213,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {"summary": table, "serving": serv
 
 def page(text: str) -> str:
     """Return a page with current tables and figures."""
-    text = TABLE.sub(lambda place: place[1] + TABLES[place[2]]() + "\n", text)
+    text = TABLE.sub(lambda match: match[1] + TABLES[match[2]]() + "\n", text)
     return FIGURE.sub(lambda mark: mark[1] + figure(mark[2]) + mark[3], text)
 
 

@@ -23,18 +23,18 @@ LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 def groups(index: str) -> dict[str, list[tuple[str, str]]]:
     """Return title and path of the pages in each group of docs/index.md: the links in the first table column."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    by_heading: dict[str, list[tuple[str, str]]] = {}
     heading = ""
     for line in index.splitlines():
         if line.startswith("## "):
             heading = line.removeprefix("## ").strip()
         elif line.startswith("| [") and (link := LINK.search(line)):
-            found.setdefault(heading, []).append((link[1][0].upper() + link[1][1:], link[2]))
-    return found
+            by_heading.setdefault(heading, []).append((link[1][0].upper() + link[1][1:], link[2]))
+    return by_heading
 
 
 def on_config(config: Any) -> Any:
-    """List all pages: those of docs/index.md by group, and the generated ones."""
+    """List all pages: pages of docs/index.md by group, and generated pages."""
     nav: list[dict[str, Any]] = [{"Home": "index.md"}]
     for group, pages in groups((ROOT / "docs" / "index.md").read_text()).items():
         nav.append({group: [{title: path} for title, path in pages]})
@@ -46,7 +46,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the generated pages, and those of the root."""
+    """Add the generated pages and the pages in the root folder."""
     for name in reference.PAGES:
         page = File.generated(config, f"reference/{name}.md", content=reference.page(name))
         page.edit_uri = None

@@ -24,31 +24,31 @@ KERNELS = "rayrec/native/_kernels.abi3.so"
 
 
 def package_files(root: Path) -> set[str]:
-    """Paths below src/ of all that a wheel of the checkout `root` must hold, without its kernels and metadata."""
+    """Return the paths below src/ of all files that a wheel of the checkout `root` must contain, except kernels and metadata."""
     files = (path for path in (root / "src" / "rayrec").rglob("*") if path.is_file())
-    kept = (path for path in files if path.suffix not in (".c", ".h", ".so", ".pyc"))
-    return {path.relative_to(root / "src").as_posix() for path in kept}
+    included = (path for path in files if path.suffix not in (".c", ".h", ".so", ".pyc"))
+    return {path.relative_to(root / "src").as_posix() for path in included}
 
 
-def wheel_faults(names: Iterable[str], wanted: set[str]) -> list[str]:
-    """Return the faults of a wheel with these file names, a line each. `wanted`: see `package_files`."""
-    held = {name for name in names if ".dist-info/" not in name}
-    wanted = wanted | {KERNELS}
+def wheel_faults(names: Iterable[str], required: set[str]) -> list[str]:
+    """Return the faults of a wheel with these file names, a line each. `required`: see `package_files`."""
+    actual = {name for name in names if ".dist-info/" not in name}
+    required = required | {KERNELS}
     return [
-        *(f"the wheel lacks {name}" for name in sorted(wanted - held)),
-        *(f"the wheel must not hold {name}" for name in sorted(held - wanted)),
+        *(f"the wheel lacks {name}" for name in sorted(required - actual)),
+        *(f"the wheel must not hold {name}" for name in sorted(actual - required)),
     ]
 
 
 def sdist_faults(names: Iterable[str], root: Path) -> list[str]:
     """Return the faults of a source archive with these file names (including the top folder), a line each."""
-    held = {name.partition("/")[2] for name in names}
+    actual = {name.partition("/")[2] for name in names}
     sources = {path.relative_to(root).as_posix() for path in (root / "src" / "rayrec" / "native").glob("*.[ch]")}
-    wanted = {f"src/{name}" for name in package_files(root)} | sources
-    wanted |= {"pyproject.toml", "setup.py", "requirements.lock", "README.md", "LICENSE", f"{STAND_IN}/pyproject.toml"}
+    required = {f"src/{name}" for name in package_files(root)} | sources
+    required |= {"pyproject.toml", "setup.py", "requirements.lock", "README.md", "LICENSE", f"{STAND_IN}/pyproject.toml"}
     return [
-        *(f"the source archive lacks {name}" for name in sorted(wanted - held)),
-        *(f"the source archive must not hold {name}" for name in sorted(held) if name.startswith("tests/")),
+        *(f"the source archive lacks {name}" for name in sorted(required - actual)),
+        *(f"the source archive must not hold {name}" for name in sorted(actual) if name.startswith("tests/")),
     ]
 
 
@@ -61,10 +61,10 @@ def main() -> None:
     epoch = _output("git", "-C", str(ROOT), "log", "-1", "--format=%ct") if (ROOT / ".git").exists() else ""
     environment = {"CC": compiler, "LDFLAGS": "-s", **({"SOURCE_DATE_EPOCH": epoch.strip()} if epoch else {})}
     with tempfile.TemporaryDirectory() as scratch:
-        made, source = Path(scratch) / "made", Path(scratch) / "source"
+        built, source = Path(scratch) / "made", Path(scratch) / "source"
         copy_sources(source)
-        _build(source, made, environment)  # the archive, then the wheel from the archive
-        (archive,), (wheel,) = made.glob("*.tar.gz"), made.glob("*.whl")
+        _build(source, built, environment)  # the archive, then the wheel from the archive
+        (archive,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
         faults = [*wheel_faults(_names(wheel), package_files(ROOT)), *sdist_faults(_names(archive), ROOT)]
         if faults:
             raise SystemExit("\n".join(f"make wheel: {fault}" for fault in faults))

@@ -20,8 +20,8 @@ class BareDLRM(nn.Module):
         """Return float32 [rows] for dense features [rows, num_dense] and ids [num_sparse, rows]."""
         for weight, bias in self.bottom:
             dense = functional.relu(functional.linear(dense, weight, bias))
-        looked_up = [functional.embedding(column, table) for column, table in zip(ids, self.tables, strict=True)]
-        vectors = torch.stack([dense, *looked_up], dim=1)
+        embeddings = [functional.embedding(column, table) for column, table in zip(ids, self.tables, strict=True)]
+        vectors = torch.stack([dense, *embeddings], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
         hidden = torch.cat([dense, products], dim=1)
         for weight, bias in self.top[:-1]:
@@ -30,5 +30,5 @@ class BareDLRM(nn.Module):
 
 
 def _layers(weights: Mapping[str, torch.Tensor], name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    places = sorted(int(key.split(".")[2]) for key in weights if key.startswith(f"{name}.layers.") and key.endswith(".weight"))
-    return [(weights[f"{name}.layers.{place}.weight"], weights[f"{name}.layers.{place}.bias"]) for place in places]
+    indices = sorted(int(key.split(".")[2]) for key in weights if key.startswith(f"{name}.layers.") and key.endswith(".weight"))
+    return [(weights[f"{name}.layers.{index}.weight"], weights[f"{name}.layers.{index}.bias"]) for index in indices]

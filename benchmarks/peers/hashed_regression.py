@@ -20,8 +20,8 @@ def read(path: str) -> list[list[str]]:
 def fit_and_score(
     rows: Sequence[Sequence[str]], train: int, validation: int, strengths: Sequence[float]
 ) -> tuple[float, dict[str, float], dict[str, float]]:
-    """Trains on rows [0, train) for every strength C, takes the one with the best validation AUROC, and returns it with
-    the metrics of rows [train, validation) and [validation, end)."""
+    """Train on rows [0, train) for every strength C, and return the one with the best validation AUROC, with the metrics of rows
+    [train, validation) and [validation, end)."""
     labels = np.array([float(row[0]) for row in rows], np.float32)
     dense = np.array([[0.0 if v == "" else np.sign(int(v)) * np.log1p(abs(int(v))) for v in row[1:14]] for row in rows])
     dense = (dense - dense[:train].mean(axis=0)) / (dense[:train].std(axis=0) + 1e-9)
@@ -32,9 +32,13 @@ def fit_and_score(
     for strength in strengths:
         model = LogisticRegression(C=strength, max_iter=500).fit(features[:train], labels[:train])
         logits = model.decision_function(features[train:]).astype(np.float32)
-        held_out, test = logits[: validation - train], logits[validation - train :]
-        found = (strength, binary_metrics(held_out, labels[train:validation]), binary_metrics(test, labels[validation:]))
-        if best is None or found[1]["auroc"] > best[1]["auroc"]:
-            best = found
+        validation_logits, test = logits[: validation - train], logits[validation - train :]
+        result = (
+            strength,
+            binary_metrics(validation_logits, labels[train:validation]),
+            binary_metrics(test, labels[validation:]),
+        )
+        if best is None or result[1]["auroc"] > best[1]["auroc"]:
+            best = result
     assert best is not None
     return best

@@ -21,21 +21,24 @@ def main(path: str) -> None:
     train = len(rows) * 6 // 7
     test = (train + len(rows)) // 2
     parameters = {"objective": "binary", "metric": "auc", "verbosity": -1, "seed": 0}
-    known = lightgbm.Dataset(columns[:train], labels[:train])
+    train_set = lightgbm.Dataset(columns[:train], labels[:train])
     sets = {
-        "validation": known.create_valid(columns[train:test], labels[train:test]),
-        "test": known.create_valid(columns[test:], labels[test:]),
+        "validation": train_set.create_valid(columns[train:test], labels[train:test]),
+        "test": train_set.create_valid(columns[test:], labels[test:]),
     }
-    found: dict[str, dict[str, list[float]]] = {}
+    evaluations: dict[str, dict[str, list[float]]] = {}
     model = lightgbm.train(
         parameters,
-        known,
+        train_set,
         ROUNDS,
         valid_sets=list(sets.values()),
         valid_names=list(sets),
-        callbacks=[lightgbm.early_stopping(PATIENCE, first_metric_only=True, verbose=False), lightgbm.record_evaluation(found)],
+        callbacks=[
+            lightgbm.early_stopping(PATIENCE, first_metric_only=True, verbose=False),
+            lightgbm.record_evaluation(evaluations),
+        ],
     )
-    print(json.dumps({"auroc": found["test"]["auc"][model.best_iteration - 1], "rounds": model.best_iteration}))
+    print(json.dumps({"auroc": evaluations["test"]["auc"][model.best_iteration - 1], "rounds": model.best_iteration}))
 
 
 if __name__ == "__main__":

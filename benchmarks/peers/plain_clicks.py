@@ -29,11 +29,11 @@ class PlainClicks:
         ids = batch.sparse_features.values().view(len(self._features), -1)
         vectors = torch.cat([table(column) for table, column in zip(self.tables, ids, strict=True)], dim=1)
         outputs = self.network(batch.tensors["dense"], KeyedEmbeddings.in_order(self._features, self._dim, vectors))
-        own_loss: Any = getattr(self.network, "loss", None)
-        if own_loss is None:
+        custom_loss: Any = getattr(self.network, "loss", None)
+        if custom_loss is None:
             loss = functional.binary_cross_entropy_with_logits(outputs["label"], batch.labels["label"])
         else:
-            loss = own_loss(outputs, batch.labels).mean()
+            loss = custom_loss(outputs, batch.labels).mean()
         self._dense.zero_grad()
         self._sparse.zero_grad()
         loss.backward()

@@ -69,9 +69,9 @@ def train(rank: int, arguments: dict[str, Any], scratch: str) -> None:
         optimizer.step()
         losses.append(loss.detach())
         num_rows += len(labels) if step >= warm_steps else 0
-    found = {"losses": torch.stack(losses).tolist(), "rows_per_s": num_rows / (time.perf_counter() - start_s)}
+    result = {"losses": torch.stack(losses).tolist(), "rows_per_s": num_rows / (time.perf_counter() - start_s)}
     with open(f"{scratch}/{rank}.json", "w") as file:
-        json.dump(found, file)
+        json.dump(result, file)
 
 
 def main(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -81,12 +81,12 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
             train(0, arguments, scratch)
         else:
             torch.multiprocessing.spawn(train, (arguments, scratch), nprocs=workers)
-        found = []
+        results = []
         for rank in range(workers):
             with open(f"{scratch}/{rank}.json") as file:
-                found.append(json.load(file))
-    losses = [list(step) for step in zip(*(worker["losses"] for worker in found), strict=True)]
-    return {"losses": losses, "rows_per_s": sum(worker["rows_per_s"] for worker in found)}
+                results.append(json.load(file))
+    losses = [list(step) for step in zip(*(worker["losses"] for worker in results), strict=True)]
+    return {"losses": losses, "rows_per_s": sum(worker["rows_per_s"] for worker in results)}
 
 
 if __name__ == "__main__":

@@ -49,14 +49,14 @@ class Rows:
         rank, world_size = distributed.get_rank(), distributed.get_world_size()
         rows = len(self)
         order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)) if shuffled else torch.arange(rows)
-        share = rows // world_size
-        for mine in order[rank * share : (rank + 1) * share].split(global_batch // world_size):
-            ids = self._sparse[mine].T.reshape(-1)
+        shard_rows = rows // world_size
+        for indices in order[rank * shard_rows : (rank + 1) * shard_rows].split(global_batch // world_size):
+            ids = self._sparse[indices].T.reshape(-1)
             lengths = torch.ones(len(ids), dtype=torch.int32)
             yield Batch(
-                dense_features=self._dense[mine],
+                dense_features=self._dense[indices],
                 sparse_features=KeyedJaggedTensor(keys=self._keys, values=ids.long(), lengths=lengths),
-                labels=self._labels[mine, 0],
+                labels=self._labels[indices, 0],
             )
 
     def __len__(self) -> int:
@@ -88,13 +88,13 @@ def sharded_model(num_embeddings: list[int]) -> DistributedModelParallel:
 
 
 def auroc(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """Over all processes; equal logits share their rank."""
+    """Compute the AUROC over all processes. Equal logits have their mean rank."""
     gathered = [[torch.empty_like(part) for _ in range(distributed.get_world_size())] for part in (logits, labels)]
     for parts, part in zip(gathered, (logits, labels), strict=True):
         distributed.all_gather(parts, part)
     scores, positive = (torch.cat(parts).numpy() for parts in gathered)
-    _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
+    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     hits = int((positive > 0).sum())
     return float((ranks[positive > 0].sum() - hits * (hits + 1) / 2) / (hits * (len(positive) - hits)))
 
@@ -126,15 +126,15 @@ def trained(folder: Path) -> dict[str, float]:
                 outputs.append(evaluation.progress(batches))
             except StopIteration:
                 break
-    logits, labels = (torch.cat([output[place] for output in outputs]) for place in (1, 2))
+    logits, labels = (torch.cat([output[index] for output in outputs]) for index in (1, 2))
     return {"first_step_s": first_step_s, "auroc": auroc(logits.detach(), labels)}
 
 
 def main(folder: Path) -> None:
     distributed.init_process_group("gloo")
-    found = trained(folder)
+    result = trained(folder)
     if distributed.get_rank() == 0:
-        print(json.dumps(found))
+        print(json.dumps(result))
     # A thread of a group that model or pipeline still refer to, or of one whose store is gone, ends the process by
     # `std::terminate` while Python shuts down.
     gc.collect()

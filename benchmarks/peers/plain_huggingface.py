@@ -62,18 +62,18 @@ class Clock(TrainerCallback):
         self.elapsed_s = time.perf_counter() - self._start_s
 
 
-def train(rank: int, told: dict[str, Any], scratch: str, port: int) -> None:
+def train(rank: int, settings: dict[str, Any], scratch: str, port: int) -> None:
     """Train as one worker. Writes results into the scratch folder."""
-    workers, steps, warm_steps = told["workers"], told["steps"], told["warm_steps"]
+    workers, steps, warm_steps = settings["workers"], settings["steps"], settings["warm_steps"]
     if workers > 1:
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
-        os.environ |= {name: str(value) for name, value in place.items()}
+        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
+        os.environ |= {name: str(value) for name, value in environment.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     arguments = TrainingArguments(
         output_dir=f"{scratch}/trainer",
         max_steps=steps,
-        seed=told["seed"],
-        data_seed=told["seed"],
+        seed=settings["seed"],
+        data_seed=settings["seed"],
         use_cpu=True,
         ddp_backend="gloo" if workers > 1 else None,
         ddp_find_unused_parameters=False,
@@ -82,37 +82,37 @@ def train(rank: int, told: dict[str, Any], scratch: str, port: int) -> None:
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=False,
-        **told["arguments"],
+        **settings["arguments"],
     )
-    torch.manual_seed(told["seed"])
-    model = GPT2LMHeadModel(GPT2Config(**told["model"]))
+    torch.manual_seed(settings["seed"])
+    model = GPT2LMHeadModel(GPT2Config(**settings["model"]))
     clock = Clock(warm_steps)
-    trainer = Recording(model=model, args=arguments, train_dataset=Blocks(told["path"]), callbacks=[clock])
+    trainer = Recording(model=model, args=arguments, train_dataset=Blocks(settings["path"]), callbacks=[clock])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     trainer.train()
     # A worker's loss is the sum over its tokens by the tokens of all, times the workers: they average to the global mean.
     rows = (steps - warm_steps) * arguments.per_device_train_batch_size
-    found = {"losses": torch.stack(trainer.losses).tolist(), "rows_per_s": rows / clock.elapsed_s}
+    result = {"losses": torch.stack(trainer.losses).tolist(), "rows_per_s": rows / clock.elapsed_s}
     with open(f"{scratch}/{rank}.json", "w") as file:
-        json.dump(found, file)
+        json.dump(result, file)
 
 
-def main(told: dict[str, Any]) -> dict[str, Any]:
-    workers = told["workers"]
+def main(settings: dict[str, Any]) -> dict[str, Any]:
+    workers = settings["workers"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as scratch:
         if workers == 1:
-            train(0, told, scratch, port)
+            train(0, settings, scratch, port)
         else:
-            torch.multiprocessing.spawn(train, (told, scratch, port), nprocs=workers)
-        found = []
+            torch.multiprocessing.spawn(train, (settings, scratch, port), nprocs=workers)
+        results = []
         for rank in range(workers):
             with open(f"{scratch}/{rank}.json") as file:
-                found.append(json.load(file))
-    losses = [list(step) for step in zip(*(worker["losses"] for worker in found), strict=True)]
-    return {"losses": losses, "rows_per_s": sum(worker["rows_per_s"] for worker in found)}
+                results.append(json.load(file))
+    losses = [list(step) for step in zip(*(worker["losses"] for worker in results), strict=True)]
+    return {"losses": losses, "rows_per_s": sum(worker["rows_per_s"] for worker in results)}
 
 
 if __name__ == "__main__":

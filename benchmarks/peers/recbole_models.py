@@ -21,7 +21,7 @@ for name, kind in (("float_", np.float64), ("bool8", np.bool_), ("complex_", np.
     if not hasattr(np, name):
         setattr(np, name, kind)  # names that RecBole still uses
 _load = torch.load
-torch.load = lambda *args, **kwargs: _load(*args, **{**kwargs, "weights_only": False})  # of its own checkpoint
+torch.load = lambda *args, **kwargs: _load(*args, **{**kwargs, "weights_only": False})  # RecBole's checkpoint
 
 
 SHARED = {
@@ -81,9 +81,9 @@ def main(model: str, folder: str, task: str) -> None:
     settings = {**SHARED, **settings_of(task), "data_path": folder, "checkpoint_dir": f"{folder}/checkpoints"}
     begin = time.monotonic()
     done = run_recbole(model=model, dataset="ml", config_dict=settings)
-    found = done["test_result"]
+    test_metrics = done["test_result"]
     named = {"auc": "auroc"}
-    metrics = {named.get(name, name): float(value) for name, value in found.items()}
+    metrics = {named.get(name, name): float(value) for name, value in test_metrics.items()}
     validation = float(done["best_valid_score"])
     print(json.dumps({**metrics, "validation": validation, "seconds": time.monotonic() - begin}))
 

@@ -56,9 +56,9 @@ def gathered(values: torch.Tensor, group: ProcessGroup | None = None) -> list[to
 
     if num_workers(group) == 1:
         return [values]
-    own = values.to(group_device(group))
-    parts = [torch.empty_like(own) for _ in range(num_workers(group))]
-    distributed.all_gather(parts, own, group=group)
+    local = values.to(group_device(group))
+    parts = [torch.empty_like(local) for _ in range(num_workers(group))]
+    distributed.all_gather(parts, local, group=group)
     return parts
 
 
@@ -180,7 +180,7 @@ class Collectives:
         import torch
         import torch.distributed as dist
 
-        own = torch.from_numpy(np.ascontiguousarray(values)).to(group_device(self._group))
-        received = torch.empty(sum(receive_counts), dtype=own.dtype, device=own.device)
-        dist.all_to_all_single(received, own, receive_counts, send_counts, group=self._group)
+        local = torch.from_numpy(np.ascontiguousarray(values)).to(group_device(self._group))
+        received = torch.empty(sum(receive_counts), dtype=local.dtype, device=local.device)
+        dist.all_to_all_single(received, local, receive_counts, send_counts, group=self._group)
         return received.cpu().numpy()

@@ -67,7 +67,7 @@ def _violation(error: pydantic.ValidationError, annotation: Any) -> str:
         return f"must have {first['ctx']['min_length']} or more values"
     if not first.get("ctx", {}).keys() & _BOUNDS.keys():
         return f"has the wrong type ({first['msg']})"
-    each = "each " if any(isinstance(place, int) for place in first["loc"]) else ""
+    each = "each " if any(isinstance(key, int) for key in first["loc"]) else ""
     return f"must {each}be {' and '.join(_bounds(annotation))}"
 
 
@@ -103,9 +103,9 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-def same_class(stored: object, own: str) -> bool:
-    """Return whether a stored `class` is `own`, ignoring the module: a recipe's file may be imported under another name."""
-    return str(stored).rpartition(".")[2] == own.rpartition(".")[2]
+def same_class(stored: object, class_name: str) -> bool:
+    """Return whether a stored `class` is `class_name`, ignoring the module: a recipe's file may be imported under any name."""
+    return str(stored).rpartition(".")[2] == class_name.rpartition(".")[2]
 
 
 def renamed(old: str, new: str) -> str:
@@ -146,8 +146,8 @@ class Config:
         del name
 
     def _allowed_classes(self) -> str:
-        own = type(self)._custom_class() or type(self).__qualname__
-        return f"{own}. Use the recipe that created the configuration"
+        class_name = type(self)._custom_class() or type(self).__qualname__
+        return f"{class_name}. Use the recipe that created the configuration"
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with changed fields. A dict changes fields of a nested configuration. Warns about old field names."""
@@ -164,8 +164,8 @@ class Config:
         stored = changes.get(CLASS)
         if stored is not None:
             changes = {name: value for name, value in changes.items() if name != CLASS}
-            own = type(self)._custom_class()
-            if own is None or not same_class(stored, own):
+            class_name = type(self)._custom_class()
+            if class_name is None or not same_class(stored, class_name):
                 other = self.of_class(stored)
                 if other is None:
                     raise InputError(
@@ -222,8 +222,8 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists and scalars for JSON or YAML, with `class` for a class defined outside rayrec."""
-        own = type(self)._custom_class()
-        named = {} if own is None else {CLASS: own}
+        class_name = type(self)._custom_class()
+        named = {} if class_name is None else {CLASS: class_name}
         return named | {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     def to_yaml(self) -> str:

@@ -41,7 +41,7 @@ def duration_text(seconds: float) -> str:
 
 def durations_text(seconds: Sequence[float]) -> list[str]:
     """Format several durations in the unit of the longest."""
-    unit, size = next((unit, size) for unit, size, most in TIME_UNITS if max(seconds, default=0.0) < most)
+    unit, size = next((unit, size) for unit, size, limit in TIME_UNITS if max(seconds, default=0.0) < limit)
     return [f"{value / size:.{1 if unit == 's' else 2}f} {unit}" for value in seconds]
 
 

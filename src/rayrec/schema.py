@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rayrec.config import Config, InputError
 
 MAX_COLUMNS = 64
-"""Maximum feature columns of a log of hexadecimal tokens, as its mask of missing values has 64 bits per row."""
+"""Maximum feature columns of a log with hexadecimal tokens: its mask of missing values has 64 bits per row."""
 
 
 @dataclass(frozen=True, kw_only=True)

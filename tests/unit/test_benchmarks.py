@@ -50,7 +50,7 @@ def noisy(*, seed: int, blocks: int) -> Callable[[float], Callable[[], Any]]:
 
 def compared(*, seed: int, quartets: int = 400) -> Any:
     way = noisy(seed=seed, blocks=4 * quartets)
-    found = paired.compare(way(COST), way(0.0), way(0.0), enough=0.0, most_s=60.0, most_quartets=quartets, seed=seed)
+    found = paired.compare(way(COST), way(0.0), way(0.0), enough=0.0, max_s=60.0, max_quartets=quartets, seed=seed)
     assert found.quartets == quartets
     return found
 
@@ -82,10 +82,10 @@ def test_interval_matches_order_statistics() -> None:
 
 def test_sequential_test_stops_early_with_few_looks() -> None:
     way = noisy(seed=1, blocks=1000)
-    found = paired.compare(way(COST), way(0.0), way(0.0), enough=0.02, most_s=60.0)
-    assert found.quartets % paired.LOOK_EVERY == 0
+    found = paired.compare(way(COST), way(0.0), way(0.0), enough=0.02, max_s=60.0)
+    assert found.quartets % paired.CHECK_EVERY == 0
     assert paired.median_interval(found.ratios).half_width <= 0.02
-    assert paired.compare(way(0.0), way(0.0), way(0.0), enough=0.0, most_s=0.0).quartets == 1
+    assert paired.compare(way(0.0), way(0.0), way(0.0), enough=0.0, max_s=0.0).quartets == 1
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -108,11 +108,11 @@ def test_missing_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parts_are_selected_by_name() -> None:
-    assert gpu.chosen_parts(["gpu", "--quick"]) == gpu.PARTS
-    assert gpu.chosen_parts(["gpu", "--parts", "trace,train"]) == ("train", "trace")
+    assert gpu.selected_parts(["gpu", "--quick"]) == gpu.PARTS
+    assert gpu.selected_parts(["gpu", "--parts", "trace,train"]) == ("train", "trace")
     for wrong in (["--parts", "speed"], ["--parts"], ["--parts", ""]):
         with pytest.raises(InputError, match="--parts: there are train, dcnv2"):
-            gpu.chosen_parts(wrong)
+            gpu.selected_parts(wrong)
 
 
 def test_roofline_is_lower_of_two_bounds() -> None:
@@ -177,16 +177,16 @@ STAMPS = "7 0 100.0\n7 1 101.0\n7 2 102.0\n9 1 110.0\n9 2 111.0\n3 3 130.0\n3 4 
 
 
 def test_attempts_differ_by_process() -> None:
-    assert preempt.stretches(STAMPS) == [
-        preempt.Stretch(0, 3, 100.0, 102.0),
-        preempt.Stretch(1, 3, 110.0, 111.0),
-        preempt.Stretch(3, 4, 130.0, 130.0),  # the last line is not whole
+    assert preempt.parse_attempts(STAMPS) == [
+        preempt.AttemptSteps(0, 3, 100.0, 102.0),
+        preempt.AttemptSteps(1, 3, 110.0, 111.0),
+        preempt.AttemptSteps(3, 4, 130.0, 130.0),  # the last line is not whole
     ]
-    assert preempt.stretches("") == []
+    assert preempt.parse_attempts("") == []
 
 
 def test_preemption_costs_match_restart_costs() -> None:
-    attempts = preempt.stretches(STAMPS)
+    attempts = preempt.parse_attempts(STAMPS)
     killed_in_step_2, ended_before = (101.5, 103.0), (110.5, 125.0)
     assert preempt.losses(attempts, [killed_in_step_2, ended_before]) == [
         preempt.Loss(steps_redone=2, idle_s=8.0, after_kill_s=7.0),
@@ -365,7 +365,7 @@ def test_results_are_known_before_later_candidates_run() -> None:
         return name
 
     candidates = {name: partial(measure, name) for name in "abc"}
-    measuring.in_turn(2, lambda number: candidates, shown=str, known=lambda found: told.append(dict(found)))
+    measuring.in_turn(2, lambda number: candidates, shown=str, on_result=lambda found: told.append(dict(found)))
     assert seen == [[], [], [], [], ["a"], ["a", "b"]]
     assert told[-1] == {name: [name, name] for name in "abc"}
 

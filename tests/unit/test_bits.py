@@ -34,10 +34,10 @@ def test_differences_need_equal_bits_on_one_machine_only(changes: dict[str, Any]
 
 
 def test_chosen_runs_include_their_dependencies() -> None:
-    assert bits.chosen(["distilled"]) == ["criteo", "distilled"]
-    assert bits.chosen(["resumed_3"]) == ["torchrun_2", "resumed_3"]
-    assert bits.chosen(["quick"]) == list(bits.QUICK)
-    assert bits.chosen([]) == list(bits.RUNS)
+    assert bits.select_runs(["distilled"]) == ["criteo", "distilled"]
+    assert bits.select_runs(["resumed_3"]) == ["torchrun_2", "resumed_3"]
+    assert bits.select_runs(["quick"]) == list(bits.QUICK)
+    assert bits.select_runs([]) == list(bits.RUNS)
 
 
 @pytest.mark.extended

@@ -117,8 +117,8 @@ def test_closed_output_ends_without_message() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as closed:
-        done = subprocess.run([sys.executable, "-m", "rayrec", "--help"], stdout=closed, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "")
+        done = subprocess.run([sys.executable, "-m", "rayrec", "--help"], stdout=closed, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 @pytest.mark.parametrize("verb", ["evaluate", "predict"])

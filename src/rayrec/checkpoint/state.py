@@ -1,13 +1,12 @@
 """Training state under plan-independent names: weights `model.NAME`, optimizer state `optimizer.PARAMETER.STATE`.
 
-The table alone determines names and shapes of its tensors, so that any plan on any number of workers can read the state of any
-other. The exception is row-wise Adagrad, which has a number for each row and *column part*; only column_wise and
-table_column_wise plans have more than one part. The state of a part is stored under its columns,
-`optimizer.PARAMETER.momentum1.columns_0_32`, and the state of full rows under `optimizer.PARAMETER.momentum1`, both with shape
-[rows]. A rank with other columns averages the stored parts, weighted by overlap. The state is the sum of squares per row divided
-by the number of columns, with no finer resolution within a part. The mean of equal numbers is exact, so splitting columns and
-merging them without training in between changes no bit. A state of shape [rows, columns] would need only one name, but be as
-large as the weights.
+The table alone determines names and shapes of its tensors, so that any plan and worker count can read the state of any other. The
+exception is row-wise Adagrad, which has a number for each row and *column part*; only column_wise and table_column_wise plans
+have more than one part. The state of a part is stored under its columns, `optimizer.PARAMETER.momentum1.columns_0_32`, and the
+state of full rows under `optimizer.PARAMETER.momentum1`, both with shape [rows]. A rank with other columns averages the stored
+parts, weighted by overlap. The state is the sum of squares per row divided by the number of columns, with no finer resolution
+within a part. The mean of equal numbers is exact, so splitting columns and merging them without training in between changes no
+bit. A state of shape [rows, columns] would need only one name, but be as large as the weights.
 """
 
 from __future__ import annotations

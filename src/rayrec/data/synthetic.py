@@ -43,7 +43,7 @@ def exact_auroc(scores: np.ndarray, labels: np.ndarray) -> float | None:
     Sorts float32 scores; the rest is integer arithmetic.
     """
     clicked = labels.astype(bool)
-    clicks, skips = (np.sort(scores[chosen].astype(np.float32, copy=False)) for chosen in (clicked, ~clicked))
+    clicks, skips = (np.sort(scores[mask].astype(np.float32, copy=False)) for mask in (clicked, ~clicked))
     if not len(clicks) or not len(skips):
         return None
     twice = int(np.searchsorted(skips, clicks).sum()) + int(np.searchsorted(skips, clicks, side="right").sum())
@@ -72,7 +72,7 @@ def _quality(logits: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
 
 
 def split_starts(dialect: str, starts: list[int]) -> tuple[int, int]:
-    """Return the first rows of validation and test: halves of Kaggle's last seventh, or of the last day."""
+    """Return the first validation and test rows: halves of Kaggle's last seventh, or of the last day."""
     rows = starts[-1]
     validation = rows - rows // 7 if dialect == "kaggle" else starts[-2]
     return validation, rows - (rows - validation) // 2

@@ -29,7 +29,7 @@ from rayrec.environment.installation import (
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-_RAY_MEMORY_SHARE, _RAY_SHM_BYTES = 0.3, 10**10
+_RAY_MEMORY_FRACTION, _RAY_SHM_BYTES = 0.3, 10**10
 """Defaults of Ray's object store: its fraction of free memory, and the size of /dev/shm below which it warns
 (ray._private.utils.resolve_object_store_memory)."""
 _GIB = 1 << 30
@@ -319,7 +319,7 @@ def _imports(probes: Mapping[str, Probe], module: str) -> bool:
 
 
 def _object_store_bytes(machine: Machine) -> int:
-    return int(machine.free_memory_bytes * _RAY_MEMORY_SHARE)
+    return int(machine.free_memory_bytes * _RAY_MEMORY_FRACTION)
 
 
 def _gib(count: float) -> str:
@@ -333,5 +333,5 @@ def _version_text(name: str, installed: Installed) -> str:
 def _pip() -> str:
     """Return the user's command for this interpreter's pip."""
     on_path = shutil.which("pip")
-    is_own = on_path is not None and Path(on_path).parent == Path(sys.executable).parent
-    return "pip" if is_own else f"{shlex.quote(sys.executable)} -m pip"
+    is_same_environment = on_path is not None and Path(on_path).parent == Path(sys.executable).parent
+    return "pip" if is_same_environment else f"{shlex.quote(sys.executable)} -m pip"

@@ -1,4 +1,4 @@
-"""Batches of one worker: slices of a click log's encoded rows, or numbered rows of any kind."""
+"""Batches of one worker: slices of a click log's encoded rows, or any numbered rows."""
 
 import functools
 import math

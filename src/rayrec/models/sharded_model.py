@@ -130,8 +130,8 @@ class _Head(nn.Module):
         logits = {head.name: outputs[head.name].detach() for head in self._labels}
         measures: dict[str, torch.Tensor] = {}
         if not self.training and not self._labels:
-            found = measured(self.network, outputs, batch, losses)
-            measures = {name: values[~values.isnan()].detach() for name, values in found.items()}
+            row_measures = measured(self.network, outputs, batch, losses)
+            measures = {name: values[~values.isnan()].detach() for name, values in row_measures.items()}
         return loss, StepOutput(loss.detach(), logits, batch.labels, batch.groups, measures)
 
     def outputs(

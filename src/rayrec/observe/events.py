@@ -139,10 +139,10 @@ class _LocalFile:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if _is_incomplete(self._descriptor):
             line = b"\n" + encode_event({"time": time.time(), "kind": INCOMPLETE_LINE}) + line
-        num_written = os.write(self._descriptor, line)
+        num_bytes = os.write(self._descriptor, line)
         # Do not truncate after a full disk: other processes may have appended since.
-        if num_written < len(line):
-            raise OSError(f"wrote only {num_written} of {len(line)} bytes")
+        if num_bytes < len(line):
+            raise OSError(f"wrote only {num_bytes} of {len(line)} bytes")
 
     def flush(self, timeout_s: float) -> bool:
         return True
@@ -165,7 +165,7 @@ def _is_incomplete(descriptor: int) -> bool:
 
 
 def read_events(path: str | Path, *, kinds: Collection[str] | None = None) -> list[dict[str, Any]]:
-    """Read the events of a file in written order, or of a URL and its parts by time, optionally of some kinds only.
+    """Read the events of a file in written order, or of a URL and its parts by time. `kinds`: None reads all kinds.
 
     Skips an incomplete last line (its writer is active or was killed). Raises InputError for any other invalid line, and
     for a missing file.

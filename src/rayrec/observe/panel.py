@@ -82,7 +82,7 @@ def figures(run: RunSummary) -> list[tuple[str, str]]:
         ("rows/s", last.get("rows_per_s"), lambda rate: number_text(round(rate))),
         ("blocked", last.get("blocked_fraction"), "{:.1%}".format),
         # Above 100 % means that the peak, measured for a few hundredths of a second, was underestimated.
-        ("of peak", last.get("peak_fraction"), lambda share: f"{share:.0%}" if share <= 1 else "above measurement"),
+        ("of peak", last.get("peak_fraction"), lambda fraction: f"{fraction:.0%}" if fraction <= 1 else "above measurement"),
         ("learning rate", last.get("learning_rate"), "{:.3g}".format),
         ("left", None if run.ended else run.left_s(), lambda left_s: duration_text(round(left_s))),
         ("saved", run.latest.get("checkpoint"), lambda saved: f"step {saved['step']:,} ({size_text(saved['bytes'])})"),

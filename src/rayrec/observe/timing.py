@@ -145,6 +145,6 @@ def process_age_s(root: Path = Path("/")) -> float | None:
 
 
 def in_order(starts: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return all stages of the starts in the order of `STAGES`, followed by unknown stages of later versions. Pure."""
+    """Return all stages of the starts in the order of `STAGES`, then unknown stages from later versions. Pure."""
     named = dict.fromkeys(name for stages in starts for name in stages)
     return [*(name for name in STAGES if name in named), *(name for name in named if name not in STAGES)]

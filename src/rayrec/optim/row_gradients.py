@@ -24,7 +24,7 @@ class RowGradients:
     """Gradient of each row, contiguous, float32 [n, columns]."""
 
     @classmethod
-    def nothing(cls, columns: int, device: torch.device) -> RowGradients:
+    def empty(cls, columns: int, device: torch.device) -> RowGradients:
         return cls(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, columns, device=device))
 
     @classmethod
@@ -176,7 +176,7 @@ class RowGradientCollector:
     def gradients(self, table: int) -> RowGradients:
         """Return the gradients of one of `weights` since `clear`."""
         weights = self.weights[table]
-        none = RowGradients.nothing(weights.shape[1], weights.device)
+        none = RowGradients.empty(weights.shape[1], weights.device)
         return RowGradients.sum(self._collected[table] or [none])
 
     def clear(self) -> None:

@@ -271,7 +271,7 @@ def _moments(parameter: Any, parts: Sequence[TablePart]) -> dict[str, Any]:
 
 def _dense_gradients(parameter: torch.nn.Parameter) -> RowGradients:
     if parameter.grad is None:
-        return RowGradients.nothing(parameter.shape[1], parameter.device)
+        return RowGradients.empty(parameter.shape[1], parameter.device)
     return RowGradients.from_dense(parameter.grad)
 
 

@@ -98,15 +98,13 @@ def _opened_to_extend(path: str, config: PreparationConfig) -> tuple[Preprocesso
 
 
 def _extension_rows(extension: Extension) -> list[tuple[str, str]]:
-    rows = [
-        (name, _amounts(kept, extension.appended[name], extension.left_out[name])) for name, kept in extension.existing.items()
-    ]
+    rows = [(name, _amounts(old, extension.appended[name], extension.left_out[name])) for name, old in extension.existing.items()]
     counts = (extension.existing, extension.appended, extension.left_out)
     return [*rows, ("total", _amounts(*(sum(count.values()) for count in counts)))]
 
 
-def _amounts(kept: int, appended: int, left_out: int) -> str:
-    text = f"{kept:,} kept, {appended:,} appended"
+def _amounts(old: int, appended: int, left_out: int) -> str:
+    text = f"{old:,} kept, {appended:,} appended"
     return f"{text}, {left_out:,} left out (max_num_embeddings)" if left_out else text
 
 

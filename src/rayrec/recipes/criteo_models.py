@@ -31,7 +31,7 @@ def criteo_finalnet_x4(path: str | None = None) -> TrainConfig:
 
 
 def criteo_finalmlp(path: str | None = None) -> TrainConfig:
-    """Train FinalMLP with the settings of Criteo_x4: MLPs of five layers of 1000 and one of 500, 50 heads, no gates."""
+    """Train FinalMLP with the settings of Criteo_x4: MLPs with five layers of 1000 and one of 500, 50 heads, no gates."""
     from rayrec.models.ranking.finalmlp import FinalMLPConfig
 
     model = FinalMLPConfig(

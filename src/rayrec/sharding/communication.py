@@ -54,12 +54,12 @@ class ExchangeBytes:
         """Bytes from each node to other nodes."""
         self.received_between = [0.0] * len(self._sizes)
 
-    def add_all_to_all(self, held: Sequence[float], *, to_owner: bool, inside: bool = True) -> None:
-        """Add an exchange in which each worker receives `held[rank]` bytes from each other `rank`, or sends them with `to_owner`.
+    def add_all_to_all(self, rank_bytes: Sequence[float], *, to_owner: bool, inside: bool = True) -> None:
+        """Add an exchange in which each worker receives `rank_bytes[rank]` from each other `rank`, or sends them with `to_owner`.
         Without `inside`, only counts workers in other nodes."""
-        workers, total = len(self._nodes), sum(held)
+        workers, total = len(self._nodes), sum(rank_bytes)
         of_node = [0.0] * len(self._sizes)
-        for node, size in zip(self._nodes, held, strict=True):
+        for node, size in zip(self._nodes, rank_bytes, strict=True):
             of_node[node] += size
         outward, inward = (self.sent_between, self.received_between)[:: -1 if to_owner else 1]
         for node, (size, node_bytes) in enumerate(zip(self._sizes, of_node, strict=True)):
@@ -69,8 +69,8 @@ class ExchangeBytes:
             return
         outward, inward = (self.sent_inside, self.received_inside)[:: -1 if to_owner else 1]
         for rank, node in enumerate(self._nodes):
-            outward[rank] += held[rank] * (self._sizes[node] - 1)
-            inward[rank] += of_node[node] - held[rank]
+            outward[rank] += rank_bytes[rank] * (self._sizes[node] - 1)
+            inward[rank] += of_node[node] - rank_bytes[rank]
 
     def add_ring(self, size: float) -> None:
         """Add an exchange in which each worker sends `size` bytes to the next one, and the last one to the first."""

@@ -36,7 +36,7 @@ def folder(of_run: str | None = None) -> str:
 
 @final
 class ShardCache:
-    """Cache of one folder of a store, in a local folder that all processes of the node share.
+    """Cache of one store folder, in a local folder that all processes of the node share.
 
     Uses file locks on open descriptors, which end with their process however it ends. A process that maps a file keeps a shared
     lock on it, through `in_use`. Eviction removes unlocked files only, least recently used first.

@@ -97,7 +97,7 @@ def read_into(path: str, start: int, buffer: np.ndarray) -> int:
 
 
 def read_stream(path: str) -> Iterator[bytes]:
-    """Yield the bytes of a file in pieces of some MiB, resuming after an outage of the store. Raises InputError if the file does
+    """Yield the bytes of a file in pieces of some MiB, resuming after a store outage. Raises InputError if the file does
     not exist."""
     file: NativeFile | None = None
     position = 0

@@ -77,13 +77,13 @@ class GracePeriod:
         self._grace_s = failure.grace_s
         self._end_s = now_s + max(failure.grace_s, failure.max_grace_s)
         self._deadline_s = now_s + failure.grace_s
-        self._written_bytes: int | None = None
+        self._saved_bytes: int | None = None
 
-    def expired(self, now_s: float, *, written_bytes: int) -> bool:
-        """Return whether to stop waiting for the workers. `written_bytes`: by all saves of the attempt so far."""
-        if self._written_bytes is not None and written_bytes > self._written_bytes:
+    def expired(self, now_s: float, *, saved_bytes: int) -> bool:
+        """Return whether to stop waiting for the workers. `saved_bytes`: by all saves of the attempt so far."""
+        if self._saved_bytes is not None and saved_bytes > self._saved_bytes:
             self._deadline_s = now_s + self._grace_s
-        self._written_bytes = written_bytes
+        self._saved_bytes = saved_bytes
         return now_s > min(self._deadline_s, self._end_s)
 
 
@@ -112,7 +112,7 @@ class ControlChannel(Protocol):
     def stop_reason(self) -> str | None:
         """Return the driver's first reason to stop, or None."""
 
-    def report_bytes_written(self, rank: int, written_bytes: int) -> None: ...
+    def report_saved_bytes(self, rank: int, saved_bytes: int) -> None: ...
 
     def send_profile_request(self, request: ProfileRequest) -> None: ...
 
@@ -204,17 +204,17 @@ class StopMonitor:
         self._closed.set()
 
 
-def report_saves(channel: ControlChannel, written_bytes: Callable[[], int], *, rank: int) -> threading.Event:
+def report_saves(channel: ControlChannel, saved_bytes: Callable[[], int], *, rank: int) -> threading.Event:
     """Report the growing number of bytes written by a worker's saves, in a thread, until the returned event is set."""
     closed = threading.Event()
 
     def report() -> None:
         before = 0
         while not closed.wait(POLL_S):
-            if (now := written_bytes()) > before:
+            if (now := saved_bytes()) > before:
                 before = now
                 with contextlib.suppress(OSError):  # the run has ended
-                    channel.report_bytes_written(rank, now)
+                    channel.report_saved_bytes(rank, now)
 
     threading.Thread(target=report, name="save-reporter", daemon=True).start()
     return closed

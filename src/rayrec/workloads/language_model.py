@@ -129,8 +129,8 @@ def generate(
     cache = None
     for chance in chances.unbind(dim=1):
         if tokens.shape[1] > window:
-            num_kept = max(1, window // 2)
-            tokens, mask, cache = tokens[:, -num_kept:], mask[:, -num_kept:], None
+            num_recent = max(1, window // 2)
+            tokens, mask, cache = tokens[:, -num_recent:], mask[:, -num_recent:], None
         fresh = tokens if cache is None else tokens[:, -1:]
         positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
         output = model(

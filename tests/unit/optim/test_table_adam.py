@@ -90,7 +90,7 @@ def test_moments_decay_to_zero_without_subnormals() -> None:
     part.update(step_of(1, every_row=True), RowGradients(torch.tensor([1]), torch.ones(1, 4)))
     rule = AdamStep(learning_rate=0.1, number=2, betas=(0.9, 0.9), eps=1e-8, l2=0.0, decay=0.0, every_row=True)
     for _ in range(1000):
-        part.update(rule, RowGradients.nothing(4, torch.device("cpu")))
+        part.update(rule, RowGradients.empty(4, torch.device("cpu")))
     assert not part.exp_avg.any()
     assert not part.exp_avg_sq.any()
     assert part.weights.isfinite().all()

@@ -28,7 +28,7 @@ def test_grace_period_extends_while_save_progresses(grace_s: float, written: dic
     so_far = 0
     for second in range(1000):
         so_far = written.get(second, so_far)
-        if grace.expired(1000.0 + second, written_bytes=so_far):
+        if grace.expired(1000.0 + second, saved_bytes=so_far):
             assert second == over_at
             return
     raise AssertionError("it was waited for without an end")

@@ -71,7 +71,7 @@ class Counts:
     missing: np.ndarray
     """Number of rows without a value and the first such row (2^63 - 1 if none), int64 [num_sparse, 2]."""
     dense_moments: np.ndarray
-    """Count of present values, sum of q, and sums of the upper and lower DENSE_LOW_BITS bits of q * q, int64 [num_dense, 4].
+    """Count, sum of q, and sums of the upper and lower DENSE_LOW_BITS bits of q * q, for present values, int64 [num_dense, 4].
 
     q = sign(x) ln(1 + |x|) in units of 1 / DENSE_UNITS. |q| is below 2^26 (ln 10^18 = 41.4), so each sum has room for 2^37 rows.
     Integers, so that sums are exact in any order.

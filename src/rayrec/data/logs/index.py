@@ -47,7 +47,7 @@ class Segment:
     path: str
     start: int
     stop: int
-    """End of [start, stop): bytes of full lines of text, or rows of the file in other formats."""
+    """End of [start, stop): bytes of full text lines, or rows of the file in other formats."""
     first_row: int
     rows: int
     format: Format = "text"

@@ -62,7 +62,7 @@ _POSITION_BITS = 32
 
 
 class _TableParser:
-    """Parser of the columns of one table, with the first fault of each row in the order of the schema's columns."""
+    """Parser of one table's columns, with the first fault of each row in the order of the schema's columns."""
 
     def __init__(self, table: pa.Table, schema: Schema, path: str) -> None:
         self.table, self.schema, self.path = table, schema, path
@@ -277,7 +277,7 @@ class _TableParser:
         return column if feature.max_length is None else column.last(feature.max_length), bad, kind, positions
 
     def _items(self, array: pa.Array, name: str) -> tuple[pa.Array, np.ndarray]:
-        """Return the concatenated items of lists, or of text split into lists, and the length of each list, int64 [rows]."""
+        """Return the concatenated items of lists, or of text split into lists, and each list's length, int64 [rows]."""
         if is_text(array.type):
             array = pc.split_pattern(pc.cast(array, pa.large_binary()), pattern=self.schema.list_delimiter)
         elif not is_list(array.type):

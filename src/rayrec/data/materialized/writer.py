@@ -120,8 +120,8 @@ def preprocess(
         write_manifest(folder.path, manifest)
     seconds = time.perf_counter() - start_s
     size_bytes, speed = sum(file["bytes"] for file in files), (index.rows - before) / seconds
-    written = {"rows": index.rows, "out": out, "format": output.format, "hash": manifest["hash"], "bytes": size_bytes}
-    return {**written, "seconds": seconds, "rows_per_s": speed}
+    result = {"rows": index.rows, "out": out, "format": output.format, "hash": manifest["hash"], "bytes": size_bytes}
+    return {**result, "seconds": seconds, "rows_per_s": speed}
 
 
 def _check_target(index: LogIndex, out: str, output: Output) -> None:

@@ -105,10 +105,10 @@ class FinalMLP(nn.Module):
 class _Gate(nn.Module):
     """Gates from 0 to 2 from the vectors at `places`: [rows, count, dim] to float32 [rows, count * dim]."""
 
-    def __init__(self, places: tuple[int, ...], width: int, config: FinalMLPConfig, precision: Precision) -> None:
+    def __init__(self, indices: tuple[int, ...], width: int, config: FinalMLPConfig, precision: Precision) -> None:
         super().__init__()
-        self._context_indices = places
-        self.tower = Tower(len(places) * config.embedding_dim, config.gate_mlp, precision=precision)
+        self._context_indices = indices
+        self.tower = Tower(len(indices) * config.embedding_dim, config.gate_mlp, precision=precision)
         self.gate = xavier_linear(self.tower.out_features, width)
 
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:

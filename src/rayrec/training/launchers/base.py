@@ -84,7 +84,7 @@ def follow_attempt(
     failure: FailureConfig,
     *,
     request_stop: Callable[[str], None],
-    written_bytes: Callable[[], int],
+    saved_bytes: Callable[[], int],
     poll: Callable[[], str | None] = lambda: None,
 ) -> dict[str, Any] | None:
     """Run an attempt in a thread, and request a stop after a signal or when `poll` returns a reason. Returns None after a signal
@@ -105,7 +105,7 @@ def follow_attempt(
             if signals.cause is not None:
                 grace = grace or GracePeriod(failure, now_s=time.monotonic())
                 request_stop(signals.cause)
-                if not future.done() and grace.expired(time.monotonic(), written_bytes=written_bytes()):
+                if not future.done() and grace.expired(time.monotonic(), saved_bytes=saved_bytes()):
                     return None
             elif (reason := poll()) is not None:
                 request_stop(reason)

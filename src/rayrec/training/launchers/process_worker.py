@@ -114,10 +114,10 @@ class StoreControlChannel:
         cause = self._get(_CAUSE)
         return None if cause is None else cause.decode()
 
-    def report_bytes_written(self, rank: int, written_bytes: int) -> None:
-        self._rendezvous.publish(f"{_BYTES}/{rank}", str(written_bytes).encode())
+    def report_saved_bytes(self, rank: int, saved_bytes: int) -> None:
+        self._rendezvous.publish(f"{_BYTES}/{rank}", str(saved_bytes).encode())
 
-    def written_bytes(self) -> int:
+    def saved_bytes(self) -> int:
         return sum(int(self._get(f"{_BYTES}/{rank}") or b"0") for rank in range(self._rendezvous.env.world_size))
 
     def send_profile_request(self, request: ProfileRequest) -> None:
@@ -221,7 +221,7 @@ def _train(attempt: AttemptContext, rendezvous: StoreRendezvous, signals: Signal
             signals,
             config.failure,
             request_stop=channel.request_stop,
-            written_bytes=channel.written_bytes,
+            saved_bytes=channel.saved_bytes,
         )
 
 

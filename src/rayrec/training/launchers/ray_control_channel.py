@@ -24,13 +24,13 @@ class _Holder:
         self._cause: str | None = None
         self._request: ProfileRequest | None = None
         self._requested = asyncio.Condition()
-        self._written: dict[int, int] = {}
+        self._bytes_by_rank: dict[int, int] = {}
 
-    async def report_bytes(self, rank: int, written_bytes: int) -> None:
-        self._written[rank] = written_bytes
+    async def report_bytes(self, rank: int, saved_bytes: int) -> None:
+        self._bytes_by_rank[rank] = saved_bytes
 
-    async def written_bytes(self) -> int:
-        return sum(self._written.values())
+    async def saved_bytes(self) -> int:
+        return sum(self._bytes_by_rank.values())
 
     async def send(self, cause: str) -> None:
         self._cause = self._cause or cause
@@ -64,9 +64,9 @@ class RayControlChannel:
         except ray.exceptions.RayError as error:
             raise ConnectionError(f"the driver's control channel does not answer ({type(error).__name__})") from None
 
-    def report_bytes_written(self, rank: int, written_bytes: int) -> None:
+    def report_saved_bytes(self, rank: int, saved_bytes: int) -> None:
         with contextlib.suppress(ray.exceptions.RayError):  # Ray ends the workers of a lost driver
-            self.actor.report_bytes.remote(rank, written_bytes)
+            self.actor.report_bytes.remote(rank, saved_bytes)
 
     def send_profile_request(self, request: ProfileRequest) -> None:
         try:
@@ -91,18 +91,18 @@ class StopRequest:
         options = {"num_cpus": 0, "max_concurrency": _MAX_CALLS, "scheduling_strategy": local_node}
         self.channel = RayControlChannel(ray.remote(_Holder).options(**options).remote())
         self.cause: str | None = None
-        self._written_bytes = 0
+        self._saved_bytes = 0
         self._answer: ray.ObjectRef[int] | None = None
 
-    def written_bytes(self) -> int:
+    def saved_bytes(self) -> int:
         """Return the bytes written by the workers' saves, by the actor's latest answer, without waiting."""
         if self._answer is None:
-            self._answer = self.channel.actor.written_bytes.remote()
+            self._answer = self.channel.actor.saved_bytes.remote()
         if ray.wait([self._answer], timeout=0)[0]:
             with contextlib.suppress(ray.exceptions.RayError):  # the cluster is lost, and the deadline does not change
-                self._written_bytes = ray.get(self._answer)
+                self._saved_bytes = ray.get(self._answer)
             self._answer = None
-        return self._written_bytes
+        return self._saved_bytes
 
     def send(self, cause: str) -> None:
         """Ask the workers to save and end. The first cause is kept."""

@@ -153,7 +153,7 @@ def _attempt(run: PreparedRun, signals: Signals, *, is_shared: bool) -> dict[str
     try:
         with watched_requests(run.folder, request.channel):
             fit, send = functools.partial(_fit, attempt), request.send
-            return follow_attempt(fit, signals, config.failure, request_stop=send, written_bytes=request.written_bytes, poll=poll)
+            return follow_attempt(fit, signals, config.failure, request_stop=send, saved_bytes=request.saved_bytes, poll=poll)
     finally:  # also after a second signal
         request.close()
 

@@ -110,9 +110,9 @@ def eval_batches(source: RowSource, context: WorkerContext) -> Iterator[Batch]:
     config = context.config
     order = RowOrder(tuple(source.chunk_rows), "none", 0, config.eval_data.segments_per_block, small_steps=True)
     reader = ArrayBatches(source)
-    worker_share = BatchSharding(context.rank, context.world_size, config.eval_batch_size)
+    sharding = BatchSharding(context.rank, context.world_size, config.eval_batch_size)
     try:
-        yield from Loader(order, reader, worker_share, epochs=1)
+        yield from Loader(order, reader, sharding, epochs=1)
     finally:
         reader.stop()  # the next evaluation uses the source again
 

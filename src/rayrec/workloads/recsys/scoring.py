@@ -167,7 +167,7 @@ def open_run_log(data: DataConfig, preprocessor: Preprocessor, *, cache: str, ma
 
 
 def encode_parts(parts: Iterable[SegmentRange], preprocessor: Preprocessor) -> Iterator[EncodedRows]:
-    """Yield the rows of parts of a log in order, in batches of up to `BATCH_ROWS`."""
+    """Yield the rows of log parts in order, in batches of up to `BATCH_ROWS`."""
     for part in parts:
         read = open_block(Block((part,), None), preprocessor).encode
         size = part.stop - part.start

@@ -132,9 +132,9 @@ def remap_table(
     sources[:reserved] = np.arange(reserved)
     sources[new.missing_id] = old.missing_id
     sources[new.unknown_id] = old.unknown_id  # after missing_id, because both may be one row
-    num_kept = _join(sources, old.ids(), new.ids(), old_tokens, new_tokens)
+    num_shared = _join(sources, old.ids(), new.ids(), old_tokens, new_tokens)
     return TableRemap(
-        RowMap(new.num_embeddings, old.num_embeddings, sources), num_kept, len(new_tokens) - num_kept, count - num_kept
+        RowMap(new.num_embeddings, old.num_embeddings, sources), num_shared, len(new_tokens) - num_shared, count - num_shared
     )
 
 
@@ -156,11 +156,11 @@ def _join(sources: np.ndarray, old_ids: np.ndarray, new_ids: np.ndarray, old_tok
     if not len(old_tokens):
         return 0
     order = np.argsort(old_tokens, kind="stable")
-    ordered, num_kept = old_tokens[order], 0
+    ordered, num_shared = old_tokens[order], 0
     for start in range(0, len(new_tokens), _TOKENS_AT_ONCE):
         tokens = new_tokens[start : start + _TOKENS_AT_ONCE]
         positions = np.minimum(np.searchsorted(ordered, tokens), len(ordered) - 1)
         is_shared = ordered[positions] == tokens
         sources[new_ids[start : start + len(tokens)][is_shared]] = old_ids[order[positions[is_shared]]]
-        num_kept += int(np.count_nonzero(is_shared))
-    return num_kept
+        num_shared += int(np.count_nonzero(is_shared))
+    return num_shared

@@ -264,8 +264,8 @@ def _loader(
         tables=_full_tables(workload, prepared, learns=learns),
         pinned=_NUM_PINNED_BATCHES if context.device.type == "cuda" else 0,
     )
-    worker_share = BatchSharding(context.rank, context.world_size, batch_size)
-    return Loader(order, reader, worker_share, state=state, epochs=epochs, max_steps=max_steps)
+    sharding = BatchSharding(context.rank, context.world_size, batch_size)
+    return Loader(order, reader, sharding, state=state, epochs=epochs, max_steps=max_steps)
 
 
 def _full_tables(workload: ClickSettings, prepared: Prepared, *, learns: bool) -> dict[str, int]:

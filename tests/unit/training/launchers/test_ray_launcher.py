@@ -171,7 +171,7 @@ def attempt(monkeypatch: pytest.MonkeyPatch, folder: Path, wanted: Any, *, fit: 
 @pytest.mark.parametrize("bytes_written", [[0] * 1000, [0]])
 def test_control_channel_ends_with_attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bytes_written: list[int]) -> None:
     request, ended, signals = Mock(), threading.Event(), Signals()
-    request.written_bytes.side_effect = [*bytes_written, KeyboardInterrupt]  # a second signal
+    request.saved_bytes.side_effect = [*bytes_written, KeyboardInterrupt]  # a second signal
     monkeypatch.setattr("rayrec.training.launchers.base._POLL_S", 0.001)
     signals.cause = "SIGINT"
     wanted = config(grace_s=0.05 if len(bytes_written) > 1 else 60.0)

@@ -64,14 +64,14 @@ def test_store_channel_delivers_messages(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(process_worker, "_REQUESTS_S", 0.01)
     meeting, of_other = meetings(0, 1)
     channel, other = StoreControlChannel(meeting), StoreControlChannel(of_other)
-    assert (channel.stop_reason(), channel.written_bytes()) == (None, 0)
+    assert (channel.stop_reason(), channel.saved_bytes()) == (None, 0)
     other.request_stop("SIGTERM")
     channel.request_stop("SIGINT")
     assert (channel.stop_reason(), other.stop_reason()) == ("SIGTERM", "SIGTERM")
-    other.report_bytes_written(1, 7)
-    channel.report_bytes_written(0, 3)
-    other.report_bytes_written(1, 9)
-    assert channel.written_bytes() == 12
+    other.report_saved_bytes(1, 7)
+    channel.report_saved_bytes(0, 3)
+    other.report_saved_bytes(1, 9)
+    assert channel.saved_bytes() == 12
     requests: list[Any] = []
     channel.send_profile_request({"steps": 1})
     other.subscribe(requests.append)
