@@ -83,8 +83,7 @@ class Schema(Config):
     nan: Literal["fault", "missing"] = "fault"
     """Handling of NaN in dense columns. fault: the row is invalid; missing: the value is missing."""
     group: str | None = field(default=None, compare=False)
-    """Column of `sparse`, such as the user, within whose values evaluations also measure ranking (gauc). Does not change
-    training."""
+    """Column of `sparse`, such as the user, within whose values evaluations measure ranking too (gauc). Not used to train."""
     category_rules: Literal[1, 2] = field(default=2, compare=False)
     """Version of the parsing rules for text categories, stored in a Preprocessor. 2: `true` and `false` are the integers 1 and 0,
     and blanks around an unquoted CSV field are removed. 1: both are plain text."""

@@ -72,8 +72,7 @@ class CheckpointReader(StorageReader):
 
 @final
 class CheckpointWriter(StorageWriter):
-    """DCP writer for a checkpoint path or URL that rayrec's commands and `CheckpointReader` can read. Memory: a copy of the
-    rank's data.
+    """DCP writer for a checkpoint path or URL that rayrec's commands and `CheckpointReader` can read. Copies the rank's data.
 
     `dcp.save` raises TypeError, within its CheckpointException, for a value that is not a tensor (`state` is for plain JSON
     values), and InputError if `path` already contains a checkpoint.

@@ -109,8 +109,7 @@ def latest_valid_checkpoint(
         exclude: Paths of checkpoints that a `restore` found damaged.
         repair: Called on rank 0 for a checkpoint with missing files; returns whether it restored any of them.
 
-    Raises InputError for a checkpoint of another version, and if the only checkpoint is unreadable: skipping it would silently
-    restart the training.
+    Raises InputError for another version, and if the only checkpoint is unreadable: training would restart silently.
     """
     from rayrec.checkpoint.communicator import Communicator  # imports torch, which callers of the other functions here avoid
 
@@ -155,8 +154,7 @@ def check_files(checkpoint: Checkpoint, manifest: dict[str, Any]) -> None:
 
 
 def wrong_file(folder: str, files: Mapping[str, Mapping[str, Any]]) -> tuple[str, str] | None:
-    """Return the path and the problem of the first of `files` that is missing or has the wrong size, or None. Lists the folder
-    once, and reads no file."""
+    """Return path and problem of the first of `files` that is missing or has the wrong size, or None. Lists the folder once."""
     sizes = file_sizes(folder)
     for name, file in files.items():
         if name not in sizes:

@@ -49,8 +49,7 @@ def wrap_read_errors(path: str) -> Iterator[None]:
 
 
 def data_file(rank: int, tag: str) -> str:
-    """Return the name of a rank's file. `tag` is unique for each save attempt, or "", so that attempts at the same step do not
-    mix."""
+    """Return the name of a rank's file. `tag` is unique per save attempt, or "", so that attempts at one step do not mix."""
     return f"data_{rank:05d}{tag and '-'}{tag}.safetensors"
 
 

@@ -195,8 +195,7 @@ class HostCopy:
 
 
 def _pinned(memory: torch.Tensor, device: torch.device) -> bool:
-    """Pin host memory in place, because torch's pinned allocator rounds up to a power of two. Return False, with a warning, if
-    the system cannot: copies are then slower."""
+    """Pin host memory in place: torch's allocator rounds up to a power of two. Return False, with a warning, if it fails."""
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if not code:
         return True

@@ -49,8 +49,7 @@ class _Job:
 class Saver:
     """Background checkpoint writer of a run: one save at a time, then removal according to the retention policy.
 
-    The constructor, `begin` and `wait` are collective; all ranks see the same saves and failures. Needs a thread and host memory
-    for the rank's data.
+    The constructor, `begin` and `wait` are collective; all ranks see equal saves. Needs a thread and a copy of the rank's data.
     """
 
     def __init__(
@@ -69,8 +68,7 @@ class Saver:
 
         Args:
             lease: Lease on rank 0, None on the others.
-            extra_files: Files stored with the weights, by name: content, or path of a file that does not change. Rank 0 copies
-                them.
+            extra_files: Files stored with the weights, by name: content, or path of a constant file, copied by rank 0.
             max_outage_s: Maximum storage outage in seconds before the run fails.
             log: Also called in the thread.
             clean_uncommitted: Whether to remove uncommitted saves of earlier attempts, in the thread.
@@ -115,8 +113,7 @@ class Saver:
     def begin(self, step: int, tensors: dict[str, Any], *, state: dict[str, Any], score: float | None) -> bool:
         """Start a save, and return once `tensors` may change; collective.
 
-        Returns False, without saving, if the previous save is still running on some rank. Raises the failure of the previous
-        save.
+        Returns False, without saving, if a save is still running on some rank. Raises the failure of the previous save.
 
         Args:
             tensors: Tensors, ShardedTensors or DTensors by name.

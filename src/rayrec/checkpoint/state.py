@@ -48,8 +48,7 @@ class RowMap:
     rows: int
     stored_rows: int
     sources: np.ndarray | None = None
-    """Stored row of each row, -1 if it has no source, int32 or int64 [rows]. None maps each row to the same stored row, if it
-    exists."""
+    """Stored row of each row, -1 without a source, int32 or int64 [rows]. None maps each row to the same row, if it exists."""
 
     def of(self, first: int, stop: int) -> np.ndarray:
         """Return the stored row of each of the rows [first, stop), -1 if it has no source, int64 [stop - first]."""

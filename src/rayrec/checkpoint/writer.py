@@ -171,8 +171,7 @@ def write_rank(
 ) -> WrittenFile | None:
     """Write a rank's file from its copy in host memory. Return None, without a file, if the rank has nothing to write.
 
-    `on_write` is called with the size of each written block. Raises OSError if storage is unavailable or full, leaving no partial
-    file.
+    `on_write` is called with the size of each block. Raises OSError, leaving no file, if storage is unavailable or full.
     """
     parts = copy.plan.parts
     if not parts:
@@ -309,8 +308,7 @@ def join(
         state: As in `rayrec.checkpoint.save`.
         extra_files: As in `rayrec.checkpoint.save`.
 
-    Memory: a few blocks of 16 MiB. Verifies every checksum while copying. Raises DamagedError for a damaged source, InputError
-    for positions that leave gaps.
+    Memory: a few blocks of 16 MiB. Verifies every checksum. Raises DamagedError, or InputError for gaps.
     """
     files = [_copied(path, number, *source) for number, source in enumerate(sources)]
     shapes = {target.name: target.shape for _, targets in sources for target in targets.values()}

@@ -29,8 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _keep_stdout_for_results() -> None:
-    """Redirect file descriptor 1 to standard error, but keep `sys.stdout`. Ray's C++ code and child processes print warnings
-    to the descriptor."""
+    """Redirect file descriptor 1, to which Ray's C++ code prints warnings, to standard error, but keep `sys.stdout`."""
     if sys.stdout is None or sys.stderr is None:  # Closed by the caller.
         return
     sys.stdout.flush()

@@ -1,5 +1,4 @@
-"""Flags of commands, from arguments and configuration fields with their values, and the short names and selection of a recipe's
-help. Imports no parser."""
+"""Flags of commands, from arguments and configuration fields, and the selection of a recipe's help. Imports no parser."""
 
 import dataclasses
 import types

@@ -50,8 +50,7 @@ def connect(
     """Connect this process to Ray and return the address of its head: an existing connection, else the cluster at `address` or
     RAY_ADDRESS, else a new local Ray, which imports the modules `preload` once for all processes that name them.
 
-    Raises InputError within some 20 s if the address does not answer or the cluster rejects this user or environment; OSError if
-    a local Ray does not start.
+    Raises InputError within some 20 s if there is no answer or access is rejected; OSError if a local Ray does not start.
     """
     if address == IN_PROCESS:
         raise InputError(f"address {IN_PROCESS}: needs Ray here. Omit the address, or use local or HOST:PORT")
@@ -111,8 +110,7 @@ def _join(address: str, source: str, *, log_to_driver: bool) -> None:
 
 
 def _python_of_workers(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the runtime environment fields with which nodes fork a job's processes (`forked_worker.py`). Empty if the job was
-    submitted with its own Python. Pure."""
+    """Return the runtime environment for nodes to fork a job's processes (`forked_worker.py`); empty if it has its own Python."""
     if not _PYTHON_FIELDS.isdisjoint(json.loads(environment.get(_SUBMITTED, "{}")).get("runtime_env") or {}):
         return {}
     return {"py_executable": forked_worker.python_of_a_job()}
@@ -197,8 +195,7 @@ def ship_code(config: Config) -> None:
 
 
 def user_modules(config: Config) -> set[str]:
-    """Return the modules outside rayrec that define `config` and its nested configurations, without `__main__`, whose classes
-    pickle sends by value."""
+    """Return the modules outside rayrec that define `config` and nested configurations, without `__main__`, pickled by value."""
     nested = (getattr(config, field.name) for field in dataclasses.fields(config))
     modules = set().union(*(user_modules(value) for value in nested if isinstance(value, Config)))
     module = type(config).__module__

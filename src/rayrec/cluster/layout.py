@@ -192,8 +192,7 @@ def layout(
 
 
 def has_enough_cpus(other_nodes: float, *, all_cpus: float, workers: int, cpus_per_worker: float) -> bool:
-    """Return whether the CPUs of other nodes suffice for data tasks: 4 per worker, or half its share if all nodes run them.
-    Pure."""
+    """Return whether other nodes' CPUs suffice for data tasks: 4 per worker, or half its share if all nodes run them. Pure."""
     if other_nodes <= 0:
         return False
     shared = (all_cpus - cpus_per_worker * workers) / workers

@@ -147,8 +147,7 @@ def diagnose(
 
 
 def closure(roots: Iterable[Requirement], installed: Mapping[str, Installed]) -> Iterator[tuple[str, Requirement]]:
-    """Yield every requirement reachable from `roots`, with the name of the distribution that requires it ("" for the roots).
-    Pure.
+    """Yield every requirement reachable from `roots`, with the distribution that requires it ("" for the roots). Pure.
 
     Does not follow missing distributions, and skips UNNEEDED ones. Evaluates markers for this interpreter.
     """

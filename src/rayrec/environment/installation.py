@@ -33,8 +33,7 @@ UNNEEDED = {
         }
     )
 }  # fmt: skip
-"""Requirements in a distribution's metadata that rayrec does not need, by distribution. Omitted from the lock, and ignored by the
-doctor."""
+"""Requirements in a distribution's metadata that rayrec does not need. Omitted from the lock, and ignored by the doctor."""
 _PROBE_TIMEOUT_S = 120.0
 """Timeout of one process in seconds. A cold import of TorchRec takes 15 s."""
 

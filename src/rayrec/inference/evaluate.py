@@ -40,8 +40,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score every labelled row of an input exactly once, and compute metrics.
 
-    Memory on the driver, per row: 5 bytes, plus 13 with a group, plus up to 20 per slice, plus about 100 to compute intervals and
-    200 for a comparison.
+    Memory on the driver, per row: 5 bytes, 13 more with a group, 20 per slice, 100 for intervals, 200 for a comparison.
 
     Args:
         config: Configuration of the checkpoint, as in its config.yaml.

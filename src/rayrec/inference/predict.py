@@ -55,12 +55,10 @@ def predict_to(
     After a kill, the same call resumes, and writes the same bytes.
 
     Returns:
-        rows, the workload's description of them, out, checkpoint, and rows_per_s, measured from the start of scoring to the last
-        file.
+        rows, the workload's description of them, out, checkpoint, and rows_per_s from the start of scoring to the last file.
 
     Raises:
-        InputError: For an unusable checkpoint or input, damaged weights, if `out` exists, and if an incomplete call had other
-            inputs.
+        InputError: For an unusable checkpoint or input, damaged weights, an existing `out`, and other inputs when resuming.
     """
     request = ScoringRequest(checkpoint, path, config, options or ScoringConfig(), console or Console())
     opened = request.open(evaluating=False, spare_cpus=0)

@@ -78,8 +78,7 @@ class Loader(Generic[PositionT, Plan]):
         return rows
 
     def trained_rows(self) -> TrainedRows:
-        """Return the rows that a run has trained at this position, with any number of workers: every row once per epoch, minus
-        the rest of the current epoch."""
+        """Return the rows trained at this position: every row once per epoch, minus the rest of the current epoch."""
         return self._order.trained(self._position())
 
     def state(self) -> dict[str, Any]:

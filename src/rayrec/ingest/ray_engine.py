@@ -36,8 +36,7 @@ _ITEMS_A_DATASET: Final = (64, 256, 1024)
 """Number of items in the first Datasets of a stream. The last value, about 32 GB of text with default blocks, applies to all
 later ones. A Dataset stores all its read tasks, in about 1 ms each, before its first row."""
 ITEMS_A_TASK: Final = 2
-"""Number of items per task of a stream, after its first tasks. Ray's overhead is a fifth of the time of a task with a default
-block. Four items gain no more."""
+"""Items per task of a stream, after its first tasks. With one, Ray's overhead is a fifth of the time; more gain nothing."""
 _ITEMS: Final = b"rayrec.items"
 """Table metadata key for the row counts and metadata of a task's items."""
 _EARLY_START_ITEMS: Final = 16

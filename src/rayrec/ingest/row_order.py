@@ -27,8 +27,7 @@ class RowPosition(NamedTuple):
 class RowOrder:
     """Row order by windows, each shuffled uniformly. Uses 8 bytes of memory per row of a window.
 
-    With one window, the order equals that of torch's DistributedSampler: `torch.randperm(rows)` with a generator seeded with
-    seed + epoch.
+    With one window, the order equals torch's DistributedSampler: `torch.randperm(rows)`, seeded with seed + epoch.
 
     A step of all workers has `batch_size * world_size` consecutive rows, of which worker r takes rows r, r + world_size, ... The
     rest of an epoch is a smaller step. If it has fewer than two rows per worker, too few for batch normalisation, it is added to

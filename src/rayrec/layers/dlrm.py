@@ -1,5 +1,4 @@
-"""DLRM network (Naumov et al., 2019) with three feature interactions: pairwise dot products, low-rank crosses, or a product of
-two projections.
+"""DLRM network (Naumov et al., 2019), with pairwise dot products, low-rank crosses, or a product of two projections.
 
 Sharded collections return features by table and worker. Each interaction reorders them (the dot product for free, by its choice
 of pairs), so the result does not depend on the plan.

@@ -123,8 +123,7 @@ class KeyedEmbeddings(Mapping[str, torch.Tensor]):
         return self._sequences
 
     def pooled_unordered(self) -> Delivery:
-        """Return the embeddings in order of arrival, and that order. Only for layers whose cost depends on it. Results must
-        not."""
+        """Return the embeddings in order of arrival, and that order. Only for layers whose cost, not results, depends on it."""
         values, order = self.bags()
         if len(order) == len(self.features):
             return values, order

@@ -34,8 +34,7 @@ def _block_seed(seed: int, table: str, block: int) -> int:
 
 @dataclass(frozen=True)
 class TableValues:
-    """Initial values of a table. The value in row r and column c depends only on (seed, table, r, c, table shape) and the
-    distribution, not on the shard."""
+    """Initial values of a table. Row r and column c depend only on (seed, table, r, c, table shape) and distribution."""
 
     seed: int
     table: str
@@ -102,8 +101,7 @@ def build_embeddings(
 ) -> EmbeddingBagCollection:
     """Build float32 tables, one per vocabulary, with sum pooling per feature.
 
-    Tables on `meta` have no values until DistributedModelParallel places the shards. Raises InputError for a table without rows,
-    or with two sizes.
+    Tables on `meta` get values when placed by DistributedModelParallel. Raises InputError for no rows, or two sizes.
 
     Args:
         num_embeddings: Row count of each feature's table.

@@ -29,8 +29,7 @@ def build_network(config: ClickModelConfig, inputs: ModelInputs, *, precision: P
 class Ensemble(nn.Module):
     """Networks with the same dense features and separate parts of every embedding. The logit is the mean of their logits.
 
-    Each member learns independently: no gradient depends on another member. Members start from different values, so their mean is
-    better than each of them.
+    Members learn independently, without common gradients, from different values, so their mean is better than each of them.
     """
 
     def __init__(self, members: Sequence[nn.Module], heads: Sequence[Head], *, widths: Sequence[int]) -> None:

@@ -18,8 +18,7 @@ def library() -> ctypes.CDLL:
 
 
 def call(name: str, *arguments: Any, returns: type = ctypes.c_int64) -> int:
-    """Call a kernel. Passes arrays as the address of their contiguous items, None as NULL, int as int64, float as double, and
-    ctypes values unchanged."""
+    """Call a kernel with arrays (as contiguous addresses), None (NULL), int (int64), float (double) and ctypes values."""
     function = getattr(library(), name)
     function.restype = returns
     result: int = function(*map(_converted, arguments))

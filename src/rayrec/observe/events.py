@@ -167,8 +167,7 @@ def _is_incomplete(descriptor: int) -> bool:
 def read_events(path: str | Path, *, kinds: Collection[str] | None = None) -> list[dict[str, Any]]:
     """Read the events of a file in written order, or of a URL and its parts by time, optionally of some kinds only.
 
-    Skips an incomplete last line (its writer is active or was killed). Raises InputError for any other invalid line, and
-    for a missing file.
+    Skips an incomplete last line. Raises InputError for any other invalid line, and for a missing file.
     """
     url = _url(path)
     if url:

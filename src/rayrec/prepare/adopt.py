@@ -57,8 +57,7 @@ class AdoptionConfig(Config):
     files: tuple[str, ...] = ()
     """Days to read, in this order, given as file name prefixes such as day_0. Empty reads all, in natural order."""
     num_embeddings_per_feature: tuple[int, ...] = ()
-    """Rows of each table. Larger IDs are taken modulo these, as TorchRec's loader does. Empty uses the maximum ID of each column
-    plus one."""
+    """Rows of each table. Larger IDs are taken modulo these, as in TorchRec's loader. Empty: the column's maximum ID plus one."""
     preprocessor: str | None = None
     """Folder with the Preprocessor to use, such as a run or adopted data. None creates one."""
     split: Literal["auto", "none"] | Kind = "auto"
@@ -275,8 +274,7 @@ def _index(folder: str, days: Sequence[Day], scanned: ScanResult, rows_per_segme
 
 @contextmanager
 def _target(path: str, out: str | None, days: Sequence[Day]) -> Iterator[tuple[str, str]]:
-    """Yield the folder to write to and its final path: the folder of the arrays, or a new folder with links to them, created
-    atomically."""
+    """Yield the output folder and its final path: the arrays' folder, or a new one with links to them, created atomically."""
     if out is None:
         target = storage.absolute(path).rstrip("/")
         yield target, target

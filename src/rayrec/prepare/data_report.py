@@ -127,8 +127,7 @@ def duplicate_rate(hashes: np.ndarray) -> float | None:
 
 
 Drift = list[dict[str, tuple[float, float] | None]]
-"""Distance from the first slice with rows and its expectation for equal distributions, by column including the label, for each
-slice."""
+"""Distance from the first slice with rows and its expectation for equal distributions, by column and label, for each slice."""
 
 
 def drift_of(stats: ColumnStats, schema: Schema) -> Drift:

@@ -1,7 +1,6 @@
 """Split of a log into files of training, validation and test rows, for parts that are not row ranges.
 
-Runs as a resumable job, whose last file is split.json. The bytes depend only on the log and the options, not on the engine or its
-parallelism.
+A resumable job, whose last file is split.json. The bytes depend on log and options, not on the engine or its parallelism.
 """
 
 import functools

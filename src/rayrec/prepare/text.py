@@ -69,8 +69,7 @@ class TextConfig(Config):
 
 
 def preprocess_text(path: str, *, out: str, text: TextConfig, config: PreparationConfig, console: Console) -> dict[str, Any]:
-    """Write text (UTF-8; file, glob or folder, also gzip, local or a URL) as token rows atomically into folder `out`. Resumes an
-    interrupted call.
+    """Write text (UTF-8; file, glob or folder, also gzip, local or a URL) as token rows to folder `out`, atomically. Resumable.
 
     Reads only `files` and engine options of `config`. Returns the sets of the manifest, bytes and seconds. Raises InputError for
     text that is not UTF-8 or shorter than a row, an unusable tokenizer, or if `out` exists.

@@ -179,8 +179,7 @@ def _faults_task(segments: Sequence[Segment], *, schema: Schema) -> pa.Table:
 
 
 def _edges(index: LogIndex, first: Slice, schema: Schema, engine: Engine) -> np.ndarray:
-    """Return quantiles of up to _EDGE_ROWS rows, evenly spread over the first slice. Depends on row numbers only, not on how the
-    log is divided."""
+    """Return quantiles of up to _EDGE_ROWS rows, evenly spread over the first slice. Depends on row numbers only."""
     rows = first.stop - first.start
     ranges = [(first.start, first.stop)]
     if rows > _EDGE_ROWS:

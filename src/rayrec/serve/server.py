@@ -287,8 +287,7 @@ def serve_forever(
 
 @contextlib.contextmanager
 def _until_signal() -> Iterator[threading.Event]:
-    """Yield an event set by the first Ctrl-C or SIGTERM. The second raises KeyboardInterrupt. Outside of the main thread the
-    event is never set."""
+    """Yield an event set by the first Ctrl-C or SIGTERM (in the main thread only). The second raises KeyboardInterrupt."""
     stop_requested = threading.Event()
 
     def note(number: int, frame: Any) -> None:

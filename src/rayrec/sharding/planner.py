@@ -41,8 +41,7 @@ class ShardingConfig(Config):
     reserved_fraction: Share = 0.15
     """Fraction of each worker's memory that is reserved for the dense model, activations and batches in flight."""
     exchange_precision: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """Dtype for exchanges of embeddings and their gradients. fp16 and bf16 halve the traffic but round. CPU does not support
-    bf16."""
+    """Dtype for exchanges of embeddings and their gradients. fp16 and bf16 halve the traffic but round. No bf16 on CPU."""
     uvm_caching: bool = False
     """Whether to store tables that exceed GPU memory in host memory, with a GPU cache of recently used rows (fbgemm's UVM
     caching). Lookups outside the cache are slower. Not for sparse_optimizer.kind adam, adamw and sparse_adam."""

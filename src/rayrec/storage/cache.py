@@ -114,8 +114,7 @@ class ShardCache:
 
 
 def in_use(descriptor: int) -> bool:
-    """Lock an open cache file against eviction, until the descriptor and all maps of it are closed. Return False if it is already
-    evicted."""
+    """Lock an open cache file against eviction until its descriptor and maps are closed. Return False if already evicted."""
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     os.utime(descriptor)
     return os.fstat(descriptor).st_nlink > 0

@@ -129,8 +129,7 @@ class Forecast:
 
     @property
     def bottleneck(self) -> Limit:
-        """Limiting resource: the model, the network between workers, data tasks, or the CPUs that workers and data tasks
-        share."""
+        """Limiting resource: the model, the network between workers, data tasks, or CPUs shared by workers and data tasks."""
         return self._limits()[0][1]
 
     def _limits(self) -> list[tuple[float, Limit]]:
@@ -186,8 +185,7 @@ class Forecast:
 def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
     """Measure a slice of the recipe's stages on this machine (some 20 s) and extrapolate to the cluster.
 
-    Raises InputError if the recipe does not fit the cluster, has no log, or needs a GPU of unknown speed and this machine has
-    none to measure.
+    Raises InputError if the recipe does not fit, has no log, or needs a GPU of unknown speed and none is here to measure.
     """
     config.workload.check(config)
     config, allocation = _layout_on(config, shape)
@@ -337,8 +335,7 @@ class _ReadyBatches:
 
 
 def plan_for(config: TrainConfig, shape: ClusterShape, *, tables: Sequence[int] | None) -> str:
-    """Return the sharding plan of the tables on a cluster, without reading a log or measuring. Raises InputError if the tables do
-    not fit or are unknown.
+    """Return the tables' sharding plan on a cluster, without reading or measuring. Raises InputError if they do not fit.
 
     Args:
         tables: Rows of each table. None for the tables of the recipe's Preprocessor or preset.

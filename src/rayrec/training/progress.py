@@ -91,8 +91,7 @@ class StopSignal(Protocol):
     """Reasons for an early save."""
 
     def poll(self) -> tuple[bool, bool]:
-        """Return (whether a stop was requested or a node is about to go, whether to poll for preemption notices); cheap,
-        local."""
+        """Return (whether a stop was requested or a node is to go, whether to poll for preemption notices); cheap, local."""
 
     def preempted(self) -> bool:
         """Return whether to save because of a new preemption notice for a worker's node; collective."""

@@ -170,8 +170,7 @@ def launcher_of(config: TrainConfig) -> Launcher:
 
 
 def trains_in_process(config: TrainConfig) -> bool:
-    """Return whether the run needs no Ray: one worker, no Ray-only settings, and no address. Raises InputError for the address
-    `none` with Ray-only settings."""
+    """Return whether the run needs no Ray: one worker, no Ray-only settings, no address. Raises InputError if these conflict."""
     requires_ray = {
         f"scaling.num_workers {config.scaling.max_workers}": config.scaling.max_workers > 1,
         "scaling.resources_per_worker": bool(config.scaling.resources_per_worker),

@@ -88,8 +88,7 @@ TOKENS = "tokens"
 TOKENIZER_FOLDER = "tokenizer"
 """Tokenizer folder in a checkpoint."""
 CONFIG_FILE = "config.json"
-"""File in checkpoints and exports: transformers' model config, with `block_size` and `part_bytes` of the text (missing in older
-checkpoints)."""
+"""File in checkpoints and exports: transformers' model config with `block_size` and `part_bytes` (missing in older ones)."""
 NUM_SAMPLES = 3
 """Number of texts to generate with the final weights."""
 PROMPT_TOKENS = 32
@@ -273,8 +272,7 @@ class LanguageWorkload(DataParallelWorkload):
         return _rows(folder, _validation_set(folder, own=True), config.eval_data)
 
     def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> ArrayRows:
-        """Open a text with one prompt per line. An empty line means a line break. Prompts longer than a block are truncated to
-        their end."""
+        """Open a text with one prompt per line. An empty line means a line break. Prompts keep their end, at most a block."""
         from rayrec.workloads.language_model import read_prompts
 
         block_size = storage.read_json(storage.join(checkpoint, CONFIG_FILE))["block_size"]
@@ -290,16 +288,14 @@ class LanguageWorkload(DataParallelWorkload):
         )
 
     def predict(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-        """Return the columns `prompt` (as seen by the model) and `text` (its continuation). Each text depends only on its prompt
-        and the settings."""
+        """Return the columns `prompt` (as seen by the model) and `text` (its continuation), independent of other prompts."""
         from rayrec.workloads.language_model import TextModel
 
         assert isinstance(model, TextModel)
         return model.continue_prompts(tensors, max_new_tokens=self.max_new_tokens, temperature=self.temperature)
 
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
-        """Write config.json, model.safetensors and the tokenizer's files, for `from_pretrained` of GPT2LMHeadModel and
-        AutoTokenizer."""
+        """Write config.json, model.safetensors and tokenizer files for `from_pretrained` (GPT2LMHeadModel, AutoTokenizer)."""
         from rayrec.checkpoint.reader import export_weights
 
         storage.make_folder(out)

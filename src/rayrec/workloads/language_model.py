@@ -163,8 +163,7 @@ def _pick(logits: torch.Tensor, chance: torch.Tensor, temperature: float) -> tor
 
 
 def read_prompts(path: str, tokenizer: TextTokenizer, *, window: int) -> ArrayRows:
-    """Read PROMPTS and LENGTHS from the lines of a text. Raises InputError if it is missing, empty, not UTF-8 or cannot be
-    encoded."""
+    """Read PROMPTS and LENGTHS from the lines of a text. Raises InputError if missing, empty, not UTF-8 or not encodable."""
     try:
         lines = storage.read_bytes(path).decode().splitlines()
     except UnicodeDecodeError as error:
@@ -219,8 +218,7 @@ def load_weights(model: GPT2LMHeadModel, folder: str) -> None:
 
 
 _MIN_MULTIPLY_ADDS = 4_000_000
-"""Minimum multiply-adds for which oneDNN's setup pays. It takes 0.1 ms, forward and backward, as do half as many
-multiply-adds."""
+"""Minimum multiply-adds for which oneDNN's setup pays: 0.1 ms, forward and backward, as do half as many multiply-adds."""
 
 
 def through_onednn(model: GPT2LMHeadModel) -> GPT2LMHeadModel:

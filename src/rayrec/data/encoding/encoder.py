@@ -32,8 +32,7 @@ class MultiHot(Config):
     sizes: tuple[int, ...] = MLPERF_SIZES
     """Ids per row in each sparse column."""
     distribution: Literal["uniform", "pareto"] = "uniform"
-    """Distribution of ids. uniform: over the table; pareto: (1 - u)^-4 - 1 in 32 bits, modulo the table size (NumPy, a =
-    0.25)."""
+    """Distribution of ids. uniform: over the table; pareto: (1 - u)^-4 - 1 in 32 bits, modulo table size (NumPy, a = 0.25)."""
     seed: int = 0
     """Seed of the random ids."""
 

@@ -152,8 +152,7 @@ class Preprocessor:
 
     @cached_property
     def slots(self) -> np.ndarray:
-        """Concatenated lookup tables of all vocabularies, uint64. About 20 ns per token. Raises InputError for a repeated
-        token."""
+        """Concatenated lookup tables of all vocabularies, uint64. About 20 ns per token. Raises InputError for a repeated one."""
         offsets = self._slot_offsets
         slots = np.zeros((offsets[-1], 2) if self.tokens.dtype == np.uint64 else offsets[-1], np.uint64)
         for number, (name, column) in enumerate(zip(self.inputs.sparse, self.sparse, strict=True)):

@@ -62,8 +62,7 @@ def preprocess(
         note: Called with messages for the user.
         settings: Fields of Output.
 
-    Raises InputError if the format cannot store the log, `out` exists, an unfinished job there has other inputs, or the disk is
-    too small.
+    Raises InputError for an unsuitable format, an existing `out`, an unfinished job with other inputs, or a small disk.
     """
     start_s = time.perf_counter()
     out, output = storage.absolute(out).rstrip("/"), Output(**settings)

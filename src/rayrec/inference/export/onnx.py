@@ -31,8 +31,7 @@ _EXAMPLE_ROWS = 4
 
 
 class _FullModel(nn.Module):
-    """Model with tables: ids of all columns, int64 [rows, ids], and dense features, if any, float32 [rows, num_dense] -> logits
-    [rows, 1]."""
+    """Model with tables: ids of all columns, int64 [rows, ids], and float32 [rows, num_dense], if any -> logits [rows, 1]."""
 
     def __init__(
         self, model: nn.Module, tables: Sequence[torch.Tensor], *, row_format: RowFormat, hotness: Sequence[int]

@@ -38,8 +38,7 @@ class FinalMLPConfig(ClickModelConfig):
     gate_mlp: Sizes = (64,)
     """Widths of the hidden layers of each gate."""
     first_context: tuple[str, ...] = ()
-    """Categorical features that determine the first MLP's gates, and `numbers` for all dense ones. If empty, the gates are
-    learned constants."""
+    """Categorical features, and `numbers` for all dense ones, that determine the first MLP's gates. Empty learns constants."""
     second_context: tuple[str, ...] = ()
     """Context of the second MLP's gates. See first_context."""
 

@@ -49,8 +49,7 @@ def allocate_resources(config: TrainConfig, *, probe: bool = False, free: bool =
 
 
 def wait_for_resources(config: TrainConfig, note: Callable[[str], None], *, free: bool = False) -> Layout:
-    """Wait until the run fits on the cluster (with `free`, on its unreserved resources) and allocate it. Raises InputError after
-    failure.node_wait_s."""
+    """Wait until the run fits on the cluster (with `free`, on unreserved resources). Raises InputError after node_wait_s."""
     deadline_s = time.monotonic() + config.failure.node_wait_s
     awaited = "resources in use by other jobs" if free else "nodes"
     is_reported = False

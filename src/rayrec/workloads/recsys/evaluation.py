@@ -100,8 +100,7 @@ def counted_columns(keys: Sequence[str], columns: Sequence[SparseColumn], *, exp
 
 
 def reliability_bins(by_logit: np.ndarray) -> list[dict[str, float]]:
-    """Group rows by score into up to 15 bins of about equal size for a reliability diagram (Niculescu-Mizil & Caruana 2005).
-    Pure.
+    """Group rows by score into up to 15 bins of equal size for a reliability diagram (Niculescu-Mizil & Caruana 2005). Pure.
 
     `by_logit` [3, bins] has rows, clicks and summed probabilities of narrow logit bins. Each result has `rows`, `predicted` (mean
     probability) and `observed` (share of clicks).

@@ -113,8 +113,7 @@ def available_host_bytes() -> int:
 
 
 def build_model(workload: ClickSettings, num_embeddings: list[int], *, inputs: Schema, **settings: Any) -> ClickModel:
-    """Build the model with tables on the meta device and their optimizer applied, so that TorchRec's planner includes its
-    state."""
+    """Build the model with tables on the meta device and apply their optimizer, so that TorchRec's planner includes its state."""
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
     from rayrec.models.sharded_model import build_click_model
@@ -131,8 +130,7 @@ def build_model(workload: ClickSettings, num_embeddings: list[int], *, inputs: S
 def cut_to_fit(
     workload: ClickSettings, config: TrainConfig, num_embeddings: list[int], *, inputs: Schema, workers: int, memory_bytes: int
 ) -> list[int]:
-    """Cap the rows per table so that all tables fit `workers` on one node with `memory_bytes` each. Raises InputError if not even
-    tables of one row fit."""
+    """Cap the rows per table so that all tables fit `workers` on one node. Raises InputError if not even one row each fits."""
     max_rows = max(num_embeddings)
     target = Target(workers, workers)
     while True:

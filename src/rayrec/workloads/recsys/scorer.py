@@ -157,8 +157,7 @@ class ClickScorer:
         return self._model.heads
 
     def predict(self, rows: EncodedRows) -> dict[str, np.ndarray]:
-        """Return the predictions [rows, ...] of the heads by tensor name. For labels, these are float32 logits or predicted
-        numbers."""
+        """Return the heads' predictions [rows, ...] by tensor name. For labels, these are float32 logits or predicted numbers."""
         with torch.inference_mode():
             return {name: tensor.cpu().numpy() for name, tensor in self._model.predict(*self.inputs(rows)).items()}  # device sync
 
@@ -259,8 +258,7 @@ def empty_model(
 
 @contextmanager
 def _limited_weights(stored_bytes: int | None, where: str) -> Iterator[None]:
-    """Stop building a network in this thread if its weights take more than twice `stored_bytes` plus 16 MiB, or have an
-    impossible size."""
+    """Stop building a network in this thread if its weights exceed twice `stored_bytes` plus 16 MiB, or have impossible sizes."""
     remaining_bytes = math.inf if stored_bytes is None else 2 * stored_bytes + (16 << 20)  # some parts may be built and dropped
     thread = threading.get_ident()
 

@@ -154,8 +154,7 @@ def cache_folder(checkpoint: str) -> str:
 
 
 def open_run_log(data: DataConfig, preprocessor: Preprocessor, *, cache: str, max_bad_fraction: float = 1.0) -> LogIndex:
-    """Return the index of a log, cached in folder `cache`. Raises InputError if the log is missing, unreadable, or has too many
-    invalid lines."""
+    """Return the index of a log, cached in folder `cache`. Raises InputError if unreadable or with too many invalid lines."""
     if data.path is None:
         raise InputError("the run's config.yaml must name its log")
     return LogSource.at(data.path, data.files).index(

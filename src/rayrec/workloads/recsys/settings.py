@@ -55,8 +55,7 @@ class ClickSettings(Workload):
     preset: Preset = field(default_factory=Preset)
     """Column encoding, unless a Preprocessor is used, and the split of the log."""
     preprocessor: str | None = None
-    """Preprocessor folder from `rayrec vocabulary`. None uses the Preprocessor of preprocessed data, else creates one from the
-    rows counted by the preset."""
+    """Preprocessor folder from `rayrec vocabulary`. None: that of preprocessed data, else a new one from the preset's rows."""
     vocabulary_memory_bytes: int | None = None
     """Memory for category counts in bytes. Counts beyond it spill to disk. None uses a quarter of the available memory."""
     model: ClickModelConfig = field(default_factory=DLRMConfig)
@@ -173,8 +172,7 @@ def check_sparse(inputs: Schema) -> None:
 
 
 def check_grouped(schema: Schema, path: str | None) -> None:
-    """Check that evaluation rows are raw if the schema has a group: preprocessed rows have ids, and rare categories share one.
-    Raises InputError."""
+    """Check that evaluation rows are raw if the schema has a group: in preprocessed rows, rare categories share an id."""
     if schema.group is not None and path is not None and LogSource.at(path).is_preprocessed:
         raise InputError(
             f"schema.group: {path} is preprocessed and has no values of {schema.group}. Evaluate on a raw log "

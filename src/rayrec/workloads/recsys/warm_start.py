@@ -104,8 +104,7 @@ def require_same_inputs(checkpoint: Checkpoint, old: Preprocessor, new: Preproce
 def remap_table(
     old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_tokens: np.ndarray, *, where: str
 ) -> TableRemap:
-    """Map rows of the new table to rows of the old table by token. Reserved rows (unknown, missing, below the first category) map
-    to their old counterparts.
+    """Map rows of the new to the old table by token, and reserved rows (unknown, missing, below the first category) too.
 
     Raises InputError, prefixed with `where`, if rows have no counterpart: hashed columns with different row counts, and columns
     whose categories share rows differently.

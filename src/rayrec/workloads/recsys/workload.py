@@ -166,8 +166,7 @@ class ClickWorkload(ClickSettings):
         return preprocessor
 
     def _configured_preprocessor(self, path: str, teacher: Teacher | None) -> Preprocessor | None:
-        """Return the Preprocessor of preprocessed data, teachers or configuration, or None. Raises InputError if they differ.
-        Memory: two of them."""
+        """Return the Preprocessor of preprocessed data, teachers or configuration, or None. Raises InputError if they differ."""
         teachers = () if teacher is None else teacher.checkpoints
         of_data = LogSource.at(path).preprocessor()
         folders = {} if of_data is None else {path: of_data}
