@@ -89,9 +89,7 @@ def open_checkpoint(path: str) -> Checkpoint:
             raise InputError(f"{summary}: damaged, chosen_step must be a step, got {step!r}. Use a checkpoint folder")
         checkpoint = Checkpoint(folder_of(path, step))
     if checkpoint is None:
-        raise InputError(
-            f"{path}: contains no complete checkpoint (no {MANIFEST}). Use a folder such as RUN/checkpoints/step_00001000"
-        )
+        raise InputError(f"{path}: contains no complete checkpoint (no {MANIFEST}). Use one like RUN/checkpoints/step_00001000")
     return Checkpoint(storage.absolute(checkpoint.path))
 
 
@@ -173,9 +171,7 @@ def reject_pickles(folder: str, files: Collection[str]) -> None:
         if not is_data_file(name):  # data files can start with any bytes, and may be left over from another attempt
             storage.read_into(path, 0, head)
         if name.endswith(_PICKLE_NAMES) or _PICKLE_START.match(head.tobytes()):
-            raise InputError(
-                f"{path}: must not be a pickle, which can run any code, and is not in the manifest of {folder}. Remove it"
-            )
+            raise InputError(f"{path}: must not be a pickle, which can run code, and is not in {folder}'s manifest. Remove it")
 
 
 def file_sizes(folder: str) -> dict[str, int]:

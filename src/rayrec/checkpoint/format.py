@@ -153,9 +153,7 @@ def check_manifest(folder: str, manifest: dict[str, Any], fields: Any, *, fix: s
             continue
         target = os.path.realpath(os.path.join(root, name))
         if not target.startswith(root + os.sep):
-            raise DamagedError(
-                f"{os.path.join(folder, name)}: is a link to {target}, outside of the folder; copy the file, or {fix}"
-            )
+            raise DamagedError(f"{os.path.join(folder, name)}: links to {target}, outside of the folder; copy the file, or {fix}")
         if os.path.exists(target) and not os.path.isfile(target):
             raise DamagedError(f"{os.path.join(folder, name)}: damaged, not a regular file; {fix}")
 
@@ -168,9 +166,7 @@ def read_manifest(folder: str) -> dict[str, Any]:
         raise DamagedError(f"{path}: missing; {fix}")
     manifest = load_manifest(folder, fix=fix)
     if "format" in manifest:
-        raise InputError(
-            f"{folder}: must be a checkpoint, got an export. Use the exported checkpoint (exports are for `rayrec serve`)"
-        )
+        raise InputError(f"{folder}: must be a checkpoint, got an export (for `rayrec serve`). Use the exported checkpoint")
     if manifest.get("version") != VERSION:
         raise InputError(
             f"{folder}: format version must be {VERSION}, got {manifest.get('version')}. Use the version of rayrec that wrote it"

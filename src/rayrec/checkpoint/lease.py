@@ -41,9 +41,7 @@ class Lease:
     def check(self) -> None:
         """Raise InputError if the lease is no longer valid."""
         if not self.valid():
-            raise InputError(
-                f"{self.run_folder}: another process acquired the lease of this run. Stopping here; let the other one continue"
-            )
+            raise InputError(f"{self.run_folder}: another process acquired the lease of this run. Stopping; let it continue")
 
 
 def acquire_lease(run_folder: str) -> Lease:

@@ -329,9 +329,7 @@ def _check_alive(target: str, source: str) -> _Answer:
         is_rejected = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
         return "token rejected" if is_rejected else "not Ray"
     except AuthenticationError as error:  # RAY_AUTH_MODE=token without a token
-        raise InputError(
-            f"{source}: {str(error).splitlines()[0].rstrip('.')}. Name the token's file in RAY_AUTH_TOKEN_PATH"
-        ) from None
+        raise InputError(f"{source}: {str(error).splitlines()[0].rstrip('.')}. Set RAY_AUTH_TOKEN_PATH to its file") from None
     if reply.ray_version != ray.__version__:
         raise InputError(
             f"{source}: the cluster runs Ray {reply.ray_version}, but this environment has Ray {ray.__version__}. Install the "

@@ -90,9 +90,7 @@ def compare(
         if not models:
             labels, groups, checksums = scored.labels, scored.groups, scored.checksums
         elif (len(scored.labels), scored.checksums) != (len(labels), checksums):
-            raise InputError(
-                f"{name}: rows or labels of {path} do not match {models[0].described['name']}. Compare models of the same log."
-            )
+            raise InputError(f"{name}: rows or labels do not match {models[0].described['name']}. Compare models of one log.")
         models.append(_Model(scored.logits, _described(name, job, config, scored, seconds)))
     if options.ensemble:
         models.append(_ensemble(models))
@@ -118,9 +116,7 @@ def _check_schemas(checkpoints: Sequence[str], configs: Sequence[TrainConfig]) -
     for checkpoint, schema in zip(checkpoints[1:], schemas[1:], strict=True):
         for name in _RAW_FIELDS:
             if getattr(schema, name) != getattr(schemas[0], name):
-                raise InputError(
-                    f"{checkpoint}: '{name}' of the schema does not match {checkpoints[0]}. Compare models of the same log."
-                )
+                raise InputError(f"{checkpoint}: schema's '{name}' does not match {checkpoints[0]}. Compare models of one log.")
 
 
 def _names(checkpoints: Sequence[str]) -> list[str]:

@@ -38,9 +38,7 @@ def ensemble(checkpoints: Sequence[str], out: str, *, configs: Sequence[TrainCon
     opened = [open_checkpoint(checkpoint) for checkpoint in checkpoints]
     for checkpoint, config in zip(opened, configs, strict=True):
         if not isinstance(config.workload, ClickWorkload):
-            raise InputError(
-                f"{checkpoint.path}: recipe {config.recipe} does not predict clicks. An ensemble needs click models."
-            )
+            raise InputError(f"{checkpoint.path}: recipe {config.recipe} does not predict clicks. Ensembles need click models.")
     settings = [click_settings(checkpoint, config) for checkpoint, config in zip(opened, configs, strict=True)]
     preprocessor = load_preprocessor(opened[0].path)
     for checkpoint in opened[1:]:

@@ -250,9 +250,7 @@ def stored_model(values: Mapping[str, Any], *, where: str, own: type[ClickModelC
     else:
         cls = models.config_class(name) if "." in name else None
     if cls is None:
-        raise InputError(
-            f"{where}: network must be one of rayrec's, got {name}. Pass its training recipe, --recipe FILE.py:FUNCTION."
-        )
+        raise InputError(f"{where}: network must be rayrec's, got {name}. Pass its training recipe, --recipe FILE.py:FUNCTION.")
     try:
         return cls().updated(values)
     except TypeError as error:

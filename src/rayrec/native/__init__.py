@@ -11,9 +11,7 @@ def library() -> ctypes.CDLL:
     """Load the shared library with all kernels of kernels.h."""
     spec = importlib.util.find_spec("rayrec.native._kernels")
     if spec is None or spec.origin is None:
-        raise ImportError(
-            "rayrec's compiled kernels are missing: install rayrec with pip (`pip install .` or `pip install -e .`)"
-        )
+        raise ImportError("rayrec's compiled kernels are missing. Install rayrec with `pip install .` or `pip install -e .`")
     return ctypes.CDLL(spec.origin)
 
 

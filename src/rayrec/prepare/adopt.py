@@ -158,9 +158,7 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
         index = _index(folder, days, scanned, config.rows_per_segment)
         index.check(config.max_bad_fraction, path)
         if index.faults.total > MAX_FAULTY_ROWS:
-            raise InputError(
-                f"{path}: {index.faults.describe()}; at most {MAX_FAULTY_ROWS:,} rows can be skipped. Fix the arrays"
-            )
+            raise InputError(f"{path}: {index.faults.describe()}; at most {MAX_FAULTY_ROWS:,} can be skipped. Fix the arrays")
         if index.faults.total:
             console.note(f"{path}: {index.faults.describe()}; they are left out")
         split = config.split_of(days)
@@ -368,9 +366,7 @@ def adopt_tokens(
         described[name]["folder"] = folder
     sizes = {name: info["column"]["block_size"] for name, info in described.items()}
     if len(set(sizes.values())) > 1:
-        raise InputError(
-            f"{path}: row lengths of train and validation must match, got {sizes['train']} and {sizes['validation']} tokens"
-        )
+        raise InputError(f"{path}: train and validation rows must match, got {sizes['train']} and {sizes['validation']} tokens")
     manifest = {
         "format": text_blocks.FORMAT,
         "version": text_blocks.VERSION,

@@ -87,7 +87,7 @@ class RowSplit(Config):
         starts = self.starts
         if starts is not None and starts[1] is not None and starts[0] >= starts[1]:
             raise InputError(
-                f"split by time: test_from must be after validation_from {self.validation_from}, got {self.test_from}"
+                f"split by time: test_from must be after validation_from={self.validation_from}, got {self.test_from}"
             )
 
     @property
@@ -109,9 +109,7 @@ class RowSplit(Config):
             if name is None:
                 raise InputError(f"split by {self.by}: column of the time not specified. Use --timestamp")
             if schema.tokens != "any":
-                raise InputError(
-                    f"split by {self.by}: log must have a time column: Parquet or CSV with --schema FILE and tokens: any"
-                )
+                raise InputError(f"split by {self.by}: log must have a time: Parquet or CSV with --schema FILE and tokens: any")
             schema = schema.replace(timestamp=name)
         return schema
 

@@ -258,9 +258,7 @@ def build_application(args: Mapping[str, Any]) -> Application:
         if not isinstance(autoscaling, Mapping):
             raise InputError("autoscaling: must be a mapping, such as {min_replicas: 1, max_replicas: 8}")
         if "replicas" in values:
-            raise InputError(
-                "autoscaling: must not be set together with replicas. Set min_replicas and max_replicas in autoscaling."
-            )
+            raise InputError("autoscaling: must not be set together with replicas. Set its min_replicas and max_replicas.")
         if config.ingress == "direct":
             raise InputError("autoscaling: Ray Serve does not see the requests of the direct ingress. Leave ingress out.")
     if config.ingress == "serve":

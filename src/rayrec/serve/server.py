@@ -79,9 +79,7 @@ def serving(
     shadow = source_of(shadow) if shadow else None
     custom_network_class(config.recipe)  # Fails before Ray starts
     if digest is None and config.host not in LOOPBACK:
-        console.note(
-            f"Accepting requests without a token at {config.host}:{config.port}: set --token-file or --token-env to require one"
-        )
+        console.note(f"Accepting requests without a token at {config.host}:{config.port}. Set --token-file or --token-env.")
     quieten()
     import ray
     from ray import serve

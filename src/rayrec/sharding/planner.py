@@ -200,9 +200,7 @@ def _table_memory_limit(config: ShardingConfig, site: Site) -> _MemoryLimit:
     reserved = f"{config.reserved_fraction:.0%} kept free"
     usable = int(site.memory_bytes * (1 - config.reserved_fraction))
     if site.device == "cpu":
-        return _MemoryLimit(
-            usable // 2, f"{readable(site.memory_bytes)} are free, {reserved}, half of the rest for a checkpoint's copy"
-        )
+        return _MemoryLimit(usable // 2, f"{readable(site.memory_bytes)} are free, {reserved}, half of the rest for checkpoints")
     limit = _MemoryLimit(usable, f"of its device's {readable(site.memory_bytes)}, {reserved}")
     if site.host_memory_bytes is None or config.uvm_caching:
         return limit
@@ -256,7 +254,7 @@ def _allowed_types(config: ShardingConfig, *, device: str, per_node: list[int]) 
     allowed = [kind for kind in config.sharding_types if device != "cpu" or kind in _CPU_SHARDING_TYPES]
     if not allowed:
         raise InputError(
-            f"ShardingConfig.sharding_types: CPU does not support {', '.join(config.sharding_types)}. Add table_wise."
+            f"ShardingConfig.sharding_types: no support on CPU for {', '.join(config.sharding_types)}. Add table_wise."
         )
     if per_node == [1] and "table_wise" in allowed:  # No worker to share rows with, and sorting ids by part takes time
         allowed = [kind for kind in allowed if kind not in _BY_ROWS]

@@ -234,9 +234,7 @@ def train_locally(
                     measured.append(results.get(timeout=1.0))
                     continue
                 if time.monotonic() > deadline_s or any(process.exitcode for process in started):
-                    raise InputError(
-                        "plan: cannot train some steps on this machine. Run `rayrec train` with --steps 20 to see the error"
-                    )
+                    raise InputError("plan: cannot train on this machine. Run `rayrec train` with --steps 20 to see the error")
         finally:
             for process in started:
                 process.join(timeout=10 if len(measured) == workers else 0)

@@ -264,15 +264,11 @@ def _check_same_data(folder: str, config: TrainConfig, summary: Mapping[str, Any
     else:
         difference = None if stored is None else data_difference(stored, now)
     if difference is not None:
-        raise InputError(
-            f"{folder}: {FINISHED}, with other data: {difference}. Choose another --name to train again, such as one with a date"
-        )
+        raise InputError(f"{folder}: {FINISHED}, with other data: {difference}. Choose another --name, such as one with a date")
 
 
 def _other_settings(folder: str, rejected: Sequence[Change]) -> InputError:
-    return InputError(
-        f"{folder}: was trained with other settings ({_listed(rejected)}). Use its config.yaml, or choose another --name"
-    )
+    return InputError(f"{folder}: trained with other settings ({_listed(rejected)}). Use its config.yaml, or another --name")
 
 
 def _listed(changes: Sequence[Change]) -> str:

@@ -137,9 +137,7 @@ def _check_same(folder: str, config: TrainConfig, space: Space, options: TuneCon
         before = storage.read_json(path)
         changed = [name for name in searched if before.get(name) != json.loads(storage.json_text(searched[name]))]
         if changed:
-            raise InputError(
-                f"{folder}: contains a search with a different {' and '.join(changed)}. Use the same, or choose another --name."
-            )
+            raise InputError(f"{folder}: has a search with a different {' and '.join(changed)}. Use the same, or another --name.")
         return
     storage.make_folder(folder)
     storage.write_json(path, searched)

@@ -114,9 +114,7 @@ class TrainConfig(Config):
                 f"'_', got {self.name!r}"
             )
         if self.eval_data.shuffle != "none":
-            raise InputError(
-                f"eval_data.shuffle: must be 'none', because evaluation reads in log order, got {self.eval_data.shuffle!r}"
-            )
+            raise InputError(f"eval_data.shuffle: must be 'none', as evaluation reads in order, got {self.eval_data.shuffle!r}")
         if self.loop not in self.workload.LOOPS:
             raise InputError(f"loop: must be {' or '.join(self.workload.LOOPS)} for recipe {self.recipe}, got {self.loop}")
         if self.early_stopping.patience and not self.checkpoint.keep_best:
@@ -350,9 +348,7 @@ class Workload(Config, abc.ABC):
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
         """Export the model of a checkpoint into the empty folder `out` in a format for other tools. Return a report as JSON
         values. Raises InputError if the model cannot be exported."""
-        raise InputError(
-            f"{checkpoint}: the model of recipe {config.recipe} cannot be exported. Use `rayrec predict` to score with it."
-        )
+        raise InputError(f"{checkpoint}: recipe {config.recipe} cannot be exported. Use `rayrec predict` to score with it.")
 
     def summarize(self, prepared: Any, metrics: dict[str, float]) -> dict[str, Any]:
         """Return entries of the run summary, from the prepared data and the final metrics."""

@@ -333,6 +333,4 @@ def _validation_set(folder: TokenFolder, *, own: bool) -> str:
     for name in ("validation", "train") if own else ("validation",):
         if folder.sets.get(name):
             return name
-    raise InputError(
-        f"{folder.path}: has no validation blocks. Preprocess with --validation-fraction above 0, or pass --eval-data.path DIR."
-    )
+    raise InputError(f"{folder.path}: no validation blocks. Preprocess with --validation-fraction, or pass --eval-data.path DIR.")

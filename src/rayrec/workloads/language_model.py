@@ -199,9 +199,7 @@ def load_weights(model: GPT2LMHeadModel, folder: str) -> None:
     missing, extra or misshapen weights."""
     path = storage.join(folder, "model.safetensors")
     if not storage.exists(path):
-        raise InputError(
-            f"workload.weights: {path} not found. Other formats may contain code and are not read. Save with safe_serialization."
-        )
+        raise InputError(f"workload.weights: {path} not found. Other formats may contain code. Save with safe_serialization.")
     parameters = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
     tensors_by_name = {}
     for name, tensor in read_weights(path).items():

@@ -179,8 +179,7 @@ class ProfileConfig(Config):
         first, end = self.window() or (0, 0)
         if end - first > MAX_PROFILED_STEPS:
             raise InputError(
-                f"profile.steps: must be at most {MAX_PROFILED_STEPS} steps to fit in memory, got {self.steps!r} "
-                f"({end - first:,})"
+                f"profile.steps: at most {MAX_PROFILED_STEPS} steps fit in memory, got {self.steps!r} ({end - first:,})"
             )
 
     def window(self) -> tuple[int, int] | None:

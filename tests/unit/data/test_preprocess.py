@@ -200,7 +200,7 @@ def test_invisible_folder_raises(log: Path, tmp_path: Path) -> None:
             (tmp_path / "out.partial").rename(tmp_path / "away")
             return super().run(name, function, items)
 
-    with pytest.raises(InputError, match=r"out\.partial: not visible from a data task on .*; choose an --out that all"):
+    with pytest.raises(InputError, match=r"out\.partial: not visible to tasks on .*; choose an --out that all"):
         run(log, tmp_path / "out", engine=Elsewhere())
 
 

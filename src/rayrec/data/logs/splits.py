@@ -138,9 +138,7 @@ class Split(SplitParts):
         boundary = max(middle - sizes[first], 0)
         if train_stop is not None and self.train_days is not None and train_stop > boundary:
             boundary_days = len([day for day in _days(index) if day.stop <= boundary])
-            raise InputError(
-                f"split days: train_days {self.train_days} and the held-out days overlap; {boundary_days} days are left"
-            )
+            raise InputError(f"split days: train_days {self.train_days} and held-out days overlap; {boundary_days} days are left")
         stop = boundary if train_stop is None else min(train_stop, boundary)
         split = {"train": (0, stop), first: (boundary, middle), second: (middle, index.rows)}
         return {name: split[name] for name in NAMES if not (absent and name == "test")}

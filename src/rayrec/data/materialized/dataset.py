@@ -139,9 +139,7 @@ def _load(path: str) -> PreprocessedDataset:
             "`rayrec preprocess`."
         )
     if manifest["format"] in MAPPED and storage.is_url(path):
-        raise InputError(
-            f"{path}: {manifest['format']} can be read from a file system only. Copy it to one, or preprocess to parquet."
-        )
+        raise InputError(f"{path}: {manifest['format']} needs a file system. Copy it to one, or preprocess to parquet.")
     if path in _OPENED and _OPENED[path].manifest == manifest:  # Its mapped files and in-memory rows remain valid.
         return _OPENED[path]
     raw_files = [storage.join(path, f"{number:05d}", name) for number, name in enumerate(manifest["raw_files"])]

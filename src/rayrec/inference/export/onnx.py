@@ -117,9 +117,7 @@ def id_widths(preprocessor: Preprocessor) -> list[int]:
     widths = []
     for name, size in zip(preprocessor.inputs.sparse, preprocessor.hotness, strict=True):
         if size is None:
-            raise InputError(
-                f"onnx: column {name} has a variable number of ids per row, but inputs have a fixed width. Serve with rayrec."
-            )
+            raise InputError(f"onnx: column {name} has a varying number of ids, but inputs a fixed width. Serve with rayrec.")
         widths.append(size)
     return widths
 

@@ -56,7 +56,7 @@ def export(checkpoint: str, out: str, *, config: TrainConfig, settings: ExportCo
     is_click_model = isinstance(config.workload, ClickWorkload)
     if not is_click_model and settings != ExportConfig():
         raise InputError(
-            f"export: recipe {config.recipe} does not train a click model, which --quantize, --triton and the comparison need"
+            f"export: recipe {config.recipe} is not for click models, needed for --quantize, --triton and comparison"
         )
     with storage.writing_folder(out) as folder:
         if is_click_model:

@@ -40,7 +40,7 @@ class EnsembleConfig(ClickModelConfig):
         for number, model in enumerate(self.models):
             if not model.LABELLED:
                 raise InputError(
-                    f"EnsembleConfig.models[{number}]: must predict a label, got {type(model).__name__}. Choose another model."
+                    f"EnsembleConfig.models[{number}]: must predict a label, got {type(model).__name__}. Replace it."
                 )
             if model.embedding_penalty:
                 raise InputError(

@@ -34,9 +34,7 @@ class TeacherConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.checkpoint is not None and not all(self.checkpoints):
-            raise InputError(
-                "teacher.checkpoint: must be one or more runs or checkpoints, got an empty value. Set it, or leave it out."
-            )
+            raise InputError("teacher.checkpoint: must be one or more runs or checkpoints, got an empty value. Omit it.")
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
@@ -48,13 +46,9 @@ class TeacherConfig(Config):
     def check(self) -> None:
         """Check that both a teacher and a weight are set, or neither. Raises InputError."""
         if self.weight and self.checkpoint is None:
-            raise InputError(
-                "teacher.checkpoint: must be a trained click model, got None. Pass --workload.teacher.checkpoint RUN."
-            )
+            raise InputError("teacher.checkpoint: must be a click model, got None. Pass --workload.teacher.checkpoint RUN.")
         if self.checkpoint is not None and not self.weight:
-            raise InputError(
-                "teacher.weight: must be above 0 with a teacher.checkpoint, got 0. Pass --workload.teacher.weight 0.5."
-            )
+            raise InputError("teacher.weight: must be above 0 with a checkpoint, got 0. Pass --workload.teacher.weight 0.5.")
 
 
 @dataclass(frozen=True)

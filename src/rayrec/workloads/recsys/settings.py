@@ -81,9 +81,7 @@ class ClickSettings(Workload):
 
     def check(self, config: TrainConfig) -> None:
         if config.train_data.path is None:
-            raise InputError(
-                "train_data.path: must be a training log, got None. Pass --train-data.path PATH (rayrec generate creates one)."
-            )
+            raise InputError("train_data.path: must be a training log, got None. Pass --data PATH (rayrec generate creates one).")
         if self.preprocessor is None and not LogSource.at(config.train_data.path).is_preprocessed:
             inputs = self.preset.inputs(self.schema)
             check_sparse(inputs)
@@ -112,9 +110,7 @@ class ClickSettings(Workload):
                 "it to fault."
             )
         if self.schema.group and self.model.LABELLED and not self.predicts_clicks:
-            raise InputError(
-                f"schema.group: must be None if the main label is not a click, got {self.schema.group}. Leave it out."
-            )
+            raise InputError(f"schema.group: must be None if the main label is not a click, got {self.schema.group}. Omit it.")
         if self.teacher.checkpoint and not self.predicts_clicks:
             raise InputError(
                 f"teacher.checkpoint: must be None for {name}, which predicts no clicks, got {self.teacher.checkpoint}. "
@@ -131,9 +127,7 @@ class ClickSettings(Workload):
                 "alone with dense_optimizer.max_gradient_norm."
             )
         if self.dense_optimizer.max_gradient_norm is not None:
-            raise InputError(
-                "workload.max_gradient_norm and dense_optimizer.max_gradient_norm: the first clips the network too. Set only one."
-            )
+            raise InputError("workload.max_gradient_norm and dense_optimizer.max_gradient_norm: the first clips both. Set one.")
 
     @property
     def predicts_clicks(self) -> bool:
