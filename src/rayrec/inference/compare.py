@@ -51,9 +51,8 @@ def compare(
 
     Models are scored sequentially. Each reads and parses the log and loads its weights, which `rows_per_s` includes. Memory on
     the driver: 5 bytes per row, plus 4 per model, plus 8 with a group, and about 70 per row and model to compute intervals.
-
-    Args:
-        configs: Configuration of each checkpoint, as in its config.yaml.
+    `configs` has the configuration of each checkpoint. Raises InputError for a single model, models without clicks, different raw
+    schemas or rows, and as in `evaluate`.
 
     Returns:
         JSON values, None if undefined: `rows`, `label_rate`, `resampling`, `models`, `differences` and `failures` (a line per
@@ -61,9 +60,6 @@ def compare(
         `rayrec.inference.evaluate.evaluate`, their `intervals`, `parameters`, the network's `multiply_adds` per row,
         `rows_per_s`, and for baselines `trained_rows`. `differences` has each pair of models, `model` minus the earlier `other`
         (metric -> difference, low, high, p_value, method).
-
-    Raises:
-        InputError: For a single model, models without clicks, different raw schemas or rows, and as in `evaluate`.
     """
     options, gates, console = options or ComparisonConfig(), gates or ComparisonGates(), console or Console()
     if not checkpoints or len(checkpoints) + len(options.baselines) < 2:

@@ -53,15 +53,9 @@ def open_served(
 ) -> ServedModel:
     """Open the click model of a checkpoint, a run (the checkpoint in its summary, else the newest) or an export.
 
-    Verifies every checksum. Unpickles nothing and runs no code from files. Memory: the weights once.
-
-    Args:
-        path: Local folder or URL.
-        config: Training configuration. None reads the checkpoint's config.yaml.
-        own: Config class of a network that is not one of rayrec's.
-
-    Raises:
-        InputError: For other models or folders, damage, and folders with pickle files.
+    Verifies every checksum. Unpickles nothing and runs no code from files. Memory: the weights once. `config` None reads the
+    checkpoint's config.yaml. `own` is the config class of a network that is not one of rayrec's. Raises InputError for other
+    models or folders, damage, and folders with pickle files.
     """
     if is_export(path):
         exported, scorer = open_export(path, device=device, own=own)

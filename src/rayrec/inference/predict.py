@@ -27,15 +27,9 @@ def predict(
 ) -> ray.data.Dataset:
     """Predict the rows of an input, in order. Indexes the input now, and scores it whenever the Dataset is read.
 
-    Args:
-        config: Configuration of the checkpoint, as in its config.yaml.
-
-    Returns:
-        Dataset with `row`, the int64 position over all files of the input, from 0, and the workload's columns. Click models
-        have `score` and `logit`, float32, and `label` if present. Invalid lines have a position but no prediction.
-
-    Raises:
-        InputError: For an unusable checkpoint or input. Later damage fails the read.
+    The Dataset has `row`, the int64 position over all files of the input, from 0, and the workload's columns. Click models have
+    `score` and `logit`, float32, and `label` if present. Invalid lines have a position but no prediction. Raises InputError for
+    an unusable checkpoint or input. Later damage fails the read.
     """
     request = ScoringRequest(checkpoint, path, config, options or ScoringConfig(), console or Console())
     return request.open(evaluating=False, spare_cpus=1, as_dataset=True).dataset()
@@ -52,13 +46,9 @@ def predict_to(
 ) -> dict[str, Any]:
     """Write the predictions of `predict` as part-00000.parquet, part-00001.parquet, ... atomically into folder `out`.
 
-    After a kill, the same call resumes, and writes the same bytes.
-
-    Returns:
-        rows, the workload's description of them, out, checkpoint, and rows_per_s from the start of scoring to the last file.
-
-    Raises:
-        InputError: For an unusable checkpoint or input, damaged weights, an existing `out`, and other inputs when resuming.
+    After a kill, the same call resumes, and writes the same bytes. Returns rows, the workload's description of them, out,
+    checkpoint, and rows_per_s from the start of scoring to the last file. Raises InputError for an unusable checkpoint or input,
+    damaged weights, an existing `out`, and other inputs when resuming.
     """
     request = ScoringRequest(checkpoint, path, config, options or ScoringConfig(), console or Console())
     opened = request.open(evaluating=False, spare_cpus=0)

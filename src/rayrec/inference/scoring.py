@@ -50,12 +50,8 @@ def plan_pool(
 ) -> Pool:
     """Plan the number of scoring processes and their cores: as many processes as memory for the weights allows. Pure.
 
-    Args:
-        spare_cpus: Number of cores to keep free for later stages of the caller's Dataset, if possible.
-        shared_weights: Whether the members are threads, one per core, that share the weights.
-
-    Raises:
-        InputError: If the weights fit on no node or, for "cuda", there is no GPU.
+    Keeps `spare_cpus` cores free for later stages of the caller's Dataset, if possible. With `shared_weights`, the members are
+    threads, one per core. Raises InputError if the weights fit on no node or, for "cuda", there is no GPU.
     """
     if device == "cuda":
         num_gpus = int(sum(node.resources.get("GPU", 0) for node in nodes))
@@ -229,15 +225,8 @@ class ScoringRequest:
         ranking_k: tuple[int, ...] = (),
         as_dataset: bool = False,
     ) -> ScoringJob:
-        """Open the checkpoint and the input.
-
-        Args:
-            spare_cpus: Number of cores to keep free for the caller.
-            as_dataset: Whether to create a Dataset, which needs Ray.
-
-        Raises:
-            InputError: For an unusable checkpoint or input, and damaged weights.
-        """
+        """Open the checkpoint and the input; keep `spare_cpus` cores free. With `as_dataset`, creates a Dataset, which
+        needs Ray. Raises InputError for an unusable checkpoint or input, and damaged weights."""
         checkpoint = open_checkpoint(self.checkpoint)
         reject_pickles(checkpoint.path, checkpoint.manifest()["files"])
         # Not in the actors: a pipeline of Ray Data 2.60 that fails at its first block leaks its actors and their CPUs.

@@ -333,11 +333,8 @@ class _ReadyBatches:
 
 
 def plan_for(config: TrainConfig, shape: ClusterShape, *, tables: Sequence[int] | None) -> str:
-    """Return the tables' sharding plan on a cluster, without reading or measuring. Raises InputError if they do not fit.
-
-    Args:
-        tables: Rows of each table. None for the tables of the recipe's Preprocessor or preset.
-    """
+    """Return the sharding plan of `tables` (rows of each; None: the Preprocessor's or preset's) on a cluster, without reading or
+    measuring. Raises InputError if they do not fit."""
     config, allocation = _layout_on(config, shape)
     return config.workload.plan(config, target=shape.target(allocation.num_workers), tables=tables)
 

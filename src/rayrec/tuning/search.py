@@ -68,16 +68,14 @@ def tune(
 
     The log is indexed, counted and preprocessed once, into `FOLDER/data`. Each trial trains on that in one Ray process, or with
     `cluster.address` none sequentially in this process. `rayrec.tuning.trials` selects the trials to continue. FOLDER is
-    storage_path/name. The same call again resumes the search. The result does not depend on timing.
+    storage_path/name. The same call again resumes the search. The result does not depend on timing. Raises InputError before
+    anything starts, for an invalid recipe, space or data; later, if no trial finished.
 
     Returns:
         Plain JSON: `folder`, `best` (number, values, validation metric), `best_config` (a file for `rayrec train --config`),
         `trials` (one dict each), `compared` (test-set differences of the best trial minus the recipe's settings, with
         intervals and p-values; None if the recipe's settings are best), `validation_rows`, `test_rows`, and `trained_share`
         (trained rows, relative to training all trials to their end).
-
-    Raises:
-        InputError: before anything starts, for an invalid recipe, space or data; later, if no trial finished.
     """
     options, console = options or TuneConfig(), console or Console()
     config = config.replace(name=config.name or f"tune-{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
