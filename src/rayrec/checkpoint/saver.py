@@ -111,15 +111,9 @@ class Saver:
         return total_s + (time.monotonic() - since_s if since_s is not None else 0.0)
 
     def begin(self, step: int, tensors: dict[str, Any], *, state: dict[str, Any], score: float | None) -> bool:
-        """Start a save, and return once `tensors` may change; collective.
-
-        Returns False, without saving, if a save is still running on some rank. Raises the failure of the previous save.
-
-        Args:
-            tensors: Tensors, ShardedTensors or DTensors by name.
-            state: Plain JSON values, taken from rank 0.
-            score: None if these weights were not evaluated.
-        """
+        """Start a save, and return once `tensors` may change; collective. `score` is None if these weights were not evaluated;
+        see `rayrec.checkpoint.save`. Returns False, without saving, if a save is still running on some rank. Raises the failure
+        of the previous save."""
         with self._stall():
             busy = not self._idle.is_set()
             ready, failure = (None, None) if busy else attempt(lambda: self._ready(tensors, state))
@@ -266,11 +260,8 @@ def apply_retention(
 ) -> None:
     """Remove checkpoints that the retention policy does not keep, after step `newest` was committed.
 
-    Leaves steps after `newest`: a restart has skipped them and will write them again.
-
-    Args:
-        scores: Known scores by step. Extended by the scores that are read here.
-        damaged: Steps that were skipped and not written again. They are removed and do not count as kept.
+    Leaves steps after `newest`: a restart has skipped them and will write them again. Extends `scores`, the known scores by step.
+    Removes `damaged` steps, which were skipped and not written again, and do not count as kept.
     """
     present, removed = {}, []
     for checkpoint in committed(run_folder):

@@ -27,9 +27,7 @@ class Loader(Generic[PositionT, Plan]):
         """Create the loader at a stored position.
 
         Args:
-            order: Epoch order.
-            reader: Reader of batches.
-            share: Worker rank, world size and batch size.
+            sharding: Worker rank, world size and batch size.
             state: `state()` of a loader with the same rows and order and any number of workers. None starts at epoch 0.
             epochs: Number of epochs. None runs for `max_steps`.
             max_steps: Maximum number of batches.

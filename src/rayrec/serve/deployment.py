@@ -47,11 +47,9 @@ def make_application(
     autoscaling: Mapping[str, Any] | None = None,
     started_serve: bool = False,
 ) -> Application:
-    """Build the application for `serve.run`. It loads `model`, which `user_config` can change later.
-
-    Args:
-        autoscaling: Ray Serve's autoscaling_config, replaces `config.replicas`.
-        started_serve: Whether Ray Serve was started for this server and ends with it.
+    """Build the application for `serve.run`. It loads `model`, which `user_config` can change later. `autoscaling`, Ray Serve's
+    autoscaling_config, replaces `config.replicas`. `started_serve`: whether Ray Serve was started for this server and ends with
+    it.
     """
     from ray import serve
     from ray.serve.schema import LoggingConfig

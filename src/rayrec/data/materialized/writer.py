@@ -55,14 +55,9 @@ def preprocess(
 ) -> dict[str, Any]:
     """Write a log to the new folder `out` and return rows, out, format, hash, bytes, seconds and rows_per_s.
 
-    The output bytes do not depend on the engine or on interruptions.
-
-    Args:
-        progress: Called with the number of rows done.
-        note: Called with messages for the user.
-        settings: Fields of Output.
-
-    Raises InputError for an unsuitable format, an existing `out`, an unfinished job with other inputs, or a small disk.
+    The output bytes do not depend on the engine or on interruptions. `settings` are fields of Output. Calls `progress` with the
+    number of finished rows, `note` with messages. Raises InputError for an unsuitable format, an existing `out`, an unfinished
+    job with other inputs, or a small disk.
     """
     start_s = time.perf_counter()
     out, output = storage.absolute(out).rstrip("/"), Output(**settings)

@@ -26,13 +26,7 @@ class EvaluationCounts:
     """Counts of one worker's last evaluation: rows and clicks by logit, unknown and missing values by column."""
 
     def __init__(self, columns: Mapping[str, SparseColumn], heads: Sequence[Head], *, grouped: bool = False) -> None:
-        """Create empty counts.
-
-        Args:
-            columns: Columns by batch key, empty if ids no longer reveal unknown categories.
-            heads: Heads of the model.
-            grouped: Whether batches have group keys.
-        """
+        """`columns` by batch key, empty if ids no longer reveal unknown ones. `grouped`: whether batches have group keys."""
         self._columns, self.heads, self.grouped = columns, heads, grouped
         self._start("")
 

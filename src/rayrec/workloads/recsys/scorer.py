@@ -58,14 +58,8 @@ class PlainModel(nn.Module):
         unpooled: tuple[str, ...] = (),
         tables: tuple[str, ...] = (),
     ) -> None:
-        """Create the model.
-
-        Args:
-            width: Embedding width.
-            sequences: Features with unpooled embeddings.
-            unpooled: Features whose tables have unpooled names in a checkpoint.
-            tables: Features whose full table the network reads.
-        """
+        """`width` is the embedding width. Features: `sequences` with unpooled embeddings, `unpooled` whose tables have unpooled
+        names in a checkpoint, `tables` whose full table the network reads."""
         super().__init__()
         self.network, self.inputs, self.heads, self.width = network, inputs, heads, width
         self.sequences, self._unpooled, self.tables = sequences, unpooled, tables
