@@ -24,6 +24,7 @@ from typing import Any
 import pyarrow as pa
 
 from rayrec.config import Config, InputError
+from rayrec.data.engine import Task
 from rayrec.storage import Scratch, locked
 
 
@@ -138,9 +139,7 @@ class SparkEngine:
                 raise
             engine._stop(failed=False)
 
-    def run(
-        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 16 << 20
-    ) -> Iterator[pa.Table]:
+    def run(self, name: str, function: Task, items: Sequence[Any], *, block_bytes: int = 16 << 20) -> Iterator[pa.Table]:
         """Submit the items in windows, because results wait on the shared disk."""
         if not items:
             return
@@ -153,7 +152,7 @@ class SparkEngine:
                 folders.append(self._submit(name, function, windows[number + 1]))
             yield from self._results(name, folders.popleft(), len(window))
 
-    def _submit(self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any]) -> str:
+    def _submit(self, name: str, function: Task, items: Sequence[Any]) -> str:
         self._runs += 1
         folder = os.path.join(self.folder, f"{self._runs:03d}-{name.replace(' ', '-')}")
         os.makedirs(folder)
