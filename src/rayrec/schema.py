@@ -247,10 +247,8 @@ _ADDED: dict[str, Any] = {
 
 
 def load_schema(text: str, where: str) -> Schema:
-    """Parse a schema from YAML (or JSON) text, such as `{label: click, dense: [age], sparse: [user, item]}`.
-
-    The default delimiter is a comma. `where` is the text's source, for messages. Raises InputError for invalid YAML or columns.
-    """
+    """Parse a schema from YAML (or JSON) text, such as `{label: click, dense: [age], sparse: [user, item]}`. The default
+    delimiter is a comma. `where` is the text's source, for messages. Raises InputError for invalid YAML or columns."""
     import yaml
 
     try:

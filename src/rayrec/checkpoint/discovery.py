@@ -74,10 +74,8 @@ def latest(run_folder: str) -> Checkpoint | None:
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-    """Open a checkpoint by its folder, or by its run folder: the step that the summary names, else the newest.
-
-    Raises InputError if no complete checkpoint is found.
-    """
+    """Open a checkpoint by its folder, or by its run folder: the step that the summary names, else the newest. Raises InputError
+    if no complete checkpoint is found."""
     if storage.exists(storage.join(path, MANIFEST)):
         return Checkpoint(storage.absolute(path))
     summary = storage.join(path, SUMMARY)

@@ -93,10 +93,8 @@ def _layout(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...], tuple[int, .
 
 
 def make_plan(local: LocalTensors, ranks: Communicator) -> Plan:
-    """Plan the save; collective. Each replicated tensor is written by the rank with the fewest bytes so far.
-
-    Raises InputError on all ranks if the ranks' parts do not cover every tensor exactly once.
-    """
+    """Plan the save; collective. Each replicated tensor is written by the rank with the fewest bytes so far. Raises InputError on
+    all ranks if the ranks' parts do not cover every tensor exactly once."""
     from torch.distributed.checkpoint import DefaultSavePlanner
 
     gathered = ranks.all_gather((local.plan, local.shapes, local.sharded))

@@ -332,10 +332,8 @@ Shared = dict[str, int]
 
 
 def assign_readers(tensors: dict[str, Any], ranks: Communicator) -> Shared:
-    """Assign replicated tensors to ranks, balanced by bytes; collective. Empty for a single rank.
-
-    Assigns only tensors that the default process group can broadcast: with NCCL none in host memory.
-    """
+    """Assign replicated tensors to ranks, balanced by bytes; collective. Empty for a single rank. Assigns only tensors that the
+    default process group can broadcast: with NCCL none in host memory."""
     if ranks.size == 1:
         return {}
     device = group_device().type

@@ -47,10 +47,8 @@ class _Job:
 
 @final
 class Saver:
-    """Background checkpoint writer of a run: one save at a time, then removal according to the retention policy.
-
-    The constructor, `begin` and `wait` are collective; all ranks see equal saves. Needs a thread and a copy of the rank's data.
-    """
+    """Background checkpoint writer of a run: one save at a time, then removal according to the retention policy. The constructor,
+    `begin` and `wait` are collective; all ranks see equal saves. Needs a thread and a copy of the rank's data."""
 
     def __init__(
         self,
@@ -300,10 +298,8 @@ class Retention:
 
 
 def to_remove(saved: Sequence[tuple[int, float | None]], retention: Retention, *, in_use: Collection[int]) -> list[int]:
-    """Return the steps to remove, ascending, given (step, score) of all checkpoints.
-
-    Higher scores are better; of equal scores the later step wins. Scores of None or NaN (not evaluated) are never best.
-    """
+    """Return the steps to remove, ascending, given (step, score) of all checkpoints. Higher scores are better; of equal scores
+    the later step wins. Scores of None or NaN (not evaluated) are never best."""
     newest = sorted(step for step, _ in saved)[-retention.num_to_keep :] if retention.num_to_keep else []
     scored = sorted((score, step) for step, score in saved if score is not None and not math.isnan(score))
     best = [step for _, step in scored[-retention.keep_best :]] if retention.keep_best else []

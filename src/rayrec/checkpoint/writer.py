@@ -169,10 +169,8 @@ class WrittenFile:
 def write_rank(
     folder: str, copy: HostCopy, *, rank: int, tag: str, on_write: Callable[[int], None] = lambda size_bytes: None
 ) -> WrittenFile | None:
-    """Write a rank's file from its copy in host memory. Return None, without a file, if the rank has nothing to write.
-
-    `on_write` is called with the size of each block. Raises OSError, leaving no file, if storage is unavailable or full.
-    """
+    """Write a rank's file from its copy in host memory. Return None, without a file, if the rank has nothing to write. `on_write`
+    is called with the size of each block. Raises OSError, leaving no file, if storage is unavailable or full."""
     parts = copy.plan.parts
     if not parts:
         return None

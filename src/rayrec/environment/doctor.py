@@ -147,10 +147,8 @@ def diagnose(
 
 
 def closure(roots: Iterable[Requirement], installed: Mapping[str, Installed]) -> Iterator[tuple[str, Requirement]]:
-    """Yield every requirement reachable from `roots`, with the distribution that requires it ("" for the roots). Pure.
-
-    Does not follow missing distributions, and skips UNNEEDED ones. Evaluates markers for this interpreter.
-    """
+    """Yield every requirement reachable from `roots`, with the distribution that requires it ("" for the roots). Pure. Does not
+    follow missing distributions, and skips UNNEEDED ones. Evaluates markers for this interpreter."""
     from packaging.requirements import Requirement
 
     waiting = [("", requirement) for requirement in roots]
@@ -169,10 +167,8 @@ def closure(roots: Iterable[Requirement], installed: Mapping[str, Installed]) ->
 
 
 def extras(installed: Mapping[str, Installed], *, present: bool) -> list[str]:
-    """Return rayrec's EXTRAS that are installed, or those that are not. Pure.
-
-    An extra counts as installed if its first distribution is, which rayrec uses for nothing else.
-    """
+    """Return rayrec's EXTRAS that are installed, or those that are not. Pure. An extra counts as installed if its first
+    distribution is, which rayrec uses for nothing else."""
     named = {extra: _requirements(installed, extra) for extra in EXTRAS}
     return [extra for extra, adds in named.items() if adds and (_name(adds[0]) in installed) == present]
 

@@ -196,11 +196,8 @@ _GIT_S = 5.0
 
 
 def origin() -> dict[str, str | None]:
-    """Return the origin of a result.
-
-    `commit`: of the working directory's repository, with `+` for uncommitted changes, None without one. `machine`: name, CPUs and
-    processor. `command`: command line without secrets.
-    """
+    """Return the origin of a result. `commit`: of the working directory's repository, with `+` for uncommitted changes, None
+    without one. `machine`: name, CPUs and processor. `command`: command line without secrets."""
     host = f"{platform.node()}, {os.cpu_count()} CPUs ({platform.machine()}), {platform.system()} {platform.release()}"
     return {"commit": _commit(os.getcwd()), "machine": host, "command": command_line(sys.argv)}
 

@@ -117,10 +117,8 @@ class _ScoringProcess:
 
 
 def scored_dataset(scoring: Scoring, *, pool: Pool, device: Device, first_block: int = 0) -> ray.data.Dataset:
-    """Return a lazy Dataset with the scores of each block of rows, in order, from block `first_block`.
-
-    Its input, the block numbers, is in the object store. No task feeds the pool, so it may use all CPUs of a cluster.
-    """
+    """Return a lazy Dataset with the scores of each block of rows, in order, from block `first_block`. Its input, the block
+    numbers, is in the object store. No task feeds the pool, so it may use all CPUs of a cluster."""
     import ray.data
     from ray.data import ActorPoolStrategy, DataContext, ExecutionOptions
 

@@ -56,10 +56,8 @@ class AttentionPooling(nn.Module):
 
 @final
 class FieldAttention(nn.Module):
-    """Attention of each head over fields, [rows, fields, in_dim] to [rows, fields, dim], then ReLU of heads plus field.
-
-    Products have the precision's dtype. The softmax is float32.
-    """
+    """Attention of each head over fields, [rows, fields, in_dim] to [rows, fields, dim], then ReLU of heads plus field. Products
+    have the precision's dtype. The softmax is float32."""
 
     def __init__(self, in_dim: int, dim: int, heads: int, *, scale: bool, dropout: float, precision: Precision = "fp32") -> None:
         """`scale`: whether to divide scores by the square root of the head width. Projects the field if `in_dim` is not `dim`."""

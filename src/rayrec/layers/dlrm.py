@@ -80,10 +80,8 @@ class CrossInteraction(Interaction):
 
 
 class ProjectionInteraction(Interaction):
-    """Dense vector and the products of two MLPs over all features, [rows, F1, dim] x [rows, dim, F2].
-
-    The last width of each branch must be a multiple of `dim` (torchrec's InteractionProjectionArch).
-    """
+    """Dense vector and the products of two MLPs over all features, [rows, F1, dim] x [rows, dim, F2]. The last width of each
+    branch must be a multiple of `dim` (torchrec's InteractionProjectionArch)."""
 
     def __init__(
         self,

@@ -44,10 +44,8 @@ class TableValues:
     """Distribution, or None for the default."""
 
     def fill(self, part: torch.Tensor, *, row_offset: int = 0, column_offset: int = 0, threads: int | None = None) -> None:
-        """Write the initial values of one part of the table into `part`, in place.
-
-        `threads`: None uses one for a table in host memory, and one per CPU, up to 8, for a table on a device, which is larger.
-        """
+        """Write the initial values of one part of the table into `part`, in place. `threads`: None uses one for a table in host
+        memory, and one per CPU, up to 8, for a table on a device, which is larger."""
         distribution = self.start or TableInit()
         bound = self.num_embeddings**-0.5
         rows, columns = part.shape

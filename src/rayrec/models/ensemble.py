@@ -27,10 +27,8 @@ def build_network(config: ClickModelConfig, inputs: ModelInputs, *, precision: P
 
 @final
 class Ensemble(nn.Module):
-    """Networks with the same dense features and separate parts of every embedding. The logit is the mean of their logits.
-
-    Members learn independently, without common gradients, from different values, so their mean is better than each of them.
-    """
+    """Networks with the same dense features and separate parts of every embedding. The logit is the mean of their logits. Members
+    learn independently, without common gradients, from different values, so their mean is better than each of them."""
 
     def __init__(self, members: Sequence[nn.Module], heads: Sequence[Head], *, widths: Sequence[int]) -> None:
         """`widths`: number of values that each member takes of each embedding, in order."""

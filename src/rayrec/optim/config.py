@@ -241,10 +241,8 @@ class DenseOptimizerConfig(Config):
         return NamedOptimizer(self.build(named_parameters.values()), named_parameters)
 
     def build_keyed(self, named_parameters: Mapping[str, torch.nn.Parameter]) -> KeyedOptimizer:
-        """Return the optimizer by parameter name with clipping, for TorchRec's CombinedOptimizer and checkpoints.
-
-        Clipping uses the norm on this process, which is the norm of the mean gradient after DDP's average.
-        """
+        """Return the optimizer by parameter name with clipping, for TorchRec's CombinedOptimizer and checkpoints. Clipping uses
+        the norm on this process, which is the norm of the mean gradient after DDP's average."""
         from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
         from torchrec.optim.keyed import KeyedOptimizerWrapper
 

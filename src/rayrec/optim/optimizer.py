@@ -26,9 +26,7 @@ def data_parallel_optimizer(config: SparseOptimizerConfig, named_parameters: Map
 
 class DataParallelTableOptimizer(torch.optim.Optimizer):
     """SGD, Adagrad and row-wise Adagrad with the arithmetic of fbgemm's kernels, on dense gradients of tables [rows, columns].
-
-    torch's Adagrad and TorchRec's RowWiseAdagrad have other state, and compute 0 / 0 in untouched rows if eps is 0.
-    """
+    torch's Adagrad and TorchRec's RowWiseAdagrad have other state, and compute 0 / 0 in untouched rows if eps is 0."""
 
     def __init__(
         self, parameters: Iterable[Any], *, kind: Literal["sgd", "adagrad", "rowwise_adagrad"], learning_rate: float, eps: float

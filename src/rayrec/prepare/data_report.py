@@ -78,9 +78,7 @@ def auroc_of_rates(outcomes: np.ndarray) -> float | None:
 
 def concentration(repeated: np.ndarray, distinct: int) -> dict[str, Any]:
     """Return the values of a sparse column, and the fractions of them in its top categories and in categories that occur once.
-
-    `repeated`: counts of the categories that occur more than once. `distinct`: number of categories.
-    """
+    `repeated`: counts of the categories that occur more than once. `distinct`: number of categories."""
     once = distinct - len(repeated)
     values = int(repeated.sum()) + once
     largest = np.sort(np.partition(repeated, len(repeated) - TOP)[-TOP:] if len(repeated) > TOP else repeated)[::-1]

@@ -295,10 +295,8 @@ def _wait(deadline_s: float, timeout_s: float) -> None:
 
 
 def swap(path: str, *, address: str | None) -> dict[str, Any]:
-    """Switch the server of a cluster to another checkpoint, run or export. Returns what it serves once all replicas do.
-
-    Raises InputError if no server runs, or if the model cannot be loaded or has other columns. The old model stays then.
-    """
+    """Switch the server of a cluster to another checkpoint, run or export. Returns what it serves once all replicas do. Raises
+    InputError if no server runs, or if the model cannot be loaded or has other columns. The old model stays then."""
     source = source_of(path)
     return _changed(address, lambda desired: swap_model(desired, source))
 

@@ -160,10 +160,8 @@ def unpacked_path(file: storage.File, folder: str) -> str:
 
 
 def unpack(file: storage.File, folder: str, progress: Callable[[int], None] | None = None) -> storage.File:
-    """Decompress a gzip file once, so that it can be split and read from any row.
-
-    Atomic, and idempotent. A URL target is streamed and needs no local disk. Raises InputError for a damaged file or a full disk.
-    """
+    """Decompress a gzip file once, so that it can be split and read from any row. Atomic, and idempotent. A URL target is
+    streamed and needs no local disk. Raises InputError for a damaged file or a full disk."""
     target = unpacked_path(file, folder)
     if not storage.exists(target):
         try:

@@ -183,10 +183,8 @@ class Forecast:
 
 
 def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
-    """Measure a slice of the recipe's stages on this machine (some 20 s) and extrapolate to the cluster.
-
-    Raises InputError if the recipe does not fit, has no log, or needs a GPU of unknown speed and none is here to measure.
-    """
+    """Measure a slice of the recipe's stages on this machine (some 20 s) and extrapolate to the cluster. Raises InputError if the
+    recipe does not fit, has no log, or needs a GPU of unknown speed and none is here to measure."""
     config.workload.check(config)
     config, allocation = _layout_on(config, shape)
     if config.scaling.use_gpu:

@@ -139,9 +139,7 @@ def _text(value: Any) -> str:
 
 def data_versions(config: TrainConfig) -> dict[str, dict[str, Any]]:
     """Return the versions of `train_data` and `eval_data` as plain JSON values, from a listing of their files. Reads no file.
-
-    Files are identified by name, partitions, size and time, not by folder. Raises InputError for a path without files.
-    """
+    Files are identified by name, partitions, size and time, not by folder. Raises InputError for a path without files."""
     inputs = {"train_data": config.train_data, "eval_data": config.eval_data}
     list_data = config.workload.list_data
     return {name: _version(list_data(data.path, data.files)) for name, data in inputs.items() if data.path is not None}
@@ -209,10 +207,8 @@ def _stored_settings(folder: str) -> dict[str, Any] | None:
 
 
 def finished_summary(folder: str, config: TrainConfig, changes: Changes, note: Callable[[str], None]) -> dict[str, Any] | None:
-    """Return the summary of a finished run, or None if the run must be trained or trained for longer.
-
-    Raises InputError, before any change, if the run has a checkpoint of a training with other settings.
-    """
+    """Return the summary of a finished run, or None if the run must be trained or trained for longer. Raises InputError, before
+    any change, if the run has a checkpoint of a training with other settings."""
     path = storage.join(folder, SUMMARY)
     if not storage.exists(path):
         if changes.rejected and latest(folder) is not None:
@@ -276,10 +272,8 @@ def _listed(changes: Sequence[Change]) -> str:
 
 
 def is_longer(config: TrainConfig, summary: Mapping[str, Any]) -> bool:
-    """Return whether a configuration equals a finished run's except for more steps or epochs. Pure.
-
-    A run that stopped early would not continue, and counts as a different one.
-    """
+    """Return whether a configuration equals a finished run's except for more steps or epochs. Pure. A run that stopped early
+    would not continue, and counts as a different one."""
     steps, epochs = summary["steps"], round(summary["epochs"] or 0)
     if run_hash(config.replace(steps=steps)) == summary["config_hash"]:
         return config.steps is not None and config.steps > steps

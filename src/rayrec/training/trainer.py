@@ -396,10 +396,8 @@ def summarize(
     note: Callable[[str], None],
     data: Mapping[str, Any] | None = None,
 ) -> Result:
-    """Write the summary of a finished run, and its event.
-
-    `finish`: the workers' last report. `data`: result of `data_versions`. `epochs` and `wall_s` include all attempts and drivers.
-    """
+    """Write the summary of a finished run, and its event. `finish`: the workers' last report. `data`: result of `data_versions`.
+    `epochs` and `wall_s` include all attempts and drivers."""
     run = RunSummary(_events(storage.join(folder, "events.jsonl"), note=note), curves=False)
     diagnosis = diagnose(run)
     of_workload = config.workload.summarize(prepared, finish["metrics"])

@@ -46,10 +46,8 @@ def ray_pool(cluster: ClusterConfig, options: TuneConfig, config: TrainConfig, *
 
 @final
 class RayPool:
-    """Trial pool (see `rayrec.tuning.trials.Pool`) with as many processes as the cluster has room for, kept until the end.
-
-    If a process is killed (out of memory, node loss), its trial resumes in another, up to `max_failures` times (-1: any).
-    """
+    """Trial pool (see `rayrec.tuning.trials.Pool`) with as many processes as the cluster has room for, kept until the end. If a
+    process is killed (out of memory, node loss), its trial resumes in another, up to `max_failures` times (-1: any)."""
 
     def __init__(
         self,

@@ -204,10 +204,8 @@ def row_numbers(segments: Sequence[Segment]) -> np.ndarray:
 
 
 def source_of(path: str) -> tuple[str, str]:
-    """Return a key of the user's file behind a segment, and its name with its partitions.
-
-    The segment's file may have been unpacked (see `unpacked_path`) or rewritten in several parts (see data/logs/parquet.py).
-    """
+    """Return a key of the user's file behind a segment, and its name with its partitions. The segment's file may have been
+    unpacked (see `unpacked_path`) or rewritten in several parts (see data/logs/parquet.py)."""
     folder, base = storage.folder_of(path), storage.name_of(path)
     plain = folder.partition("?")[0]
     partitions = "".join(f"{name}/" for name in partition_names(plain))

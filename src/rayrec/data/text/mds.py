@@ -221,10 +221,8 @@ def _checksum(file: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def load_streaming() -> ModuleType:
-    """Import streaming with empty modules instead of its vision, text and multimodal datasets.
-
-    streaming.vision imports torchvision, whose pip build crashes with a CPU build of torch. Raises InputError if not installed.
-    """
+    """Import streaming with empty modules instead of its vision, text and multimodal datasets. streaming.vision imports
+    torchvision, whose pip build crashes with a CPU build of torch. Raises InputError if not installed."""
     require("streaming", extra="language")
     for name in ("vision", "text", "multimodal"):
         sys.modules.setdefault(f"streaming.{name}", ModuleType(f"streaming.{name}"))

@@ -47,9 +47,7 @@ if TYPE_CHECKING:
 
 def export(checkpoint: str, out: str, *, config: TrainConfig, settings: ExportConfig | None = None) -> dict[str, Any]:
     """Export the model of a checkpoint or run, atomically into folder `out`. Returns the workload's report, out and checkpoint.
-
-    Raises InputError for an unusable checkpoint, an unsupported model, different scores, and if `out` exists.
-    """
+    Raises InputError for an unusable checkpoint, an unsupported model, different scores, and if `out` exists."""
     settings = settings or ExportConfig()
     opened = open_checkpoint(checkpoint)
     reject_pickles(opened.path, opened.manifest()["files"])

@@ -61,10 +61,8 @@ class FinalMLPConfig(ClickModelConfig):
 
 
 class FinalMLP(nn.Module):
-    """Logit w1 a + w2 b + sum over the heads of a_h W_h b_h, for outputs a and b of the two MLPs.
-
-    The contexts of gates have the same embeddings as the MLPs. In FuxiCTR they have separate ones.
-    """
+    """Logit w1 a + w2 b + sum over the heads of a_h W_h b_h, for outputs a and b of the two MLPs. The contexts of gates have the
+    same embeddings as the MLPs. In FuxiCTR they have separate ones."""
 
     def __init__(self, config: FinalMLPConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
