@@ -112,7 +112,7 @@ class CheckpointWriter(StorageWriter):
         done: Future[list[WriteResult]] = Future()
         # The first result carries the rank's file, for `finish` on rank 0.
         done.set_result(
-            [WriteResult(part.item.index, part.size_bytes, file if number == 0 else None) for number, part in enumerate(parts)]
+            [WriteResult(part.item.index, part.size_bytes, None if number else file) for number, part in enumerate(parts)]
         )
         return done
 

@@ -32,6 +32,10 @@ class Checkpoint:
     def step(self) -> int:
         return step_of(self.path)
 
+    @property
+    def is_committed(self) -> bool:
+        return storage.exists(storage.join(self.path, MANIFEST))
+
     def manifest(self) -> dict[str, Any]:
         """Return the manifest. Raises DamagedError if it is missing or damaged, InputError if it has another version."""
         return read_manifest(self.path)
@@ -50,14 +54,12 @@ def step_of(path: str) -> int:
 
 def committed(run_folder: str) -> list[Checkpoint]:
     """Return the complete checkpoints of a run, oldest first. Does not check them for damage."""
-    return [checkpoint for checkpoint in _step_folders(run_folder) if storage.exists(storage.join(checkpoint.path, MANIFEST))]
+    return [checkpoint for checkpoint in _step_folders(run_folder) if checkpoint.is_committed]
 
 
 def uncommitted_folders(run_folder: str) -> list[str]:
     """Return the folders of saves that were never committed or only partly removed."""
-    return [
-        checkpoint.path for checkpoint in _step_folders(run_folder) if not storage.exists(storage.join(checkpoint.path, MANIFEST))
-    ]
+    return [checkpoint.path for checkpoint in _step_folders(run_folder) if not checkpoint.is_committed]
 
 
 def _step_folders(run_folder: str) -> list[Checkpoint]:

@@ -191,9 +191,8 @@ class Saver:
         ranks.barrier()  # wait for rank 0's cleanup, which could mistake a file of this save for an uncommitted one
         causes: list[str] = []
         policy = self._retry_policy(job, causes)
-        file, failure = attempt(
-            lambda: policy.run(lambda: write_rank(job.folder, job.copy, rank=ranks.rank, tag=job.tag, on_write=self._count))
-        )
+        write = partial(write_rank, job.folder, job.copy, rank=ranks.rank, tag=job.tag, on_write=self._count)
+        file, failure = attempt(lambda: policy.run(write))
         results = ranks.gather((file, failure, causes[:1]))
         outcome = ranks.broadcast(attempt(lambda: self._commit(job, results, policy, causes)) if ranks.first else None)
         assert outcome is not None
@@ -303,7 +302,5 @@ def to_remove(saved: Sequence[tuple[int, float | None]], retention: Retention, *
     newest = sorted(step for step, _ in saved)[-retention.num_to_keep :] if retention.num_to_keep else []
     scored = sorted((score, step) for step, score in saved if score is not None and not math.isnan(score))
     best = [step for _, step in scored[-retention.keep_best :]] if retention.keep_best else []
-    needed = {*newest, *best, *in_use}
-    return sorted(
-        step for step, _ in saved if step not in needed and (retention.keep_every is None or step % retention.keep_every != 0)
-    )
+    permanent = [step for step, _ in saved if retention.keep_every is not None and step % retention.keep_every == 0]
+    return sorted({step for step, _ in saved} - {*newest, *best, *permanent, *in_use})

@@ -72,11 +72,9 @@ def compare(
         ScoringRequest(checkpoint, path, config, options, console).open(evaluating=True, spare_cpus=0)
         for checkpoint, config in zip(checkpoints, configs, strict=True)
     ]
-    baselines = (
-        open_baselines(configs[0], jobs[0].checkpoint.path, max_rows=options.baseline_rows, kinds=options.baselines)
-        if options.baselines
-        else None
-    )
+    baselines = None
+    if options.baselines:
+        baselines = open_baselines(configs[0], jobs[0].checkpoint.path, max_rows=options.baseline_rows, kinds=options.baselines)
     models: list[_Model] = []
     labels, groups, checksums = np.empty(0, np.uint8), None, (0, 0)
     for name, job, config in zip(_names(checkpoints), jobs, configs, strict=True):
@@ -194,9 +192,8 @@ def _result(
 ) -> dict[str, Any]:
     compared = compare_models([model.logits for model in models], labels, options.resampling)
     described = []
-    for model, of_model in zip(models, compared.intervals, strict=True):
+    for model, intervals in zip(models, compared.intervals, strict=True):
         ranking = {} if groups is None else gauc(groups, model.logits, labels)
-        intervals = {name: list(ends) for name, ends in of_model.items()}
         described.append({**model.described, **binary_metrics(model.logits, labels), **ranking, "intervals": intervals})
     names = [model.described["name"] for model in models]
     gains = {  # 0 - x instead of -x avoids -0

@@ -138,9 +138,7 @@ class _Measured:
     def report(self) -> dict[str, Any]:
         result = self._metrics(self.logits)
         if self.options.confidence is not None:
-            result["intervals"] = {
-                name: list(ends) for name, ends in intervals(self.logits, self.labels, self.options.resampling).items()
-            }
+            result["intervals"] = intervals(self.logits, self.labels, self.options.resampling)
         if self.other_logits is not None:
             differences = compare(self.logits, self.other_logits, self.labels, self.options.resampling)
             result["compared"] = {

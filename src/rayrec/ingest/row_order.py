@@ -110,9 +110,7 @@ class RowOrder:
         return [order[start : start + size] for start in range(0, count, size)]
 
     def _numbers(self, epoch: int, window: int, chunks: list[int]) -> np.ndarray:
-        numbers = np.concatenate(
-            [np.arange(self._starts[chunk], self._starts[chunk] + self.chunk_rows[chunk]) for chunk in chunks]
-        )
+        numbers = np.concatenate([self._starts[chunk] + np.arange(self.chunk_rows[chunk]) for chunk in chunks])
         if self.shuffle in ("none", "files"):
             return numbers
         # The first window uses the generator of DistributedSampler. Other windows never share one with another epoch.

@@ -187,11 +187,8 @@ def _check_new(path: str) -> None:
     """Reject a folder that runs can already read. Raises InputError."""
     dataset = LogSource.at(path).dataset()
     if dataset is not None:
-        fix = (
-            "Remove its dataset.json to adopt it again, or use --out DIR"
-            if dataset.adopted
-            else "Train on it without adopting it"
-        )
+        again = "Remove its dataset.json to adopt it again, or use --out DIR"
+        fix = again if dataset.adopted else "Train on it without adopting it"
         raise InputError(f"{path}: already has a dataset.json, so that runs can read it. {fix}")
 
 

@@ -378,7 +378,7 @@ class Report:
         tables.append(_table(f"by {content['slices_by']}", _SLICE_HEADS, [_slice_row(row) for row in content["slices"]]))
         for kind, heads in (("dense", _DENSE_HEADS), ("sparse", _SPARSE_HEADS)):
             rows = [
-                [name, *(_format_value(column.get(key), key) for key in heads.values())] for name, column in content[kind].items()
+                [name, *(_format_value(values.get(key), key) for key in heads.values())] for name, values in content[kind].items()
             ]
             tables.append(_table(f"{kind} columns", [kind, *heads], rows))
         return [table for table in tables if table.row_count]

@@ -67,13 +67,7 @@ class ScoringApp:
         """Estimated memory of unanswered requests."""
         self.max_held_bytes = config.max_held_bytes
         self._document: tuple[ServedModel | None, bytes] = (None, b"")
-        self._batcher = Batcher(
-            models.answer,
-            max_batch_rows=config.max_batch_rows,
-            max_batch_bytes=config.max_batch_bytes,
-            max_waiting_rows=config.max_waiting_rows,
-            max_waiting_requests=config.max_waiting_requests,
-        )
+        self._batcher = Batcher(models.answer, config)
         self._routes = (
             Route(SCORE, self._score, methods=["POST"]),
             Route("/", self._page),

@@ -91,11 +91,9 @@ class Block:
             indices.append(np.arange(base + part.start, base + part.stop, dtype=np.int64))
             base += part.segment.rows
         rows = np.concatenate(indices)
-        return (
-            rows
-            if self.seed is None
-            else np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed))).permutation(rows)
-        )
+        if self.seed is None:
+            return rows
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed))).permutation(rows)
 
 
 @dataclass(frozen=True)
@@ -198,9 +196,7 @@ def changed(path: str, start: int, stop: int, unit: str) -> InputError:
 
 def row_numbers(segments: Sequence[Segment]) -> np.ndarray:
     """Return the numbers in the log of the segments' rows, concatenated, int64."""
-    return np.concatenate(
-        [np.arange(segment.first_row, segment.first_row + segment.rows, dtype=np.int64) for segment in segments]
-    )
+    return np.concatenate([np.arange(each.first_row, each.first_row + each.rows, dtype=np.int64) for each in segments])
 
 
 def source_of(path: str) -> tuple[str, str]:

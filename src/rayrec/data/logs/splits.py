@@ -169,14 +169,12 @@ class Split(SplitParts):
         days = _days(index)
         part_of: list[str | None] = []
         for day in days:
-            named = [
-                name for name, part_patterns in patterns.items() if any(_matches(day.name, pattern) for pattern in part_patterns)
-            ]
+            named = [name for name, texts in patterns.items() if any(_matches(day.name, pattern) for pattern in texts)]
             if len(named) > 1:
                 raise InputError(f"split named_days: {day.name} is named for {' and '.join(named)}; name it for one of them")
             part_of.append(named[0] if named else (None if self.train_names else "train"))
-        for name, part_patterns in patterns.items():
-            for pattern in part_patterns:
+        for name, texts in patterns.items():
+            for pattern in texts:
                 if not any(_matches(day.name, pattern) for day in days):
                     shown = ", ".join(day.name for day in days[:8]) + (f" and {len(days) - 8} more" if days[8:] else "")
                     raise InputError(f"split named_days: {name}_names: no day is named {pattern}; the log has {shown}")

@@ -228,7 +228,7 @@ def _pack(raw: RawBlock, rows: EncodedRows, preprocessor: Preprocessor, start: i
     """Return int32 [rows, 1 + dense + sparse], and the flat index of the first number that does not fit, or -1."""
     integers = np.ascontiguousarray(preprocessor.derivation.applied(raw).numbers[start:stop])
     minimums = np.array(
-        [np.iinfo(np.int64).min if column.kind == "signed_log" else column.lowest for column in preprocessor.dense], np.int64
+        [np.iinfo(np.int64).min if each.kind == "signed_log" else each.lowest for each in preprocessor.dense], np.int64
     )
     ids = np.ascontiguousarray(rows.ids)
     num_dense, num_sparse = len(preprocessor.dense), len(preprocessor.sparse)
