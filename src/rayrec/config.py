@@ -103,6 +103,11 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Return a field's default, `dataclasses.MISSING` without one."""
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
 def same_class(stored: object, own: str) -> bool:
     """Return whether a stored `class` is `own`, ignoring the module: a recipe's file may be imported under another name."""
     return str(stored).rpartition(".")[2] == own.rpartition(".")[2]
@@ -197,13 +202,9 @@ class Config:
         del among
         for name in values:
             cls._check_field(name, where)
-        missing = [
-            field.name
-            for field in dataclasses.fields(cls)
-            if field.name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        ]
-        if missing:
-            raise InputError(f"{where}{missing[0]}: {cls.__name__} requires a value")
+        for field in dataclasses.fields(cls):
+            if field.name not in values and default_of(field) is dataclasses.MISSING:
+                raise InputError(f"{where}{field.name}: {cls.__name__} requires a value")
         return cls(**{name: _tuples(value) for name, value in values.items()})
 
     def _with_new_names(self, changes: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rayrec import storage
-from rayrec.checkpoint import SUMMARY, latest
+from rayrec.checkpoint import SUMMARY, Checkpoint, latest
 from rayrec.cluster.restart_policy import FINISHED
-from rayrec.config import CLASS, Config, InputError, nest, same_class
+from rayrec.config import CLASS, Config, InputError, default_of, nest, same_class
 from rayrec.data.logs.index import partition_names
 from rayrec.humanize import date_text
 from rayrec.observe.tracking.config import TrackersConfig
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.run_config import ClusterConfig, ObserveConfig, ProfileConfig
+from rayrec.workloads.scoring import stored_settings
 
 _OUTSIDE: Final = ("name", "storage_path", "cluster")
 """Location of the run; not compared."""
@@ -93,7 +94,7 @@ def _changes(stored: Mapping[str, Any], config: Config, prefix: str) -> Iterator
         elif _are_items(old, value):
             for number, (stored_item, item) in enumerate(zip(old, value, strict=True)):
                 yield from _changes(stored_item, item, f"{name}[{number}].")
-        elif not _equal(old, new) and not (old == _ABSENT and value == _default(field)):
+        elif _canonical(old) != _canonical(new) and not (old == _ABSENT and value == default_of(field)):
             yield Change(name, old, new)
     for name in stored.keys() - plain.keys():
         yield Change(f"{prefix}{name}", stored[name], _ABSENT)
@@ -106,14 +107,8 @@ def _are_items(old: Any, value: Any) -> bool:
     return all(isinstance(item, Mapping) for item in old) and all(isinstance(item, Config) for item in value)
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
-
-
-def _equal(old: Any, new: Any) -> bool:
-    return json.dumps(old, sort_keys=True, default=str) == json.dumps(new, sort_keys=True, default=str)
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def _within(field: str, names: tuple[str, ...]) -> bool:
@@ -195,14 +190,9 @@ def changes_since(folder: str, config: TrainConfig) -> Changes:
 
 
 def _stored_settings(folder: str) -> dict[str, Any] | None:
-    import yaml
-
-    path = storage.join(folder, "config.yaml")
-    if not storage.exists(path):
-        return None
-    with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):
-        settings = yaml.safe_load(storage.read_bytes(path).decode())
-        return settings if isinstance(settings, dict) else None
+    """Return the settings of the config.yaml in a folder; None if it is missing or damaged."""
+    with contextlib.suppress(InputError):
+        return stored_settings(Checkpoint(folder))
     return None
 
 
