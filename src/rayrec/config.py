@@ -239,6 +239,11 @@ class Config:
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
+def json_hash(value: Any) -> str:
+    """Return the first 16 hex digits of the SHA-256 of a JSON value, independent of the order of keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
 TEXT: Final = ""
 """Key of a text value for a nested configuration that also has other settings."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, final
@@ -14,7 +12,7 @@ from rayrec import storage
 from rayrec.checkpoint import Checkpoint, open_checkpoint
 from rayrec.checkpoint.discovery import reject_pickles
 from rayrec.checkpoint.reader import check_extra_files
-from rayrec.config import InputError
+from rayrec.config import InputError, json_hash
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.inference.export.read import is_export, open_export
@@ -82,8 +80,7 @@ def version_of(checkpoint: Checkpoint) -> str:
         for name, entry in checkpoint.manifest()["tensors"].items()
         if name.startswith(PREFIX)
     }
-    digest = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:12]
-    return f"{checkpoint.path.rstrip('/').rsplit('/', 1)[-1]}-{digest}"
+    return f"{checkpoint.path.rstrip('/').rsplit('/', 1)[-1]}-{json_hash(sums)[:12]}"
 
 
 def source_of(path: str) -> str:

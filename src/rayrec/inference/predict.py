@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from rayrec import storage
+from rayrec.config import json_hash
 from rayrec.data.job import resumable_job
 from rayrec.environment.installation import versions
 from rayrec.inference.config import ScoringConfig
@@ -72,11 +71,11 @@ def predict_to(
 
 def _job_inputs(opened: ScoringJob, request: ScoringRequest) -> dict[str, Any]:
     """Return everything that determines the bytes of the files."""
-    weights, path = json.dumps(opened.checkpoint.manifest(), sort_keys=True), request.path
+    path = request.path
     is_folder = storage.exists(path) and storage.size_of(path) is None
     files = storage.files_in(path) if is_folder else storage.list_files(path)  # Size and time reveal changes
     return {
-        "checkpoint": hashlib.sha256(weights.encode()).hexdigest()[:16],
+        "checkpoint": json_hash(opened.checkpoint.manifest()),
         "input": [storage.absolute(path), *map(list, map(astuple, files))],
         "rows": {**opened.scoring.described, "blocks": list(opened.scoring.block_rows)},
         "batch_rows": request.options.batch_rows,

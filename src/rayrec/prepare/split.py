@@ -4,8 +4,6 @@ A resumable job, whose last file is split.json. The bytes depend on log and opti
 """
 
 import functools
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,7 +14,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.bounds import Part, Share
-from rayrec.config import Config, InputError
+from rayrec.config import Config, InputError, json_hash
 from rayrec.data.arrow import json_of, numpy_of
 from rayrec.data.engine import Engine
 from rayrec.data.job import ResumableJob, resumable_job
@@ -131,7 +129,7 @@ def split(path: str, *, out: str, rows: RowSplit, config: PreparationConfig, con
     identity = [[file.path, file.size_bytes, file.modified_ns] for file in files]
     job_inputs = {
         "version": _JOB_VERSION,
-        "log": hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16],
+        "log": json_hash(identity),
         "schema": schema.to_dict(),
         "segment_bytes": config.segment_bytes,
         **rows.to_dict(),

@@ -5,7 +5,6 @@ Runs as a resumable job, whose last file is manifest.json. The bytes depend only
 
 import functools
 import hashlib
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from annotated_types import Ge
 
 from rayrec import storage
 from rayrec.bounds import Share
-from rayrec.config import Config, InputError
+from rayrec.config import Config, InputError, json_hash
 from rayrec.data.engine import Engine
 from rayrec.data.job import JobFolder, ResumableJob, resumable_job
 from rayrec.data.log_source import plain_files
@@ -214,7 +213,7 @@ def hash_of(value: Any) -> str:
     """Return a hash of 16 hexadecimal digits."""
     if isinstance(value, dict):
         value = {name: hashlib.sha256(content).hexdigest() for name, content in value.items()}
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+    return json_hash(value)
 
 
 @dataclass(frozen=True)

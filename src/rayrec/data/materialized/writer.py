@@ -6,8 +6,6 @@ The last file it writes is dataset.json.
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -17,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rayrec import storage
-from rayrec.config import InputError
+from rayrec.config import InputError, json_hash
 from rayrec.data.encoding.derivation import file_key
 from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
 from rayrec.data.engine import Engine, StreamEngine
@@ -144,7 +142,7 @@ def _sources(index: LogIndex) -> list[storage.File]:
 
 def _identity(index: LogIndex, sources: Sequence[storage.File]) -> str:
     files = [[file.path, file.size_bytes, file.modified_ns] for file in sources]
-    return hashlib.sha256(json.dumps([files, index.to_dict()], sort_keys=True).encode()).hexdigest()[:16]
+    return json_hash([files, index.to_dict()])
 
 
 def _check_disk(work: str, layout: Layout, preprocessor: Preprocessor, rows: int, output: Output) -> None:

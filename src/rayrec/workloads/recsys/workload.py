@@ -237,10 +237,8 @@ class ClickWorkload(ClickSettings):
 
     def _available_preprocessor(self, config: TrainConfig) -> Preprocessor | None:
         """Return the configured Preprocessor, or the Preprocessor of preprocessed data."""
-        if self.preprocessor is not None:
-            return Preprocessor.load(self.preprocessor)
         path = config.train_data.path
-        folder = None if path is None else LogSource.at(path).preprocessor()
+        folder = self.preprocessor or (LogSource.at(path).preprocessor() if path else None)
         return None if folder is None else Preprocessor.load(folder)
 
     def probe_speed(
