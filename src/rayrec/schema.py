@@ -131,8 +131,7 @@ class Schema(Config):
                 self._check_aligned(feature, self.feature(feature.aligned_with))
             if feature.vocabulary in separate:
                 raise InputError(
-                    f"schema: feature {feature.name} has the vocabulary of {feature.vocabulary}, which itself has another one; "
-                    "name that one in both"
+                    f"schema: {feature.name} has the vocabulary of {feature.vocabulary}, itself with another; name that in both"
                 )
         weights = [feature.weights for feature in self.features if feature.weights]
         if len(set(weights)) != len(weights):
@@ -148,8 +147,7 @@ class Schema(Config):
             )
         if first.max_length != feature.max_length:
             raise InputError(
-                f"{field_name}: must have the max_length of {first.name}, {first.max_length}, got {feature.max_length}. "
-                "Set the same."
+                f"{field_name}: must have the max_length of {first.name}, {first.max_length}, got {feature.max_length}."
             )
 
     def _check_named_columns(self) -> None:

@@ -104,8 +104,7 @@ def _join(address: str, source: str, *, log_to_driver: bool) -> None:
         ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.ERROR, runtime_env=job_env or None)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"{source}: the Ray cluster answers, but this machine cannot join it ({_in_one_line(error)}). Run the command on "
-            "one of its nodes"
+            f"{source}: the Ray cluster answers, but this machine cannot join it ({_in_one_line(error)}). Use one of its nodes"
         ) from None
 
 
@@ -332,8 +331,7 @@ def _check_alive(target: str, source: str) -> _Answer:
         raise InputError(f"{source}: {str(error).splitlines()[0].rstrip('.')}. Set RAY_AUTH_TOKEN_PATH to its file") from None
     if reply.ray_version != ray.__version__:
         raise InputError(
-            f"{source}: the cluster runs Ray {reply.ray_version}, but this environment has Ray {ray.__version__}. Install the "
-            "same version on both"
+            f"{source}: the cluster runs Ray {reply.ray_version}, but this environment has Ray {ray.__version__}. Use one version"
         )
     return "alive"
 

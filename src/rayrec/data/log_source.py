@@ -267,8 +267,7 @@ def reject_foreign_files(path: str, files: Sequence[storage.File]) -> None:
     shards = [name for name in names if re.search(r"\.mds(\.\w+)?$", name)]
     if shards:
         raise InputError(
-            f"{path}: has {shards[0]}, an MDS shard; click logs must be text, CSV, Parquet or written by `rayrec preprocess`; "
-            "export the rows to Parquet"
+            f"{path}: has {shards[0]}, an MDS shard; click logs must be text, CSV or Parquet; export the rows to Parquet"
         )
 
 

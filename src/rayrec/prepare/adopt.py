@@ -203,8 +203,7 @@ def _check_columns(day: Day, config: AdoptionConfig, preprocessor: Preprocessor 
         return
     if preprocessor.schema != preprocessor_of(num_dense, day.hotness, [1] * len(day.hotness)).schema:
         raise InputError(
-            f"{config.preprocessor}: must be a Preprocessor for the columns of these arrays, without raw values. Use the one "
-            "of adopted data"
+            f"{config.preprocessor}: must be a Preprocessor for these columns, without raw values. Use that of adopted data"
         )
 
 

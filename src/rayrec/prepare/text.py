@@ -106,8 +106,7 @@ def preprocess_text(path: str, *, out: str, text: TextConfig, config: Preparatio
 def _load_tokenizer(folder: str) -> Files:
     if not os.path.isdir(os.path.expanduser(folder)):
         raise InputError(
-            f"tokenizer: {folder} not found. Use bytes_bpe, characters or the local folder of a HuggingFace tokenizer (no hub is "
-            "searched)"
+            f"tokenizer: {folder} not found. Use bytes_bpe, characters or a local HuggingFace tokenizer's folder, not a hub name"
         )
     files = read_tokenizer(os.path.expanduser(folder))
     TextTokenizer(files, folder)

@@ -330,8 +330,7 @@ def _start_warm(attempt: AttemptContext, setup: WorkerSetup) -> None:
     """Load the weights and optimizer state that a new run starts with; collective."""
     if attempt.warm_start is None:
         raise InputError(
-            f"{attempt.folder}: no undamaged checkpoint is left, and the run would start again from init_from. Choose another "
-            "--name"
+            f"{attempt.folder}: no undamaged checkpoint is left. The run would start again from init_from. Choose another --name"
         )
     start = attempt.warm_start
     start_from(Checkpoint(start.checkpoint), start.tables.get(), setup.model, setup.optimizer)

@@ -319,8 +319,7 @@ def _must_be_tokens(name: str, path: str) -> None:
         raise InputError(f"{name}.path: {path}: no such file or folder")
     if sets_of_shards(path):
         raise InputError(
-            f"{name}.path: {path} contains MDS shards of another program. Run `rayrec adopt {path} --tokenizer DIR` to use them "
-            "without a copy."
+            f"{name}.path: {path} contains MDS shards of another program. Run `rayrec adopt {path} --tokenizer DIR` (no copy)."
         )
     raise InputError(
         f"{name}.path: {path} must contain token blocks. Create them with `rayrec preprocess {path} --format mds --out DIR`, "

@@ -122,8 +122,7 @@ class VisionWorkload(DataParallelWorkload):
     def check(self, config: TrainConfig) -> None:
         if config.train_data.path is None:
             raise InputError(
-                "train_data.path: must be a folder of images, got None. Pass --train-data.path DIR (`rayrec fetch mnist --out "
-                "DIR`)."
+                "train_data.path: must be a folder of images, got None. Pass --train-data.path DIR (`rayrec fetch mnist`)."
             )
         for folder, part in ((config.train_data.path, "train"), (_test_folder(config), "t10k")):
             for kind in ("images", "labels"):

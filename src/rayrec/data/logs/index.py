@@ -189,8 +189,7 @@ def checksum(data: np.ndarray) -> int:
 def changed(path: str, start: int, stop: int, unit: str) -> InputError:
     """Return the error for a segment that changed since the log was indexed; `unit` is bytes or rows."""
     return InputError(
-        f"{path}: {unit} {start}-{stop} changed since the log was indexed; restore the file, or start a new run with "
-        "another --name"
+        f"{path}: {unit} {start}-{stop} changed since the log was indexed; restore the file, or choose another --name"
     )
 
 

@@ -135,8 +135,7 @@ def _load(path: str) -> PreprocessedDataset:
     manifest = storage.read_json(storage.join(path, MANIFEST))
     if manifest.get("version") != VERSION:
         raise InputError(
-            f"{path}: version of the preprocessed dataset must be {VERSION}, got {manifest.get('version')}. Make it again with "
-            "`rayrec preprocess`."
+            f"{path}: preprocessed dataset must have version {VERSION}, got {manifest.get('version')}. Run `rayrec preprocess`."
         )
     if manifest["format"] in MAPPED and storage.is_url(path):
         raise InputError(f"{path}: {manifest['format']} needs a file system. Copy it to one, or preprocess to parquet.")

@@ -157,8 +157,7 @@ def _check_disk(work: str, layout: Layout, preprocessor: Preprocessor, rows: int
     free = shutil.disk_usage(work).free
     if needed > free:
         raise InputError(
-            f"{work}: about {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free there. Free space or choose "
-            "another --out."
+            f"{work}: about {needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free. Free space or choose another --out."
         )
 
 

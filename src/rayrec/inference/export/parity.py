@@ -98,8 +98,7 @@ def parity_rows(config: TrainConfig, preprocessor: Preprocessor, *, settings: Ex
         fault = f"no rows of the run's log {path}, which cannot be read ({' '.join(str(error).split())})"
         if not settings.ignore_parity:
             raise InputError(
-                f"export: found {fault} to compare. Set --parity-path to a labelled log, or pass --ignore-parity to compare "
-                "random rows."
+                f"export: found {fault} to compare. Set --parity-path to a labelled log, or --ignore-parity for random rows."
             ) from None
         return replace(random_rows(preprocessor, rows=settings.parity_rows), fault=fault)
 

@@ -87,8 +87,7 @@ def export_clicks(checkpoint: Checkpoint, out: str, *, config: TrainConfig, sett
     preprocessor = load_preprocessor(checkpoint.path)
     if weights := preprocessor.schema.list_weights:  # Not supported by the programs of an export
         raise InputError(
-            f"{checkpoint.path}: its lists have weights ({', '.join(weights)}), which exports do not support. Serve the "
-            "checkpoint instead."
+            f"{checkpoint.path}: its lists have weights ({', '.join(weights)}), unsupported in exports. Serve the checkpoint."
         )
     exported = ExportedModel(model, precision, settings.quantization, version_of(checkpoint), preprocessor)
     exported.row_format.check()

@@ -56,8 +56,7 @@ _COPIES_OF_ACTIVATIONS: Final = 2
 """Copies of activations, including the gradient."""
 _EXCHANGE_BYTES: Final = {"fp32": 4, "fp16": 2, "bf16": 2}
 NOT_CHECKED: Final = (
-    "Not checked: whether the tables fit the GPUs, because this machine has none. --cluster gpus=N,gpu_memory_gb=N,... sets "
-    "their memory."
+    "Not checked: whether the tables fit the GPUs, because this machine has none. Set --cluster gpus=N,gpu_memory_gb=N,..."
 )
 
 

@@ -368,8 +368,7 @@ def merge_checkpoints(
     for checkpoint, (_, other) in zip(checkpoints, settings, strict=True):
         if other != precision:
             raise InputError(
-                f"{checkpoint.path}: precision {other} does not match {precision} of {checkpoints[0].path}. Use models with one "
-                "precision."
+                f"{checkpoint.path}: precision {other} does not match {precision} of {checkpoints[0].path}. Use one precision."
             )
     model = EnsembleConfig(models=tuple(alone.replace(embedding_penalty=0.0) for alone, _ in settings))
     return MergedEnsemble(model, precision, _weight_targets(checkpoints, model, preprocessor=preprocessor, precision=precision))

@@ -106,15 +106,13 @@ class ClickSettings(Workload):
             raise InputError(f"schema.label: must be a column, which {name} learns from, got None. Name it.")
         if self.schema.label is None and self.schema.labels and self.schema.labels[0].missing == "allowed":
             raise InputError(
-                f"schema.labels: the main label, {self.schema.labels[0].name}, must be in every row, got missing: allowed. Set "
-                "it to fault."
+                f"schema.labels: main label {self.schema.labels[0].name} must be in every row, got missing: allowed. Set fault."
             )
         if self.schema.group and self.model.LABELLED and not self.predicts_clicks:
             raise InputError(f"schema.group: must be None if the main label is not a click, got {self.schema.group}. Omit it.")
         if self.teacher.checkpoint and not self.predicts_clicks:
             raise InputError(
-                f"teacher.checkpoint: must be None for {name}, which predicts no clicks, got {self.teacher.checkpoint}. "
-                "Leave it out."
+                f"teacher.checkpoint: must be None for {name}, which predicts no clicks, got {self.teacher.checkpoint}. Omit it."
             )
 
     def _check_clipping(self) -> None:

@@ -91,13 +91,11 @@ def require_same_inputs(checkpoint: Checkpoint, old: Preprocessor, new: Preproce
     for description, (stored, expected) in pairs.items():
         if stored != expected:
             raise InputError(
-                f"init_from {checkpoint.path}: {description} must be {expected}, as in this run, got {stored}. Use the same "
-                "schema."
+                f"init_from {checkpoint.path}: {description} must be {expected}, as in this run, got {stored}. Use one schema."
             )
     if new.multi_hot is not None and old.num_embeddings != new.num_embeddings:
         raise InputError(
-            f"init_from {checkpoint.path}: table rows do not match, and the bags of multi_hot depend on them. Use the same "
-            "Preprocessor."
+            f"init_from {checkpoint.path}: table rows differ, and the bags of multi_hot depend on them. Use one Preprocessor."
         )
 
 
