@@ -120,12 +120,11 @@ class TrainConfig(Config):
         if self.early_stopping.patience and not self.checkpoint.keep_best:
             raise InputError("checkpoint.keep_best: must be at least 1, because early stopping uses the best weights, got 0")
 
-
-def effective_batch_size(config: TrainConfig, *, rows: int, world_size: int) -> int:
-    """Return the rows per worker and step for a given epoch size. Pure."""
-    max_workers = config.scaling.max_workers
-    per_worker = max(1, min(config.batch_size, rows // (max_workers * config.min_steps_per_epoch)))
-    return per_worker if config.scaling.batch_policy == "per_worker" else -(-per_worker * max_workers // world_size)
+    def effective_batch_size(self, *, rows: int, world_size: int) -> int:
+        """Return the rows per worker and step for a given epoch size."""
+        max_workers = self.scaling.max_workers
+        per_worker = max(1, min(self.batch_size, rows // (max_workers * self.min_steps_per_epoch)))
+        return per_worker if self.scaling.batch_policy == "per_worker" else -(-per_worker * max_workers // world_size)
 
 
 @dataclass(frozen=True)

@@ -28,15 +28,7 @@ from rayrec.sharding.communication import CommunicationVolume, Lookup, estimate_
 from rayrec.sharding.placement import PROCESS_BYTES, WorkerMemory, describe, placements, worker_memories
 from rayrec.sharding.planner import Site, plan_sharding
 from rayrec.storage.cache import is_gzip
-from rayrec.workloads.base import (
-    LocalTrainer,
-    MeasuredSpeed,
-    Target,
-    TrainConfig,
-    WorkerContext,
-    WorkerSetup,
-    effective_batch_size,
-)
+from rayrec.workloads.base import LocalTrainer, MeasuredSpeed, Target, TrainConfig, WorkerContext, WorkerSetup
 from rayrec.workloads.recsys.settings import ClickSettings, Prepared
 
 if TYPE_CHECKING:
@@ -220,7 +212,7 @@ def tables_of(
         ]
     )
     table_bytes = tuple(sum(row.bytes_of_rank.get(rank, 0) for row in placed) for rank in range(workers))
-    batch_size = effective_batch_size(config, rows=rows, world_size=workers)
+    batch_size = config.effective_batch_size(rows=rows, world_size=workers)
     traffic = estimate_communication(
         placed,
         lookups_of(workload, of_model, hotness, tables=full_tables if workload.model.TRAINS_ON_TABLES else {}, rows=batch_size),
