@@ -71,6 +71,10 @@ class SegmentRange:
     start: int
     stop: int
 
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True)
 class Block:
@@ -82,7 +86,7 @@ class Block:
 
     @property
     def rows(self) -> int:
-        return sum(part.stop - part.start for part in self.parts)
+        return sum(part.rows for part in self.parts)
 
     def order(self) -> np.ndarray:
         """Return the index in the parsed segments of each row of the block, int64 [rows]."""

@@ -87,7 +87,7 @@ def _text(part: SegmentRange, column: str, schema: Schema) -> pa.Array:
     values = table.column(column) if column in table.column_names else pa.chunked_array([pa.nulls(len(table))])
     if segment.rows != segment.stop - segment.start:
         values = values.take(pa.array(good_rows(segment, schema)))
-    values = values.slice(part.start, part.stop - part.start)
+    values = values.slice(part.start, part.rows)
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
     if pa.types.is_boolean(values.type):

@@ -126,11 +126,11 @@ def _read(
 
 def spread(ranges: Sequence[SegmentRange], *, rows: int) -> list[SegmentRange]:
     """Choose at most `rows` rows from evenly spaced segments. Pure."""
-    num_parts = max(1, math.ceil(len(ranges) * min(1.0, rows / sum(part.stop - part.start for part in ranges))))
+    num_parts = max(1, math.ceil(len(ranges) * min(1.0, rows / sum(part.rows for part in ranges))))
     selected = [ranges[index * len(ranges) // num_parts] for index in range(num_parts)]
     parts, left = [], rows
     for number, part in enumerate(selected):
-        take = min(part.stop - part.start, -(-left // (len(selected) - number)))
+        take = min(part.rows, -(-left // (len(selected) - number)))
         if take:
             parts.append(replace(part, stop=part.start + take))
         left -= take

@@ -169,9 +169,8 @@ def encode_parts(parts: Iterable[SegmentRange], preprocessor: Preprocessor) -> I
     """Yield the rows of parts of a log in order, in batches of up to `BATCH_ROWS`."""
     for part in parts:
         read = open_block(Block((part,), None), preprocessor).encode
-        size = part.stop - part.start
-        for start in range(0, size, BATCH_ROWS):
-            yield read(start, min(start + BATCH_ROWS, size))
+        for start in range(0, part.rows, BATCH_ROWS):
+            yield read(start, min(start + BATCH_ROWS, part.rows))
 
 
 @final
