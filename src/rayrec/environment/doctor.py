@@ -12,19 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rayrec.config import InputError
-from rayrec.environment.installation import (
-    EXTRAS,
-    FBGEMM,
-    PROBED,
-    UNNEEDED,
-    Installed,
-    Machine,
-    Probe,
-    installed_distributions,
-    kernels_fault,
-    probe_all,
-    this_machine,
-)
+from rayrec.environment import installation
+from rayrec.environment.installation import EXTRAS, FBGEMM, PROBED, UNNEEDED, Installed, Machine, Probe
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -111,10 +100,10 @@ def doctor(
         import packaging.requirements  # noqa: F401
     except ModuleNotFoundError:
         raise InputError(f"rayrec is installed without its dependencies. Run {pip} install packaging, then try again") from None
-    installed = installed_distributions() if installed is None else installed
-    probes = probe_all(PROBED) if probes is None else probes
-    machine = this_machine() if machine is None else machine
-    kernels = kernels_fault()
+    installed = installation.installed_distributions() if installed is None else installed
+    probes = installation.probe_all(PROBED) if probes is None else probes
+    machine = installation.this_machine() if machine is None else machine
+    kernels = installation.kernels_fault()
     requirements = {_name(each) for each in _requirements(installed)} - {"torch", "torchrec", *FBGEMM}
     named = ("rayrec", *sorted(requirements), "torch", "torchrec", *FBGEMM)
     return Report(

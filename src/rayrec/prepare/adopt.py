@@ -20,19 +20,10 @@ from rayrec.data.engine import Engine
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex, SegmentEntry, numbered
 from rayrec.data.logs.splits import NAMES, Kind, Split, SplitParts, check_parts
+from rayrec.data.materialized import torchrec_arrays
 from rayrec.data.materialized.dataset import VERSION, hash_of, write_manifest
 from rayrec.data.materialized.formats import finish_files
-from rayrec.data.materialized.torchrec_arrays import (
-    MAX_FAULTY_ROWS,
-    PRESET,
-    Day,
-    IdFiles,
-    ScanResult,
-    find_days,
-    preprocessor_of,
-    row_ranges,
-    scan,
-)
+from rayrec.data.materialized.torchrec_arrays import MAX_FAULTY_ROWS, PRESET, Day, IdFiles, ScanResult
 from rayrec.data.text import mds, text_blocks
 from rayrec.data.text.mds import INDEX, Index, TokenColumn
 from rayrec.data.text.text_blocks import PART_BYTES, sets_of_shards
@@ -134,12 +125,12 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
     if config.sparse_path and out is None:
         raise InputError("sparse_path: must be used with --out DIR, a new folder with links to both folders")
     existing = Preprocessor.load(preprocessor_folder(config.preprocessor)) if config.preprocessor else None
-    days = find_days(folders, ids=None if config.ids == "auto" else config.ids, names=config.files)
+    days = torchrec_arrays.find_days(folders, ids=None if config.ids == "auto" else config.ids, names=config.files)
     _check_columns(days[0], config, existing)
     runs = PreparationConfig(engine=config.engine, address=config.address)
     with console.preparing(), engine(runs, console, paths=folders) as running:
         scanned = _scan(days, running, console)
-    preprocessor = existing or preprocessor_of(
+    preprocessor = existing or torchrec_arrays.preprocessor_of(
         days[0].matrices[0].columns, days[0].hotness, config.num_embeddings_per_feature or _sizes(scanned, path)
     )
     if existing is None and not config.num_embeddings_per_feature:
@@ -201,7 +192,7 @@ def _check_columns(day: Day, config: AdoptionConfig, preprocessor: Preprocessor 
         )
     if preprocessor is None:
         return
-    if preprocessor.schema != preprocessor_of(num_dense, day.hotness, [1] * len(day.hotness)).schema:
+    if preprocessor.schema != torchrec_arrays.preprocessor_of(num_dense, day.hotness, [1] * len(day.hotness)).schema:
         raise InputError(
             f"{config.preprocessor}: must be a Preprocessor for these columns, without raw values. Use that of adopted data"
         )
@@ -212,7 +203,9 @@ def _scan(days: Sequence[Day], running: Engine, console: Console) -> ScanResult:
 
     def results() -> Iterator[dict[str, Any]]:
         nonlocal done
-        for table in running.run("adopt", partial(scan, days=days), row_ranges(days), block_bytes=1 << 16):
+        for table in running.run(
+            "adopt", partial(torchrec_arrays.scan, days=days), torchrec_arrays.row_ranges(days), block_bytes=1 << 16
+        ):
             summary = json_of(table)
             done += summary["rows"]
             console.progress("adopt (rows)", done, total)
