@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -36,30 +37,18 @@ __all__ = [
     "validate", "vocabulary",
 ]  # fmt: skip
 
-_NAMES = {
-    "cluster.restart_policy": "SuperviseConfig",
-    "commands.data": "adopt fetch generate preprocess split validate vocabulary",
-    "commands.inference": "compare ensemble evaluate export predict predict_to",
-    "commands.runs": "doctor profile report",
-    "commands.serving": "serving",
-    "commands.train": "plan supervise train tune",
-    "config": "InputError",
-    "data.frames": "transform",
-    "data.numbered_rows": "ArrayRows",
-    "inference.config": "ComparisonGates",
-    "models.base": "ClickModelConfig ModelInputs",
-    "optim": "DenseOptimizerConfig LearningRateSchedule",
-    "prepare.config": "PreparationConfig",
-    "prepare.validate": "Gates",
-    "schema": "Schema",
-    "workloads.base": "DataConfig ScalingConfig TrainConfig",
-    "workloads.data_parallel": "DataParallelWorkload",
-}
-"""Names of each module."""
-_HOMES = {name: f"rayrec.{module}" for module, names in _NAMES.items() for name in names.split()}
-
 _RENAMED = {"ReplicatedWorkload": "DataParallelWorkload"}
 """New names by old names, which are accepted for one release."""
+
+
+@functools.cache
+def _homes() -> dict[str, str]:
+    """Return the module of each public name, from the imports for type checkers above."""
+    import ast
+
+    with open(__file__) as file:
+        nodes = ast.walk(ast.parse(file.read()))
+    return {alias.name: str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
 
 
 def __getattr__(name: str) -> Any:
@@ -72,7 +61,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'rayrec' has no attribute {name!r}")
     if name == "recipes":
         return importlib.import_module("rayrec.recipes")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_homes()[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -65,11 +65,8 @@ def gathered(values: torch.Tensor, group: ProcessGroup | None = None) -> list[to
 def gathered_rows(values: torch.Tensor, group: ProcessGroup | None = None) -> tuple[torch.Tensor, slice]:
     """Gather the rows of all workers in rank order, with gradient to their owners; return them and the slice of own rows.
 
-    Workers may have different numbers of rows, or none. The gradient of a row is the sum of all workers' gradients, added in rank
-    order. Collective, as is its backward pass.
-
-    Args:
-        values: float32 or bfloat16 [rows, ...], with the same dtype and trailing shape on all workers.
+    Workers may have different numbers of rows, or none; `values` is float32 or bfloat16 [rows, ...], with one dtype and trailing
+    shape. The gradient of a row is the sum of all workers', added in rank order. Collective, as is its backward pass.
     """
     import torch
 

@@ -103,6 +103,11 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Return a field's default, `dataclasses.MISSING` without one."""
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
 def same_class(stored: object, class_name: str) -> bool:
     """Return whether a stored `class` is `class_name`, ignoring the module: a recipe's file may be imported under any name."""
     return str(stored).rpartition(".")[2] == class_name.rpartition(".")[2]
@@ -197,13 +202,9 @@ class Config:
         del among
         for name in values:
             cls._check_field(name, where)
-        missing = [
-            field.name
-            for field in dataclasses.fields(cls)
-            if field.name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        ]
-        if missing:
-            raise InputError(f"{where}{missing[0]}: {cls.__name__} requires a value")
+        for field in dataclasses.fields(cls):
+            if field.name not in values and default_of(field) is dataclasses.MISSING:
+                raise InputError(f"{where}{field.name}: {cls.__name__} requires a value")
         return cls(**{name: _tuples(value) for name, value in values.items()})
 
     def _with_new_names(self, changes: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -236,6 +237,11 @@ class Config:
         """Return the first 16 hex digits of the SHA-256 over the canonical JSON of the configuration."""
         canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def json_hash(value: Any) -> str:
+    """Return the first 16 hex digits of the SHA-256 of a JSON value, independent of the order of keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 TEXT: Final = ""

@@ -29,8 +29,7 @@ def usable_cpus(*, granted: float | None = None, root: Path = _ROOT) -> int:
 
 
 def memory(root: Path = _ROOT) -> Memory:
-    """Return the host memory within the control group limits (versions 1 and 2) of this process. `root` is as for
-    `usable_cpus`."""
+    """Return the host memory within this process's control group limits (versions 1 and 2). `root` is as for `usable_cpus`."""
     import psutil
 
     machine = psutil.virtual_memory()
@@ -59,8 +58,7 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
 
 
 def _droppable_bytes(stat: Path) -> int:
-    """Return the page cache of files. `file` is not used because it includes tmpfs (Ray's object store), which cannot be
-    dropped."""
+    """Return the page cache of files. `file` is not used: it includes tmpfs (Ray's object store), which cannot be dropped."""
     try:
         fields = dict(line.split() for line in stat.read_text().splitlines())
     except (OSError, ValueError):

@@ -83,8 +83,7 @@ class Schema(Config):
     nan: Literal["fault", "missing"] = "fault"
     """Handling of NaN in dense columns. fault: the row is invalid; missing: the value is missing."""
     group: str | None = field(default=None, compare=False)
-    """Column of `sparse`, such as the user, within whose values evaluations also measure ranking (gauc). Does not change
-    training."""
+    """Column of `sparse`, such as the user, within whose values evaluations measure ranking too (gauc). Not used to train."""
     category_rules: Literal[1, 2] = field(default=2, compare=False)
     """Version of the parsing rules for text categories, stored in a Preprocessor. 2: `true` and `false` are the integers 1 and 0,
     and blanks around an unquoted CSV field are removed. 1: both are plain text."""
@@ -132,8 +131,7 @@ class Schema(Config):
                 self._check_aligned(feature, self.feature(feature.aligned_with))
             if feature.vocabulary in separate:
                 raise InputError(
-                    f"schema: feature {feature.name} has the vocabulary of {feature.vocabulary}, which itself has another one; "
-                    "name that one in both"
+                    f"schema: {feature.name} has the vocabulary of {feature.vocabulary}, itself with another; name that in both"
                 )
         weights = [feature.weights for feature in self.features if feature.weights]
         if len(set(weights)) != len(weights):
@@ -149,8 +147,7 @@ class Schema(Config):
             )
         if first.max_length != feature.max_length:
             raise InputError(
-                f"{field_name}: must have the max_length of {first.name}, {first.max_length}, got {feature.max_length}. "
-                "Set the same."
+                f"{field_name}: must have the max_length of {first.name}, {first.max_length}, got {feature.max_length}."
             )
 
     def _check_named_columns(self) -> None:
@@ -248,10 +245,8 @@ _ADDED: dict[str, Any] = {
 
 
 def load_schema(text: str, where: str) -> Schema:
-    """Parse a schema from YAML (or JSON) text, such as `{label: click, dense: [age], sparse: [user, item]}`.
-
-    The default delimiter is a comma. `where` is the text's source, for messages. Raises InputError for invalid YAML or columns.
-    """
+    """Parse a schema from YAML (or JSON) text, such as `{label: click, dense: [age], sparse: [user, item]}`. The default
+    delimiter is a comma. `where` is the text's source, for messages. Raises InputError for invalid YAML or columns."""
     import yaml
 
     try:

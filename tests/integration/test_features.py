@@ -185,7 +185,7 @@ def test_sequence_ensemble_trains_exports_and_serves(tmp_path: Path) -> None:
     exec(f"{LOADER}{FROM_RAW}".replace('"."', repr(f"{tmp_path}/fp32")).replace("[{}, {}]", repr(rows)), names)
     dense, ids = names["encoder"].encode(rows)
     np.testing.assert_allclose(names["score"](dense, ids), logits[:50], atol=1e-4)
-    with pytest.raises(InputError, match="column history has a variable number of ids per row"):
+    with pytest.raises(InputError, match="column history has a varying number of ids"):
         rayrec.export(run.checkpoint, out=str(tmp_path / "triton"), parity_rows=100, triton=True)
 
 

@@ -67,7 +67,7 @@ def test_the_whole_road(name: str, log: str, tmp_path: Path) -> None:
         assert told["parity"]["failure"] is None
         assert not onnx or told["triton"]
         if is_own:
-            with pytest.raises(InputError, match=r"network must be one of rayrec's, got .*OwnConfig\. Pass its training recipe"):
+            with pytest.raises(InputError, match=r"network must be rayrec's, got .*OwnConfig\. Pass its training recipe"):
                 open_served(out)
         served = open_served(out, own=own)
         scores[quantize] = _served_scores(served, lines)

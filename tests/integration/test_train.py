@@ -125,7 +125,7 @@ def test_finished_run_is_not_retrained(finished: tuple[TrainConfig, Result]) -> 
     assert events_of(result.folder) == before
     for changes, told in (
         ({"steps": 19}, "finished with another configuration"),
-        ({"steps": 21, "seed": 1}, r"was trained with other settings \(seed: 0 -> 1\)"),
+        ({"steps": 21, "seed": 1}, r"trained with other settings \(seed: 0 -> 1\)"),
     ):
         with pytest.raises(InputError, match=told):
             train(config.replace(**changes))
@@ -166,7 +166,7 @@ def test_resumed_run_rejects_other_rows(click_log: Path, tmp_path: Path) -> None
     config = small(click_log, tmp_path, name="run", steps=4, evaluate_every=4)
     folder = Path(train(config).folder)
     (folder / "summary.json").unlink()  # it was about to finish
-    with pytest.raises(InputError, match=r"was trained with other settings \(seed: 0 -> 1\)[^\n]* another --name$"):
+    with pytest.raises(InputError, match=r"trained with other settings \(seed: 0 -> 1\)[^\n]* another --name$"):
         train(config.replace(seed=1, steps=8))
     parts = tmp_path / "parts"
     shutil.copytree(click_log, parts)

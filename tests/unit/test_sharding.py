@@ -147,7 +147,7 @@ def test_cpu_plan_reserves_memory_for_checkpoint_copy() -> None:
     model = Model([1_000_000])  # 64.8 MiB with its state
     settings: Any = {"batch_size": 1, "config": ShardingConfig(reserved_fraction=0.0), "state_bytes": STATE}
     assert plan_sharding(model, Site(1, "cpu", 135 * MIB), **settings)
-    with pytest.raises(InputError, match=r"125.0 MiB are free, 0% kept free, half of the rest for a checkpoint's copy"):
+    with pytest.raises(InputError, match=r"125.0 MiB are free, 0% kept free, half of the rest for checkpoints"):
         plan_sharding(model, Site(1, "cpu", 125 * MIB), **settings)
 
 

@@ -16,10 +16,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Communicator:
-    """All processes of the default process group, or this process alone if it is not initialized. Methods are collective.
-
-    Objects are pickled only between the live processes of one run, never read from a file.
-    """
+    """All processes of the default process group, or this process alone if it is not initialized. Methods are collective. Objects
+    are pickled only between the live processes of one run, never read from a file."""
 
     rank: int
     size: int

@@ -72,8 +72,7 @@ class CheckpointReader(StorageReader):
 
 @final
 class CheckpointWriter(StorageWriter):
-    """DCP writer for a checkpoint path or URL that rayrec's commands and `CheckpointReader` can read. Memory: a copy of the
-    rank's data.
+    """DCP writer for a checkpoint path or URL that rayrec's commands and `CheckpointReader` can read. Copies the rank's data.
 
     `dcp.save` raises TypeError, within its CheckpointException, for a value that is not a tensor (`state` is for plain JSON
     values), and InputError if `path` already contains a checkpoint.
@@ -113,7 +112,7 @@ class CheckpointWriter(StorageWriter):
         done: Future[list[WriteResult]] = Future()
         # The first result carries the rank's file, for `finish` on rank 0.
         done.set_result(
-            [WriteResult(part.item.index, part.size_bytes, file if number == 0 else None) for number, part in enumerate(parts)]
+            [WriteResult(part.item.index, part.size_bytes, None if number else file) for number, part in enumerate(parts)]
         )
         return done
 

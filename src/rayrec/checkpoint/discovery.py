@@ -32,6 +32,10 @@ class Checkpoint:
     def step(self) -> int:
         return step_of(self.path)
 
+    @property
+    def is_committed(self) -> bool:
+        return storage.exists(storage.join(self.path, MANIFEST))
+
     def manifest(self) -> dict[str, Any]:
         """Return the manifest. Raises DamagedError if it is missing or damaged, InputError if it has another version."""
         return read_manifest(self.path)
@@ -50,14 +54,12 @@ def step_of(path: str) -> int:
 
 def committed(run_folder: str) -> list[Checkpoint]:
     """Return the complete checkpoints of a run, oldest first. Does not check them for damage."""
-    return [checkpoint for checkpoint in _step_folders(run_folder) if storage.exists(storage.join(checkpoint.path, MANIFEST))]
+    return [checkpoint for checkpoint in _step_folders(run_folder) if checkpoint.is_committed]
 
 
 def uncommitted_folders(run_folder: str) -> list[str]:
     """Return the folders of saves that were never committed or only partly removed."""
-    return [
-        checkpoint.path for checkpoint in _step_folders(run_folder) if not storage.exists(storage.join(checkpoint.path, MANIFEST))
-    ]
+    return [checkpoint.path for checkpoint in _step_folders(run_folder) if not checkpoint.is_committed]
 
 
 def _step_folders(run_folder: str) -> list[Checkpoint]:
@@ -74,10 +76,8 @@ def latest(run_folder: str) -> Checkpoint | None:
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-    """Open a checkpoint by its folder, or by its run folder: the step that the summary names, else the newest.
-
-    Raises InputError if no complete checkpoint is found.
-    """
+    """Open a checkpoint by its folder, or by its run folder: the step that the summary names, else the newest. Raises InputError
+    if no complete checkpoint is found."""
     if storage.exists(storage.join(path, MANIFEST)):
         return Checkpoint(storage.absolute(path))
     summary = storage.join(path, SUMMARY)
@@ -89,9 +89,7 @@ def open_checkpoint(path: str) -> Checkpoint:
             raise InputError(f"{summary}: damaged, chosen_step must be a step, got {step!r}. Use a checkpoint folder")
         checkpoint = Checkpoint(folder_of(path, step))
     if checkpoint is None:
-        raise InputError(
-            f"{path}: contains no complete checkpoint (no {MANIFEST}). Use a folder such as RUN/checkpoints/step_00001000"
-        )
+        raise InputError(f"{path}: contains no complete checkpoint (no {MANIFEST}). Use one like RUN/checkpoints/step_00001000")
     return Checkpoint(storage.absolute(checkpoint.path))
 
 
@@ -109,8 +107,7 @@ def latest_valid_checkpoint(
         exclude: Paths of checkpoints that a `restore` found damaged.
         repair: Called on rank 0 for a checkpoint with missing files; returns whether it restored any of them.
 
-    Raises InputError for a checkpoint of another version, and if the only checkpoint is unreadable: skipping it would silently
-    restart the training.
+    Raises InputError for another version, and if the only checkpoint is unreadable: training would restart silently.
     """
     from rayrec.checkpoint.communicator import Communicator  # imports torch, which callers of the other functions here avoid
 
@@ -155,8 +152,7 @@ def check_files(checkpoint: Checkpoint, manifest: dict[str, Any]) -> None:
 
 
 def wrong_file(folder: str, files: Mapping[str, Mapping[str, Any]]) -> tuple[str, str] | None:
-    """Return the path and the problem of the first of `files` that is missing or has the wrong size, or None. Lists the folder
-    once, and reads no file."""
+    """Return path and problem of the first of `files` that is missing or has the wrong size, or None. Lists the folder once."""
     sizes = file_sizes(folder)
     for name, file in files.items():
         if name not in sizes:
@@ -175,9 +171,7 @@ def reject_pickles(folder: str, files: Collection[str]) -> None:
         if not is_data_file(name):  # data files can start with any bytes, and may be left over from another attempt
             storage.read_into(path, 0, head)
         if name.endswith(_PICKLE_NAMES) or _PICKLE_START.match(head.tobytes()):
-            raise InputError(
-                f"{path}: must not be a pickle, which can run any code, and is not in the manifest of {folder}. Remove it"
-            )
+            raise InputError(f"{path}: must not be a pickle, which can run code, and is not in {folder}'s manifest. Remove it")
 
 
 def file_sizes(folder: str) -> dict[str, int]:

@@ -49,8 +49,7 @@ def wrap_read_errors(path: str) -> Iterator[None]:
 
 
 def data_file(rank: int, tag: str) -> str:
-    """Return the name of a rank's file. `tag` is unique for each save attempt, or "", so that attempts at the same step do not
-    mix."""
+    """Return the name of a rank's file. `tag` is unique per save attempt, or "", so that attempts at one step do not mix."""
     return f"data_{rank:05d}{tag and '-'}{tag}.safetensors"
 
 
@@ -154,9 +153,7 @@ def check_manifest(folder: str, manifest: dict[str, Any], fields: Any, *, fix: s
             continue
         target = os.path.realpath(os.path.join(root, name))
         if not target.startswith(root + os.sep):
-            raise DamagedError(
-                f"{os.path.join(folder, name)}: is a link to {target}, outside of the folder; copy the file, or {fix}"
-            )
+            raise DamagedError(f"{os.path.join(folder, name)}: links to {target}, outside of the folder; copy the file, or {fix}")
         if os.path.exists(target) and not os.path.isfile(target):
             raise DamagedError(f"{os.path.join(folder, name)}: damaged, not a regular file; {fix}")
 
@@ -169,9 +166,7 @@ def read_manifest(folder: str) -> dict[str, Any]:
         raise DamagedError(f"{path}: missing; {fix}")
     manifest = load_manifest(folder, fix=fix)
     if "format" in manifest:
-        raise InputError(
-            f"{folder}: must be a checkpoint, got an export. Use the exported checkpoint (exports are for `rayrec serve`)"
-        )
+        raise InputError(f"{folder}: must be a checkpoint, got an export (for `rayrec serve`). Use the exported checkpoint")
     if manifest.get("version") != VERSION:
         raise InputError(
             f"{folder}: format version must be {VERSION}, got {manifest.get('version')}. Use the version of rayrec that wrote it"

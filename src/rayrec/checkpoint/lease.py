@@ -41,9 +41,7 @@ class Lease:
     def check(self) -> None:
         """Raise InputError if the lease is no longer valid."""
         if not self.valid():
-            raise InputError(
-                f"{self.run_folder}: another process acquired the lease of this run. Stopping here; let the other one continue"
-            )
+            raise InputError(f"{self.run_folder}: another process acquired the lease of this run. Stopping; let it continue")
 
 
 def acquire_lease(run_folder: str) -> Lease:
@@ -83,10 +81,8 @@ def write_token(run_folder: str, *, max_outage_s: float) -> str:
 
 
 def check_shared(token: str, ranks: Communicator) -> None:
-    """Check that every rank sees the driver's token, then remove it on rank 0. Collective.
-
-    Raises InputError on all ranks if a rank does not see it, because no other process would find its part of a checkpoint.
-    """
+    """Check that every rank sees the driver's token, then remove it on rank 0. Collective. Raises InputError on all ranks if a
+    rank does not see it, because no other process would find its part of a checkpoint."""
     visible = ranks.each(lambda: (socket.gethostname(), _appears(token)))
     if ranks.first:
         with log_cleanup_errors(f"Cannot remove {token}"):

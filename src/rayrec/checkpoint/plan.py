@@ -93,10 +93,8 @@ def _layout(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...], tuple[int, .
 
 
 def make_plan(local: LocalTensors, ranks: Communicator) -> Plan:
-    """Plan the save; collective. Each replicated tensor is written by the rank with the fewest bytes so far.
-
-    Raises InputError on all ranks if the ranks' parts do not cover every tensor exactly once.
-    """
+    """Plan the save; collective. Each replicated tensor is written by the rank with the fewest bytes so far. Raises InputError on
+    all ranks if the ranks' parts do not cover every tensor exactly once."""
     from torch.distributed.checkpoint import DefaultSavePlanner
 
     gathered = ranks.all_gather((local.plan, local.shapes, local.sharded))
@@ -195,8 +193,7 @@ class HostCopy:
 
 
 def _pinned(memory: torch.Tensor, device: torch.device) -> bool:
-    """Pin host memory in place, because torch's pinned allocator rounds up to a power of two. Return False, with a warning, if
-    the system cannot: copies are then slower."""
+    """Pin host memory in place: torch's allocator rounds up to a power of two. Return False, with a warning, if it fails."""
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if not code:
         return True

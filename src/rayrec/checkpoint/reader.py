@@ -33,8 +33,7 @@ NUM_THREADS = 8
 _RANGE_BYTES = 64 * 2**20
 """Bytes that each thread reads from a URL and copies at a time."""
 _LOCAL_RANGE_BYTES = 16 * 2**20
-"""Bytes that each thread reads from a disk at a time. Fits partly into the CPU cache, and small reads from disks cost nothing
-extra."""
+"""Bytes that each thread reads from a disk at a time. Fits partly into the CPU cache, and small reads cost nothing extra."""
 
 
 _WINDOW_BYTES = 64 * 2**20
@@ -292,8 +291,7 @@ class TableReader:
         self._tensors, self._reader = manifest["tensors"], _Reader(folder, manifest["block_bytes"])
 
     def windows(self, name: str) -> Iterator[tuple[int, int]]:
-        """Yield ranges [first, stop) of at most 64 MiB that cover all rows of a tensor, at least one range, which may be empty.
-        A scalar is one row."""
+        """Yield one or more ranges [first, stop) of at most 64 MiB that cover a tensor's rows. A scalar is one row."""
         shape = self._tensors[name]["shape"] or [1]
         row_bytes = TORCH_DTYPES[self._tensors[name]["dtype"]].itemsize * math.prod(shape[1:])
         step = max(1, _WINDOW_BYTES // max(1, row_bytes))
@@ -301,8 +299,7 @@ class TableReader:
             yield first, min(first + step, shape[0])
 
     def rows(self, name: str, first: int, stop: int, *, columns: tuple[int, int] | None = None) -> torch.Tensor:
-        """Read rows [first, stop) of a tensor across its chunks; in dimension 1 the range `columns`, None for all. Raises
-        DamagedError."""
+        """Read rows [first, stop) of a tensor across chunks, and `columns` of dimension 1, None for all. Raises DamagedError."""
         entry = self._tensors[name]
         dtype, shape = TORCH_DTYPES[entry["dtype"]], entry["shape"]
         ranges = [(first, stop), *((0, size) for size in shape[1:])] if shape else []
@@ -335,10 +332,8 @@ Shared = dict[str, int]
 
 
 def assign_readers(tensors: dict[str, Any], ranks: Communicator) -> Shared:
-    """Assign replicated tensors to ranks, balanced by bytes; collective. Empty for a single rank.
-
-    Assigns only tensors that the default process group can broadcast: with NCCL none in host memory.
-    """
+    """Assign replicated tensors to ranks, balanced by bytes; collective. Empty for a single rank. Assigns only tensors that the
+    default process group can broadcast: with NCCL none in host memory."""
     if ranks.size == 1:
         return {}
     device = group_device().type
@@ -359,8 +354,7 @@ def assign_readers(tensors: dict[str, Any], ranks: Communicator) -> Shared:
 
 
 def export_weights(checkpoint: str, out: str) -> dict[str, int]:
-    """Write the weights of a checkpoint, under the model's parameter names, to model.safetensors in a folder. Return the counts
-    `tensors` and `bytes`."""
+    """Write a checkpoint's weights, by parameter name, to model.safetensors in a folder. Return `tensors` and `bytes`."""
     prefix = "model."
     weights = {name.removeprefix(prefix): tensor for name, tensor in full_tensors(Checkpoint(checkpoint), prefix)}
     return {"tensors": len(weights), "bytes": write_weights(storage.join(out, "model.safetensors"), weights)}

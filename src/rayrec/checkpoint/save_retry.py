@@ -38,8 +38,7 @@ class RetryPolicy:
     """Called with the cause of each failure."""
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call the function until it succeeds, and return its result. Raises InputError after `max_outage_s` of OSErrors; other
-        errors pass immediately."""
+        """Return the function's result, calling it until it succeeds. Raises InputError after `max_outage_s` of OSErrors."""
         attempt, first_s = 0, None
         while True:
             try:

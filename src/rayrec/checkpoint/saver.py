@@ -47,11 +47,8 @@ class _Job:
 
 @final
 class Saver:
-    """Background checkpoint writer of a run: one save at a time, then removal according to the retention policy.
-
-    The constructor, `begin` and `wait` are collective; all ranks see the same saves and failures. Needs a thread and host memory
-    for the rank's data.
-    """
+    """Background checkpoint writer of a run: one save at a time, then removal according to the retention policy. The constructor,
+    `begin` and `wait` are collective; all ranks see equal saves. Needs a thread and a copy of the rank's data."""
 
     def __init__(
         self,
@@ -69,8 +66,7 @@ class Saver:
 
         Args:
             lease: Lease on rank 0, None on the others.
-            extra_files: Files stored with the weights, by name: content, or path of a file that does not change. Rank 0 copies
-                them.
+            extra_files: Files stored with the weights, by name: content, or path of a constant file, copied by rank 0.
             max_outage_s: Maximum storage outage in seconds before the run fails.
             log: Also called in the thread.
             clean_uncommitted: Whether to remove uncommitted saves of earlier attempts, in the thread.
@@ -113,16 +109,9 @@ class Saver:
         return total_s + (time.monotonic() - since_s if since_s is not None else 0.0)
 
     def begin(self, step: int, tensors: dict[str, Any], *, state: dict[str, Any], score: float | None) -> bool:
-        """Start a save, and return once `tensors` may change; collective.
-
-        Returns False, without saving, if the previous save is still running on some rank. Raises the failure of the previous
-        save.
-
-        Args:
-            tensors: Tensors, ShardedTensors or DTensors by name.
-            state: Plain JSON values, taken from rank 0.
-            score: None if these weights were not evaluated.
-        """
+        """Start a save, and return once `tensors` may change; collective. `score` is None if these weights were not evaluated;
+        see `rayrec.checkpoint.save`. Returns False, without saving, if a save is still running on some rank. Raises the failure
+        of the previous save."""
         with self._stall():
             busy = not self._idle.is_set()
             ready, failure = (None, None) if busy else attempt(lambda: self._ready(tensors, state))
@@ -202,9 +191,8 @@ class Saver:
         ranks.barrier()  # wait for rank 0's cleanup, which could mistake a file of this save for an uncommitted one
         causes: list[str] = []
         policy = self._retry_policy(job, causes)
-        file, failure = attempt(
-            lambda: policy.run(lambda: write_rank(job.folder, job.copy, rank=ranks.rank, tag=job.tag, on_write=self._count))
-        )
+        write = partial(write_rank, job.folder, job.copy, rank=ranks.rank, tag=job.tag, on_write=self._count)
+        file, failure = attempt(lambda: policy.run(write))
         results = ranks.gather((file, failure, causes[:1]))
         outcome = ranks.broadcast(attempt(lambda: self._commit(job, results, policy, causes)) if ranks.first else None)
         assert outcome is not None
@@ -269,11 +257,8 @@ def apply_retention(
 ) -> None:
     """Remove checkpoints that the retention policy does not keep, after step `newest` was committed.
 
-    Leaves steps after `newest`: a restart has skipped them and will write them again.
-
-    Args:
-        scores: Known scores by step. Extended by the scores that are read here.
-        damaged: Steps that were skipped and not written again. They are removed and do not count as kept.
+    Leaves steps after `newest`: a restart has skipped them and will write them again. Extends `scores`, the known scores by step.
+    Removes `damaged` steps, which were skipped and not written again, and do not count as kept.
     """
     present, removed = {}, []
     for checkpoint in committed(run_folder):
@@ -312,14 +297,10 @@ class Retention:
 
 
 def to_remove(saved: Sequence[tuple[int, float | None]], retention: Retention, *, in_use: Collection[int]) -> list[int]:
-    """Return the steps to remove, ascending, given (step, score) of all checkpoints.
-
-    Higher scores are better; of equal scores the later step wins. Scores of None or NaN (not evaluated) are never best.
-    """
+    """Return the steps to remove, ascending, given (step, score) of all checkpoints. Higher scores are better; of equal scores
+    the later step wins. Scores of None or NaN (not evaluated) are never best."""
     newest = sorted(step for step, _ in saved)[-retention.num_to_keep :] if retention.num_to_keep else []
     scored = sorted((score, step) for step, score in saved if score is not None and not math.isnan(score))
     best = [step for _, step in scored[-retention.keep_best :]] if retention.keep_best else []
-    needed = {*newest, *best, *in_use}
-    return sorted(
-        step for step, _ in saved if step not in needed and (retention.keep_every is None or step % retention.keep_every != 0)
-    )
+    permanent = [step for step, _ in saved if retention.keep_every is not None and step % retention.keep_every == 0]
+    return sorted({step for step, _ in saved} - {*newest, *best, *permanent, *in_use})

@@ -47,8 +47,7 @@ class RowMap:
     rows: int
     stored_rows: int
     sources: np.ndarray | None = None
-    """Stored row of each row, -1 if it has no source, int32 or int64 [rows]. None maps each row to the same stored row, if it
-    exists."""
+    """Stored row of each row, -1 without a source, int32 or int64 [rows]. None maps each row to the same row, if it exists."""
 
     def of(self, first: int, stop: int) -> np.ndarray:
         """Return the stored row of each of the rows [first, stop), -1 if it has no source, int64 [stop - first]."""
@@ -60,10 +59,8 @@ class RowMap:
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Any]:
-    """Return all entries of the model's state dict (tensor, ShardedTensor or DTensor) as `model.NAME`.
-
-    Tied tensors (GPT-2's output layer is its embedding) have only their first name.
-    """
+    """Return all entries of the model's state dict (tensor, ShardedTensor or DTensor) as `model.NAME`. Tied tensors (GPT-2's
+    output layer is its embedding) have only their first name."""
     return {f"model.{name}": tensor for name, tensor in drop_tied_tensors(model.state_dict()).items()}
 
 
@@ -94,10 +91,7 @@ def restore_model(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
 
 def start_from(checkpoint: Checkpoint, row_maps: Mapping[str, RowMap], model: torch.nn.Module, optimizer: Any) -> None:
     """Initialize weights and optimizer state from another run's checkpoint; collective. `row_maps` maps the rows of tables; rows
-    without a source keep their initial values and an empty state.
-
-    Raises the errors of `restore_all`.
-    """
+    without a source keep their initial values and an empty state. Raises the errors of `restore_all`."""
     stored = Communicator.all().run_on_rank0(lambda: list(checkpoint.manifest()["tensors"]))
     make_state(optimizer)
     targets = Targets(model, optimizer, stored=set(stored))
@@ -152,10 +146,8 @@ def make_state(optimizer: Any) -> None:
 
 
 class Targets:
-    """Tensors to be filled from a checkpoint with the names `stored`.
-
-    Fill `tensors` in place, then call `loaded`, which converts column parts and copies them into the optimizer.
-    """
+    """Tensors to be filled from a checkpoint with the names `stored`. Fill `tensors` in place, then call `loaded`, which converts
+    column parts and copies them into the optimizer."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, *, stored: Collection[str]) -> None:
         self.tensors: dict[str, Any] = model_tensors(model)
@@ -255,11 +247,8 @@ def _named_states(optimizer: Any) -> Iterator[tuple[str, Any, _Part | None]]:
 
 
 def _parts(name: str, table: torch.Tensor, state: torch.Tensor) -> Iterator[_Part]:
-    """Yield a worker's row-wise state by column part.
-
-    TorchRec lists the shards of both in the same order, but stacks the state's shards: their offsets and shape depend on the
-    number of parts in the plan, which no other plan can use.
-    """
+    """Yield a worker's row-wise state by column part. TorchRec lists the shards of both in the same order, but stacks the state's
+    shards: their offsets and shape depend on the number of parts in the plan, which no other plan can use."""
     if not isinstance(table, ShardedTensor) or not isinstance(state, ShardedTensor):
         rows, columns = table.size()
         yield _Part(name, table, (0, columns), {(0, rows): state})

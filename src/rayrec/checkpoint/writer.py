@@ -169,11 +169,8 @@ class WrittenFile:
 def write_rank(
     folder: str, copy: HostCopy, *, rank: int, tag: str, on_write: Callable[[int], None] = lambda size_bytes: None
 ) -> WrittenFile | None:
-    """Write a rank's file from its copy in host memory. Return None, without a file, if the rank has nothing to write.
-
-    `on_write` is called with the size of each written block. Raises OSError if storage is unavailable or full, leaving no partial
-    file.
-    """
+    """Write a rank's file from its copy in host memory. Return None, without a file, if the rank has nothing to write. `on_write`
+    is called with the size of each block. Raises OSError, leaving no file, if storage is unavailable or full."""
     parts = copy.plan.parts
     if not parts:
         return None
@@ -222,14 +219,10 @@ def commit(
     extra_files: Callable[[str], Described] | None,
     lease: Lease | None = None,
 ) -> int:
-    """Commit a checkpoint from the files of all ranks, on rank 0. Return its size in bytes.
+    """Commit a checkpoint of tensors with these `shapes` from the files of all ranks, on rank 0. Return its size in bytes.
 
-    Args:
-        shapes: Shapes of all tensors of the model.
-        extra_files: Writes the files in addition to the tensors into the folder.
-
-    Raises InputError if the lease is no longer valid or the ranks have not written the full model, and OSError if storage is
-    unavailable or full, or a written file is missing or has another size.
+    `extra_files` writes further files into the folder. Raises InputError if the lease is no longer valid or the ranks have not
+    written the full model, and OSError if storage is unavailable or full, or a written file is missing or has another size.
     """
     if lease is not None:
         lease.check()
@@ -304,13 +297,8 @@ def join(
 ) -> int:
     """Merge tensors of other checkpoints, one file for each, into an empty folder. Return the size in bytes.
 
-    Args:
-        sources: Checkpoints, each with the positions of its selected tensors by name.
-        state: As in `rayrec.checkpoint.save`.
-        extra_files: As in `rayrec.checkpoint.save`.
-
-    Memory: a few blocks of 16 MiB. Verifies every checksum while copying. Raises DamagedError for a damaged source, InputError
-    for positions that leave gaps.
+    `sources` has the positions of selected tensors by name. `state` and `extra_files` are as in `rayrec.checkpoint.save`. Memory:
+    a few blocks of 16 MiB. Verifies every checksum. Raises DamagedError, or InputError for gaps.
     """
     files = [_copied(path, number, *source) for number, source in enumerate(sources)]
     shapes = {target.name: target.shape for _, targets in sources for target in targets.values()}

@@ -34,8 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _keep_stdout_for_results() -> None:
-    """Redirect file descriptor 1 to standard error, but keep `sys.stdout`. Ray's C++ code and child processes print warnings
-    to the descriptor."""
+    """Redirect file descriptor 1, to which Ray's C++ code prints warnings, to standard error, but keep `sys.stdout`."""
     if sys.stdout is None or sys.stderr is None:  # Closed by the caller.
         return
     sys.stdout.flush()
@@ -166,10 +165,8 @@ def _fail(message: str, *, status: int = 2) -> int:
 
 
 def show(shown: Shown, *, as_json: bool, quiet: bool, out: IO[str]) -> int:
-    """Print a result and return the exit status. Text in addition to JSON goes to standard error.
-
-    Raises InputError if the result contains an error, such as a failed gate.
-    """
+    """Print a result and return the exit status. Text in addition to JSON goes to standard error. Raises InputError if the result
+    contains an error, such as a failed gate."""
     text = shown.value if isinstance(shown.value, str) else shown.text
     to_people = not as_json and (shown.as_text or out.isatty())
     if text is not None and (isinstance(shown.value, str) or to_people):

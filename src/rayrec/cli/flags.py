@@ -1,5 +1,4 @@
-"""Flags of commands, from arguments and configuration fields with their values, and the short names and selection of a recipe's
-help. Imports no parser."""
+"""Flags of commands, from arguments and configuration fields, and the selection of a recipe's help. Imports no parser."""
 
 import dataclasses
 import types
@@ -9,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from rayrec.commands.settings import ALIASES, resolve_alias, text_metavar
-from rayrec.config import Config, InputError, field_docs, field_types
+from rayrec.config import Config, InputError, default_of, field_docs, field_types
 
 SWITCHES = {
     "--json": "print JSON instead of tables (default into a pipe)",
@@ -75,7 +74,8 @@ def flags_of(config: Config | type[Config], prefix: str = "", old: str = "") -> 
     kinds = field_types(cls)  # type: ignore[arg-type]
     old_names = {new: name for name, new in cls.RENAMED.items()}
     for field in dataclasses.fields(cls):
-        value, path = _value(config, field), f"{prefix}{field.name}"
+        value = default_of(field) if isinstance(config, type) else getattr(config, field.name)
+        path = f"{prefix}{field.name}"
         old_path = f"{old or prefix}{old_names.get(field.name, field.name)}" if old or field.name in old_names else ""
         if isinstance(value, Config):
             metavar = text_metavar(type(value))
@@ -89,12 +89,6 @@ def flags_of(config: Config | type[Config], prefix: str = "", old: str = "") -> 
             kind = kinds[field.name]
             name, old_name = flag_name(path), flag_name(old_path)
             yield Flag(path, kind, value, cls, name=name, old=old_name, pair=kind is bool)
-
-
-def _value(config: Config | type[Config], field: dataclasses.Field[Any]) -> Any:
-    if not isinstance(config, type):
-        return getattr(config, field.name)
-    return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
 def members(kind: Any) -> list[Any]:

@@ -50,8 +50,7 @@ def connect(
     """Connect this process to Ray and return the address of its head: an existing connection, else the cluster at `address` or
     RAY_ADDRESS, else a new local Ray, which imports the modules `preload` once for all processes that name them.
 
-    Raises InputError within some 20 s if the address does not answer or the cluster rejects this user or environment; OSError if
-    a local Ray does not start.
+    Raises InputError within some 20 s if there is no answer or access is rejected; OSError if a local Ray does not start.
     """
     if address == IN_PROCESS:
         raise InputError(f"address {IN_PROCESS}: needs Ray here. Omit the address, or use local or HOST:PORT")
@@ -105,14 +104,12 @@ def _join(address: str, source: str, *, log_to_driver: bool) -> None:
         ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.ERROR, runtime_env=job_env or None)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"{source}: the Ray cluster answers, but this machine cannot join it ({_in_one_line(error)}). Run the command on "
-            "one of its nodes"
+            f"{source}: the Ray cluster answers, but this machine cannot join it ({_in_one_line(error)}). Use one of its nodes"
         ) from None
 
 
 def _python_of_workers(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the runtime environment fields with which nodes fork a job's processes (`forked_worker.py`). Empty if the job was
-    submitted with its own Python. Pure."""
+    """Return the runtime environment for nodes to fork a job's processes (`forked_worker.py`); empty if it has its own Python."""
     if not _PYTHON_FIELDS.isdisjoint(json.loads(environment.get(_SUBMITTED, "{}")).get("runtime_env") or {}):
         return {}
     return {"py_executable": forked_worker.python_of_a_job()}
@@ -197,8 +194,7 @@ def ship_code(config: Config) -> None:
 
 
 def user_modules(config: Config) -> set[str]:
-    """Return the modules outside rayrec that define `config` and its nested configurations, without `__main__`, whose classes
-    pickle sends by value."""
+    """Return the modules outside rayrec that define `config` and nested configurations, without `__main__`, pickled by value."""
     nested = (getattr(config, field.name) for field in dataclasses.fields(config))
     modules = set().union(*(user_modules(value) for value in nested if isinstance(value, Config)))
     module = type(config).__module__
@@ -332,13 +328,10 @@ def _check_alive(target: str, source: str) -> _Answer:
         is_rejected = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
         return "token rejected" if is_rejected else "not Ray"
     except AuthenticationError as error:  # RAY_AUTH_MODE=token without a token
-        raise InputError(
-            f"{source}: {str(error).splitlines()[0].rstrip('.')}. Name the token's file in RAY_AUTH_TOKEN_PATH"
-        ) from None
+        raise InputError(f"{source}: {str(error).splitlines()[0].rstrip('.')}. Set RAY_AUTH_TOKEN_PATH to its file") from None
     if reply.ray_version != ray.__version__:
         raise InputError(
-            f"{source}: the cluster runs Ray {reply.ray_version}, but this environment has Ray {ray.__version__}. Install the "
-            "same version on both"
+            f"{source}: the cluster runs Ray {reply.ray_version}, but this environment has Ray {ray.__version__}. Use one version"
         )
     return "alive"
 

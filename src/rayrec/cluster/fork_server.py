@@ -203,8 +203,7 @@ class _Server:
         return True
 
     def _new_template(self, modules: str) -> _Next | None:
-        """Fork a template; return None in this process and its continuation in the new one. Raises OSError if it cannot be
-        forked."""
+        """Fork a template; return None in this process and its continuation in the new one. Raises OSError on failure."""
         self._templates[modules], theirs = socket.socketpair()
         try:
             if os.fork() == 0:
@@ -246,8 +245,7 @@ def _decline(connection: int, error: OSError) -> None:
 
 
 def _raise_oom_score(environment: Mapping[str, str]) -> None:
-    """Set the OOM score of workers started by Ray's node manager, so that Linux kills workers before Ray's processes. Like the
-    node manager, ignores errors."""
+    """Set the OOM score of workers started by Ray's node manager: Linux kills them before Ray's processes. Ignores errors."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "r+") as file:
         score = max(int(file.read()), min(int(environment.get("RAY_worker_oom_score_adjustment", 1000)), 1000))
         file.seek(0)

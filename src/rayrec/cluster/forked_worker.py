@@ -161,8 +161,7 @@ def _name_of_server(raylet: int) -> str:
 
 
 def _start_server(address: str, *, raylet: int) -> None:
-    """Start a server that ends with the node manager, when idle for `IDLE_S`, or when its socket is removed. Its output goes to
-    `address`.log."""
+    """Start a server that ends with the node manager, when idle for `IDLE_S`, or without its socket. Logs to `address`.log."""
     import subprocess
 
     leave_newest(address, raylet=raylet)

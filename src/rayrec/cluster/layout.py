@@ -143,9 +143,7 @@ def layout(
         )
     other_nodes = [node for node in nodes if node not in training] if special else []
     if data_nodes == "separate" and not _cpus(other_nodes):
-        raise InputError(
-            "cluster.data_nodes separate: every node with CPUs is suitable for workers. Add other nodes, or choose auto"
-        )
+        raise InputError("cluster.data_nodes separate: every node with CPUs suits workers. Add other nodes, or choose auto")
     unfit_reason = None
     for workers in range(max_workers, min_workers - 1, -1):
         is_separate = data_nodes == "separate" or (
@@ -192,8 +190,7 @@ def layout(
 
 
 def has_enough_cpus(other_nodes: float, *, all_cpus: float, workers: int, cpus_per_worker: float) -> bool:
-    """Return whether the CPUs of other nodes suffice for data tasks: 4 per worker, or half its share if all nodes run them.
-    Pure."""
+    """Return whether other nodes' CPUs suffice for data tasks: 4 per worker, or half its share if all nodes run them. Pure."""
     if other_nodes <= 0:
         return False
     shared = (all_cpus - cpus_per_worker * workers) / workers

@@ -24,8 +24,7 @@ _ANSWER_S: Final = 60.0
 
 
 def runtime_env(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the runtime environment that sets the store settings in a job's processes, or None unless `RAYREC_SEND_CREDENTIALS`
-    is 1.
+    """Return a job's runtime environment with the store settings, or None unless `RAYREC_SEND_CREDENTIALS` is 1.
 
     The settings are sent in the pickled setup hook, in the memory of Ray's head, like functions. Unlike `env_vars`, they do not
     appear in command lines, logs or the dashboard. All code on the cluster can read them. Raises InputError for other values, and

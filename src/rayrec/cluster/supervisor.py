@@ -14,18 +14,9 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NoReturn
 
+from rayrec.cluster import restart_policy
 from rayrec.cluster.jobs import Job, Jobs, LogFollower, Unreachable, dashboard_url
-from rayrec.cluster.restart_policy import (
-    FINISHED,
-    AttemptHistory,
-    AttemptResult,
-    Policy,
-    Quit,
-    SuperviseConfig,
-    describe,
-    judge,
-    pause_s,
-)
+from rayrec.cluster.restart_policy import FINISHED, AttemptHistory, AttemptResult, Policy, Quit, SuperviseConfig
 from rayrec.cluster.supervisor_state import State, StateFile, state_path
 from rayrec.config import InputError
 
@@ -142,12 +133,12 @@ class _Supervisor:
                 self._report(f"gave up: {cause}")  # keeps the job's id: it may still run on an unreachable cluster
                 return Outcome(self._state.name, 1, cause, self._state.tally.attempts)
             ending = _ending(job, self._state)
-            tally, decision = judge(self._config.policy, self._state.tally, ending, jitter=random.random())
+            tally, decision = restart_policy.judge(self._config.policy, self._state.tally, ending, jitter=random.random())
             self._end_log(job)
             if isinstance(decision, Quit):
                 return self._quit(decision, job)
             why = f": {last_message(job.message)}" if job is not None and job.exit_status is None else ""
-            self._report(f"{self._state.submission_id} {describe(ending)}{why}; again in {decision:.0f} s")
+            self._report(f"{self._state.submission_id} {restart_policy.describe(ending)}{why}; again in {decision:.0f} s")
             self._state_file.write(tally=tally, **_NO_JOB)
             time.sleep(decision)
 
@@ -363,7 +354,9 @@ class Outage:
         silent_s = time.monotonic() - self._since_s
         while True:
             self._num_probes += 1
-            wait_s = pause_s(self._num_probes, first_s=_FIRST_PROBE_S, longest_s=_LONGEST_PROBE_S, jitter=random.random())
+            wait_s = restart_policy.pause_s(
+                self._num_probes, first_s=_FIRST_PROBE_S, longest_s=_LONGEST_PROBE_S, jitter=random.random()
+            )
             time.sleep(min(wait_s, max(0.0, self._limit_s - silent_s)))
             silent_s = time.monotonic() - self._since_s
             if silent_s >= self._limit_s:

@@ -92,8 +92,7 @@ def validate(
 ) -> Report:
     """Report faults, missing values, label rate, categories and drift of a log. Exit status 2 if a gate fails.
 
-    `options` are the fields of `rayrec.PreparationConfig`. The report's `failures` lists the failed `gates`. Raises InputError
-    if no log is found.
+    `options` are fields of `rayrec.PreparationConfig`. `failures` lists the failed `gates`. Raises InputError without a log.
     """
     from rayrec.prepare.validate import Gates as DefaultGates
     from rayrec.prepare.validate import validate as run

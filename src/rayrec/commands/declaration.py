@@ -84,8 +84,7 @@ class Command:
     function: Callable[..., Any]
     group: Group
     options: Sequence[tuple[str, str]] = ()
-    """Flag prefix and MODULE:CLASS of configurations whose fields become flags. Passed as the parameter named like the prefix,
-    otherwise as keyword arguments."""
+    """Flag prefix and MODULE:CLASS of configurations with flags: the parameter named like the prefix, or keyword arguments."""
     recipe: Literal["", "first", "after --"] = ""
     """Position of a recipe in the words of the command. Its settings become flags of the command."""
     show: Callable[[Any], Shown] = Shown

@@ -132,8 +132,7 @@ def predict(
 
     Returns a `ray.data.Dataset` of `row` and the workload's predictions, such as `score`, `logit` and, for labelled input,
     `label`. With `out`, writes them to this folder as Parquet files, completely or not at all, and returns a summary. An
-    interrupted call resumes if repeated. `options` are the fields of `rayrec.inference.config.ScoringConfig`. Other
-    arguments: see `evaluate`.
+    interrupted call resumes if repeated. `options` are fields of `ScoringConfig`. Other arguments: see `evaluate`.
     """
     from rayrec.inference import predict as prediction
     from rayrec.inference.config import ScoringConfig

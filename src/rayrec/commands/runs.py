@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @command("Watch", prints=True, examples=("rayrec top runs/demo",))
 def top(
-    run: RunFolder, *, once: Annotated[bool, Argument("show the current state and exit (default without a terminal)")] = False
+    run: RunFolder, *, once: Annotated[bool, Argument("show the state and exit; default without a terminal")] = False
 ) -> None:
     """Show a run in the terminal while it trains. Ctrl-C does not stop the run.
 

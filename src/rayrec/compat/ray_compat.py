@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from ray.train.v2.api import data_parallel_trainer
 
 SETUP_HOOK_VARIABLE: Final = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
-"""Variable with the `worker_process_setup_hook` of a process's runtime environment. Ray's own constant is in a module that is
-slow to import."""
+"""Variable with a runtime environment's `worker_process_setup_hook`. Ray's own constant is slow to import."""
 
 _POLICIES: Final = "ray.data._internal.execution.backpressure_policy"
 
@@ -105,8 +104,7 @@ def __getattr__(name: str) -> Any:
 
 
 def local_node() -> Any:
-    """Return the node that this process started or joined, or None if it is not connected. Distinguishes an own Ray from a
-    cluster."""
+    """Return the node that this process started or joined, or None if not connected. Distinguishes an own Ray from a cluster."""
     from ray._private import worker
 
     return worker._global_node
@@ -138,8 +136,7 @@ def local_node_with(*, worker_program: str, log_monitor: bool) -> Iterator[None]
 
 
 def shared_actor(name: str, actor_class: type, **arguments: Any) -> dict[str, Any]:
-    """Return deployment options for an actor shared by the replicas. Ray Serve starts it before them, restarts it if it ends, and
-    stops it with them."""
+    """Return deployment options for an actor shared by the replicas. Ray Serve starts it first, restarts and stops it."""
     import ray
     from ray.serve.config import DeploymentActorConfig
 

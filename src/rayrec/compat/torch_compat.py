@@ -67,8 +67,7 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def sharded_tensor(shards: list[Shard], metadata: ShardedTensorMetadata, like: ShardedTensor) -> ShardedTensor:
-    """Create a ShardedTensor from local shards in the process group of `like`, without a collective. The public constructors
-    exchange metadata first."""
+    """Create a ShardedTensor from local shards in the process group of `like`, without the public constructors' collective."""
     from torch.distributed._shard.sharded_tensor import ShardedTensor
 
     group: ProcessGroup | None = like._process_group

@@ -11,8 +11,7 @@ import pyarrow as pa
 
 
 def arrow_numbers(values: np.ndarray, missing: np.ndarray | None = None) -> pa.Array:
-    """Convert one-dimensional numbers to Arrow, sharing contiguous memory. Null if `missing` (bool, or uint8 of 0 and 1) is
-    set."""
+    """Convert one-dimensional numbers to Arrow, sharing contiguous memory. Null if `missing` (bool, or uint8 0 or 1) is set."""
     kind, values = pa.from_numpy_dtype(values.dtype), np.ascontiguousarray(values)
     valid = None if missing is None else pa.py_buffer(np.packbits(missing == 0, bitorder="little"))
     return pa.Array.from_buffers(kind, len(values), [valid, pa.py_buffer(values)])

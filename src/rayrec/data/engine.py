@@ -17,14 +17,15 @@ STOP_REQUESTED: Final = threading.Event()
 _Value = TypeVar("_Value")
 _Shared_co = TypeVar("_Shared_co", covariant=True)
 _Item = TypeVar("_Item")
+Task = Callable[[Any], pa.Table]
+"""Picklable function of one item."""
+Tables = Generator[pa.Table, None, None]
 
 
 class Engine(Protocol):
     """Parallel execution of one function over many items. All engines produce byte-identical results in the items' order."""
 
-    def run(
-        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 16 << 20
-    ) -> Iterator[pa.Table]:
+    def run(self, name: str, function: Task, items: Sequence[Any], *, block_bytes: int = 16 << 20) -> Iterator[pa.Table]:
         """Run the function over the items and yield its results in their order. `function` and items are picklable; `block_bytes`
         is the expected size of a result. Raises the InputError of a task unchanged."""
         ...
@@ -53,9 +54,7 @@ class StreamEngine(Engine, Protocol):
         """CPUs that the tasks of one stream use at once."""
         ...
 
-    def stream(
-        self, name: str, function: Callable[[Any], pa.Table], items: Iterable[Any], *, block_bytes: int, prefetch_blocks: int
-    ) -> Generator[pa.Table, None, None]:
+    def stream(self, name: str, function: Task, items: Iterable[Any], *, block_bytes: int, prefetch_blocks: int) -> Tables:
         """Run like `run`, but only `prefetch_blocks` results ahead of the reader, until it closes the generator."""
         ...
 
@@ -106,22 +105,16 @@ class ThreadEngine:
     def cpus(self) -> float:
         return float(self.num_threads)
 
-    def run(
-        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 16 << 20
-    ) -> Iterator[pa.Table]:
+    def run(self, name: str, function: Task, items: Sequence[Any], *, block_bytes: int = 16 << 20) -> Iterator[pa.Table]:
         return self._tables(name, function, items, prefetch=self.num_threads)
 
-    def stream(
-        self, name: str, function: Callable[[Any], pa.Table], items: Iterable[Any], *, block_bytes: int, prefetch_blocks: int
-    ) -> Generator[pa.Table, None, None]:
+    def stream(self, name: str, function: Task, items: Iterable[Any], *, block_bytes: int, prefetch_blocks: int) -> Tables:
         return self._tables(name, function, items, prefetch=prefetch_blocks)
 
     def share(self, value: _Value) -> Shared[_Value]:
         return InProcess(value)
 
-    def _tables(
-        self, name: str, function: Callable[[Any], pa.Table], items: Iterable[Any], *, prefetch: int
-    ) -> Generator[pa.Table, None, None]:
+    def _tables(self, name: str, function: Task, items: Iterable[Any], *, prefetch: int) -> Tables:
         with contextlib.nullcontext() if self.max_outage_s is None else storage.retry_timeout(self.max_outage_s):
             return in_order(function, items, name=name, num_threads=self.num_threads, prefetch=prefetch)
 

@@ -57,9 +57,7 @@ class JobFolder:
     def require(self) -> None:
         """Check that the task can see the folder. Raises InputError."""
         if not storage.exists(self.aid(_INPUTS)):
-            raise InputError(
-                f"{self.path}: not visible from a data task on {os.uname().nodename}; choose an --out that all nodes share"
-            )
+            raise InputError(f"{self.path}: not visible to tasks on {os.uname().nodename}; choose an --out that all nodes share")
 
     @contextmanager
     def disk_errors(self) -> Iterator[None]:

@@ -86,10 +86,8 @@ def _index_table(chunks: Sequence[Chunk], *, schema: Schema, segment_bytes: int)
 
 
 def index_log(files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext) -> LogIndex:
-    """Parse the full log once to number its rows and count its faults, at about 5 million Criteo rows/s per core.
-
-    With a cache folder, returns a cached index of the same files. Reports if the log was edited since it was last indexed.
-    """
+    """Parse the full log once to number its rows and count its faults, at about 5 million Criteo rows/s per core. With a cache
+    folder, returns a cached index of the same files. Reports if the log was edited since it was last indexed."""
     cache = CachedIndex.at(context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes)
     if cached := cache.read():
         return cached
@@ -203,10 +201,8 @@ class LogSource:
             raise InputError(f"{first.path}: {wrong_labels}")
 
     def is_labelled(self, schema: Schema) -> bool:
-        """Return whether the rows have the label column of `schema`, from the first conclusive file.
-
-        Text without a header: from the first line with the right number of columns. Without one, the log is labelled and invalid.
-        """
+        """Return whether the rows have the label column of `schema`, from the first conclusive file. Text without a header: from
+        the first line with the right number of columns. Without one, the log is labelled and invalid."""
         dataset = self.dataset()
         if dataset is not None:
             return dataset.labelled
@@ -233,10 +229,8 @@ class LogSource:
         max_bad_fraction: float | None = None,
         index_text: TextIndexer = index_log,
     ) -> LogIndex:
-        """Return the index; `index_text` indexes text if no index is cached.
-
-        Raises InputError if the fraction of invalid rows exceeds `max_bad_fraction`; fewer are reported in a note.
-        """
+        """Return the index; `index_text` indexes text if no index is cached. Raises InputError if the fraction of invalid rows
+        exceeds `max_bad_fraction`; fewer are reported in a note."""
         index = self._index(schema, segment_bytes, context, index_text)
         if max_bad_fraction is not None:
             index.check(max_bad_fraction, self.path)
@@ -273,8 +267,7 @@ def reject_foreign_files(path: str, files: Sequence[storage.File]) -> None:
     shards = [name for name in names if re.search(r"\.mds(\.\w+)?$", name)]
     if shards:
         raise InputError(
-            f"{path}: has {shards[0]}, an MDS shard; click logs must be text, CSV, Parquet or written by `rayrec preprocess`; "
-            "export the rows to Parquet"
+            f"{path}: has {shards[0]}, an MDS shard; click logs must be text, CSV or Parquet; export the rows to Parquet"
         )
 
 

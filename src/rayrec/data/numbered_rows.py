@@ -178,7 +178,6 @@ def read_pair(images_path: str, labels_path: str, *, num_classes: int) -> Labell
     images, labels = read_images(images_path), read_labels(labels_path, num_classes=num_classes)
     if len(images) != len(labels):
         raise InputError(
-            f"{images_path}: has {len(images):,} images, but {labels_path} has {len(labels):,} labels; get both again from one "
-            "place"
+            f"{images_path}: has {len(images):,} images, but {labels_path} has {len(labels):,} labels; get both from one place"
         )
     return LabelledImages(images, labels)

@@ -39,9 +39,7 @@ def block_spans(block: int, *, starts: list[int]) -> list[tuple[int, int]]:
 
 def exact_auroc(scores: np.ndarray, labels: np.ndarray) -> float | None:
     """Compute the probability that a click scores above a non-click, with half credit for ties. None if either class is absent.
-
-    Sorts float32 scores; the rest is integer arithmetic.
-    """
+    Sorts float32 scores; the rest is integer arithmetic."""
     clicked = labels.astype(bool)
     clicks, skips = (np.sort(scores[mask].astype(np.float32, copy=False)) for mask in (clicked, ~clicked))
     if not len(clicks) or not len(skips):

@@ -202,10 +202,8 @@ class _DayTables:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows by column, n in all. Bit d of `missing` is dense column d, bit 13 + s sparse column s.
-
-    Types: labels uint8 [n], logits float32 [n], dense int32 [13, n], tokens uint32 [26, n], missing uint64 [n].
-    """
+    """Rows by column, n in all. Bit d of `missing` is dense column d, bit 13 + s sparse column s. Types: labels uint8 [n], logits
+    float32 [n], dense int32 [13, n], tokens uint32 [26, n], missing uint64 [n]."""
 
     labels: np.ndarray
     logits: np.ndarray

@@ -12,19 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rayrec.config import InputError
-from rayrec.environment.installation import (
-    EXTRAS,
-    FBGEMM,
-    PROBED,
-    UNNEEDED,
-    Installed,
-    Machine,
-    Probe,
-    installed_distributions,
-    kernels_fault,
-    probe_all,
-    this_machine,
-)
+from rayrec.environment import installation
+from rayrec.environment.installation import EXTRAS, FBGEMM, PROBED, UNNEEDED, Installed, Machine, Probe
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -111,10 +100,10 @@ def doctor(
         import packaging.requirements  # noqa: F401
     except ModuleNotFoundError:
         raise InputError(f"rayrec is installed without its dependencies. Run {pip} install packaging, then try again") from None
-    installed = installed_distributions() if installed is None else installed
-    probes = probe_all(PROBED) if probes is None else probes
-    machine = this_machine() if machine is None else machine
-    kernels = kernels_fault()
+    installed = installation.installed_distributions() if installed is None else installed
+    probes = installation.probe_all(PROBED) if probes is None else probes
+    machine = installation.this_machine() if machine is None else machine
+    kernels = installation.kernels_fault()
     requirements = {_name(each) for each in _requirements(installed)} - {"torch", "torchrec", *FBGEMM}
     named = ("rayrec", *sorted(requirements), "torch", "torchrec", *FBGEMM)
     return Report(
@@ -147,11 +136,8 @@ def diagnose(
 
 
 def closure(roots: Iterable[Requirement], installed: Mapping[str, Installed]) -> Iterator[tuple[str, Requirement]]:
-    """Yield every requirement reachable from `roots`, with the name of the distribution that requires it ("" for the roots).
-    Pure.
-
-    Does not follow missing distributions, and skips UNNEEDED ones. Evaluates markers for this interpreter.
-    """
+    """Yield every requirement reachable from `roots`, with the distribution that requires it ("" for the roots). Pure. Does not
+    follow missing distributions, and skips UNNEEDED ones. Evaluates markers for this interpreter."""
     from packaging.requirements import Requirement
 
     waiting = [("", requirement) for requirement in roots]
@@ -170,10 +156,8 @@ def closure(roots: Iterable[Requirement], installed: Mapping[str, Installed]) ->
 
 
 def extras(installed: Mapping[str, Installed], *, present: bool) -> list[str]:
-    """Return rayrec's EXTRAS that are installed, or those that are not. Pure.
-
-    An extra counts as installed if its first distribution is, which rayrec uses for nothing else.
-    """
+    """Return rayrec's EXTRAS that are installed, or those that are not. Pure. An extra counts as installed if its first
+    distribution is, which rayrec uses for nothing else."""
     named = {extra: _requirements(installed, extra) for extra in EXTRAS}
     return [extra for extra, adds in named.items() if adds and (_name(adds[0]) in installed) == present]
 

@@ -33,8 +33,7 @@ UNNEEDED = {
         }
     )
 }  # fmt: skip
-"""Requirements in a distribution's metadata that rayrec does not need, by distribution. Omitted from the lock, and ignored by the
-doctor."""
+"""Requirements in a distribution's metadata that rayrec does not need. Omitted from the lock, and ignored by the doctor."""
 _PROBE_TIMEOUT_S = 120.0
 """Timeout of one process in seconds. A cold import of TorchRec takes 15 s."""
 
@@ -197,11 +196,8 @@ _GIT_S = 5.0
 
 
 def origin() -> dict[str, str | None]:
-    """Return the origin of a result.
-
-    `commit`: of the working directory's repository, with `+` for uncommitted changes, None without one. `machine`: name, CPUs and
-    processor. `command`: command line without secrets.
-    """
+    """Return the origin of a result. `commit`: of the working directory's repository, with `+` for uncommitted changes, None
+    without one. `machine`: name, CPUs and processor. `command`: command line without secrets."""
     host = f"{platform.node()}, {os.cpu_count()} CPUs ({platform.machine()}), {platform.system()} {platform.release()}"
     return {"commit": _commit(os.getcwd()), "machine": host, "command": command_line(sys.argv)}
 

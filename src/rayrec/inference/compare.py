@@ -51,9 +51,8 @@ def compare(
 
     Models are scored sequentially. Each reads and parses the log and loads its weights, which `rows_per_s` includes. Memory on
     the driver: 5 bytes per row, plus 4 per model, plus 8 with a group, and about 70 per row and model to compute intervals.
-
-    Args:
-        configs: Configuration of each checkpoint, as in its config.yaml.
+    `configs` has the configuration of each checkpoint. Raises InputError for a single model, models without clicks, different raw
+    schemas or rows, and as in `evaluate`.
 
     Returns:
         JSON values, None if undefined: `rows`, `label_rate`, `resampling`, `models`, `differences` and `failures` (a line per
@@ -61,9 +60,6 @@ def compare(
         `rayrec.inference.evaluate.evaluate`, their `intervals`, `parameters`, the network's `multiply_adds` per row,
         `rows_per_s`, and for baselines `trained_rows`. `differences` has each pair of models, `model` minus the earlier `other`
         (metric -> difference, low, high, p_value, method).
-
-    Raises:
-        InputError: For a single model, models without clicks, different raw schemas or rows, and as in `evaluate`.
     """
     options, gates, console = options or ComparisonConfig(), gates or ComparisonGates(), console or Console()
     if not checkpoints or len(checkpoints) + len(options.baselines) < 2:
@@ -76,11 +72,9 @@ def compare(
         ScoringRequest(checkpoint, path, config, options, console).open(evaluating=True, spare_cpus=0)
         for checkpoint, config in zip(checkpoints, configs, strict=True)
     ]
-    baselines = (
-        open_baselines(configs[0], jobs[0].checkpoint.path, max_rows=options.baseline_rows, kinds=options.baselines)
-        if options.baselines
-        else None
-    )
+    baselines = None
+    if options.baselines:
+        baselines = open_baselines(configs[0], jobs[0].checkpoint.path, max_rows=options.baseline_rows, kinds=options.baselines)
     models: list[_Model] = []
     labels, groups, checksums = np.empty(0, np.uint8), None, (0, 0)
     for name, job, config in zip(_names(checkpoints), jobs, configs, strict=True):
@@ -90,9 +84,7 @@ def compare(
         if not models:
             labels, groups, checksums = scored.labels, scored.groups, scored.checksums
         elif (len(scored.labels), scored.checksums) != (len(labels), checksums):
-            raise InputError(
-                f"{name}: rows or labels of {path} do not match {models[0].described['name']}. Compare models of the same log."
-            )
+            raise InputError(f"{name}: rows or labels do not match {models[0].described['name']}. Compare models of one log.")
         models.append(_Model(scored.logits, _described(name, job, config, scored, seconds)))
     if options.ensemble:
         models.append(_ensemble(models))
@@ -118,9 +110,7 @@ def _check_schemas(checkpoints: Sequence[str], configs: Sequence[TrainConfig]) -
     for checkpoint, schema in zip(checkpoints[1:], schemas[1:], strict=True):
         for name in _RAW_FIELDS:
             if getattr(schema, name) != getattr(schemas[0], name):
-                raise InputError(
-                    f"{checkpoint}: '{name}' of the schema does not match {checkpoints[0]}. Compare models of the same log."
-                )
+                raise InputError(f"{checkpoint}: schema's '{name}' does not match {checkpoints[0]}. Compare models of one log.")
 
 
 def _names(checkpoints: Sequence[str]) -> list[str]:
@@ -202,9 +192,8 @@ def _result(
 ) -> dict[str, Any]:
     compared = compare_models([model.logits for model in models], labels, options.resampling)
     described = []
-    for model, of_model in zip(models, compared.intervals, strict=True):
+    for model, intervals in zip(models, compared.intervals, strict=True):
         ranking = {} if groups is None else gauc(groups, model.logits, labels)
-        intervals = {name: list(ends) for name, ends in of_model.items()}
         described.append({**model.described, **binary_metrics(model.logits, labels), **ranking, "intervals": intervals})
     names = [model.described["name"] for model in models]
     gains = {  # 0 - x instead of -x avoids -0

@@ -60,8 +60,7 @@ class EvaluationConfig(_ResampledConfig):
     ranking_k: tuple[int, ...] = ()
     """Rank k of ndcg_at_K, recall_at_K and hit_rate_at_K, with a group. Repeatable, default 10."""
     slice_by: tuple[str, ...] = ()
-    """Slice for additional metrics: day, COLUMN (its values) or frequency:COLUMN (number of training rows with its value).
-    Repeatable."""
+    """Slice for additional metrics: day, COLUMN (its values) or frequency:COLUMN (training rows with its value). Repeatable."""
     slice_top: Count = 10
     """Number of the most frequent values of a column with separate slices. All others share one."""
     compare: str | None = None
@@ -128,8 +127,7 @@ class ExportConfig(Config):
     max_auroc_loss: Fraction | None = None
     """Maximum AUROC difference from the checkpoint. None: 0.0001, with int4 0.002."""
     ignore_parity: bool = False
-    """Whether to export even if the comparison fails or the run's log is unreadable (random rows are compared then). report.json
-    has the failure."""
+    """Whether to export even if the comparison fails, or the run's log is unreadable (random rows then). See report.json."""
     triton: bool = False
     """Whether to also write a model repository for Triton, in folder triton."""
 

@@ -22,25 +22,16 @@ def ensemble(checkpoints: Sequence[str], out: str, *, configs: Sequence[TrainCon
     """Write a checkpoint whose logit is the mean over two or more click models, atomically into folder `out`.
 
     The models may differ in kind and width, but not in Preprocessor and precision. The checkpoint has no optimizer state, so it
-    cannot be trained further. Memory: a few blocks of 16 MiB.
-
-    Args:
-        configs: Configuration of each checkpoint, as in its config.yaml.
-
-    Returns:
-        JSON values: `out`, `checkpoints` (folders), `models` (kinds), `weight_bytes`.
-
-    Raises:
-        InputError: If models do not fit together or are damaged, or `out` exists.
+    cannot be trained further. Memory: a few blocks of 16 MiB. `configs` has the configuration of each checkpoint. Returns JSON
+    values: `out`, `checkpoints` (folders), `models` (kinds), `weight_bytes`. Raises InputError if models do not fit together or
+    are damaged, or `out` exists.
     """
     if len(checkpoints) < 2:
         raise InputError("ensemble: needs at least two checkpoints")
     opened = [open_checkpoint(checkpoint) for checkpoint in checkpoints]
     for checkpoint, config in zip(opened, configs, strict=True):
         if not isinstance(config.workload, ClickWorkload):
-            raise InputError(
-                f"{checkpoint.path}: recipe {config.recipe} does not predict clicks. An ensemble needs click models."
-            )
+            raise InputError(f"{checkpoint.path}: recipe {config.recipe} does not predict clicks. Ensembles need click models.")
     settings = [click_settings(checkpoint, config) for checkpoint, config in zip(opened, configs, strict=True)]
     preprocessor = load_preprocessor(opened[0].path)
     for checkpoint in opened[1:]:

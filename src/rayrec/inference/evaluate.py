@@ -40,12 +40,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score every labelled row of an input exactly once, and compute metrics.
 
-    Memory on the driver, per row: 5 bytes, plus 13 with a group, plus up to 20 per slice, plus about 100 to compute intervals and
-    200 for a comparison.
-
-    Args:
-        config: Configuration of the checkpoint, as in its config.yaml.
-        other: Configuration of the checkpoint `options.compare`.
+    Memory on the driver, per row: 5 bytes, 13 more with a group, 20 per slice, 100 for intervals, 200 for a comparison. `config`
+    is the configuration of the checkpoint, `other` that of `options.compare`. Raises InputError for an unusable checkpoint or
+    input, damaged weights, an input without labels, an unknown slice, and options that only click models support.
 
     Returns:
         JSON values, None if undefined (such as auroc of a single class): rows, checkpoint, and the workload's metrics and
@@ -55,10 +52,6 @@ def evaluate(
         For click models, `options` may add `intervals` (metric -> [low, high]) and `slices` (slice_by -> slices, each with value,
         rows and the same metrics). `compared` has the metrics of the other checkpoint and `differences`, first minus second
         (metric -> difference, low, high, p_value, method).
-
-    Raises:
-        InputError: For an unusable checkpoint or input, damaged weights, an input without labels, an unknown slice, and options
-            that only click models support.
     """
     options, console = options or EvaluationConfig(), console or Console()
     request = ScoringRequest(checkpoint, path, config, options, console)
@@ -145,9 +138,7 @@ class _Measured:
     def report(self) -> dict[str, Any]:
         result = self._metrics(self.logits)
         if self.options.confidence is not None:
-            result["intervals"] = {
-                name: list(ends) for name, ends in intervals(self.logits, self.labels, self.options.resampling).items()
-            }
+            result["intervals"] = intervals(self.logits, self.labels, self.options.resampling)
         if self.other_logits is not None:
             differences = compare(self.logits, self.other_logits, self.labels, self.options.resampling)
             result["compared"] = {
@@ -223,14 +214,11 @@ class RowSlice:
 
 
 def slices_of(by: str, values: pa.ChunkedArray, *, max_values: int) -> list[RowSlice]:
-    """Assign each row to one slice, and return the nonempty slices. Sorts the rows; memory: 12 bytes per row.
+    """Assign each row, with its value in `values`, to one slice. Return nonempty slices. Memory: 12 bytes per row.
 
     day: the log's files or sevenths, in order. COLUMN: the `max_values` values with the most rows (of equal ones the first), then
     OTHER_VALUES and MISSING. frequency:COLUMN: values counted in 1, 2-9, 10-99, ... rows of the vocabulary's data, values outside
     of the vocabulary, then MISSING.
-
-    Args:
-        values: Value of each row, null if missing.
     """
     codes, names = _encoded(values)
     if by == DAY or by.startswith(FREQUENCY):

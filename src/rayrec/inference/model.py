@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, final
@@ -14,7 +12,7 @@ from rayrec import storage
 from rayrec.checkpoint import Checkpoint, open_checkpoint
 from rayrec.checkpoint.discovery import reject_pickles
 from rayrec.checkpoint.reader import check_extra_files
-from rayrec.config import InputError
+from rayrec.config import InputError, json_hash
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.inference.export.read import is_export, open_export
@@ -53,15 +51,9 @@ def open_served(
 ) -> ServedModel:
     """Open the click model of a checkpoint, a run (the checkpoint in its summary, else the newest) or an export.
 
-    Verifies every checksum. Unpickles nothing and runs no code from files. Memory: the weights once.
-
-    Args:
-        path: Local folder or URL.
-        config: Training configuration. None reads the checkpoint's config.yaml.
-        own: Config class of a network that is not one of rayrec's.
-
-    Raises:
-        InputError: For other models or folders, damage, and folders with pickle files.
+    Verifies every checksum. Unpickles nothing and runs no code from files. Memory: the weights once. `config` None reads the
+    checkpoint's config.yaml. `own` is the config class of a network that is not one of rayrec's. Raises InputError for other
+    models or folders, damage, and folders with pickle files.
     """
     if is_export(path):
         exported, scorer = open_export(path, device=device, own=own)
@@ -71,8 +63,7 @@ def open_served(
     reject_pickles(checkpoint.path, manifest["files"])
     if not storage.exists(storage.join(checkpoint.path, PREPROCESSOR_FOLDER)):
         raise InputError(
-            f"{checkpoint.path}: {PREPROCESSOR_FOLDER}/ not found, which every checkpoint of a click model has. Only click "
-            "models can be served."
+            f"{checkpoint.path}: {PREPROCESSOR_FOLDER}/ not found, so not a click model. Only click models can be served."
         )
     preprocessor = load_preprocessor(checkpoint.path)
     check_extra_files(checkpoint.path, manifest)
@@ -88,8 +79,7 @@ def version_of(checkpoint: Checkpoint) -> str:
         for name, entry in checkpoint.manifest()["tensors"].items()
         if name.startswith(PREFIX)
     }
-    digest = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:12]
-    return f"{checkpoint.path.rstrip('/').rsplit('/', 1)[-1]}-{digest}"
+    return f"{checkpoint.path.rstrip('/').rsplit('/', 1)[-1]}-{json_hash(sums)[:12]}"
 
 
 def source_of(path: str) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from rayrec import storage
+from rayrec.config import json_hash
 from rayrec.data.job import resumable_job
 from rayrec.environment.installation import versions
 from rayrec.inference.config import ScoringConfig
@@ -27,15 +26,9 @@ def predict(
 ) -> ray.data.Dataset:
     """Predict the rows of an input, in order. Indexes the input now, and scores it whenever the Dataset is read.
 
-    Args:
-        config: Configuration of the checkpoint, as in its config.yaml.
-
-    Returns:
-        Dataset with `row`, the int64 position over all files of the input, from 0, and the workload's columns. Click models
-        have `score` and `logit`, float32, and `label` if present. Invalid lines have a position but no prediction.
-
-    Raises:
-        InputError: For an unusable checkpoint or input. Later damage fails the read.
+    The Dataset has `row`, the int64 position over all files of the input, from 0, and the workload's columns. Click models have
+    `score` and `logit`, float32, and `label` if present. Invalid lines have a position but no prediction. Raises InputError for
+    an unusable checkpoint or input. Later damage fails the read.
     """
     request = ScoringRequest(checkpoint, path, config, options or ScoringConfig(), console or Console())
     return request.open(evaluating=False, spare_cpus=1, as_dataset=True).dataset()
@@ -52,15 +45,9 @@ def predict_to(
 ) -> dict[str, Any]:
     """Write the predictions of `predict` as part-00000.parquet, part-00001.parquet, ... atomically into folder `out`.
 
-    After a kill, the same call resumes, and writes the same bytes.
-
-    Returns:
-        rows, the workload's description of them, out, checkpoint, and rows_per_s, measured from the start of scoring to the last
-        file.
-
-    Raises:
-        InputError: For an unusable checkpoint or input, damaged weights, if `out` exists, and if an incomplete call had other
-            inputs.
+    After a kill, the same call resumes, and writes the same bytes. Returns rows, the workload's description of them, out,
+    checkpoint, and rows_per_s from the start of scoring to the last file. Raises InputError for an unusable checkpoint or input,
+    damaged weights, an existing `out`, and other inputs when resuming.
     """
     request = ScoringRequest(checkpoint, path, config, options or ScoringConfig(), console or Console())
     opened = request.open(evaluating=False, spare_cpus=0)
@@ -84,11 +71,11 @@ def predict_to(
 
 def _job_inputs(opened: ScoringJob, request: ScoringRequest) -> dict[str, Any]:
     """Return everything that determines the bytes of the files."""
-    weights, path = json.dumps(opened.checkpoint.manifest(), sort_keys=True), request.path
+    path = request.path
     is_folder = storage.exists(path) and storage.size_of(path) is None
     files = storage.files_in(path) if is_folder else storage.list_files(path)  # Size and time reveal changes
     return {
-        "checkpoint": hashlib.sha256(weights.encode()).hexdigest()[:16],
+        "checkpoint": json_hash(opened.checkpoint.manifest()),
         "input": [storage.absolute(path), *map(list, map(astuple, files))],
         "rows": {**opened.scoring.described, "blocks": list(opened.scoring.block_rows)},
         "batch_rows": request.options.batch_rows,

@@ -29,10 +29,8 @@ _HEADER = struct.Struct("<QI")
 
 @final
 class Parts:
-    """Writer of part-00000.parquet, part-00001.parquet, ... in a folder. A context manager, which closes the journal.
-
-    It resumes in a folder with files: at a URL after the last complete file, in a local folder after the last table.
-    """
+    """Writer of part-00000.parquet, part-00001.parquet, ... in a folder. A context manager, which closes the journal. It resumes
+    in a folder with files: at a URL after the last complete file, in a local folder after the last table."""
 
     def __init__(self, folder: JobFolder) -> None:
         self._folder, self._exit = folder, ExitStack()

@@ -50,12 +50,8 @@ def plan_pool(
 ) -> Pool:
     """Plan the number of scoring processes and their cores: as many processes as memory for the weights allows. Pure.
 
-    Args:
-        spare_cpus: Number of cores to keep free for later stages of the caller's Dataset, if possible.
-        shared_weights: Whether the members are threads, one per core, that share the weights.
-
-    Raises:
-        InputError: If the weights fit on no node or, for "cuda", there is no GPU.
+    Keeps `spare_cpus` cores free for later stages of the caller's Dataset, if possible. With `shared_weights`, the members are
+    threads, one per core. Raises InputError if the weights fit on no node or, for "cuda", there is no GPU.
     """
     if device == "cuda":
         num_gpus = int(sum(node.resources.get("GPU", 0) for node in nodes))
@@ -121,11 +117,8 @@ class _ScoringProcess:
 
 
 def scored_dataset(scoring: Scoring, *, pool: Pool, device: Device, first_block: int = 0) -> ray.data.Dataset:
-    """Return a lazy Dataset with the scores of each block of rows, in order, from block `first_block`.
-
-    Its input, the block numbers, is already in the object store. No task feeds the pool, so the pool may use all CPUs of a
-    cluster, even a single one.
-    """
+    """Return a lazy Dataset with the scores of each block of rows, in order, from block `first_block`. Its input, the block
+    numbers, is in the object store. No task feeds the pool, so it may use all CPUs of a cluster."""
     import ray.data
     from ray.data import ActorPoolStrategy, DataContext, ExecutionOptions
 
@@ -230,15 +223,8 @@ class ScoringRequest:
         ranking_k: tuple[int, ...] = (),
         as_dataset: bool = False,
     ) -> ScoringJob:
-        """Open the checkpoint and the input.
-
-        Args:
-            spare_cpus: Number of cores to keep free for the caller.
-            as_dataset: Whether to create a Dataset, which needs Ray.
-
-        Raises:
-            InputError: For an unusable checkpoint or input, and damaged weights.
-        """
+        """Open the checkpoint and the input; keep `spare_cpus` cores free. With `as_dataset`, creates a Dataset, which
+        needs Ray. Raises InputError for an unusable checkpoint or input, and damaged weights."""
         checkpoint = open_checkpoint(self.checkpoint)
         reject_pickles(checkpoint.path, checkpoint.manifest()["files"])
         # Not in the actors: a pipeline of Ray Data 2.60 that fails at its first block leaks its actors and their CPUs.

@@ -181,8 +181,7 @@ class BatchSlicer:
             targets: Function that computes the first label. None keeps it.
             unpooled: Sparse columns for `Batch.sequence_features`.
             tables: Additional keys there, with the number of ids (0, 1, ...) in their first row.
-            pin_constants: Whether to pin lengths and offsets that are equal in all batches once, instead of in each batch. They
-                are more than half of a batch.
+            pin_constants: Whether to pin lengths and offsets equal in all batches, more than half of a batch, only once.
         """
         self._rows, self._targets, self._pin_constants = rows, targets, pin_constants
         self._num_dense, self._keys, self._labels = len(inputs.dense), inputs.sparse, inputs.label_names

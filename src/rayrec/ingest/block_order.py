@@ -66,12 +66,12 @@ class BlockOrder:
 
     @cached_property
     def rows(self) -> int:
-        return sum(part.stop - part.start for part in self.parts)
+        return sum(part.rows for part in self.parts)
 
     @cached_property
     def max_block_rows(self) -> int:
         """Upper bound of the rows per block in all epochs."""
-        return sum(heapq.nlargest(self.segments_per_block, (part.stop - part.start for part in self.parts)))
+        return sum(heapq.nlargest(self.segments_per_block, (part.rows for part in self.parts)))
 
     @cached_property
     def identity(self) -> str:

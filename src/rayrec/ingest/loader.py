@@ -27,9 +27,7 @@ class Loader(Generic[PositionT, Plan]):
         """Create the loader at a stored position.
 
         Args:
-            order: Epoch order.
-            reader: Reader of batches.
-            share: Worker rank, world size and batch size.
+            sharding: Worker rank, world size and batch size.
             state: `state()` of a loader with the same rows and order and any number of workers. None starts at epoch 0.
             epochs: Number of epochs. None runs for `max_steps`.
             max_steps: Maximum number of batches.
@@ -78,8 +76,7 @@ class Loader(Generic[PositionT, Plan]):
         return rows
 
     def trained_rows(self) -> TrainedRows:
-        """Return the rows that a run has trained at this position, with any number of workers: every row once per epoch, minus
-        the rest of the current epoch."""
+        """Return the rows trained at this position: every row once per epoch, minus the rest of the current epoch."""
         return self._order.trained(self._position())
 
     def state(self) -> dict[str, Any]:

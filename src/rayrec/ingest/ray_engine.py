@@ -12,7 +12,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -30,14 +30,13 @@ from ray.data.block import BlockMetadata
 from rayrec import storage
 from rayrec.compat.ray_compat import ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, BackpressurePolicy, PhysicalOperator
 from rayrec.config import InputError
-from rayrec.data.engine import STOP_REQUESTED, Shared, TaskPlacement
+from rayrec.data.engine import STOP_REQUESTED, Shared, Tables, Task, TaskPlacement
 
 _ITEMS_A_DATASET: Final = (64, 256, 1024)
 """Number of items in the first Datasets of a stream. The last value, about 32 GB of text with default blocks, applies to all
 later ones. A Dataset stores all its read tasks, in about 1 ms each, before its first row."""
 ITEMS_A_TASK: Final = 2
-"""Number of items per task of a stream, after its first tasks. Ray's overhead is a fifth of the time of a task with a default
-block. Four items gain no more."""
+"""Items per task of a stream, after its first tasks. With one, Ray's overhead is a fifth of the time; more gain nothing."""
 _ITEMS: Final = b"rayrec.items"
 """Table metadata key for the row counts and metadata of a task's items."""
 _EARLY_START_ITEMS: Final = 16
@@ -49,7 +48,7 @@ _Value = TypeVar("_Value")
 
 
 class _Items(Datasource):
-    def __init__(self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], block_bytes: int) -> None:
+    def __init__(self, name: str, function: Task, items: Sequence[Any], block_bytes: int) -> None:
         super().__init__()
         self._name, self._function, self._items, self._block_bytes = name, function, items, block_bytes
 
@@ -64,11 +63,11 @@ class _Items(Datasource):
         return [ReadTask(functools.partial(_run, self._function, item), metadata) for item in self._items]
 
 
-def _run(function: Callable[[Any], pa.Table], item: Any) -> list[pa.Table]:
+def _run(function: Task, item: Any) -> list[pa.Table]:
     return [function(item)]
 
 
-def _run_with_retry(max_outage_s: float, function: Callable[[Any], pa.Table], item: Any) -> pa.Table:
+def _run_with_retry(max_outage_s: float, function: Task, item: Any) -> pa.Table:
     with storage.retry_timeout(max_outage_s):
         return function(item)
 
@@ -119,7 +118,7 @@ class _LimitPolicy(BackpressurePolicy):
 
 def tasks_dataset(
     name: str,
-    function: Callable[[Any], pa.Table],
+    function: Task,
     items: Sequence[Any],
     *,
     placement: TaskPlacement,
@@ -187,9 +186,7 @@ class RayEngine:
     def cpus(self) -> float:
         return self.placement.max_cpus or self.placement.num_cpus
 
-    def run(
-        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 16 << 20
-    ) -> Iterator[pa.Table]:
+    def run(self, name: str, function: Task, items: Sequence[Any], *, block_bytes: int = 16 << 20) -> Iterator[pa.Table]:
         if items:
             # No limits: results are small compared with the tasks' inputs, and merged on arrival.
             yield from tables(
@@ -198,12 +195,10 @@ class RayEngine:
                 )
             )
 
-    def stream(
-        self, name: str, function: Callable[[Any], pa.Table], items: Iterable[Any], *, block_bytes: int, prefetch_blocks: int
-    ) -> Generator[pa.Table, None, None]:
+    def stream(self, name: str, function: Task, items: Iterable[Any], *, block_bytes: int, prefetch_blocks: int) -> Tables:
         started = False
 
-        def tables_of(some: Sequence[Any]) -> Generator[pa.Table, None, None]:
+        def tables_of(some: Sequence[Any]) -> Tables:
             nonlocal started
             one, several = (
                 ConcurrencyLimits.of(self.placement, block_bytes=block_bytes * size, prefetch_blocks=-(-prefetch_blocks // size))
@@ -235,7 +230,7 @@ def group_items(items: Sequence[Any], *, first: int, size: int) -> list[Sequence
     return [*([item] for item in singles), *(rest[start : start + size] for start in range(0, len(rest), size))]
 
 
-def merge_tables(function: Callable[[Any], pa.Table], items: Sequence[Any]) -> pa.Table:
+def merge_tables(function: Task, items: Sequence[Any]) -> pa.Table:
     """Concatenate the tables of several items for `split_table`."""
     results = [function(item) for item in items]
     if len(results) == 1:
@@ -267,9 +262,7 @@ def _groups(items: Iterable[Any]) -> Iterator[Sequence[Any]]:
         yield group
 
 
-def _chain_groups(
-    groups: Iterable[Sequence[Any]], tables_of: Callable[[Sequence[Any]], Generator[pa.Table, None, None]]
-) -> Generator[pa.Table, None, None]:
+def _chain_groups(groups: Iterable[Sequence[Any]], tables_of: Callable[[Sequence[Any]], Tables]) -> Tables:
     """Yield the tables of each group, one per item. When `_EARLY_START_ITEMS` items of a group remain, a thread starts the tasks
     of the next group by requesting its first table."""
     with contextlib.ExitStack() as opened:
@@ -289,7 +282,7 @@ def _chain_groups(
 class _EagerIterator:
     """Iterator whose first value is computed in a daemon thread."""
 
-    def __init__(self, values: Generator[pa.Table, None, None]) -> None:
+    def __init__(self, values: Tables) -> None:
         self._values = values
         self._first: Future[pa.Table | None] = Future()
         threading.Thread(target=copy_context().run, args=(self._make,), name="next-dataset", daemon=True).start()
@@ -312,7 +305,7 @@ class _EagerIterator:
             self._first.set_exception(error)
 
 
-def tables(dataset: ray.data.Dataset) -> Generator[pa.Table, None, None]:
+def tables(dataset: ray.data.Dataset) -> Tables:
     """Yield the blocks of a Dataset in order. Raises the InputError of a task unchanged."""
     try:
         # With prefetch_batches=n, Ray Data returns the first block only after n more. It prefetches anyway.

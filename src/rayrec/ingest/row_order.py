@@ -27,8 +27,7 @@ class RowPosition(NamedTuple):
 class RowOrder:
     """Row order by windows, each shuffled uniformly. Uses 8 bytes of memory per row of a window.
 
-    With one window, the order equals that of torch's DistributedSampler: `torch.randperm(rows)` with a generator seeded with
-    seed + epoch.
+    With one window, the order equals torch's DistributedSampler: `torch.randperm(rows)`, seeded with seed + epoch.
 
     A step of all workers has `batch_size * world_size` consecutive rows, of which worker r takes rows r, r + world_size, ... The
     rest of an epoch is a smaller step. If it has fewer than two rows per worker, too few for batch normalisation, it is added to
@@ -111,9 +110,7 @@ class RowOrder:
         return [order[start : start + size] for start in range(0, count, size)]
 
     def _numbers(self, epoch: int, window: int, chunks: list[int]) -> np.ndarray:
-        numbers = np.concatenate(
-            [np.arange(self._starts[chunk], self._starts[chunk] + self.chunk_rows[chunk]) for chunk in chunks]
-        )
+        numbers = np.concatenate([self._starts[chunk] + np.arange(self.chunk_rows[chunk]) for chunk in chunks])
         if self.shuffle in ("none", "files"):
             return numbers
         # The first window uses the generator of DistributedSampler. Other windows never share one with another epoch.

@@ -24,6 +24,7 @@ from typing import Any
 import pyarrow as pa
 
 from rayrec.config import Config, InputError
+from rayrec.data.engine import Task
 from rayrec.storage import Scratch, locked
 
 
@@ -116,9 +117,7 @@ class SparkEngine:
         if Spark or Java is not installed, or Spark does not start in time."""
         if shutil.which("java") is None:
             if ray_address is not None:
-                raise InputError(
-                    "engine spark-on-ray: needs Java 17, got no java on PATH. Install it on each node, and put it on PATH."
-                )
+                raise InputError("engine spark-on-ray: needs Java 17, got no java on PATH. Install it on each node's PATH.")
             if not os.environ.get("JAVA_HOME"):
                 raise InputError("engine: Spark needs Java 17, java not found. Install it or set JAVA_HOME.")
         if ray_address is not None:
@@ -140,9 +139,7 @@ class SparkEngine:
                 raise
             engine._stop(failed=False)
 
-    def run(
-        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 16 << 20
-    ) -> Iterator[pa.Table]:
+    def run(self, name: str, function: Task, items: Sequence[Any], *, block_bytes: int = 16 << 20) -> Iterator[pa.Table]:
         """Submit the items in windows, because results wait on the shared disk."""
         if not items:
             return
@@ -155,7 +152,7 @@ class SparkEngine:
                 folders.append(self._submit(name, function, windows[number + 1]))
             yield from self._results(name, folders.popleft(), len(window))
 
-    def _submit(self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any]) -> str:
+    def _submit(self, name: str, function: Task, items: Sequence[Any]) -> str:
         self._runs += 1
         folder = os.path.join(self.folder, f"{self._runs:03d}-{name.replace(' ', '-')}")
         os.makedirs(folder)

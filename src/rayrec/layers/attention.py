@@ -56,15 +56,11 @@ class AttentionPooling(nn.Module):
 
 @final
 class FieldAttention(nn.Module):
-    """Attention of each head over all fields, [rows, fields, in_dim] to [rows, fields, dim]. The concatenated heads, plus the
-    field itself, go through ReLU.
-
-    Products have the precision's dtype. The softmax is float32.
-    """
+    """Attention of each head over fields, [rows, fields, in_dim] to [rows, fields, dim], then ReLU of heads plus field. Products
+    have the precision's dtype. The softmax is float32."""
 
     def __init__(self, in_dim: int, dim: int, heads: int, *, scale: bool, dropout: float, precision: Precision = "fp32") -> None:
-        """`scale`: whether to divide attention scores by the square root of the head width. If `in_dim` is not `dim`, the field
-        itself is projected."""
+        """`scale`: whether to divide scores by the square root of the head width. Projects the field if `in_dim` is not `dim`."""
         super().__init__()
         self.query, self.key, self.value = (xavier_linear(in_dim, dim, bias=False) for _ in range(3))
         self.shortcut = xavier_linear(in_dim, dim, bias=False) if in_dim != dim else None

@@ -1,5 +1,4 @@
-"""DLRM network (Naumov et al., 2019) with three feature interactions: pairwise dot products, low-rank crosses, or a product of
-two projections.
+"""DLRM network (Naumov et al., 2019), with pairwise dot products, low-rank crosses, or a product of two projections.
 
 Sharded collections return features by table and worker. Each interaction reorders them (the dot product for free, by its choice
 of pairs), so the result does not depend on the plan.
@@ -81,10 +80,8 @@ class CrossInteraction(Interaction):
 
 
 class ProjectionInteraction(Interaction):
-    """Dense vector and the products of two MLPs over all features, [rows, F1, dim] x [rows, dim, F2].
-
-    The last width of each branch must be a multiple of `dim` (torchrec's InteractionProjectionArch).
-    """
+    """Dense vector and the products of two MLPs over all features, [rows, F1, dim] x [rows, dim, F2]. The last width of each
+    branch must be a multiple of `dim` (torchrec's InteractionProjectionArch)."""
 
     def __init__(
         self,

@@ -129,8 +129,7 @@ _OPERATORS.impl("pairwise_dots_backward", _dots_backward, "CPU")
 
 @register_flop_formula([torch.ops.rayrec.pairwise_dots])
 def _forward_operations(dense: Any, sparse: Any, positions: Any, *_: Any, **__: Any) -> int:
-    """Return two operations for each multiply-add of the full product, as in `_OperatorDots`, so that the count does not depend
-    on the device."""
+    """Return two operations per multiply-add of the full product, as in `_OperatorDots`, on every device."""
     rows, dim = dense
     return int(2 * rows * (len(positions) + 1) ** 2 * dim)
 

@@ -53,8 +53,7 @@ def _take_part() -> Kernel:
 
 @lru_cache(maxsize=1)
 def openmp_parallel() -> Kernel | None:
-    """Return `GOMP_parallel(function, data, num_threads, flags)` of torch's OpenMP library, or None without one. GNU, LLVM and
-    Intel have it."""
+    """Return `GOMP_parallel(function, data, num_threads, flags)` of torch's OpenMP library (GNU, LLVM, Intel), or None."""
     function = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     if function is not None:
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]

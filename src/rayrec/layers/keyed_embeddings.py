@@ -123,8 +123,7 @@ class KeyedEmbeddings(Mapping[str, torch.Tensor]):
         return self._sequences
 
     def pooled_unordered(self) -> Delivery:
-        """Return the embeddings in order of arrival, and that order. Only for layers whose cost depends on it. Results must
-        not."""
+        """Return the embeddings in order of arrival, and that order. Only for layers whose cost, not results, depends on it."""
         values, order = self.bags()
         if len(order) == len(self.features):
             return values, order
@@ -198,10 +197,8 @@ def fields(dense: torch.Tensor, vectors: torch.Tensor, embedded: KeyedEmbeddings
 
 @final
 class FieldsAndLinear(nn.Module):
-    """Field vectors of numbers and categories as in `fields`, and their linear model (FuxiCTR's LogisticRegression).
-
-    The first `dim` values of an embedding are the field. The next one is the category's weight in the linear model.
-    """
+    """Field vectors of numbers and categories as in `fields`, and their linear model (FuxiCTR's LogisticRegression). The first
+    `dim` values of an embedding are the field. The next one is the category's weight in the linear model."""
 
     def __init__(self, num_dense: int, dim: int, *, bias: bool = True) -> None:
         """`bias`: whether the linear model has a bias, initially 0."""

@@ -27,10 +27,8 @@ _UNCOUNTED = uncounted_operators(_attention_flop, _linear_flop)
 
 @final
 class CountProducts(TorchDispatchMode):
-    """Mode that counts the operations of matrix products, convolutions and attention by torch's formulas.
-
-    torch's FlopCounterMode counts the same, but imports torch's compiler, which takes 2 s at the start of every run.
-    """
+    """Mode that counts the operations of matrix products, convolutions and attention by torch's formulas. torch's FlopCounterMode
+    counts the same, but imports torch's compiler, which takes 2 s at the start of every run."""
 
     def __init__(self) -> None:
         super().__init__()

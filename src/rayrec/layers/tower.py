@@ -45,10 +45,8 @@ class TowerSettings(TypedDict, total=False):
 
 @final
 class Tower(nn.Module):
-    """Linear layers, each with batch norm, activation and dropout, [rows, in_features] to [rows, sizes[-1]].
-
-    Products and activations have the precision's dtype. Without sizes, returns its input.
-    """
+    """Linear layers, each with batch norm, activation and dropout, [rows, in_features] to [rows, sizes[-1]]. Products and
+    activations have the precision's dtype. Without sizes, returns its input."""
 
     def __init__(
         self,

@@ -80,8 +80,7 @@ def converted(logits: Any, labels: Any) -> tuple[Floats, Labels]:
 
 
 def checked(logits: Any, labels: Any) -> tuple[Floats, Labels]:
-    """Return flat float32 logits and uint8 labels. Raises InputError for different lengths, labels other than 0 and 1, and
-    NaN."""
+    """Return flat float32 logits and uint8 labels. Raises InputError for unequal lengths, labels other than 0 and 1, and NaN."""
     flat_logits, flat_labels = converted(logits, labels)
     reject_nan(int(np.count_nonzero(np.isnan(flat_logits))), len(flat_logits))
     return flat_logits, flat_labels

@@ -49,8 +49,7 @@ class LabelsAccumulator:
         return self._main.rows
 
     def update(self, logits: Mapping[str, Any], labels: Mapping[str, Any], groups: Any = None) -> None:
-        """Append a batch: [rows] each by label name. Missing labels are NaN, except the main one. `groups` may be None without
-        rows."""
+        """Append a batch: [rows] each by label name. Missing labels are NaN, except the main one. `groups`: None if no rows."""
         main = self._main_name
         self._main.update(logits[main], labels[main])
         if self._ranking is not None and len(labels[main]):

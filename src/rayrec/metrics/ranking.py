@@ -1,7 +1,6 @@
 """Metrics of row order within groups, such as the items shown to one user: GAUC, NDCG, recall, hit rate, MRR.
 
-A single pass through rows sorted by group and score (native/ranking.c) computes all of them, with over 5 million rows/s on two
-CPUs.
+One pass through rows sorted by group and score (native/ranking.c) computes them, with over 5 million rows/s on two CPUs.
 """
 
 from __future__ import annotations

@@ -44,8 +44,7 @@ class ModelInputs:
     lists: tuple[tuple[str, int | None], ...] = ()
     """Features with any number of ids per row, each with its maximum per row. None is unlimited."""
     aligned: tuple[tuple[str, str], ...] = ()
-    """Features of `lists` with the feature they are aligned with (`Feature.aligned_with`): both have equally many ids in a
-    row."""
+    """Features of `lists` with the feature they are aligned with (`Feature.aligned_with`): equally many ids in each row."""
     label_kind: str = "binary"
     """Kind of the main label (`rayrec.schema.Label.kind`)."""
 
@@ -235,8 +234,7 @@ class TableInit(Config):
     """Initial value distribution of embedding tables."""
 
     kind: Literal["uniform", "normal"] = "uniform"
-    """Distribution: uniform from -sqrt(1/n) to sqrt(1/n) for a table of n rows, or normal with mean 0 and standard deviation
-    `std`."""
+    """Distribution: uniform from -sqrt(1/n) to sqrt(1/n) for n rows, or normal with mean 0 and standard deviation `std`."""
     std: Annotated[float, Gt(0), Lt(math.inf)] = 1e-4
     """Standard deviation of the normal distribution."""
 
@@ -252,9 +250,7 @@ def stored_model(values: Mapping[str, Any], *, where: str, own: type[ClickModelC
     else:
         cls = models.config_class(name) if "." in name else None
     if cls is None:
-        raise InputError(
-            f"{where}: network must be one of rayrec's, got {name}. Pass its training recipe, --recipe FILE.py:FUNCTION."
-        )
+        raise InputError(f"{where}: network must be rayrec's, got {name}. Pass its training recipe, --recipe FILE.py:FUNCTION.")
     try:
         return cls().updated(values)
     except TypeError as error:

@@ -34,8 +34,7 @@ def _block_seed(seed: int, table: str, block: int) -> int:
 
 @dataclass(frozen=True)
 class TableValues:
-    """Initial values of a table. The value in row r and column c depends only on (seed, table, r, c, table shape) and the
-    distribution, not on the shard."""
+    """Initial values of a table. Row r and column c depend only on (seed, table, r, c, table shape) and distribution."""
 
     seed: int
     table: str
@@ -45,10 +44,8 @@ class TableValues:
     """Distribution, or None for the default."""
 
     def fill(self, part: torch.Tensor, *, row_offset: int = 0, column_offset: int = 0, threads: int | None = None) -> None:
-        """Write the initial values of one part of the table into `part`, in place.
-
-        `threads`: None uses one for a table in host memory, and one per CPU, up to 8, for a table on a device, which is larger.
-        """
+        """Write the initial values of one part of the table into `part`, in place. `threads`: None uses one for a table in host
+        memory, and one per CPU, up to 8, for a table on a device, which is larger."""
         distribution = self.start or TableInit()
         bound = self.num_embeddings**-0.5
         rows, columns = part.shape
@@ -102,8 +99,7 @@ def build_embeddings(
 ) -> EmbeddingBagCollection:
     """Build float32 tables, one per vocabulary, with sum pooling per feature.
 
-    Tables on `meta` have no values until DistributedModelParallel places the shards. Raises InputError for a table without rows,
-    or with two sizes.
+    Tables on `meta` get values when placed by DistributedModelParallel. Raises InputError for no rows, or two sizes.
 
     Args:
         num_embeddings: Row count of each feature's table.

@@ -27,11 +27,8 @@ def build_network(config: ClickModelConfig, inputs: ModelInputs, *, precision: P
 
 @final
 class Ensemble(nn.Module):
-    """Networks with the same dense features and separate parts of every embedding. The logit is the mean of their logits.
-
-    Each member learns independently: no gradient depends on another member. Members start from different values, so their mean is
-    better than each of them.
-    """
+    """Networks with the same dense features and separate parts of every embedding. The logit is the mean of their logits. Members
+    learn independently, without common gradients, from different values, so their mean is better than each of them."""
 
     def __init__(self, members: Sequence[nn.Module], heads: Sequence[Head], *, widths: Sequence[int]) -> None:
         """`widths`: number of values that each member takes of each embedding, in order."""
@@ -43,14 +40,12 @@ class Ensemble(nn.Module):
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         """Return the mean logits by label, and all outputs of the members for the loss."""
-        outputs_of_members = [
+        of_members = [
             named_outputs(network(dense, _part(embedded, columns)), self._heads, where=type(network).__name__)
             for network, columns in zip(self.members, self._columns, strict=True)
         ]
-        outputs = {
-            head.name: torch.stack([of_member[head.name] for of_member in outputs_of_members]).mean(0) for head in self._heads
-        }
-        for number, of_member in enumerate(outputs_of_members):
+        outputs = {head.name: torch.stack([values[head.name] for values in of_members]).mean(0) for head in self._heads}
+        for number, of_member in enumerate(of_members):
             outputs |= {_name(number, name): values for name, values in of_member.items()}
         return outputs
 

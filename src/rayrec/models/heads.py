@@ -244,8 +244,7 @@ def label_heads(main: str, others: Sequence[Label] = (), *, kind: str = "binary"
 def labels_accumulator(
     heads: Sequence[Head], *, grouped: bool = False, ks: Sequence[int] = DEFAULT_KS
 ) -> LabelsAccumulator | None:
-    """Return the metrics of all label heads, or None without any. `grouped` and `ks` are for the main label
-    (`LabelsAccumulator`)."""
+    """Return the metrics of all label heads, or None. `grouped` and `ks` are for the main label (`LabelsAccumulator`)."""
     of_labels = {head.name: head.accumulator() for head in heads if isinstance(head, LabelHead)}
     return LabelsAccumulator(of_labels, grouped=grouped, ks=ks) if of_labels else None
 

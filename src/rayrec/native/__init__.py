@@ -11,15 +11,12 @@ def library() -> ctypes.CDLL:
     """Load the shared library with all kernels of kernels.h."""
     spec = importlib.util.find_spec("rayrec.native._kernels")
     if spec is None or spec.origin is None:
-        raise ImportError(
-            "rayrec's compiled kernels are missing: install rayrec with pip (`pip install .` or `pip install -e .`)"
-        )
+        raise ImportError("rayrec's compiled kernels are missing. Install rayrec with `pip install .` or `pip install -e .`")
     return ctypes.CDLL(spec.origin)
 
 
 def call(name: str, *arguments: Any, returns: type = ctypes.c_int64) -> int:
-    """Call a kernel. Passes arrays as the address of their contiguous items, None as NULL, int as int64, float as double, and
-    ctypes values unchanged."""
+    """Call a kernel with arrays (as contiguous addresses), None (NULL), int (int64), float (double) and ctypes values."""
     function = getattr(library(), name)
     function.restype = returns
     result: int = function(*map(_converted, arguments))

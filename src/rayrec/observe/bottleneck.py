@@ -41,8 +41,7 @@ class Diagnosis:
 
 
 def diagnose(run: RunSummary) -> Diagnosis | None:
-    """Diagnose a run, finished or not. None if no step was logged. Skips the first interval after each start, unless there are
-    no others."""
+    """Diagnose a run, finished or not. None if no step was logged. Skips each start's first interval, if there are others."""
     split = run.warm_time if run.warm_time.training_s else run.time
     if not split.training_s:
         return None

@@ -24,10 +24,8 @@ PLAIN_INTERVAL_S = 10.0
 
 @final
 class _StandardError:
-    """The current standard error as a file that never raises: output to a full disk, broken pipe or closed stream is lost.
-
-    On a broken pipe, rich would end the process.
-    """
+    """The current standard error as a file that never raises: output to a full disk, broken pipe or closed stream is lost. On a
+    broken pipe, rich would end the process."""
 
     @property
     def _stream(self) -> Any:

@@ -155,21 +155,15 @@ class _LocalFile:
 
 
 def _is_incomplete(descriptor: int) -> bool:
-    """Return whether the file ends within a line.
-
-    Checked before every line, because any writer may have been cut off or repaired it. A line being written at this
-    moment may look torn. The repair then only adds an empty line, which readers skip.
-    """
+    """Return whether the file ends within a line. Checked before every line, because any writer may have been cut off or repaired
+    it. A line being written at this moment may look torn. The repair then only adds an empty line, which readers skip."""
     size_bytes = os.fstat(descriptor).st_size
     return size_bytes > 0 and os.pread(descriptor, 1, size_bytes - 1) != b"\n"
 
 
 def read_events(path: str | Path, *, kinds: Collection[str] | None = None) -> list[dict[str, Any]]:
-    """Read the events of a file in written order, or of a URL and its parts by time. `kinds`: None reads all kinds.
-
-    Skips an incomplete last line (its writer is active or was killed). Raises InputError for any other invalid line, and
-    for a missing file.
-    """
+    """Read the events of a file in written order, or of a URL and its parts by time, optionally of some kinds only. Skips an
+    incomplete last line. Raises InputError for any other invalid line, and for a missing file."""
     url = _url(path)
     if url:
         events = [event for _, event in RemoteEvents(url).new()]

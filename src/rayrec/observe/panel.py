@@ -161,9 +161,7 @@ def _data(event: Mapping[str, Any]) -> RenderableType:
 
 def top(run: str, *, once: bool = False, console: Console | None = None) -> RunSummary:
     """Show the run in a folder, local or a URL, until it ends or Ctrl-C. Without a terminal, or with `once`, show it once.
-
-    Returns the last shown state. Raises InputError if the folder contains no run.
-    """
+    Returns the last shown state. Raises InputError if the folder contains no run."""
     folder = storage.absolute(run).rstrip("/")
     if not storage.exists(storage.join(folder, "config.yaml")):
         raise InputError(f"{run}: not a run folder (config.yaml not found). Set storage_path/name of a run.")

@@ -72,11 +72,8 @@ class Cost:
 
 @final
 class RunSummary:
-    """State of a run, updated with its events in time order and readable at any time. Values not reported yet are None.
-
-    Without `curves`, memory use does not grow with the number of steps. Measures that an event of another version lacks
-    are not counted.
-    """
+    """State of a run, updated with its events in time order and readable at any time. Values not reported yet are None. Without
+    `curves`, memory does not grow with the steps. Does not count measures that events of another version lack."""
 
     status = "preparing"
     ended = False

@@ -128,8 +128,7 @@ class Stopwatch:
         return cls(time.time() - (process_age_s() or 0.0))
 
     def lap(self, stage: str, *, at_s: float | None = None) -> None:
-        """End the stage now, or at unix time `at_s`. Repeated stages add up. Clocks of two machines may differ, so the
-        minimum is 0 s."""
+        """End the stage now, or at unix time `at_s`. Repeated stages add up. The minimum is 0 s, because clocks may differ."""
         now_s = time.time() if at_s is None else at_s
         self.stages[stage] = self.stages.get(stage, 0.0) + max(0.0, now_s - self.last_s)
         self.last_s = now_s

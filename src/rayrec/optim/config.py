@@ -36,8 +36,7 @@ class LearningRateSchedule(Config):
     warmup_fraction: Fraction = 0.0
     """Initial fraction of the run's steps for the warm-up, as an alternative to warmup_steps."""
     decay_fraction: Fraction = 0.0
-    """Final fraction of the run's steps for the decay, as an alternative to decay_start_step and decay_steps. 0 disables
-    decay."""
+    """Final fraction of the run's steps for the decay, instead of decay_start_step and decay_steps. 0 disables decay."""
     decay: Literal["quadratic", "linear", "cosine"] = "quadratic"
     """Shape of the decay."""
     final_fraction: Fraction = 0.0
@@ -93,12 +92,10 @@ class LearningRateSchedule(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class PlateauConfig(Config):
-    """Reduction of the learning rates when evaluations stop improving, on top of the schedule, as in torch's
-    ReduceLROnPlateau."""
+    """Reduction of the learning rates when evaluations stop improving, besides the schedule, as in torch's ReduceLROnPlateau."""
 
     patience: Natural = 0
-    """Number of consecutive evaluations without improvement before all learning rates are multiplied by `factor`, each time. 0
-    disables the reduction."""
+    """Number of consecutive evaluations without improvement after which `factor` multiplies all learning rates. 0 disables it."""
     factor: Part = 0.1
     """Factor of the learning rates."""
     min_improvement: Finite = 1e-6
@@ -113,8 +110,7 @@ class PlateauConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseOptimizerConfig(Config):
-    """Optimizer of the embedding tables. A fused kernel applies sgd, adagrad and rowwise_adagrad in the backward pass. The kinds
-    of Adam run after it."""
+    """Optimizer of the tables. sgd, adagrad and rowwise_adagrad run in the backward pass, fused; kinds of Adam run after it."""
 
     kind: Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "sparse_adam"] = "rowwise_adagrad"
     """Update rule. State per table: rowwise_adagrad one float per row, adagrad one per weight, the kinds of Adam two per weight.
@@ -245,10 +241,8 @@ class DenseOptimizerConfig(Config):
         return NamedOptimizer(self.build(named_parameters.values()), named_parameters)
 
     def build_keyed(self, named_parameters: Mapping[str, torch.nn.Parameter]) -> KeyedOptimizer:
-        """Return the optimizer by parameter name with clipping, for TorchRec's CombinedOptimizer and checkpoints.
-
-        Clipping uses the norm on this process, which is the norm of the mean gradient after DDP's average.
-        """
+        """Return the optimizer by parameter name with clipping, for TorchRec's CombinedOptimizer and checkpoints. Clipping uses
+        the norm on this process, which is the norm of the mean gradient after DDP's average."""
         from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
         from torchrec.optim.keyed import KeyedOptimizerWrapper
 

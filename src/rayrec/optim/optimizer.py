@@ -17,8 +17,7 @@ _STATE = "momentum1"  # TorchRec's name for the first state of fused optimizers
 
 
 def data_parallel_optimizer(config: SparseOptimizerConfig, named_parameters: Mapping[str, torch.nn.Parameter]) -> KeyedOptimizer:
-    """Return the optimizer of data-parallel tables by parameter name. Its state has the names and shapes of sharded tables'
-    state."""
+    """Return the optimizer of data-parallel tables by parameter name. Its state has sharded tables' names and shapes."""
     if config.kind == "sgd" or config.kind == "adagrad" or config.kind == "rowwise_adagrad":  # noqa: PLR1714  # for mypy
         rule = partial(DataParallelTableOptimizer, kind=config.kind, learning_rate=config.learning_rate, eps=config.eps)
         return KeyedOptimizerWrapper(dict(named_parameters), rule)
@@ -27,10 +26,7 @@ def data_parallel_optimizer(config: SparseOptimizerConfig, named_parameters: Map
 
 class DataParallelTableOptimizer(torch.optim.Optimizer):
     """SGD, Adagrad and row-wise Adagrad with the arithmetic of fbgemm's kernels, on dense gradients of tables [rows, columns].
-
-    torch's Adagrad and TorchRec's RowWiseAdagrad have other state (a step, another shape), and compute 0 / 0 in untouched rows if
-    eps is 0.
-    """
+    torch's Adagrad and TorchRec's RowWiseAdagrad have other state, and compute 0 / 0 in untouched rows if eps is 0."""
 
     def __init__(
         self, parameters: Iterable[Any], *, kind: Literal["sgd", "adagrad", "rowwise_adagrad"], learning_rate: float, eps: float
@@ -85,8 +81,7 @@ class JointlyClippedOptimizer(CombinedOptimizer):
     equally on all workers, as torch.nn.utils.clip_grad_norm_."""
 
     def __init__(self, sharded: TableAdam, replicated: Sequence[TableAdam], network: KeyedOptimizer, *, max_norm: float) -> None:
-        """`sharded`: this worker's table parts. `replicated`: tables on every worker. `network`: weights with equal gradients on
-        every worker."""
+        """`sharded`: this worker's table parts. `replicated`: tables on every worker. `network`: weights equal on all workers."""
         super().__init__([sharded, *replicated, network])
         self._sharded, self._replicated, self._network, self._max_norm = sharded, replicated, network, max_norm
 

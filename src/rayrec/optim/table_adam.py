@@ -81,8 +81,7 @@ class TablePart:
         _update_all(list(self.rows_to_update(rule, gradients, every_row=step.every_row)))
 
     def rows_to_update(self, rule: _CRule, gradients: RowGradients, *, every_row: bool) -> Iterator[_CRows]:
-        """Yield the CPU tasks of `update` for threads, in any order. They point into `rule` and `gradients`, whose tensors must
-        be contiguous."""
+        """Yield the CPU tasks of `update` for threads, in any order. They point into `rule` and contiguous `gradients`."""
         rows, columns = self.weights.shape
         ids, values = gradients.ids, gradients.values
         assert ids.is_contiguous()

@@ -41,11 +41,8 @@ class Lamb(torch.optim.Optimizer):
 
 @final
 class Lars(torch.optim.Optimizer):
-    """LARS (You et al. 2017, arXiv 1708.03888).
-
-    For each parameter x with gradient g: v = momentum * v + lr * r * (g + weight_decay * x), x -= v, with
-    r = trust * |x| / (|g| + weight_decay * |x|). If |x| or |g| is 0, r is 1.
-    """
+    """LARS (You et al. 2017, arXiv 1708.03888). For each parameter x with gradient g: v = momentum * v + lr * r * (g +
+    weight_decay * x), x -= v, with r = trust * |x| / (|g| + weight_decay * |x|). If |x| or |g| is 0, r is 1."""
 
     def __init__(self, params: Iterable[Any], *, lr: float, momentum: float, weight_decay: float, trust: float) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust})

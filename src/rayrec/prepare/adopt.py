@@ -20,19 +20,10 @@ from rayrec.data.engine import Engine
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex, SegmentEntry, numbered
 from rayrec.data.logs.splits import NAMES, Kind, Split, SplitParts, check_parts
+from rayrec.data.materialized import torchrec_arrays
 from rayrec.data.materialized.dataset import VERSION, hash_of, write_manifest
 from rayrec.data.materialized.formats import finish_files
-from rayrec.data.materialized.torchrec_arrays import (
-    MAX_FAULTY_ROWS,
-    PRESET,
-    Day,
-    IdFiles,
-    ScanResult,
-    find_days,
-    preprocessor_of,
-    row_ranges,
-    scan,
-)
+from rayrec.data.materialized.torchrec_arrays import MAX_FAULTY_ROWS, PRESET, Day, IdFiles, ScanResult
 from rayrec.data.text import mds, text_blocks
 from rayrec.data.text.mds import INDEX, Index, TokenColumn
 from rayrec.data.text.text_blocks import PART_BYTES, sets_of_shards
@@ -57,8 +48,7 @@ class AdoptionConfig(Config):
     files: tuple[str, ...] = ()
     """Days to read, in this order, given as file name prefixes such as day_0. Empty reads all, in natural order."""
     num_embeddings_per_feature: tuple[int, ...] = ()
-    """Rows of each table. Larger IDs are taken modulo these, as TorchRec's loader does. Empty uses the maximum ID of each column
-    plus one."""
+    """Rows of each table. Larger IDs are taken modulo these, as in TorchRec's loader. Empty: the column's maximum ID plus one."""
     preprocessor: str | None = None
     """Folder with the Preprocessor to use, such as a run or adopted data. None creates one."""
     split: Literal["auto", "none"] | Kind = "auto"
@@ -135,12 +125,12 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
     if config.sparse_path and out is None:
         raise InputError("sparse_path: must be used with --out DIR, a new folder with links to both folders")
     existing = Preprocessor.load(preprocessor_folder(config.preprocessor)) if config.preprocessor else None
-    days = find_days(folders, ids=None if config.ids == "auto" else config.ids, names=config.files)
+    days = torchrec_arrays.find_days(folders, ids=None if config.ids == "auto" else config.ids, names=config.files)
     _check_columns(days[0], config, existing)
     runs = PreparationConfig(engine=config.engine, address=config.address)
     with console.preparing(), engine(runs, console, paths=folders) as running:
         scanned = _scan(days, running, console)
-    preprocessor = existing or preprocessor_of(
+    preprocessor = existing or torchrec_arrays.preprocessor_of(
         days[0].matrices[0].columns, days[0].hotness, config.num_embeddings_per_feature or _sizes(scanned, path)
     )
     if existing is None and not config.num_embeddings_per_feature:
@@ -159,9 +149,7 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
         index = _index(folder, days, scanned, config.rows_per_segment)
         index.check(config.max_bad_fraction, path)
         if index.faults.total > MAX_FAULTY_ROWS:
-            raise InputError(
-                f"{path}: {index.faults.describe()}; at most {MAX_FAULTY_ROWS:,} rows can be skipped. Fix the arrays"
-            )
+            raise InputError(f"{path}: {index.faults.describe()}; at most {MAX_FAULTY_ROWS:,} can be skipped. Fix the arrays")
         if index.faults.total:
             console.note(f"{path}: {index.faults.describe()}; they are left out")
         split = config.split_of(days)
@@ -190,11 +178,8 @@ def _check_new(path: str) -> None:
     """Reject a folder that runs can already read. Raises InputError."""
     dataset = LogSource.at(path).dataset()
     if dataset is not None:
-        fix = (
-            "Remove its dataset.json to adopt it again, or use --out DIR"
-            if dataset.adopted
-            else "Train on it without adopting it"
-        )
+        again = "Remove its dataset.json to adopt it again, or use --out DIR"
+        fix = again if dataset.adopted else "Train on it without adopting it"
         raise InputError(f"{path}: already has a dataset.json, so that runs can read it. {fix}")
 
 
@@ -207,10 +192,9 @@ def _check_columns(day: Day, config: AdoptionConfig, preprocessor: Preprocessor 
         )
     if preprocessor is None:
         return
-    if preprocessor.schema != preprocessor_of(num_dense, day.hotness, [1] * len(day.hotness)).schema:
+    if preprocessor.schema != torchrec_arrays.preprocessor_of(num_dense, day.hotness, [1] * len(day.hotness)).schema:
         raise InputError(
-            f"{config.preprocessor}: must be a Preprocessor for the columns of these arrays, without raw values. Use the one "
-            "of adopted data"
+            f"{config.preprocessor}: must be a Preprocessor for these columns, without raw values. Use that of adopted data"
         )
 
 
@@ -219,7 +203,9 @@ def _scan(days: Sequence[Day], running: Engine, console: Console) -> ScanResult:
 
     def results() -> Iterator[dict[str, Any]]:
         nonlocal done
-        for table in running.run("adopt", partial(scan, days=days), row_ranges(days), block_bytes=1 << 16):
+        for table in running.run(
+            "adopt", partial(torchrec_arrays.scan, days=days), torchrec_arrays.row_ranges(days), block_bytes=1 << 16
+        ):
             summary = json_of(table)
             done += summary["rows"]
             console.progress("adopt (rows)", done, total)
@@ -275,8 +261,7 @@ def _index(folder: str, days: Sequence[Day], scanned: ScanResult, rows_per_segme
 
 @contextmanager
 def _target(path: str, out: str | None, days: Sequence[Day]) -> Iterator[tuple[str, str]]:
-    """Yield the folder to write to and its final path: the folder of the arrays, or a new folder with links to them, created
-    atomically."""
+    """Yield the output folder and its final path: the arrays' folder, or a new one with links to them, created atomically."""
     if out is None:
         target = storage.absolute(path).rstrip("/")
         yield target, target
@@ -370,9 +355,7 @@ def adopt_tokens(
         described[name]["folder"] = folder
     sizes = {name: info["column"]["block_size"] for name, info in described.items()}
     if len(set(sizes.values())) > 1:
-        raise InputError(
-            f"{path}: row lengths of train and validation must match, got {sizes['train']} and {sizes['validation']} tokens"
-        )
+        raise InputError(f"{path}: train and validation rows must match, got {sizes['train']} and {sizes['validation']} tokens")
     manifest = {
         "format": text_blocks.FORMAT,
         "version": text_blocks.VERSION,

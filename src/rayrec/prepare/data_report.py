@@ -78,9 +78,7 @@ def auroc_of_rates(outcomes: np.ndarray) -> float | None:
 
 def concentration(repeated: np.ndarray, distinct: int) -> dict[str, Any]:
     """Return the values of a sparse column, and the fractions of them in its top categories and in categories that occur once.
-
-    `repeated`: counts of the categories that occur more than once. `distinct`: number of categories.
-    """
+    `repeated`: counts of the categories that occur more than once. `distinct`: number of categories."""
     once = distinct - len(repeated)
     values = int(repeated.sum()) + once
     largest = np.sort(np.partition(repeated, len(repeated) - TOP)[-TOP:] if len(repeated) > TOP else repeated)[::-1]
@@ -127,8 +125,7 @@ def duplicate_rate(hashes: np.ndarray) -> float | None:
 
 
 Drift = list[dict[str, tuple[float, float] | None]]
-"""Distance from the first slice with rows and its expectation for equal distributions, by column including the label, for each
-slice."""
+"""Distance from the first slice with rows and its expectation for equal distributions, by column and label, for each slice."""
 
 
 def drift_of(stats: ColumnStats, schema: Schema) -> Drift:
@@ -381,7 +378,7 @@ class Report:
         tables.append(_table(f"by {content['slices_by']}", _SLICE_HEADS, [_slice_row(row) for row in content["slices"]]))
         for kind, heads in (("dense", _DENSE_HEADS), ("sparse", _SPARSE_HEADS)):
             rows = [
-                [name, *(_format_value(column.get(key), key) for key in heads.values())] for name, column in content[kind].items()
+                [name, *(_format_value(values.get(key), key) for key in heads.values())] for name, values in content[kind].items()
             ]
             tables.append(_table(f"{kind} columns", [kind, *heads], rows))
         return [table for table in tables if table.row_count]

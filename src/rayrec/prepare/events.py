@@ -1,5 +1,4 @@
-"""Times and (user, time) events of log rows, on disk, to find the last rows of each user and the times at given positions in time
-order."""
+"""Times and (user, time) events of log rows, on disk, to find each user's last rows and the times at given positions."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field

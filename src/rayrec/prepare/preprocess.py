@@ -80,13 +80,11 @@ def _opened_to_extend(path: str, config: PreparationConfig) -> tuple[Preprocesso
     default = PreparationConfig()
     old = Preprocessor.load(preprocessor_folder(path))
     if config.schema not in (default.schema, old.schema):
-        raise InputError(
-            f"--extend {path}: columns must match those of the log, {config.schema.columns}, got {old.schema.columns}"
-        )
+        raise InputError(f"--extend {path}: columns must match the log's, {config.schema.columns}, got {old.schema.columns}")
     rules = rules_of(old, path)
     if config.preset not in (default.preset, old.preset):
         raise InputError(
-            f"--preset: must be {old.preset}, as in --extend {path}, got {config.preset}. Remove it, or count all days again"
+            f"--preset: must be {old.preset}, as in --extend {path}, got {config.preset}. Remove it, or count all again"
         )
     for name in ("min_count", "max_num_embeddings", "token_modulo"):
         if getattr(config, name) not in (None, getattr(rules, name)):
@@ -191,9 +189,7 @@ def _preprocess_log(path: str, out: str, output: RowOutput, config: PreparationC
     ):
         labelled = LogSource.at(path, config.files).is_labelled(config.schema)
         if not labelled and preprocessor is None:
-            raise InputError(
-                f"{path}: must have labels to count categories. Specify the training log's Preprocessor with --preprocessor"
-            )
+            raise InputError(f"{path}: must have labels to count categories. Specify a training log's --preprocessor")
         index_text = counting.index if preprocessor is None else index_log
         index = raw_index(path, config, running, console, labelled=labelled, index_text=index_text)
         sets = sets_of(index, config)

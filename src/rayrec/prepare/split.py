@@ -1,12 +1,9 @@
 """Split of a log into files of training, validation and test rows, for parts that are not row ranges.
 
-Runs as a resumable job, whose last file is split.json. The bytes depend only on the log and the options, not on the engine or its
-parallelism.
+A resumable job, whose last file is split.json. The bytes depend on log and options, not on the engine or its parallelism.
 """
 
 import functools
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,7 +14,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.bounds import Part, Share
-from rayrec.config import Config, InputError
+from rayrec.config import Config, InputError, json_hash
 from rayrec.data.arrow import json_of, numpy_of
 from rayrec.data.engine import Engine
 from rayrec.data.job import ResumableJob, resumable_job
@@ -88,7 +85,7 @@ class RowSplit(Config):
         starts = self.starts
         if starts is not None and starts[1] is not None and starts[0] >= starts[1]:
             raise InputError(
-                f"split by time: test_from must be after validation_from {self.validation_from}, got {self.test_from}"
+                f"split by time: test_from must be after validation_from={self.validation_from}, got {self.test_from}"
             )
 
     @property
@@ -110,9 +107,7 @@ class RowSplit(Config):
             if name is None:
                 raise InputError(f"split by {self.by}: column of the time not specified. Use --timestamp")
             if schema.tokens != "any":
-                raise InputError(
-                    f"split by {self.by}: log must have a time column: Parquet or CSV with --schema FILE and tokens: any"
-                )
+                raise InputError(f"split by {self.by}: log must have a time: Parquet or CSV with --schema FILE and tokens: any")
             schema = schema.replace(timestamp=name)
         return schema
 
@@ -134,7 +129,7 @@ def split(path: str, *, out: str, rows: RowSplit, config: PreparationConfig, con
     identity = [[file.path, file.size_bytes, file.modified_ns] for file in files]
     job_inputs = {
         "version": _JOB_VERSION,
-        "log": hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16],
+        "log": json_hash(identity),
         "schema": schema.to_dict(),
         "segment_bytes": config.segment_bytes,
         **rows.to_dict(),

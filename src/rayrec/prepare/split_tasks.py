@@ -56,8 +56,7 @@ class SplitTask:
     stop: int = 0
     """Range [start, stop) of row groups, or of byte positions where CSV rows start. 0, 0 is a full CSV file."""
     is_row_start: bool = True
-    """Whether to start at `start`, the start of a row. If not, the task starts at the next line, which may be in a quoted field.
-    """
+    """Whether `start` is the start of a row. If not, the task starts at the next line, which may be in a quoted field."""
     first_row: int = 0
     """Index of its first valid row in the log. 0 until the log is examined."""
     rows: int = 0
@@ -140,8 +139,7 @@ def _lines(segment: Segment, schema: Schema) -> tuple[RawBlock, _Lines]:
 
 
 def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
-    """Count valid rows and faults in a table's range, and write the keys for `time` and `last-out`. Rows of faults count from the
-    start of the range."""
+    """Count valid rows and faults in a table's range, and write the keys for `time` and `last-out`. Numbers rows from 0."""
     job.begin()
     if not task.is_row_start:
         task = replace(task, start=row_start(task.file, task.start), is_row_start=True)
@@ -330,8 +328,7 @@ def text_tasks(segments: Sequence[Segment], task_bytes: int) -> list[SplitTask]:
 
 
 def cut_files(files: Sequence[storage.File], *, task_bytes: int) -> pa.Table:
-    """Cut each table into ranges of about `task_bytes`: adjacent row groups, or bytes of a plain CSV file. Opens files in a store
-    in parallel."""
+    """Cut tables into ranges of about `task_bytes`: adjacent row groups, or bytes of a CSV file. Opens files in parallel."""
 
     def cut(file: storage.File) -> list[tuple[int, int]]:
         if not is_parquet(file.path):

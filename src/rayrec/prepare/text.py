@@ -5,7 +5,6 @@ Runs as a resumable job, whose last file is manifest.json. The bytes depend only
 
 import functools
 import hashlib
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from annotated_types import Ge
 
 from rayrec import storage
 from rayrec.bounds import Share
-from rayrec.config import Config, InputError
+from rayrec.config import Config, InputError, json_hash
 from rayrec.data.engine import Engine
 from rayrec.data.job import JobFolder, ResumableJob, resumable_job
 from rayrec.data.log_source import plain_files
@@ -69,8 +68,7 @@ class TextConfig(Config):
 
 
 def preprocess_text(path: str, *, out: str, text: TextConfig, config: PreparationConfig, console: Console) -> dict[str, Any]:
-    """Write text (UTF-8; file, glob or folder, also gzip, local or a URL) as token rows atomically into folder `out`. Resumes an
-    interrupted call.
+    """Write text (UTF-8; file, glob or folder, also gzip, local or a URL) as token rows to folder `out`, atomically. Resumable.
 
     Reads only `files` and engine options of `config`. Returns the sets of the manifest, bytes and seconds. Raises InputError for
     text that is not UTF-8 or shorter than a row, an unusable tokenizer, or if `out` exists.
@@ -108,8 +106,7 @@ def preprocess_text(path: str, *, out: str, text: TextConfig, config: Preparatio
 def _load_tokenizer(folder: str) -> Files:
     if not os.path.isdir(os.path.expanduser(folder)):
         raise InputError(
-            f"tokenizer: {folder} not found. Use bytes_bpe, characters or the local folder of a HuggingFace tokenizer (no hub is "
-            "searched)"
+            f"tokenizer: {folder} not found. Use bytes_bpe, characters or a local HuggingFace tokenizer's folder, not a hub name"
         )
     files = read_tokenizer(os.path.expanduser(folder))
     TextTokenizer(files, folder)
@@ -215,7 +212,7 @@ def hash_of(value: Any) -> str:
     """Return a hash of 16 hexadecimal digits."""
     if isinstance(value, dict):
         value = {name: hashlib.sha256(content).hexdigest() for name, content in value.items()}
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+    return json_hash(value)
 
 
 @dataclass(frozen=True)

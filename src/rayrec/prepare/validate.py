@@ -142,10 +142,6 @@ Batch = tuple[int, tuple[SegmentRange, ...]]
 """Number of a slice, and adjacent parts of it."""
 
 
-def _rows_of(part: SegmentRange) -> int:
-    return part.stop - part.start
-
-
 def _read(parts: Sequence[SegmentRange], schema: Schema) -> RawBlock:
     block = read_raw([part.segment for part in parts], schema)
     # Only the first and last segment may be cut.
@@ -179,8 +175,7 @@ def _faults_task(segments: Sequence[Segment], *, schema: Schema) -> pa.Table:
 
 
 def _edges(index: LogIndex, first: Slice, schema: Schema, engine: Engine) -> np.ndarray:
-    """Return quantiles of up to _EDGE_ROWS rows, evenly spread over the first slice. Depends on row numbers only, not on how the
-    log is divided."""
+    """Return quantiles of up to _EDGE_ROWS rows, evenly spread over the first slice. Depends on row numbers only."""
     rows = first.stop - first.start
     ranges = [(first.start, first.stop)]
     if rows > _EDGE_ROWS:
@@ -200,10 +195,10 @@ def _count_stats(
     index: LogIndex, job: StatsJob, slices: Sequence[Slice], engine: Engine, progress: Callable[[int], None]
 ) -> tuple[ColumnStats, np.ndarray]:
     limit = max(1, min(_TASK_ROWS, index.rows // 8))
-    sized = functools.partial(grouped, size_of=_rows_of, max_bytes=min(limit, _READ_ROWS), max_items=len(index.segments))
+    sized = functools.partial(grouped, size_of=lambda part: part.rows, max_bytes=min(limit, _READ_ROWS), max_items=limit)
     of_slices = [list(index.parts(slice_.start, slice_.stop)) for slice_ in slices]
     batches: list[Batch] = [(n, tuple(parts)) for n, of_slice in enumerate(of_slices) for parts in sized(of_slice)]
-    tasks = filled(batches, [sum(map(_rows_of, parts)) for _, parts in batches], limit)
+    tasks = filled(batches, [sum(part.rows for part in parts) for _, parts in batches], limit)
     total = ColumnStats.empty(job)
     hashes = [np.zeros(0, np.uint64)]
     for table in engine.run("examine", functools.partial(_stats_task, job=job), tasks):

@@ -117,8 +117,7 @@ def mlperf_dlrm(path: str | None = None) -> TrainConfig:
 
 
 def mlperf_dcnv2(path: str | None = None) -> TrainConfig:
-    """Train MLPerf's DLRM-DCNv2: ids modulo 40 million as synthetic bags of 214 ids per row, crosses, Adagrad 0.005, batch
-    65536."""
+    """Train MLPerf's DLRM-DCNv2: ids modulo 40 million as synthetic bags of 214 ids per row, Adagrad 0.005, batch 65536."""
     return TrainConfig(
         recipe="mlperf_dcnv2",
         workload=ClickWorkload(
@@ -139,8 +138,7 @@ def mlperf_dcnv2(path: str | None = None) -> TrainConfig:
 
 
 def criteo_ensemble(path: str | None = None) -> TrainConfig:
-    """Train a small DLRM, a FinalNet and a logistic regression as one model, on any log in Criteo's format with some thousand
-    rows."""
+    """Train a small DLRM, a FinalNet and a logistic regression as one model, on any log in Criteo's format."""
     from rayrec.models.ranking.finalnet import FinalNetConfig
     from rayrec.models.ranking.linear import LinearConfig
 

@@ -16,8 +16,7 @@ _MAX_EPOCHS = 100
 
 
 def criteo_finalnet_x4(path: str | None = None) -> TrainConfig:
-    """Train FinalNet with the settings of Criteo_x4: towers 1000-1000-1000 and 512, a feature gate, dropout 0.4, no tower
-    losses."""
+    """Train FinalNet with Criteo_x4's settings: towers 1000-1000-1000 and 512, a feature gate, dropout 0.4, no tower losses."""
     from rayrec.models.ranking.finalnet import FinalNetConfig
 
     model = FinalNetConfig(

@@ -9,8 +9,7 @@ _ADAMW = DenseOptimizerConfig(kind="adamw", weight_decay=0.1, decay_matrices_onl
 
 
 def gpt2_tiny(path: str | None = None) -> TrainConfig:
-    """Train a character-level GPT-2 with 0.8 million parameters on a megabyte of text, in blocks of 128: a laptop, some
-    minutes."""
+    """Train a character-level GPT-2 with 0.8 million parameters on a megabyte of text, in blocks of 128: minutes on a laptop."""
     return TrainConfig(
         recipe="gpt2_tiny",
         workload=LanguageWorkload(
@@ -28,8 +27,7 @@ def gpt2_tiny(path: str | None = None) -> TrainConfig:
 
 
 def gpt2(path: str | None = None) -> TrainConfig:
-    """Train GPT-2 with 124 million parameters in blocks of 1024, as nanoGPT reproduces it: 480 blocks (491,520 tokens) per
-    step."""
+    """Train GPT-2 with 124 million parameters in blocks of 1024, like nanoGPT: 480 blocks (491,520 tokens) per step."""
     return TrainConfig(
         recipe="gpt2",
         workload=LanguageWorkload(

@@ -60,21 +60,14 @@ class ScoringApp:
         token_digest: bytes | None = None,
         collect: Callable[[], Awaitable[Snapshot]] | None = None,
     ) -> None:
-        """`token_digest` is the SHA-256 of the required bearer token. `collect` returns the counters of all replicas, None if
-        this is the only one."""
+        """`token_digest` is the SHA-256 of the bearer token. `collect` returns the counters of all replicas, if several."""
         self._models, self._counters, self._config = models, counters, config
         self._token_digest, self._collect = token_digest, collect
         self.held_bytes = 0
         """Estimated memory of unanswered requests."""
         self.max_held_bytes = config.max_held_bytes
         self._document: tuple[ServedModel | None, bytes] = (None, b"")
-        self._batcher = Batcher(
-            models.answer,
-            max_batch_rows=config.max_batch_rows,
-            max_batch_bytes=config.max_batch_bytes,
-            max_waiting_rows=config.max_waiting_rows,
-            max_waiting_requests=config.max_waiting_requests,
-        )
+        self._batcher = Batcher(models.answer, config)
         self._routes = (
             Route(SCORE, self._score, methods=["POST"]),
             Route("/", self._page),
@@ -178,8 +171,7 @@ class ScoringApp:
 
     @contextlib.contextmanager
     def _memory(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function that reserves memory for one request until the context ends. It raises RequestError if the limit of
-        all requests is exceeded."""
+        """Yield a function that reserves memory for one request until the context ends. It raises RequestError at a limit."""
         reserved = 0
 
         def take(num_bytes: int) -> None:
@@ -198,8 +190,7 @@ class ScoringApp:
             self.held_bytes -= reserved
 
     async def _read(self, request: Request, deadline_s: float, *, take: Callable[[bytes], None]) -> bytes:
-        """Read the request body, limited by the received bytes, regardless of the announced length. Calls `take` with each
-        chunk."""
+        """Read the request body, limited by received bytes, regardless of the announced length. Calls `take` with each chunk."""
         max_bytes = self._config.max_body_bytes
         too_large = RequestError(413, f"more than {max_bytes} bytes; send the rows in several requests", headers=_CLOSE)
         announced = request.headers.get("content-length", "")

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
+from rayrec.serve.config import ServeConfig
 from rayrec.serve.requests import RequestBody, RequestError
 
 if TYPE_CHECKING:
@@ -38,19 +39,10 @@ class _Job:
 class Batcher:
     """Request queue that feeds the model in order. Use it from one event loop."""
 
-    def __init__(
-        self,
-        score: Callable[[Sequence[RequestBody]], Outcomes],
-        *,
-        max_batch_rows: int,
-        max_batch_bytes: int,
-        max_waiting_rows: int,
-        max_waiting_requests: int,
-    ) -> None:
-        """`score` returns one answer per body and is called by one thread at a time. `max_batch_rows` and `max_batch_bytes` limit
-        a batch, unless it is a single body."""
-        self._score, self._max_batch_rows, self._max_batch_bytes = score, max_batch_rows, max_batch_bytes
-        self._max_waiting_rows, self._max_waiting_requests = max_waiting_rows, max_waiting_requests
+    def __init__(self, score: Callable[[Sequence[RequestBody]], Outcomes], config: ServeConfig) -> None:
+        """`score` returns one answer per body and is called by one thread at a time. Batches of a single body have no limits."""
+        self._score, self._max_batch_rows, self._max_batch_bytes = score, config.max_batch_rows, config.max_batch_bytes
+        self._max_waiting_rows, self._max_waiting_requests = config.max_waiting_rows, config.max_waiting_requests
         self._waiting: deque[_Job] = deque()
         self._at_work = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="score")

@@ -231,8 +231,7 @@ class Control:
                 time.sleep(0.2)
 
     def change(self, changed: Callable[[DesiredState], DesiredState], *, timeout_s: float = CHANGE_S) -> dict[str, Any]:
-        """Change the models from the current to the desired state that `changed` returns. Returns `describe` of the register once
-        all replicas have switched.
+        """Change the models from the current to the state that `changed` returns. Returns `describe` after all have switched.
 
         Raises InputError if a replica cannot load a new model. All replicas keep their models then."""
         deadline_s = time.monotonic() + timeout_s
@@ -296,10 +295,8 @@ def _wait(deadline_s: float, timeout_s: float) -> None:
 
 
 def swap(path: str, *, address: str | None) -> dict[str, Any]:
-    """Switch the server of a cluster to another checkpoint, run or export. Returns what it serves once all replicas do.
-
-    Raises InputError if no server runs, or if the model cannot be loaded or has other columns. The old model stays then.
-    """
+    """Switch the server of a cluster to another checkpoint, run or export. Returns what it serves once all replicas do. Raises
+    InputError if no server runs, or if the model cannot be loaded or has other columns. The old model stays then."""
     source = source_of(path)
     return _changed(address, lambda desired: swap_model(desired, source))
 
@@ -316,8 +313,7 @@ def set_shadow(path: str | None, *, address: str | None) -> dict[str, Any]:
 
 
 def stop(*, address: str | None) -> dict[str, Any]:
-    """Stop the server of a cluster after it has answered its requests, even if its own process was killed. Returns what it
-    served."""
+    """Stop a cluster's server after it has answered its requests, even if its own process was killed. Returns what it served."""
     with _reached(address) as server:
         description = dict(server.call_register("describe"))
         end(started_serve=server.call_register("started_serve"))

@@ -47,11 +47,9 @@ def make_application(
     autoscaling: Mapping[str, Any] | None = None,
     started_serve: bool = False,
 ) -> Application:
-    """Build the application for `serve.run`. It loads `model`, which `user_config` can change later.
-
-    Args:
-        autoscaling: Ray Serve's autoscaling_config, replaces `config.replicas`.
-        started_serve: Whether Ray Serve was started for this server and ends with it.
+    """Build the application for `serve.run`. It loads `model`, which `user_config` can change later. `autoscaling`, Ray Serve's
+    autoscaling_config, replaces `config.replicas`. `started_serve`: whether Ray Serve was started for this server and ends with
+    it.
     """
     from ray import serve
     from ray.serve.schema import LoggingConfig
@@ -258,9 +256,7 @@ def build_application(args: Mapping[str, Any]) -> Application:
         if not isinstance(autoscaling, Mapping):
             raise InputError("autoscaling: must be a mapping, such as {min_replicas: 1, max_replicas: 8}")
         if "replicas" in values:
-            raise InputError(
-                "autoscaling: must not be set together with replicas. Set min_replicas and max_replicas in autoscaling."
-            )
+            raise InputError("autoscaling: must not be set together with replicas. Set its min_replicas and max_replicas.")
         if config.ingress == "direct":
             raise InputError("autoscaling: Ray Serve does not see the requests of the direct ingress. Leave ingress out.")
     if config.ingress == "serve":

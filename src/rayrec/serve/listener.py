@@ -81,15 +81,8 @@ class Listener:
     def __init__(
         self, app: ScoringApp, *, host: str, port: int, max_body_bytes: int, end_s: float, limits: Limits | None = None
     ) -> None:
-        """Start to listen.
-
-        Args:
-            max_body_bytes: The application's own limit. The listener rejects a multiple of it.
-            end_s: Time that `close` grants requests in flight, in seconds.
-
-        Raises:
-            InputError: If it cannot listen at the address.
-        """
+        """Start to listen. Rejects a multiple of `max_body_bytes`, the application's own limit. `close` grants requests in flight
+        `end_s` seconds. Raises InputError if it cannot listen at the address."""
         self._end_s = end_s
         self._socket = bind(host, port, shared=True)
         self._socket.listen(_BACKLOG)

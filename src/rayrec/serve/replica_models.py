@@ -93,8 +93,7 @@ class Status:
 
 @final
 class ReplicaModels:
-    """Models of a replica: the serving one, the next or previous one, and a shadow model. Changes run one at a time and do not
-    block requests."""
+    """Models of a replica: serving, standby and shadow. Changes run one at a time and do not block requests."""
 
     def __init__(self, load: Callable[[str], ServedModel], counters: Counters) -> None:
         """`load` opens a checkpoint or export, such as `open_served`."""

@@ -16,6 +16,7 @@ FORMATS: dict[str, Format] = {"application/json": "json", "text/tab-separated-va
 """Accepted formats by media type."""
 
 
+_NONE: Final[Mapping[str, str]] = {}
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _JSON_STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _LINE_END: Final = re.compile(rb"\r\n|\n|\r")
@@ -25,16 +26,10 @@ class RequestError(Exception):
     """Error answer to a request: HTTP status and message."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        row: int | None = None,
-        field: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, status: int, message: str, *, row: int | None = None, field: str | None = None, headers: Mapping[str, str] = _NONE
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.row, self.field, self.headers = status, message, row, field, headers or {}
+        self.status, self.message, self.row, self.field, self.headers = status, message, row, field, headers
 
     def body(self) -> bytes:
         return orjson.dumps({"error": {"message": self.message, "row": self.row, "field": self.field}})

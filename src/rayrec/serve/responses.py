@@ -43,9 +43,7 @@ class ScoreResponse:
             "preprocessor": self.preprocessor,
         }
         if columns:
-            fields["unknown_columns"] = [
-                [self.columns[column] for column in np.flatnonzero(row).tolist()] for row in self.unknown
-            ]
+            fields["unknown_columns"] = [[self.columns[i] for i in np.flatnonzero(row).tolist()] for row in self.unknown]
         return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
 
 

@@ -79,9 +79,7 @@ def serving(
     shadow = source_of(shadow) if shadow else None
     custom_network_class(config.recipe)  # Fails before Ray starts
     if digest is None and config.host not in LOOPBACK:
-        console.note(
-            f"Accepting requests without a token at {config.host}:{config.port}: set --token-file or --token-env to require one"
-        )
+        console.note(f"Accepting requests without a token at {config.host}:{config.port}. Set --token-file or --token-env.")
     quieten()
     import ray
     from ray import serve
@@ -99,10 +97,7 @@ def serving(
         # A server left one without applications and proxies behind, whose proxies cannot be enabled later.
         fresh = instance is None or not (instance.applications or instance.with_proxies)
         if instance is not None and APPLICATION in instance.applications:
-            raise InputError(
-                "this Ray cluster already runs a `rayrec serve`. Change its model with --swap or stop it with --stop, both with "
-                "--cluster.address."
-            )
+            raise InputError("this Ray cluster already runs a `rayrec serve`. Use --swap or --stop, both with --cluster.address.")
         ends_serve = fresh and not private_ray  # A private Ray ends anyway
         try:
             requested, config = config, settle(config, instance, private_ray=private_ray)
@@ -287,8 +282,7 @@ def serve_forever(
 
 @contextlib.contextmanager
 def _until_signal() -> Iterator[threading.Event]:
-    """Yield an event set by the first Ctrl-C or SIGTERM. The second raises KeyboardInterrupt. Outside of the main thread the
-    event is never set."""
+    """Yield an event set by the first Ctrl-C or SIGTERM (in the main thread only). The second raises KeyboardInterrupt."""
     stop_requested = threading.Event()
 
     def note(number: int, frame: Any) -> None:

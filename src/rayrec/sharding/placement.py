@@ -214,8 +214,7 @@ class WorkerMemory:
 def worker_memories(
     rows: Sequence[TablePlacement], *, dense_weights: int, dense_state_bytes: int, batch_bytes: int, world_size: int
 ) -> list[WorkerMemory]:
-    """Return the memory of each worker, by rank, for tables `rows`, a network with its optimizer state, and `batch_bytes` per
-    step."""
+    """Return each worker's memory, by rank, for tables `rows`, a network with its optimizer state, and `batch_bytes` per step."""
     # Replicated on all ranks, but saved by one
     data_parallel_bytes = sum(row.bytes_of_rank[0] for row in rows if row.sharding_type == "data_parallel")
     dense_saved = dense_weights * FLOAT_BYTES + dense_state_bytes

@@ -41,8 +41,7 @@ class ShardingConfig(Config):
     reserved_fraction: Share = 0.15
     """Fraction of each worker's memory that is reserved for the dense model, activations and batches in flight."""
     exchange_precision: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """Dtype for exchanges of embeddings and their gradients. fp16 and bf16 halve the traffic but round. CPU does not support
-    bf16."""
+    """Dtype for exchanges of embeddings and their gradients. fp16 and bf16 halve the traffic but round. No bf16 on CPU."""
     uvm_caching: bool = False
     """Whether to store tables that exceed GPU memory in host memory, with a GPU cache of recently used rows (fbgemm's UVM
     caching). Lookups outside the cache are slower. Not for sparse_optimizer.kind adam, adamw and sparse_adam."""
@@ -201,9 +200,7 @@ def _table_memory_limit(config: ShardingConfig, site: Site) -> _MemoryLimit:
     reserved = f"{config.reserved_fraction:.0%} kept free"
     usable = int(site.memory_bytes * (1 - config.reserved_fraction))
     if site.device == "cpu":
-        return _MemoryLimit(
-            usable // 2, f"{readable(site.memory_bytes)} are free, {reserved}, half of the rest for a checkpoint's copy"
-        )
+        return _MemoryLimit(usable // 2, f"{readable(site.memory_bytes)} are free, {reserved}, half of the rest for checkpoints")
     limit = _MemoryLimit(usable, f"of its device's {readable(site.memory_bytes)}, {reserved}")
     if site.host_memory_bytes is None or config.uvm_caching:
         return limit
@@ -257,7 +254,7 @@ def _allowed_types(config: ShardingConfig, *, device: str, per_node: list[int]) 
     allowed = [kind for kind in config.sharding_types if device != "cpu" or kind in _CPU_SHARDING_TYPES]
     if not allowed:
         raise InputError(
-            f"ShardingConfig.sharding_types: CPU does not support {', '.join(config.sharding_types)}. Add table_wise."
+            f"ShardingConfig.sharding_types: no support on CPU for {', '.join(config.sharding_types)}. Add table_wise."
         )
     if per_node == [1] and "table_wise" in allowed:  # No worker to share rows with, and sorting ids by part takes time
         allowed = [kind for kind in allowed if kind not in _BY_ROWS]

@@ -58,9 +58,7 @@ class AzureLocation:
         settings = _connection_string()
         named = match[1] if match else os.environ.get("AZURE_STORAGE_ACCOUNT") or settings.get("AccountName")
         if not named:
-            raise InputError(
-                f"{path}: storage account not found. Set AZURE_STORAGE_ACCOUNT, or use a URL such as az://container@account/key"
-            )
+            raise InputError(f"{path}: storage account not found. Set AZURE_STORAGE_ACCOUNT, or use az://container@account/key")
         suffix = (match[2] if match else None) or settings.get("EndpointSuffix") or "core.windows.net"
         url = f"https://{named}.blob.{suffix}"
         if named == settings.get("AccountName") and settings.get("BlobEndpoint"):
@@ -117,9 +115,7 @@ def _connection_string() -> dict[str, str]:
     text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "").strip()
     pairs = [part.partition("=") for part in text.split(";") if part.strip()]
     if not all(name and equals for name, equals, _ in pairs):
-        raise InputError(
-            "AZURE_STORAGE_CONNECTION_STRING: must be a list of NAME=VALUE separated by ;. Copy it from the account again"
-        )
+        raise InputError("AZURE_STORAGE_CONNECTION_STRING: must be a list NAME=VALUE;NAME=VALUE. Copy it from the account again")
     settings = {name.strip(): value.strip() for name, _, value in pairs}
     return _DEVELOPMENT if settings.get("UseDevelopmentStorage") == "true" else settings
 

@@ -45,14 +45,8 @@ class ShardCache:
     def __init__(
         self, source: str, *, index: bytes, sizes_bytes: Mapping[str, int], folder: str, limit_bytes: int | None = None
     ) -> None:
-        """Create a cache for the URL `source`.
-
-        Args:
-            index: Bytes that identify the version of the files.
-            folder: Folder of all caches.
-
-        Raises InputError for a limit that is too low.
-        """
+        """Create a cache for the URL `source` in `folder`. `index` identifies the version of the files. Raises InputError for a
+        limit that is too low."""
         largest = max(sizes_bytes.values())
         if limit_bytes is not None and limit_bytes < MIN_FILES * largest:
             raise InputError(
@@ -67,11 +61,8 @@ class ShardCache:
     def fetch(self, name: str, check: Callable[[str], None], read: Callable[[], Iterable[bytes]] | None = None) -> int:
         """Fetch a file, unless another process has meanwhile, and return the number of fetched bytes.
 
-        Args:
-            check: Called with the local path before the file becomes visible; an error prevents that.
-            read: Source of the content. None reads the file of this name from the store.
-
-        Raises InputError if the store has no such file, OSError if it is unavailable for too long.
+        An error of `check`, called with the local path, keeps the file invisible. `read` None reads it from the store. Raises
+        InputError if the store has no such file, OSError if it is unavailable for too long.
         """
         target = os.path.join(self.folder, name)
         locks = os.path.join(self.folder, ".locks")
@@ -114,8 +105,7 @@ class ShardCache:
 
 
 def in_use(descriptor: int) -> bool:
-    """Lock an open cache file against eviction, until the descriptor and all maps of it are closed. Return False if it is already
-    evicted."""
+    """Lock an open cache file against eviction until its descriptor and maps are closed. Return False if already evicted."""
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     os.utime(descriptor)
     return os.fstat(descriptor).st_nlink > 0
@@ -170,10 +160,8 @@ def unpacked_path(file: storage.File, folder: str) -> str:
 
 
 def unpack(file: storage.File, folder: str, progress: Callable[[int], None] | None = None) -> storage.File:
-    """Decompress a gzip file once, so that it can be split and read from any row.
-
-    Atomic, and idempotent. A URL target is streamed and needs no local disk. Raises InputError for a damaged file or a full disk.
-    """
+    """Decompress a gzip file once, so that it can be split and read from any row. Atomic, and idempotent. A URL target is
+    streamed and needs no local disk. Raises InputError for a damaged file or a full disk."""
     target = unpacked_path(file, folder)
     if not storage.exists(target):
         try:

@@ -81,8 +81,7 @@ def missing(path: str, problem: str = "no such file") -> InputError:
 
 
 def read_into(path: str, start: int, buffer: np.ndarray) -> int:
-    """Read bytes from `start` into a uint8 array and return their number. Thread-safe. Raises InputError if the file does not
-    exist."""
+    """Read bytes from `start` into a uint8 array and return their number. Thread-safe. Raises InputError without the file."""
     local = local_path(path)
     try:
         if local is None:
@@ -97,8 +96,7 @@ def read_into(path: str, start: int, buffer: np.ndarray) -> int:
 
 
 def read_stream(path: str) -> Iterator[bytes]:
-    """Yield the bytes of a file in pieces of some MiB, resuming after a store outage. Raises InputError if the file does
-    not exist."""
+    """Yield a file's bytes in pieces of some MiB, resuming after a store outage. Raises InputError if the file does not exist."""
     file: NativeFile | None = None
     position = 0
 
@@ -138,8 +136,7 @@ def read_text(path: str) -> str:
 
 
 def read_json(path: str) -> Any:
-    """Read a JSON file. Raises InputError if it does not exist, is damaged, is a pipe or device, exceeds 1 GiB, or is nested too
-    deeply."""
+    """Read a JSON file. Raises InputError if it is absent, damaged, a pipe or device, over 1 GiB, or nested too deeply."""
     local = local_path(path)
     if local is not None and os.path.exists(local) and not os.path.isfile(local):
         raise InputError(f"{path}: damaged, not a regular file")
@@ -369,8 +366,7 @@ def _staged(path: str, chunks: Iterable[bytes | memoryview]) -> int:
 
 
 def _append(path: str, start: int, data: bytearray) -> int:
-    """Append bytes to an object of size `start`, and return its new size. A retry first checks its size, because only the
-    response may have been lost."""
+    """Append bytes to an object of size `start`, and return its new size. A retry first checks if the bytes have arrived."""
     end = start + len(data)
     failed = False
 

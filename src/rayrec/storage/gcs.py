@@ -91,10 +91,8 @@ class GcsLocation:
 
 
 def first_level(infos: Sequence[arrow_fs.FileInfo], folder: str) -> list[arrow_fs.FileInfo]:
-    """Return the direct children of a folder, given all its descendants.
-
-    pyarrow's own single-level listing of a bucket lacks folders without an object, which uploads create.
-    """
+    """Return the direct children of a folder, given all its descendants. pyarrow's own single-level listing of a bucket lacks
+    folders without an object, which uploads create."""
     children: dict[str, arrow_fs.FileInfo] = {}
     for info in infos:
         name, deeper, _ = posixpath.relpath(info.path, folder).partition("/")

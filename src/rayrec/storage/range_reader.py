@@ -28,11 +28,8 @@ _lock = threading.Lock()
 
 
 def in_parallel(function: Callable[[_Item], _Result], items: Sequence[_Item], *, of: str) -> Iterator[_Result]:
-    """Map `function` over the items, in order, with up to NUM_REQUESTS parallel calls if `of` is a URL, else sequentially.
-
-    Each call runs in a copy of the caller's context (see `retry_timeout`). Pending calls are cancelled if the caller
-    stops or a call raises.
-    """
+    """Map `function` over the items, in order, with up to NUM_REQUESTS parallel calls if `of` is a URL, else sequentially. Calls
+    run in copies of the caller's context (see `retry_timeout`), and are cancelled if the caller stops or one raises."""
     if not is_url(of) or len(items) < 2:
         yield from map(function, items)
     else:
@@ -42,11 +39,8 @@ def in_parallel(function: Callable[[_Item], _Result], items: Sequence[_Item], *,
 def in_order(
     function: Callable[[_Item], _Result], items: Iterable[_Item], *, name: str, num_threads: int, prefetch: int
 ) -> Generator[_Result, None, None]:
-    """Yield the function's values for the items in order, computed by threads in copies of the caller's context; an exception is
-    raised at its position.
-
-    At most `num_threads` + `prefetch` values exist or are in progress, in addition to the reader's current one.
-    """
+    """Yield the function's values for the items in order, computed by threads in copies of the context. Raises in order. At most
+    `num_threads` + `prefetch` values exist or are in progress, in addition to the reader's current one."""
     context = copy_context()
 
     def results() -> Generator[_Result, None, None]:

@@ -46,11 +46,8 @@ class S3Location:
 
     @classmethod
     def of(cls, path: str) -> S3Location:
-        """Parse a URL s3://BUCKET/KEY[?region=, scheme=, endpoint_override=, allow_bucket_creation=], given the environment. KEY
-        is not percent-decoded.
-
-        Raises InputError for credentials in the URL, which would leak into configs and logs.
-        """
+        """Parse s3://BUCKET/KEY[?region=, scheme=, endpoint_override=, allow_bucket_creation=]. KEY is not percent-decoded.
+        Raises InputError for credentials in the URL, which would leak into configs and logs."""
         body = split_options(path)[0].removeprefix("s3://")
         bucket = body.partition("/")[0]
         if "@" in bucket:

@@ -15,8 +15,7 @@ _PREFIX: Final = f"rayrec-{hashlib.sha256(platform.node().encode()).hexdigest()[
 
 
 class Scratch:
-    """Empty private folder, removed by `close`. If this process is killed, a later one with a folder in the same place removes
-    it."""
+    """Empty private folder, removed by `close`, or after a kill by a later process with a folder in the same place."""
 
     def __init__(self, purpose: str, *, parent: str | None = None) -> None:
         """Create the folder in `parent`, an existing folder. None selects the temporary directory."""

@@ -109,9 +109,7 @@ def _rows(data: Table) -> int:
 def _compare(stored: dict[str, Any], *, columns: dict[str, str], rows: int, target: str) -> None:
     for name, old, new in (("columns", stored["columns"], columns), ("rows", stored["rows"], rows)):
         if old != new:
-            raise InputError(
-                f"{target}: the run was started with other data ({name}: {old} -> {new}). Use the same, or choose another name"
-            )
+            raise InputError(f"{target}: the run started with other data ({name}: {old} -> {new}). Use the same, or another name")
 
 
 def _write_table(table: pa.Table, target: str, columns: dict[str, str]) -> int:

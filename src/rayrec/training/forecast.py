@@ -129,8 +129,7 @@ class Forecast:
 
     @property
     def bottleneck(self) -> Limit:
-        """Limiting resource: the model, the network between workers, data tasks, or the CPUs that workers and data tasks
-        share."""
+        """Limiting resource: the model, the network between workers, data tasks, or CPUs shared by workers and data tasks."""
         return self._limits()[0][1]
 
     def _limits(self) -> list[tuple[float, Limit]]:
@@ -184,11 +183,8 @@ class Forecast:
 
 
 def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
-    """Measure a slice of the recipe's stages on this machine (some 20 s) and extrapolate to the cluster.
-
-    Raises InputError if the recipe does not fit the cluster, has no log, or needs a GPU of unknown speed and this machine has
-    none to measure.
-    """
+    """Measure a slice of the recipe's stages on this machine (some 20 s) and extrapolate to the cluster. Raises InputError if the
+    recipe does not fit, has no log, or needs a GPU of unknown speed and none is here to measure."""
     config.workload.check(config)
     config, allocation = _layout_on(config, shape)
     if config.scaling.use_gpu:
@@ -236,9 +232,7 @@ def train_locally(
                     measured.append(results.get(timeout=1.0))
                     continue
                 if time.monotonic() > deadline_s or any(process.exitcode for process in started):
-                    raise InputError(
-                        "plan: cannot train some steps on this machine. Run `rayrec train` with --steps 20 to see the error"
-                    )
+                    raise InputError("plan: cannot train on this machine. Run `rayrec train` with --steps 20 to see the error")
         finally:
             for process in started:
                 process.join(timeout=10 if len(measured) == workers else 0)
@@ -337,12 +331,8 @@ class _ReadyBatches:
 
 
 def plan_for(config: TrainConfig, shape: ClusterShape, *, tables: Sequence[int] | None) -> str:
-    """Return the sharding plan of the tables on a cluster, without reading a log or measuring. Raises InputError if the tables do
-    not fit or are unknown.
-
-    Args:
-        tables: Rows of each table. None for the tables of the recipe's Preprocessor or preset.
-    """
+    """Return the sharding plan of `tables` (rows of each; None: the Preprocessor's or preset's) on a cluster, without reading or
+    measuring. Raises InputError if they do not fit."""
     config, allocation = _layout_on(config, shape)
     return config.workload.plan(config, target=shape.target(allocation.num_workers), tables=tables)
 

@@ -137,8 +137,7 @@ class _Wrapped(torch.nn.Module):
 
 @final
 class _Parts:
-    """Data loader for Trainer: batches in `accumulate` parts. Without a length, Trainer relies on `max_steps` and sees one
-    epoch."""
+    """Data loader for Trainer: batches in `accumulate` parts. Has no length, so Trainer uses `max_steps` and sees one epoch."""
 
     def __init__(self, batches: Batches, accumulate: int) -> None:
         self._batches, self._accumulate = batches, accumulate

@@ -91,8 +91,7 @@ class StopSignal(Protocol):
     """Reasons for an early save."""
 
     def poll(self) -> tuple[bool, bool]:
-        """Return (whether a stop was requested or a node is about to go, whether to poll for preemption notices); cheap,
-        local."""
+        """Return (whether a stop was requested or a node is to go, whether to poll for preemption notices); cheap, local."""
 
     def preempted(self) -> bool:
         """Return whether to save because of a new preemption notice for a worker's node; collective."""
@@ -105,13 +104,8 @@ class Save(Protocol):
     def __call__(
         self, progress: Progress, loader_state: dict[str, Any], *, score: float | None, needed: bool, complete: bool
     ) -> None:
-        """Save `progress` and the loader state.
-
-        Args:
-            score: Score of these weights. None if they were not evaluated.
-            needed: Whether this step must be saved even if the previous save is late.
-            complete: Whether to return only when the checkpoint is in storage.
-        """
+        """Save `progress` and the loader state. `score` is None if these weights were not evaluated. `needed`: whether to save
+        even if the previous save is late. `complete`: whether to return only when the checkpoint is in storage."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rayrec import storage
-from rayrec.checkpoint import SUMMARY, latest
+from rayrec.checkpoint import SUMMARY, Checkpoint, latest
 from rayrec.cluster.restart_policy import FINISHED
-from rayrec.config import CLASS, Config, InputError, nest, same_class
+from rayrec.config import CLASS, Config, InputError, default_of, nest, same_class
 from rayrec.data.logs.index import partition_names
 from rayrec.humanize import date_text
 from rayrec.observe.tracking.config import TrackersConfig
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.run_config import ClusterConfig, ObserveConfig, ProfileConfig
+from rayrec.workloads.scoring import stored_settings
 
 _OUTSIDE: Final = ("name", "storage_path", "cluster")
 """Location of the run; not compared."""
@@ -93,7 +94,7 @@ def _changes(stored: Mapping[str, Any], config: Config, prefix: str) -> Iterator
         elif _are_items(old, value):
             for number, (stored_item, item) in enumerate(zip(old, value, strict=True)):
                 yield from _changes(stored_item, item, f"{name}[{number}].")
-        elif not _equal(old, new) and not (old == _ABSENT and value == _default(field)):
+        elif _canonical(old) != _canonical(new) and not (old == _ABSENT and value == default_of(field)):
             yield Change(name, old, new)
     for name in stored.keys() - plain.keys():
         yield Change(f"{prefix}{name}", stored[name], _ABSENT)
@@ -106,14 +107,8 @@ def _are_items(old: Any, value: Any) -> bool:
     return all(isinstance(item, Mapping) for item in old) and all(isinstance(item, Config) for item in value)
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
-
-
-def _equal(old: Any, new: Any) -> bool:
-    return json.dumps(old, sort_keys=True, default=str) == json.dumps(new, sort_keys=True, default=str)
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def _within(field: str, names: tuple[str, ...]) -> bool:
@@ -139,9 +134,7 @@ def _text(value: Any) -> str:
 
 def data_versions(config: TrainConfig) -> dict[str, dict[str, Any]]:
     """Return the versions of `train_data` and `eval_data` as plain JSON values, from a listing of their files. Reads no file.
-
-    Files are identified by name, partitions, size and time, not by folder. Raises InputError for a path without files.
-    """
+    Files are identified by name, partitions, size and time, not by folder. Raises InputError for a path without files."""
     inputs = {"train_data": config.train_data, "eval_data": config.eval_data}
     list_data = config.workload.list_data
     return {name: _version(list_data(data.path, data.files)) for name, data in inputs.items() if data.path is not None}
@@ -197,22 +190,15 @@ def changes_since(folder: str, config: TrainConfig) -> Changes:
 
 
 def _stored_settings(folder: str) -> dict[str, Any] | None:
-    import yaml
-
-    path = storage.join(folder, "config.yaml")
-    if not storage.exists(path):
-        return None
-    with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):
-        settings = yaml.safe_load(storage.read_bytes(path).decode())
-        return settings if isinstance(settings, dict) else None
+    """Return the settings of the config.yaml in a folder; None if it is missing or damaged."""
+    with contextlib.suppress(InputError):
+        return stored_settings(Checkpoint(folder))
     return None
 
 
 def finished_summary(folder: str, config: TrainConfig, changes: Changes, note: Callable[[str], None]) -> dict[str, Any] | None:
-    """Return the summary of a finished run, or None if the run must be trained or trained for longer.
-
-    Raises InputError, before any change, if the run has a checkpoint of a training with other settings.
-    """
+    """Return the summary of a finished run, or None if the run must be trained or trained for longer. Raises InputError, before
+    any change, if the run has a checkpoint of a training with other settings."""
     path = storage.join(folder, SUMMARY)
     if not storage.exists(path):
         if changes.rejected and latest(folder) is not None:
@@ -264,15 +250,11 @@ def _check_same_data(folder: str, config: TrainConfig, summary: Mapping[str, Any
     else:
         difference = None if stored is None else data_difference(stored, now)
     if difference is not None:
-        raise InputError(
-            f"{folder}: {FINISHED}, with other data: {difference}. Choose another --name to train again, such as one with a date"
-        )
+        raise InputError(f"{folder}: {FINISHED}, with other data: {difference}. Choose another --name, such as one with a date")
 
 
 def _other_settings(folder: str, rejected: Sequence[Change]) -> InputError:
-    return InputError(
-        f"{folder}: was trained with other settings ({_listed(rejected)}). Use its config.yaml, or choose another --name"
-    )
+    return InputError(f"{folder}: trained with other settings ({_listed(rejected)}). Use its config.yaml, or another --name")
 
 
 def _listed(changes: Sequence[Change]) -> str:
@@ -280,10 +262,8 @@ def _listed(changes: Sequence[Change]) -> str:
 
 
 def is_longer(config: TrainConfig, summary: Mapping[str, Any]) -> bool:
-    """Return whether a configuration equals a finished run's except for more steps or epochs. Pure.
-
-    A run that stopped early would not continue, and counts as a different one.
-    """
+    """Return whether a configuration equals a finished run's except for more steps or epochs. Pure. A run that stopped early
+    would not continue, and counts as a different one."""
     steps, epochs = summary["steps"], round(summary["epochs"] or 0)
     if run_hash(config.replace(steps=steps)) == summary["config_hash"]:
         return config.steps is not None and config.steps > steps

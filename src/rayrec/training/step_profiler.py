@@ -155,8 +155,7 @@ class _Recording:
 def make_profiler(
     worker: WorkerContext, folder: str, channel: ControlChannel, log: Callable[[str, dict[str, Any]], None]
 ) -> StepProfiler:
-    """Return the profiler of one worker, for the configured window and requests from `channel`. Worker 0 logs its profiles, all
-    workers their failures."""
+    """Return a worker's profiler for the configured window and requests from `channel`. Rank 0 logs profiles, all log errors."""
     config = worker.config.profile
     target = profile_folder(folder)
     events_path = storage.join(folder, "events.jsonl")

@@ -96,10 +96,8 @@ def unsaved_cause(cause: str | None, failure: FailureConfig) -> str:
 
 
 def last_save_s(deadline_s: float, *, write_s: float, between_s: float) -> float:
-    """Return the latest time to save and end before a preemption at `deadline_s`. Pure.
-
-    `write_s`: duration of the last save. `between_s`: interval between two clock readings, which a step may lengthen.
-    """
+    """Return the latest time to save and end before a preemption at `deadline_s`. Pure. `write_s`: duration of the last save.
+    `between_s`: interval between two clock readings, which a step may lengthen."""
     return deadline_s - (_WRITE_MARGIN * write_s + 2 * between_s + _MARGIN_S)
 
 

@@ -170,8 +170,7 @@ def launcher_of(config: TrainConfig) -> Launcher:
 
 
 def trains_in_process(config: TrainConfig) -> bool:
-    """Return whether the run needs no Ray: one worker, no Ray-only settings, and no address. Raises InputError for the address
-    `none` with Ray-only settings."""
+    """Return whether the run needs no Ray: one worker, no Ray-only settings, no address. Raises InputError if these conflict."""
     requires_ray = {
         f"scaling.num_workers {config.scaling.max_workers}": config.scaling.max_workers > 1,
         "scaling.resources_per_worker": bool(config.scaling.resources_per_worker),
@@ -397,10 +396,8 @@ def summarize(
     note: Callable[[str], None],
     data: Mapping[str, Any] | None = None,
 ) -> Result:
-    """Write the summary of a finished run, and its event.
-
-    `finish`: the workers' last report. `data`: result of `data_versions`. `epochs` and `wall_s` include all attempts and drivers.
-    """
+    """Write the summary of a finished run, and its event. `finish`: the workers' last report. `data`: result of `data_versions`.
+    `epochs` and `wall_s` include all attempts and drivers."""
     run = RunSummary(_events(storage.join(folder, "events.jsonl"), note=note), curves=False)
     diagnosis = diagnose(run)
     of_workload = config.workload.summarize(prepared, finish["metrics"])

@@ -57,8 +57,7 @@ def run_worker(
     preemption: Callable[[], PreemptionInfo | None] = lambda: None,
     object_store: Callable[[], Mapping[str, int]] = dict,
 ) -> dict[str, Any]:
-    """Train as one worker of an attempt whose process group exists. Returns the driver's input for a finished run, or {"stopped":
-    cause} after a stop request.
+    """Train as one worker of an attempt, in its process group. Returns the driver's input, or {"stopped": cause}.
 
     `preemption` returns the current preemption notice, and `object_store` the usage of Ray's object store, for data events.
     `stopwatch` times the stages since the driver began the attempt.
@@ -267,8 +266,7 @@ def _loop(config: TrainConfig) -> Callable[[Training], bool]:
 def _resume(
     worker: WorkerContext, attempt: AttemptContext, log: Log, damaged: set[int], stopwatch: Stopwatch
 ) -> tuple[Checkpoint | None, WorkerSetup, TrainLoader, Progress]:
-    """Restore the latest valid checkpoint, or set up a new start; collective. Adds the steps of skipped checkpoints to `damaged`,
-    at least on rank 0."""
+    """Restore the latest valid checkpoint, or start a run; collective. Rank 0 adds skipped checkpoints' steps to `damaged`."""
     config, folder = worker.config, attempt.folder
     stopwatch.lap("storage")
     skipped: dict[str, DamagedError] = {}
@@ -332,8 +330,7 @@ def _start_warm(attempt: AttemptContext, setup: WorkerSetup) -> None:
     """Load the weights and optimizer state that a new run starts with; collective."""
     if attempt.warm_start is None:
         raise InputError(
-            f"{attempt.folder}: no undamaged checkpoint is left, and the run would start again from init_from. Choose another "
-            "--name"
+            f"{attempt.folder}: no undamaged checkpoint is left. The run would start again from init_from. Choose another --name"
         )
     start = attempt.warm_start
     start_from(Checkpoint(start.checkpoint), start.tables.get(), setup.model, setup.optimizer)

@@ -31,8 +31,7 @@ _NODES_POLL_S: Final = 10.0
 
 @contextlib.contextmanager
 def ray_pool(cluster: ClusterConfig, options: TuneConfig, config: TrainConfig, *, console: Console) -> Iterator[RayPool]:
-    """Open a pool on the Ray cluster of `wanted`, or a local one, for trials like `config`. Raises InputError if no node fits a
-    trial."""
+    """Open a pool on the Ray cluster of `wanted`, or a local one, for trials like `config`. Raises InputError if none fits."""
     connection.connect(
         cluster.address, num_cpus=cluster.num_cpus, object_store_bytes=cluster.object_store_bytes, log_to_driver=console.verbose
     )
@@ -47,11 +46,8 @@ def ray_pool(cluster: ClusterConfig, options: TuneConfig, config: TrainConfig, *
 
 @final
 class RayPool:
-    """Trial pool (see `rayrec.tuning.trials.Pool`) with as many processes as the cluster has room for, kept until the end.
-
-    If a process is killed (out of memory, node loss), its trial resumes in another one, up to `max_failures` times (-1: no
-    limit).
-    """
+    """Trial pool (see `rayrec.tuning.trials.Pool`) with as many processes as the cluster has room for, kept until the end. If a
+    process is killed (out of memory, node loss), its trial resumes in another, up to `max_failures` times (-1: any)."""
 
     def __init__(
         self,

@@ -40,9 +40,7 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
         f"(optimistic, because these rows selected it). {values or 'It has the settings of the recipe.'}"
     ]
     if result["trained_share"] is not None and result["trained_share"] < 1:
-        notes.append(
-            f"Trained {result['trained_share']:.1%} of the rows of these trials, because weak trials were stopped early."
-        )
+        notes.append(f"Trained {result['trained_share']:.1%} of the rows of these trials: weak trials were stopped early.")
     compared = result["compared"]
     if compared is not None:
         auroc = compared["auroc"]

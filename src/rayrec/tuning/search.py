@@ -68,16 +68,14 @@ def tune(
 
     The log is indexed, counted and preprocessed once, into `FOLDER/data`. Each trial trains on that in one Ray process, or with
     `cluster.address` none sequentially in this process. `rayrec.tuning.trials` selects the trials to continue. FOLDER is
-    storage_path/name. The same call again resumes the search. The result does not depend on timing.
+    storage_path/name. The same call again resumes the search. The result does not depend on timing. Raises InputError before
+    anything starts, for an invalid recipe, space or data; later, if no trial finished.
 
     Returns:
         Plain JSON: `folder`, `best` (number, values, validation metric), `best_config` (a file for `rayrec train --config`),
         `trials` (one dict each), `compared` (test-set differences of the best trial minus the recipe's settings, with
         intervals and p-values; None if the recipe's settings are best), `validation_rows`, `test_rows`, and `trained_share`
         (trained rows, relative to training all trials to their end).
-
-    Raises:
-        InputError: before anything starts, for an invalid recipe, space or data; later, if no trial finished.
     """
     options, console = options or TuneConfig(), console or Console()
     config = config.replace(name=config.name or f"tune-{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -137,9 +135,7 @@ def _check_same(folder: str, config: TrainConfig, space: Space, options: TuneCon
         before = storage.read_json(path)
         changed = [name for name in searched if before.get(name) != json.loads(storage.json_text(searched[name]))]
         if changed:
-            raise InputError(
-                f"{folder}: contains a search with a different {' and '.join(changed)}. Use the same, or choose another --name."
-            )
+            raise InputError(f"{folder}: has a search with a different {' and '.join(changed)}. Use the same, or another --name.")
         return
     storage.make_folder(folder)
     storage.write_json(path, searched)

@@ -66,8 +66,7 @@ class Space:
 
     @classmethod
     def of(cls, values: object, *, source: str) -> Space:
-        """Parse a mapping such as {workload.model.dropout: {uniform: [0, 0.5]}}. Raises InputError with `source` for an invalid
-        mapping."""
+        """Parse a mapping such as {workload.model.dropout: {uniform: [0, 0.5]}}. Raises InputError, naming `source`."""
         if not isinstance(values, Mapping) or not values:
             raise InputError(f"{source}: must map fields to values, such as workload.model.dropout: {{uniform: [0, 0.5]}}")
         return cls(tuple(_domain(str(field), spec, source) for field, spec in values.items()))
@@ -167,8 +166,7 @@ class TuneConfig(Config):
     """Whether to stop weak trials early (successive halving): train all for a few steps and only the best for longer. The
     recipe's own settings are always trained to the end."""
     keep_fraction: Annotated[float, Gt(0), Le(0.5)] = 1 / 3
-    """Share of trials to continue after each part. With the default, trials are compared after 1/27, 1/9 and 1/3 of their
-    steps."""
+    """Share of trials to continue after each part. By default, trials are compared after 1/27, 1/9 and 1/3 of their steps."""
     cpus_per_trial: Count = 1
     """Number of threads per trial."""
     gpus_per_trial: Amount = 0.0

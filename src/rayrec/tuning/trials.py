@@ -160,8 +160,7 @@ class Pool(Protocol):
     def submit(self, job: Job) -> None: ...
 
     def next(self) -> Job:
-        """Wait for a job to end or fail and return it. On a signal, raises KeyboardInterrupt or SystemExit after all running
-        jobs have saved."""
+        """Wait for a job to end or fail and return it. On a signal, raises KeyboardInterrupt or SystemExit after all saved."""
 
 
 def wave_fractions(options: TuneConfig) -> tuple[float, ...]:
@@ -188,8 +187,7 @@ def rank_best(values: Mapping[int, float | None], keep: float, *, sign: float) -
 
 
 def cost(trials: int, options: TuneConfig) -> float:
-    """Return the share of all steps trained in a search of `trials` trials without failures, including the recipe's own settings.
-    Pure."""
+    """Return the share of all steps trained in a search of `trials` trials, including the recipe's own settings. Pure."""
     total, group, before = 1.0, trials - 1, 0.0
     for fraction in wave_fractions(options):
         total += group * (fraction - before)
@@ -198,8 +196,7 @@ def cost(trials: int, options: TuneConfig) -> float:
 
 
 def order_of_trials(count: int, seed: int) -> list[int]:
-    """Return the start order: trial 0, which trains to its end, then the others shuffled, so that the first ones sample all
-    values of a grid. Pure."""
+    """Return the start order: trial 0, which trains to its end, then the others shuffled, to sample a grid evenly. Pure."""
     order = list(range(1, count))
     random.Random(seed).shuffle(order)
     return [0, *order]

@@ -79,15 +79,13 @@ class TrainConfig(Config):
     seed: int = 0
     """Random seed for initial weights and row order."""
     init_from: str | None = None
-    """Run or checkpoint, local or a URL, that supplies the weights and optimizer state of a new run. None initializes them by
-    `seed`."""
+    """Run or checkpoint, local or a URL, that supplies weights and optimizer state of a new run. None initializes by `seed`."""
     max_bad_fraction: Fraction = 0.001
     """Maximum fraction of invalid lines in a log. The run fails above it."""
     storage_path: str = "runs"
     """Storage folder for runs, local or a URL. Every node must reach it."""
     name: str | None = None
-    """Run name: up to 128 letters, digits, '.', '_' and '-'. A run with an existing name is resumed. None combines the recipe
-    name and the time."""
+    """Run name: up to 128 letters, digits, '.', '_' and '-'. An existing name resumes its run. None: recipe name and time."""
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     """Number and resources of training workers."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -116,20 +114,17 @@ class TrainConfig(Config):
                 f"'_', got {self.name!r}"
             )
         if self.eval_data.shuffle != "none":
-            raise InputError(
-                f"eval_data.shuffle: must be 'none', because evaluation reads in log order, got {self.eval_data.shuffle!r}"
-            )
+            raise InputError(f"eval_data.shuffle: must be 'none', as evaluation reads in order, got {self.eval_data.shuffle!r}")
         if self.loop not in self.workload.LOOPS:
             raise InputError(f"loop: must be {' or '.join(self.workload.LOOPS)} for recipe {self.recipe}, got {self.loop}")
         if self.early_stopping.patience and not self.checkpoint.keep_best:
             raise InputError("checkpoint.keep_best: must be at least 1, because early stopping uses the best weights, got 0")
 
-
-def effective_batch_size(config: TrainConfig, *, rows: int, world_size: int) -> int:
-    """Return the rows per worker and step for a given epoch size. Pure."""
-    max_workers = config.scaling.max_workers
-    per_worker = max(1, min(config.batch_size, rows // (max_workers * config.min_steps_per_epoch)))
-    return per_worker if config.scaling.batch_policy == "per_worker" else -(-per_worker * max_workers // world_size)
+    def effective_batch_size(self, *, rows: int, world_size: int) -> int:
+        """Return the rows per worker and step for a given epoch size."""
+        max_workers = self.scaling.max_workers
+        per_worker = max(1, min(self.batch_size, rows // (max_workers * self.min_steps_per_epoch)))
+        return per_worker if self.scaling.batch_policy == "per_worker" else -(-per_worker * max_workers // world_size)
 
 
 @dataclass(frozen=True)
@@ -254,16 +249,14 @@ class WorkerSetup:
     begin_step: Callable[[int, int], None]
     """Callback before each step, with the step (from 0) and the total steps. Sets learning rates and random seeds."""
     eval_batches: dict[str, Callable[[], Iterator[Any]]]
-    """Evaluation sets by name. Each call returns this worker's batches: every row once over all workers, equally many batches on
-    each."""
+    """Evaluation sets by name. Each call returns this worker's batches: every row once over all workers, equally many on each."""
     make_metrics: Callable[[], Metrics]
     described: dict[str, Any]
     """Description of the model for reports: tables, sharding, sizes."""
     clock: StepTimer
     """Timer of step phases, driven by the pipeline, model and optimizer."""
     multiply_adds_per_row: float | None = None
-    """Multiply-adds in one row's forward pass (matrix products and convolutions), or None if unknown. Training takes three times
-    as many."""
+    """Multiply-adds in one row's forward pass (products, convolutions), or None if unknown. Training takes three times that."""
     peak_multiply_adds_per_s: float | None = None
     """Peak multiply-adds per second of all devices together in a matrix product, or None if not measured."""
     make_samples: Callable[[], list[dict[str, Any]]] = list
@@ -291,8 +284,7 @@ class Workload(Config, abc.ABC):
         """Return a finite validation score for the metrics. Higher is better."""
 
     def adapted(self, config: TrainConfig) -> TrainConfig:
-        """Return the configuration adapted to its data, such as the columns of adopted data. Runs on the driver before anything
-        starts. Reads little."""
+        """Return the configuration adapted to its data, such as adopted columns. Runs on the driver first. Reads little."""
         return config
 
     def check(self, config: TrainConfig) -> None:
@@ -316,8 +308,7 @@ class Workload(Config, abc.ABC):
         """Prepare the shared input of all workers on the driver, picklable. Raises InputError for unusable input."""
 
     def discard(self, folder: str) -> None:
-        """Remove the files that `prepare` stored in a run folder. Called on the driver when a run without checkpoints restarts
-        with changed settings."""
+        """Remove files that `prepare` stored in a run folder, when a run without checkpoints restarts with changed settings."""
 
     def warm_start(self, context: RunContext, prepared: Any, checkpoint: Checkpoint) -> WarmStart:
         """Prepare starting a new run from a checkpoint of another run. Runs on the driver after `prepare` and reads no weights.
@@ -345,8 +336,7 @@ class Workload(Config, abc.ABC):
         raise InputError(f"plan: recipe {config.recipe} cannot be measured before training. Only click models can.")
 
     def checkpoint_files(self, prepared: Any) -> dict[str, bytes | str]:
-        """Return extra files of a checkpoint on rank 0, by name: the content, or the path of a file that does not change during
-        the run."""
+        """Return extra files of a checkpoint on rank 0, by name: the content, or the path of a file constant during the run."""
         return {}
 
     def open_scoring(self, context: ScoringContext) -> Scoring:
@@ -357,9 +347,7 @@ class Workload(Config, abc.ABC):
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
         """Export the model of a checkpoint into the empty folder `out` in a format for other tools. Return a report as JSON
         values. Raises InputError if the model cannot be exported."""
-        raise InputError(
-            f"{checkpoint}: the model of recipe {config.recipe} cannot be exported. Use `rayrec predict` to score with it."
-        )
+        raise InputError(f"{checkpoint}: recipe {config.recipe} cannot be exported. Use `rayrec predict` to score with it.")
 
     def summarize(self, prepared: Any, metrics: dict[str, float]) -> dict[str, Any]:
         """Return entries of the run summary, from the prepared data and the final metrics."""

@@ -88,8 +88,7 @@ TOKENS = "tokens"
 TOKENIZER_FOLDER = "tokenizer"
 """Tokenizer folder in a checkpoint."""
 CONFIG_FILE = "config.json"
-"""File in checkpoints and exports: transformers' model config, with `block_size` and `part_bytes` of the text (missing in older
-checkpoints)."""
+"""File in checkpoints and exports: transformers' model config with `block_size` and `part_bytes` (missing in older ones)."""
 NUM_SAMPLES = 3
 """Number of texts to generate with the final weights."""
 PROMPT_TOKENS = 32
@@ -273,8 +272,7 @@ class LanguageWorkload(DataParallelWorkload):
         return _rows(folder, _validation_set(folder, own=True), config.eval_data)
 
     def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> ArrayRows:
-        """Open a text with one prompt per line. An empty line means a line break. Prompts longer than a block are truncated to
-        their end."""
+        """Open a text with one prompt per line. An empty line means a line break. Prompts keep their end, at most a block."""
         from rayrec.workloads.language_model import read_prompts
 
         block_size = storage.read_json(storage.join(checkpoint, CONFIG_FILE))["block_size"]
@@ -290,16 +288,14 @@ class LanguageWorkload(DataParallelWorkload):
         )
 
     def predict(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-        """Return the columns `prompt` (as seen by the model) and `text` (its continuation). Each text depends only on its prompt
-        and the settings."""
+        """Return the columns `prompt` (as seen by the model) and `text` (its continuation), independent of other prompts."""
         from rayrec.workloads.language_model import TextModel
 
         assert isinstance(model, TextModel)
         return model.continue_prompts(tensors, max_new_tokens=self.max_new_tokens, temperature=self.temperature)
 
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
-        """Write config.json, model.safetensors and the tokenizer's files, for `from_pretrained` of GPT2LMHeadModel and
-        AutoTokenizer."""
+        """Write config.json, model.safetensors and tokenizer files for `from_pretrained` (GPT2LMHeadModel, AutoTokenizer)."""
         from rayrec.checkpoint.reader import export_weights
 
         storage.make_folder(out)
@@ -323,8 +319,7 @@ def _must_be_tokens(name: str, path: str) -> None:
         raise InputError(f"{name}.path: {path}: no such file or folder")
     if sets_of_shards(path):
         raise InputError(
-            f"{name}.path: {path} contains MDS shards of another program. Run `rayrec adopt {path} --tokenizer DIR` to use them "
-            "without a copy."
+            f"{name}.path: {path} contains MDS shards of another program. Run `rayrec adopt {path} --tokenizer DIR` (no copy)."
         )
     raise InputError(
         f"{name}.path: {path} must contain token blocks. Create them with `rayrec preprocess {path} --format mds --out DIR`, "
@@ -337,6 +332,4 @@ def _validation_set(folder: TokenFolder, *, own: bool) -> str:
     for name in ("validation", "train") if own else ("validation",):
         if folder.sets.get(name):
             return name
-    raise InputError(
-        f"{folder.path}: has no validation blocks. Preprocess with --validation-fraction above 0, or pass --eval-data.path DIR."
-    )
+    raise InputError(f"{folder.path}: no validation blocks. Preprocess with --validation-fraction, or pass --eval-data.path DIR.")

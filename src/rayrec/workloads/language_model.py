@@ -163,8 +163,7 @@ def _pick(logits: torch.Tensor, chance: torch.Tensor, temperature: float) -> tor
 
 
 def read_prompts(path: str, tokenizer: TextTokenizer, *, window: int) -> ArrayRows:
-    """Read PROMPTS and LENGTHS from the lines of a text. Raises InputError if it is missing, empty, not UTF-8 or cannot be
-    encoded."""
+    """Read PROMPTS and LENGTHS from the lines of a text. Raises InputError if missing, empty, not UTF-8 or not encodable."""
     try:
         lines = storage.read_bytes(path).decode().splitlines()
     except UnicodeDecodeError as error:
@@ -200,9 +199,7 @@ def load_weights(model: GPT2LMHeadModel, folder: str) -> None:
     missing, extra or misshapen weights."""
     path = storage.join(folder, "model.safetensors")
     if not storage.exists(path):
-        raise InputError(
-            f"workload.weights: {path} not found. Other formats may contain code and are not read. Save with safe_serialization."
-        )
+        raise InputError(f"workload.weights: {path} not found. Other formats may contain code. Save with safe_serialization.")
     parameters = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
     tensors_by_name = {}
     for name, tensor in read_weights(path).items():
@@ -219,8 +216,7 @@ def load_weights(model: GPT2LMHeadModel, folder: str) -> None:
 
 
 _MIN_MULTIPLY_ADDS = 4_000_000
-"""Minimum multiply-adds for which oneDNN's setup pays. It takes 0.1 ms, forward and backward, as do half as many
-multiply-adds."""
+"""Minimum multiply-adds for which oneDNN's setup pays: 0.1 ms, forward and backward, as do half as many multiply-adds."""
 
 
 def through_onednn(model: GPT2LMHeadModel) -> GPT2LMHeadModel:

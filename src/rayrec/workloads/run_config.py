@@ -23,8 +23,7 @@ class DataConfig(Config):
     in_memory: bool = False
     """Whether to load local preprocessed data into memory instead of mapping it."""
     cache_bytes: Count | None = None
-    """Maximum disk cache per node for each set of token blocks at a URL, in bytes. Evicts the least recently used shards. None
-    keeps all."""
+    """Maximum disk cache per node for each set of token blocks at a URL, in bytes. Evicts least recent shards. None keeps all."""
     block_bytes: Annotated[int, Ge(1 << 16)] = 32 << 20
     """Text bytes per data task. Its rows are shuffled together."""
     segments_per_block: Count = 16
@@ -48,13 +47,11 @@ class ScalingConfig(Config):
     """Batch size to keep when the number of workers changes. global: batch_size times the maximum number of workers, split
     evenly; per_worker: batch_size of each worker."""
     learning_rate_policy: Literal["constant", "linear", "sqrt"] = "constant"
-    """Learning rate scaling with per_worker, relative to the maximum number of workers: constant, linear or square root in the
-    global batch."""
+    """Learning rate scaling with per_worker, relative to the most workers: constant, linear or root in the global batch."""
     use_gpu: bool = False
     """Whether to reserve one GPU per worker."""
     cpus_per_worker: float | None = None
-    """CPUs reserved per worker. None reserves one with a GPU, else half of its share of the cluster. Data tasks use the remaining
-    CPUs."""
+    """CPUs reserved per worker. None reserves one with a GPU, else half its share of the cluster. The rest is for data tasks."""
     resize_interval_s: float = 30.0
     """Minimum training time of an attempt with (min, max) workers, in seconds, before it restarts with more workers."""
     resources_per_worker: dict[str, float] = field(default_factory=dict)
@@ -93,8 +90,7 @@ class FailureConfig(Config):
     max_failures: Limit = 3
     """Maximum number of consecutive worker restarts without a new checkpoint. -1 means unlimited."""
     max_outage_s: Amount = 600.0
-    """Maximum storage outage in seconds (store unavailable, disk full) before the run fails. Until then, training continues and
-    saves are delayed."""
+    """Maximum storage outage in seconds (store unavailable, disk full) before the run fails. Until then, saves are delayed."""
     node_wait_s: Amount = 600.0
     """Maximum wait for the minimum number of workers, in seconds, after nodes are lost or while other jobs use them."""
     collective_timeout_s: Positive = 1800.0
@@ -183,8 +179,7 @@ class ProfileConfig(Config):
         first, end = self.window() or (0, 0)
         if end - first > MAX_PROFILED_STEPS:
             raise InputError(
-                f"profile.steps: must be at most {MAX_PROFILED_STEPS} steps to fit in memory, got {self.steps!r} "
-                f"({end - first:,})"
+                f"profile.steps: at most {MAX_PROFILED_STEPS} steps fit in memory, got {self.steps!r} ({end - first:,})"
             )
 
     def window(self) -> tuple[int, int] | None:

@@ -192,8 +192,7 @@ def time_collective_waits(clock: StepTimer) -> Iterator[None]:
 
 
 def time_gradient_exchange(clock: StepTimer, loss: torch.Tensor) -> None:
-    """Attribute the end of the backward pass of `loss` to collectives: DDP and FSDP exchange gradients during it, and wait for
-    the rest in C++."""
+    """Attribute the end of the backward pass of `loss` to collectives: DDP and FSDP exchange gradients in it, and wait in C++."""
 
     def computed() -> None:
         if clock.now == "backward":  # the code that enter_phase `backward` leaves it after the pass

@@ -111,9 +111,7 @@ class VisionWorkload(DataParallelWorkload):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model.num_channels != 1:
-            raise InputError(
-                f"workload.model.num_channels: must be 1 for the gray images of the idx format, got {self.model.num_channels}"
-            )
+            raise InputError(f"workload.model.num_channels: must be 1 for gray idx images, got {self.model.num_channels}")
 
     def score(self, metrics: dict[str, float]) -> float:
         """Return the share of correctly classified rows."""
@@ -124,8 +122,7 @@ class VisionWorkload(DataParallelWorkload):
     def check(self, config: TrainConfig) -> None:
         if config.train_data.path is None:
             raise InputError(
-                "train_data.path: must be a folder of images, got None. Pass --train-data.path DIR (`rayrec fetch mnist --out "
-                "DIR`)."
+                "train_data.path: must be a folder of images, got None. Pass --train-data.path DIR (`rayrec fetch mnist`)."
             )
         for folder, part in ((config.train_data.path, "train"), (_test_folder(config), "t10k")):
             for kind in ("images", "labels"):
@@ -249,9 +246,7 @@ class VisionWorkload(DataParallelWorkload):
         Raises InputError if they are missing, damaged or do not match."""
         images, labels = _paths(path)
         if labels is None:
-            raise InputError(
-                f"{images}: label file not found. Name the two files ...-images-idx3-ubyte and ...-labels-idx1-ubyte."
-            )
+            raise InputError(f"{images}: label file not found. Name the files ...-images-idx3-ubyte and ...-labels-idx1-ubyte.")
         return ArrayRows(_arrays(numbered_rows.read_pair(images, labels, num_classes=self.model.num_classes)))
 
     def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> ArrayRows:

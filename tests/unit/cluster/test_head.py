@@ -87,7 +87,7 @@ def test_token_is_sent_only_to_cluster_with_token(user: Path, head: Head, token:
         ({}, "f" * 64, r"rejects the token from ~/.ray/auth_token. Copy"),
         ({"RAY_AUTH_TOKEN": "f" * 64}, None, "rejects the token from RAY_AUTH_TOKEN. Copy"),
         ({"RAY_AUTH_MODE": "disabled"}, TOKEN, "requires a token. Unset RAY_AUTH_MODE=disabled"),
-        ({"RAY_AUTH_MODE": "token"}, None, "Name the token's file in RAY_AUTH_TOKEN_PATH"),
+        ({"RAY_AUTH_MODE": "token"}, None, "Set RAY_AUTH_TOKEN_PATH to its file"),
     ],
 )
 def test_rejected_token_is_reported(

@@ -100,7 +100,7 @@ def test_transform_accepts_folders(tmp_path: Path, place: str) -> None:
         ({"a": [1, 2.5, 3]}, "DataFrame at row 1: not an integer in column a; fix or remove it, since"),
         ({"s": ["5", "00000005", "x"]}, r"DataFrame at row 0: not 8 hexadecimal digits in column s \(2 of 3 rows are invalid\);"),
         ({"y": [1, 0, None]}, "DataFrame at row 2: label is missing in column y;"),
-        ({"s": [1, 2, 3]}, "DataFrame: column s is of type int64; 8 hexadecimal digits as text are needed"),
+        ({"s": [1, 2, 3]}, "DataFrame: column s is of type int64; needs 8 hexadecimal digits as text"),
         ({"t": ["000003e8", 3, None]}, "DataFrame: .*column t.*; give each column one type"),
     ],
 )

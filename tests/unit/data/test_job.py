@@ -191,7 +191,7 @@ def test_job_rejects_second_writer(tmp_path: Path) -> None:
 
 def test_task_errors_name_fix(tmp_path: Path) -> None:
     folder = JobFolder(str(tmp_path / "gone"))
-    with pytest.raises(InputError, match=r"gone: not visible from a data task on .*choose an --out that all nodes share"):
+    with pytest.raises(InputError, match=r"gone: not visible to tasks on .*choose an --out that all nodes share"):
         folder.require()
     with pytest.raises(InputError, match=r"gone: No space left .*make room there and run the same command"), folder.disk_errors():
         raise OSError(errno.ENOSPC, "No space left on device")

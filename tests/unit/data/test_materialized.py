@@ -192,7 +192,7 @@ def test_write_rejects_unsupported_columns(
     cases = [
         (lists[0], lists[1], "npy", "cannot store the weights of column w. Use --format parquet"),
         (lists[0], hashed(unweighted, 9), "npy", "cannot store the lists of column seen. Use --format parquet"),
-        (lists[0], hashed(single, 9), "binary", "stores integers, but with tokens: any, .* Use --format npy or parquet"),
+        (lists[0], hashed(single, 9), "binary", "stores integers, but tokens: any .* Use --format npy or parquet"),
         (days, hashed(SCHEMA, 9, MULTI_HOT), "npy", "stores one id per column, cat_0 has 3. Use --format parquet"),
         (days, hashed(SCHEMA, 9, MULTI_HOT), "binary", "stores one id per column, cat_0 has 3"),
         (days, preprocessor, "csv", "format: must be one of binary, npy, parquet, got 'csv'"),

@@ -173,7 +173,7 @@ def test_preprocess_writes_to_urls(log: Path, tmp_path: Path, monkeypatch: pytes
 
 def test_small_disk_raises(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
-    with pytest.raises(InputError, match=r"out\.partial: about 0\.0 GB are needed and 0\.0 GB are free there\. Free space or"):
+    with pytest.raises(InputError, match=r"out\.partial: about 0\.0 GB are needed, 0\.0 GB are free\. Free space or"):
         run(log, tmp_path / "out")
     assert not Path(f"{tmp_path / 'out'}.partial").exists()
 
@@ -200,7 +200,7 @@ def test_invisible_folder_raises(log: Path, tmp_path: Path) -> None:
             (tmp_path / "out.partial").rename(tmp_path / "away")
             return super().run(name, function, items)
 
-    with pytest.raises(InputError, match=r"out\.partial: not visible from a data task on .*; choose an --out that all"):
+    with pytest.raises(InputError, match=r"out\.partial: not visible to tasks on .*; choose an --out that all"):
         run(log, tmp_path / "out", engine=Elsewhere())
 
 

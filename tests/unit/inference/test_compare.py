@@ -150,7 +150,7 @@ def test_invalid_comparison_is_rejected_before_scoring(
     other = save_clicks(tmp_path / "d", preprocessor=hashed_preprocessor(range(5, 5 + 7 * 26, 7), swapped))
     for places, match in (
         ([], "^compare: needs at least two checkpoints, or one and --baselines"),
-        ([other.run], r"d: 'dense' of the schema does not match .*a\. Compare models of the same log\."),
+        ([other.run], r"d: schema's 'dense' does not match .*a\. Compare models of one log\."),
         ([tmp_path / "none"], "none: "),
     ):
         with pytest.raises(InputError, match=match) as raised:
@@ -170,7 +170,7 @@ def test_different_rows_are_rejected(models: list[Saved], log: Path, monkeypatch
         return rows
 
     monkeypatch.setattr("rayrec.inference.compare.scored_rows", changed)
-    with pytest.raises(InputError, match=r"b: rows or labels of .* do not match a\. Compare models of the same log\."):
+    with pytest.raises(InputError, match=r"b: rows or labels do not match a\. Compare models of one log\."):
         rayrec.compare([str(saved.run) for saved in models[:2]], str(log), **QUIET)
 
 

@@ -10,6 +10,7 @@ from builders.click_models import make_app, make_model, row_text
 from builders.requests import post_async
 
 from rayrec.serve.batcher import INLINE_BYTES, INLINE_ROWS, Batcher
+from rayrec.serve.config import ServeConfig
 from rayrec.serve.requests import RequestBody, RequestError
 
 
@@ -36,7 +37,7 @@ LIMITS = {"max_batch_rows": 100, "max_batch_bytes": 1000, "max_waiting_rows": 10
 
 
 def _batcher(score: Callable[[Sequence[RequestBody]], list[Any]], **limits: int) -> Batcher:
-    return Batcher(score, **{**LIMITS, **limits})
+    return Batcher(score, ServeConfig(**{**LIMITS, **limits}))
 
 
 def _in_loop(test: Callable[[Model], Coroutine[Any, Any, None]]) -> Callable[[], None]:

@@ -62,7 +62,7 @@ def test_dataframe_run_matches_parquet_run(tmp_path: Path) -> None:
     assert result.summary["weights_sha256"] == expected.summary["weights_sha256"]
     assert result.metrics == expected.metrics
     longer = small.replace(steps=6)
-    with pytest.raises(InputError, match=r"data/train: the run was started with other data \(rows: 600 -> 599\)"):
+    with pytest.raises(InputError, match=r"data/train: the run started with other data \(rows: 600 -> 599\)"):
         rayrec.train(longer, data=frame.iloc[1:], console=QUIET)
     resumed = rayrec.train(longer, data=frame, eval_data=held_out, console=QUIET)
     assert (resumed.summary["steps"], resumed.summary["rows_lost"], resumed.summary["rows_repeated"]) == (6, 0, 0)

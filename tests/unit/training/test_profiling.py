@@ -190,7 +190,7 @@ def test_profile_configuration_is_checked() -> None:
     assert ProfileConfig(steps="10:20").window() == (10, 20)
     assert ProfileConfig().window() is None
     assert ProfileConfig(steps="10:210").window() == (10, 210)
-    rejects(r"^profile\.steps: must be at most 200 steps to fit in memory, got '10:211' \(201\)$", ProfileConfig, steps="10:211")
+    rejects(r"^profile\.steps: at most 200 steps fit in memory, got '10:211' \(201\)$", ProfileConfig, steps="10:211")
     for steps in ("10", "20:10", "10:10", ":5", "a:b", "-1:5", "1:2:3"):
         rejects(r"profile\.steps", ProfileConfig, steps=steps)
     config = recipes.criteo_demo().replace(profile={"steps": "1:2"}, trackers={"wandb": "offline"})

@@ -178,7 +178,7 @@ def test_rejected_settings_change_no_file(tmp_path: Path, failing: Failing, monk
     checkpoint.save(folder_of(str(tmp_path / "run"), 5), {"a": torch.ones(1)}, state={})
     settings = tmp_path / "run" / "config.yaml"
     before = settings.read_bytes()
-    other = "was trained with other settings (seed: 5 -> 6). Use its config.yaml, or choose another --name"
+    other = "trained with other settings (seed: 5 -> 6). Use its config.yaml, or another --name"
     failing(InputError(f"{tmp_path}/run: {other}"), seed=6, log_every=3)
     assert settings.read_bytes() == before
     failing(InputError("no room"), seed=5, log_every=3)

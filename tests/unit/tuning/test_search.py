@@ -94,9 +94,9 @@ def test_repeated_tune_call_trains_nothing(found: dict[str, Any], config: TrainC
     assert rayrec.tune(config, search=SEARCH, console=QUIET) == found
     assert [place.read_bytes() for place in events] == before
     for changes, message in (
-        ({"search": {RATE: {"grid": [0.1]}}}, "contains a search with a different space. Use the same"),
-        ({"trials": 3}, "contains a search with a different options"),
-        ({"stop_early": False}, "contains a search with a different options and waves"),
+        ({"search": {RATE: {"grid": [0.1]}}}, "has a search with a different space. Use the same"),
+        ({"trials": 3}, "has a search with a different options"),
+        ({"stop_early": False}, "has a search with a different options and waves"),
     ):
         rejects(message, rayrec.tune, config, **{"search": SEARCH, "console": QUIET, **changes})
 

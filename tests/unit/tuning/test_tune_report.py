@@ -27,7 +27,7 @@ def test_table_has_one_line_per_trial() -> None:
     assert lines[3].endswith("InputError: <too> large")
     assert "Trial 1 is best: auroc 0.75000 on 1,429 validation rows" in lines[4]
     assert "workload.model.dropout 0.25, batch_size 512" in lines[4]
-    assert lines[5] == "Trained 13.5% of the rows of these trials, because weak trials were stopped early."
+    assert lines[5] == "Trained 13.5% of the rows of these trials: weak trials were stopped early."
     assert "On 1,428 test rows, its AUROC differs by +0.01200 from" in lines[6]
     assert "(+0.00200 to +0.02200, p = 0.0123)" in lines[6]
 

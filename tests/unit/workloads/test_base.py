@@ -11,7 +11,6 @@ from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.finalmlp import FinalMLPConfig
 from rayrec.schema import Schema
-from rayrec.workloads.base import effective_batch_size
 from rayrec.workloads.run_config import ScalingConfig
 from rayrec.workloads.worker_setup import learning_rate_factor
 
@@ -22,14 +21,14 @@ from rayrec.workloads.worker_setup import learning_rate_factor
 )
 def test_batch_size_follows_policy(policy: str, world_size: int, expected: int) -> None:
     config = recipes.criteo_demo().replace(batch_size=100, scaling={"num_workers": (1, 4), "batch_policy": policy})
-    assert effective_batch_size(config, rows=1_000_000, world_size=world_size) == expected
-    assert effective_batch_size(config.replace(scaling={"num_workers": 4}), rows=1_000_000, world_size=4) == 100
+    assert config.effective_batch_size(rows=1_000_000, world_size=world_size) == expected
+    assert config.replace(scaling={"num_workers": 4}).effective_batch_size(rows=1_000_000, world_size=4) == 100
 
 
 def test_small_data_shrinks_batches() -> None:
     config = recipes.criteo_demo().replace(batch_size=100, min_steps_per_epoch=10, scaling={"num_workers": 2})
-    assert effective_batch_size(config, rows=400, world_size=2) == 20
-    assert effective_batch_size(config, rows=3, world_size=2) == 1
+    assert config.effective_batch_size(rows=400, world_size=2) == 20
+    assert config.effective_batch_size(rows=3, world_size=2) == 1
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("constant", 1.0), ("linear", 0.25), ("sqrt", 0.5)])

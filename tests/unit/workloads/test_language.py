@@ -396,7 +396,7 @@ def test_shard_cache_respects_limit(saved: Saved, tmp_path: Path, monkeypatch: p
     ("changes", "message"),
     [
         ({"block_size": 2 * BLOCK}, "blocks of 32 tokens exceed the model's n_positions 16. Raise --workload.model.n-positions"),
-        ({"sets": {"train": 4}}, "has no validation blocks. Preprocess with --validation-fraction above 0"),
+        ({"sets": {"train": 4}}, "no validation blocks. Preprocess with --validation-fraction, or"),
         ({"sets": {"train": 0, "validation": 4}}, "has no training blocks"),
     ],
 )

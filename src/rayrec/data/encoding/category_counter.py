@@ -142,10 +142,8 @@ def _plain(array: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def count_columns(counters: Sequence[TokenCounter], raw: RawBlock, first_row: int, absences: np.ndarray) -> None:
-    """Count the categorical columns of a log of hexadecimal tokens, with one counter each.
-
-    Row r is number first_row + r. `absences` int64 [columns, 2] is the number of rows without a value and the first such row.
-    """
+    """Count the categorical columns of a log of hexadecimal tokens, with one counter each. Row r is number first_row + r.
+    `absences` int64 [columns, 2] is the number of rows without a value and the first such row."""
     tokens, done = raw.categories, 0
     if not counters:
         return

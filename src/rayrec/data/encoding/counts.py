@@ -261,10 +261,7 @@ def problems_of(counts: Counts, inputs: Schema) -> list[str]:
     problems = []
     if counts.rows and counts.labels.sum() and not counts.labels.all():
         only = int(np.flatnonzero(counts.labels)[0])
-        problems.append(
-            f"all {counts.rows:,} training rows have label {only}, so nothing can be learned and AUROC is undefined; "
-            "check the label column"
-        )
+        problems.append(f"all {counts.rows:,} training rows have label {only}, so nothing can be learned; check the label column")
     present = [*counts.dense_moments[:, 0], *(counts.rows - counts.missing[:, 0])]
     empty = [name for name, values in zip((*inputs.dense, *inputs.sparse), present, strict=True) if not values]
     if counts.rows and empty:

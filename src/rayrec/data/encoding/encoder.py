@@ -32,8 +32,7 @@ class MultiHot(Config):
     sizes: tuple[int, ...] = MLPERF_SIZES
     """Ids per row in each sparse column."""
     distribution: Literal["uniform", "pareto"] = "uniform"
-    """Distribution of ids. uniform: over the table; pareto: (1 - u)^-4 - 1 in 32 bits, modulo the table size (NumPy, a =
-    0.25)."""
+    """Distribution of ids. uniform: over the table; pareto: (1 - u)^-4 - 1 in 32 bits, modulo table size (NumPy, a = 0.25)."""
     seed: int = 0
     """Seed of the random ids."""
 
@@ -134,10 +133,8 @@ def id_type(columns: Sequence[SparseColumn]) -> np.dtype:
 
 
 class Encoder:
-    """Encoder of blocks by given rules. Not picklable, because it has pointers.
-
-    A kernel encodes logs of hexadecimal tokens by row; the rules themselves encode other logs by column.
-    """
+    """Encoder of blocks by given rules. Not picklable, because it has pointers. A kernel encodes logs of hexadecimal tokens by
+    row; the rules themselves encode other logs by column."""
 
     def __init__(
         self,
@@ -154,10 +151,8 @@ class Encoder:
         self._id_type = id_type(categories)
 
     def encode(self, block: RawBlock, order: np.ndarray | None = None) -> EncodedRows:
-        """Encode rows `order` (int64, default all in order) of a block. About 0.5 microseconds per Criteo row.
-
-        A row without a category in a list has one id there, missing_id, of weight 1.
-        """
+        """Encode rows `order` (int64, default all in order) of a block. About 0.5 microseconds per Criteo row. A row without a
+        category in a list has one id there, missing_id, of weight 1."""
         schema = block.schema
         ids: Sequence[Ids]
         if schema.tokens == "hexadecimal":

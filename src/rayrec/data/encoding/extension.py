@@ -79,9 +79,7 @@ def extend(old: Preprocessor, preset: Preset, counts: Counts) -> Extension:
         ENDS: {name: ends for name, ends in old.constants.get(ENDS, {}).items() if not appended.get(owners[name])},
         "extends": old.hash(),
     }
-    preprocessor = replace(
-        old, sparse=tuple(sparse), tokens=np.concatenate(tokens) if tokens else old.tokens, constants=constants
-    )
+    preprocessor = replace(old, sparse=tuple(sparse), tokens=np.concatenate(tokens or [old.tokens]), constants=constants)
     return Extension(preprocessor, existing, appended, left_out)
 
 

@@ -64,10 +64,8 @@ def _ends(preprocessor: Preprocessor, column: str) -> list[int]:
 
 
 def tokens_by_id(preprocessor: Preprocessor, column: str) -> np.ndarray:
-    """Return the token of each id in a sparse column, -1 if an id has none, int64 [num_embeddings].
-
-    The token is the category if it is an integer, else the 64-bit hash of its text. Raises InputError for a hashed column.
-    """
+    """Return the token of each id in a sparse column, -1 if an id has none, int64 [num_embeddings]. The token is the category if
+    it is an integer, else the 64-bit hash of its text. Raises InputError for a hashed column."""
     number = preprocessor.inputs.sparse.index(column)
     rule, tokens = preprocessor.sparse[number], preprocessor.vocabulary(number)
     if not rule.has_unique_ids:

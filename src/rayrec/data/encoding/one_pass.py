@@ -23,8 +23,7 @@ from rayrec.schema import Schema
 
 
 def _index_and_count(chunks: Sequence[tuple[Chunk, tuple[int, int]]], *, counting: CountingJob, segment_bytes: int) -> pa.Table:
-    """Index chunks in a data task, and count their segments within the given bytes [start, stop) of the file. Rows are numbered
-    from the task's first."""
+    """Index chunks in a data task, and count segments within bytes [start, stop) of the file. Rows are numbered from 0."""
     keep_freed_memory()
     packer, entries, total, rows = CountAccumulator(counting), [], Faults(), 0
     counted = []

@@ -109,9 +109,7 @@ class Preprocessor:
             raise InputError("preprocessor: multi_hot.sizes do not match its sparse columns; it is damaged")
         for column, owner in zip(self.sparse, self.inputs.vocabulary_owners, strict=True):
             if column != self.sparse[owner]:
-                raise InputError(
-                    f"preprocessor: columns that share the vocabulary of {self.inputs.sparse[owner]} differ; it is damaged"
-                )
+                raise InputError(f"preprocessor: columns sharing the vocabulary of {self.inputs.sparse[owner]} differ; damaged")
         minimum = self.file_minimum
         if minimum is not None and ("" not in minimum or any(type(value) is not int for value in minimum.values())):
             raise InputError("preprocessor: file_minimum must be a table of integers; it is damaged")
@@ -152,8 +150,7 @@ class Preprocessor:
 
     @cached_property
     def slots(self) -> np.ndarray:
-        """Concatenated lookup tables of all vocabularies, uint64. About 20 ns per token. Raises InputError for a repeated
-        token."""
+        """Concatenated lookup tables of all vocabularies, uint64. About 20 ns per token. Raises InputError for a repeated one."""
         offsets = self._slot_offsets
         slots = np.zeros((offsets[-1], 2) if self.tokens.dtype == np.uint64 else offsets[-1], np.uint64)
         for number, (name, column) in enumerate(zip(self.inputs.sparse, self.sparse, strict=True)):
@@ -249,9 +246,7 @@ class Preprocessor:
         except (AttributeError, KeyError, TypeError, ValueError, EOFError, MemoryError) as error:
             raise InputError(f"{folder}: the preprocessor's files are damaged ({error}); build it again") from None
         if self.hash() != stored.get("hash"):
-            raise InputError(
-                f"{folder}: hash {self.hash()} does not match the stored {stored.get('hash')}; the files are damaged"
-            )
+            raise InputError(f"{folder}: hash {self.hash()} does not match the stored {stored.get('hash')}; damaged files")
         _ = self.slots  # Built here, for all users of this object
         return self
 

@@ -163,9 +163,7 @@ def _dense_column(preset: Preset, moments: list[int]) -> DenseColumn:
     plain = DenseColumn(preset.dense, preset.dense_shift, minimum, mean, scale)
     missing_value = float(plain.apply(np.zeros(1))[0])
     if not math.isfinite(missing_value):
-        raise InputError(
-            f"preset {preset.name}: a missing number counts as 0 and its logarithm is {missing_value}; raise dense_shift"
-        )
+        raise InputError(f"preset {preset.name}: a missing number counts as 0, with logarithm {missing_value}; raise dense_shift")
     return DenseColumn(**{**vars(plain), "missing_value": missing_value})
 
 

@@ -113,10 +113,8 @@ class SparseColumn:
 
 
 def bucket_tokens(integers: np.ndarray) -> np.ndarray:
-    """Convert integers to categories: floor(ln(x)^2) for x > 2, else x, plus 2^31 so that tokens sort like the numbers.
-
-    Takes int64 and returns uint32 [rows]. Uses the C library's logarithm, like the kernel: NumPy's may differ at an integer.
-    """
+    """Convert integers to categories: floor(ln(x)^2) for x > 2, else x, plus 2^31 so that tokens sort like the numbers. Takes
+    int64 and returns uint32 [rows]. Uses the C library's logarithm, like the kernel: NumPy's may differ at an integer."""
     buckets = [math.floor(math.log(x) * math.log(x)) if x > 2 else max(x, -(2**31)) for x in integers.tolist()]
     return (np.array(buckets, np.int64) + 2**31).astype(np.uint32)
 

@@ -192,8 +192,7 @@ def _seconds(array: pa.Array) -> pa.Array:
 
 
 def numbers_of(array: pa.Array, name: str, make_error: MakeError, *, times: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Return (float64, status), 0 if missing or rejected, also NaN and infinities. With `times`, dates and timestamps in
-    seconds."""
+    """Return (float64, status), 0 if missing or rejected, also NaN and infinities. With `times`, dates and times in seconds."""
     if types.is_null(array.type):
         return np.zeros(len(array)), np.full(len(array), EMPTY, np.uint8)
     if is_text(array.type):

@@ -229,9 +229,7 @@ class _Splitter:
     def check_length(self, text: bytes) -> None:
         """Check that the text, an incomplete row, is not too long. Raises InputError."""
         if len(text) > MAX_ROW_BYTES:
-            raise InputError(
-                f"{self.path}: row {max(self.row, 0)} is longer than {MAX_ROW_BYTES >> 20} MiB, so it is not a CSV file"
-            )
+            raise InputError(f"{self.path}: row {max(self.row, 0)} exceeds {MAX_ROW_BYTES >> 20} MiB, so it is not a CSV file")
 
     def _table(self, data: np.ndarray, final: bool, max_rows: int) -> tuple[pa.Table, int]:
         """Return rows at the start of the text, and their size in bytes."""

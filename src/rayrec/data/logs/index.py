@@ -71,6 +71,10 @@ class SegmentRange:
     start: int
     stop: int
 
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True)
 class Block:
@@ -82,7 +86,7 @@ class Block:
 
     @property
     def rows(self) -> int:
-        return sum(part.stop - part.start for part in self.parts)
+        return sum(part.rows for part in self.parts)
 
     def order(self) -> np.ndarray:
         """Return the index in the parsed segments of each row of the block, int64 [rows]."""
@@ -91,11 +95,9 @@ class Block:
             indices.append(np.arange(base + part.start, base + part.stop, dtype=np.int64))
             base += part.segment.rows
         rows = np.concatenate(indices)
-        return (
-            rows
-            if self.seed is None
-            else np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed))).permutation(rows)
-        )
+        if self.seed is None:
+            return rows
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed))).permutation(rows)
 
 
 @dataclass(frozen=True)
@@ -191,23 +193,18 @@ def checksum(data: np.ndarray) -> int:
 def changed(path: str, start: int, stop: int, unit: str) -> InputError:
     """Return the error for a segment that changed since the log was indexed; `unit` is bytes or rows."""
     return InputError(
-        f"{path}: {unit} {start}-{stop} changed since the log was indexed; restore the file, or start a new run with "
-        "another --name"
+        f"{path}: {unit} {start}-{stop} changed since the log was indexed; restore the file, or choose another --name"
     )
 
 
 def row_numbers(segments: Sequence[Segment]) -> np.ndarray:
     """Return the numbers in the log of the segments' rows, concatenated, int64."""
-    return np.concatenate(
-        [np.arange(segment.first_row, segment.first_row + segment.rows, dtype=np.int64) for segment in segments]
-    )
+    return np.concatenate([np.arange(each.first_row, each.first_row + each.rows, dtype=np.int64) for each in segments])
 
 
 def source_of(path: str) -> tuple[str, str]:
-    """Return a key of the user's file behind a segment, and its name with its partitions.
-
-    The segment's file may have been unpacked (see `unpacked_path`) or rewritten in several parts (see data/logs/parquet.py).
-    """
+    """Return a key of the user's file behind a segment, and its name with its partitions. The segment's file may have been
+    unpacked (see `unpacked_path`) or rewritten in several parts (see data/logs/parquet.py)."""
     folder, base = storage.folder_of(path), storage.name_of(path)
     plain = folder.partition("?")[0]
     partitions = "".join(f"{name}/" for name in partition_names(plain))

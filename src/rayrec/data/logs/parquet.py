@@ -99,11 +99,8 @@ def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str
             groups = _group_sizes(parquet, schema.columns)
         if all(size <= 2 * segment_bytes or rows <= 1 for rows, size in groups):
             return [ParquetPart(file.path, file.path, 0, groups)]
-    source = (
-        *(file.path, schema.columns, schema.delimiter, schema.list_delimiter, segment_bytes),
-        *(schema.category_rules, schema.optional),
-    )
-    folder = storage.join(folder, version_key(source, (VERSION, file.size_bytes, file.modified_ns)))
+    form = schema.delimiter, schema.list_delimiter, segment_bytes, schema.category_rules, schema.optional
+    folder = storage.join(folder, version_key((file.path, schema.columns, *form), (VERSION, file.size_bytes, file.modified_ns)))
     manifest = storage.join(folder, "manifest.json")
     if storage.exists(manifest):
         stored = storage.read_json(manifest)

@@ -70,10 +70,8 @@ def good_lines(segment: Segment, schema: Schema) -> np.ndarray:
 
 
 def values_of(block: Block, raw: RawBlock, column: str, schema: Schema) -> pa.Array:
-    """Return the column's value in each row of an unpermuted block, whose segments `raw` contains; null if missing.
-
-    uint32 for a category of 8 hexadecimal digits, text (as a dictionary) for other categories, int64 or float64 for a number.
-    """
+    """Return the column's value in each row of an unpermuted block, whose segments `raw` contains; null if missing. uint32 for a
+    category of 8 hexadecimal digits, text (as a dictionary) for other categories, int64 or float64 for a number."""
     order = block.order()
     values = raw.column(column)
     if isinstance(values, np.ndarray) and (column in schema.dense or schema.tokens == "hexadecimal"):
@@ -89,7 +87,7 @@ def _text(part: SegmentRange, column: str, schema: Schema) -> pa.Array:
     values = table.column(column) if column in table.column_names else pa.chunked_array([pa.nulls(len(table))])
     if segment.rows != segment.stop - segment.start:
         values = values.take(pa.array(good_rows(segment, schema)))
-    values = values.slice(part.start, part.stop - part.start)
+    values = values.slice(part.start, part.rows)
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
     if pa.types.is_boolean(values.type):

@@ -138,9 +138,7 @@ class Split(SplitParts):
         boundary = max(middle - sizes[first], 0)
         if train_stop is not None and self.train_days is not None and train_stop > boundary:
             boundary_days = len([day for day in _days(index) if day.stop <= boundary])
-            raise InputError(
-                f"split days: train_days {self.train_days} and the held-out days overlap; {boundary_days} days are left"
-            )
+            raise InputError(f"split days: train_days {self.train_days} and held-out days overlap; {boundary_days} days are left")
         stop = boundary if train_stop is None else min(train_stop, boundary)
         split = {"train": (0, stop), first: (boundary, middle), second: (middle, index.rows)}
         return {name: split[name] for name in NAMES if not (absent and name == "test")}
@@ -158,8 +156,7 @@ class Split(SplitParts):
         first, second = (self.test_days, self.validation_days) if self.test_first else (self.validation_days, self.test_days)
         if len(days) < first + second + 1:
             raise InputError(
-                f"split days: the log has {len(days)} days, and {first + second} held-out ones leave none for training; add "
-                "files or hold out fewer"
+                f"split days: the log has {len(days)} days, and {first + second} held-out ones leave none for training; add files"
             )
         rows = [day.stop - day.start for day in days]
         of_second = sum(rows[len(rows) - second :])
@@ -171,14 +168,12 @@ class Split(SplitParts):
         days = _days(index)
         part_of: list[str | None] = []
         for day in days:
-            named = [
-                name for name, part_patterns in patterns.items() if any(_matches(day.name, pattern) for pattern in part_patterns)
-            ]
+            named = [name for name, texts in patterns.items() if any(_matches(day.name, pattern) for pattern in texts)]
             if len(named) > 1:
                 raise InputError(f"split named_days: {day.name} is named for {' and '.join(named)}; name it for one of them")
             part_of.append(named[0] if named else (None if self.train_names else "train"))
-        for name, part_patterns in patterns.items():
-            for pattern in part_patterns:
+        for name, texts in patterns.items():
+            for pattern in texts:
                 if not any(_matches(day.name, pattern) for day in days):
                     shown = ", ".join(day.name for day in days[:8]) + (f" and {len(days) - 8} more" if days[8:] else "")
                     raise InputError(f"split named_days: {name}_names: no day is named {pattern}; the log has {shown}")

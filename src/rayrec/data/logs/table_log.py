@@ -46,11 +46,8 @@ def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
 
 
 def index_tables(files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext) -> LogIndex:
-    """Read the full log once to number its rows and count its faults.
-
-    The cache folder gets the index, which is returned for the same files later, and rewritten files. Raises InputError for a
-    missing column or an unusable type.
-    """
+    """Read the full log once to number its rows and count its faults. The cache folder gets the index, which is returned for the
+    same files later, and rewritten files. Raises InputError for a missing column or an unusable type."""
     cache = CachedIndex.at(context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes, suffix=f"-{VERSION}")
     if cached := cache.read():
         return cached
@@ -136,10 +133,8 @@ def _check_task(chunks: Sequence[Chunk], *, schema: Schema) -> pa.Table:
 
 
 def read_tables(segments: Sequence[Segment], schema: Schema) -> RawBlock:
-    """Read segments of one log sequentially, skipping their invalid rows.
-
-    Raises InputError if a segment no longer has the rows it was indexed with.
-    """
+    """Read segments of one log sequentially, skipping their invalid rows. Raises InputError if a segment no longer has the rows
+    it was indexed with."""
     tables = storage.call_in_parallel([functools.partial(_read_table, each, schema) for each in segments], of=segments[0].path)
     blocks = []
     for segment in segments:

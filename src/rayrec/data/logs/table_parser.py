@@ -228,7 +228,7 @@ class _TableParser:
         if schema.tokens == "hexadecimal":
             if not is_text(array.type):
                 raise self.type_error(
-                    name, "8 hexadecimal digits as text are needed; set tokens: any in the schema for other categories"
+                    name, "needs 8 hexadecimal digits as text; set the schema's tokens: any for other categories"
                 )
             values = np.empty(len(array), np.uint32)
             status = Text.of(array).call("rayrec_text_hexadecimal", values)

@@ -35,10 +35,8 @@ def cut(files: Sequence[storage.File], chunk_bytes: int) -> list[Chunk]:
 
 
 def read_lines(chunk: Chunk) -> tuple[np.ndarray, int, int]:
-    """Read the chunk's lines: (padded uint8 text, its length, its first byte in the file).
-
-    A line longer than the parser accepts is cut off where the next chunk starts to search for its first line.
-    """
+    """Read the chunk's lines: (padded uint8 text, its length, its first byte in the file). A line longer than the parser accepts
+    is cut off where the next chunk starts to search for its first line."""
     before = 1 if chunk.start > 0 else 0  # The byte before shows whether a line starts at `start`
     want = min(chunk.stop + MAX_LINE_BYTES + 1, chunk.file_size) - (chunk.start - before)
     text = np.zeros(want + PADDING_BYTES, np.uint8)
@@ -99,10 +97,8 @@ def index_chunk(chunk: Chunk, schema: Schema, segment_bytes: int) -> tuple[list[
 
 
 def read_segments(segments: Sequence[Segment], schema: Schema) -> RawBlock:
-    """Read and parse segments sequentially, skipping their invalid lines.
-
-    Raises InputError if a segment no longer has the rows it was indexed with.
-    """
+    """Read and parse segments sequentially, skipping their invalid lines. Raises InputError if a segment no longer has the rows
+    it was indexed with."""
     sizes = [segment.stop - segment.start for segment in segments]
     parser = TextParser(schema, sum(max_rows_in(schema, size) for size in sizes))
     texts = storage.call_in_parallel(

@@ -135,13 +135,10 @@ def _load(path: str) -> PreprocessedDataset:
     manifest = storage.read_json(storage.join(path, MANIFEST))
     if manifest.get("version") != VERSION:
         raise InputError(
-            f"{path}: version of the preprocessed dataset must be {VERSION}, got {manifest.get('version')}. Make it again with "
-            "`rayrec preprocess`."
+            f"{path}: preprocessed dataset must have version {VERSION}, got {manifest.get('version')}. Run `rayrec preprocess`."
         )
     if manifest["format"] in MAPPED and storage.is_url(path):
-        raise InputError(
-            f"{path}: {manifest['format']} can be read from a file system only. Copy it to one, or preprocess to parquet."
-        )
+        raise InputError(f"{path}: {manifest['format']} needs a file system. Copy it to one, or preprocess to parquet.")
     if path in _OPENED and _OPENED[path].manifest == manifest:  # Its mapped files and in-memory rows remain valid.
         return _OPENED[path]
     raw_files = [storage.join(path, f"{number:05d}", name) for number, name in enumerate(manifest["raw_files"])]

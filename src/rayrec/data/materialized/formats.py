@@ -174,9 +174,7 @@ def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
     if format != "binary":
         return
     if schema.tokens != "hexadecimal":
-        raise InputError(
-            "format binary stores integers, but with tokens: any, dense columns are any numbers. Use --format npy or parquet."
-        )
+        raise InputError("format binary stores integers, but tokens: any has any dense numbers. Use --format npy or parquet.")
     for name, column in zip(preprocessor.inputs.dense, preprocessor.dense, strict=True):
         integer, zero = np.zeros(1, np.int64), np.empty(1, np.float32)
         call("rayrec_transform_dense", integer, 1, ctypes.byref(c_dense_column(column)), zero)
@@ -230,7 +228,7 @@ def _pack(raw: RawBlock, rows: EncodedRows, preprocessor: Preprocessor, start: i
     """Return int32 [rows, 1 + dense + sparse], and the flat index of the first number that does not fit, or -1."""
     integers = np.ascontiguousarray(preprocessor.derivation.applied(raw).numbers[start:stop])
     minimums = np.array(
-        [np.iinfo(np.int64).min if column.kind == "signed_log" else column.lowest for column in preprocessor.dense], np.int64
+        [np.iinfo(np.int64).min if each.kind == "signed_log" else each.lowest for each in preprocessor.dense], np.int64
     )
     ids = np.ascontiguousarray(rows.ids)
     num_dense, num_sparse = len(preprocessor.dense), len(preprocessor.sparse)

@@ -60,8 +60,7 @@ class MappedRows:
         needed, free = sum(to_load.values()), host_resources.memory().available
         if needed > free:
             raise InputError(
-                f"{self.path}: {needed / 1e9:.1f} GB do not fit into the {free / 1e9:.1f} GB of free memory. Leave in_memory "
-                "off to map the files."
+                f"{self.path}: {needed / 1e9:.1f} GB do not fit into the {free / 1e9:.1f} GB of free memory. Set in_memory off."
             )
         for name, size in to_load.items():
             content = np.empty(size, np.uint8)

@@ -79,9 +79,7 @@ def find_days(folders: Sequence[str], *, ids: IdFiles | None, names: Sequence[st
     files_by_stem, folder_names = _named_files(folders), " and ".join(folders)
     kinds = [kind for kind in _ID_FILES if any(kind in files for files in files_by_stem.values())]
     if not kinds:
-        raise InputError(
-            f"{folder_names}: id arrays of TorchRec's scripts not found, such as day_0_sparse.npy or day_0_sparse_multi_hot.npz"
-        )
+        raise InputError(f"{folder_names}: TorchRec's ids not found, such as day_0_sparse.npy or day_0_sparse_multi_hot.npz")
     if ids is None and len(kinds) > 1:
         raise InputError(f"{folder_names}: found ids in files *_{' and *_'.join(kinds)}. Choose one with --ids {kinds[0]}.")
     kind = ids or kinds[0]
@@ -91,15 +89,13 @@ def find_days(folders: Sequence[str], *, ids: IdFiles | None, names: Sequence[st
         missing = [part for part in ("dense", "labels", kind) if part not in files]
         if missing:
             ending = "npz" if missing[0] == "sparse_multi_hot" else "npy"
-            raise InputError(
-                f"{folder_names}: {name}_{missing[0]}.{ending} not found. Copy it there, or name the days to read with --files."
-            )
+            raise InputError(f"{folder_names}: {name}_{missing[0]}.{ending} not found. Copy it, or set the days with --files.")
         days.append(_day(name, [files["dense"], files["labels"], files[kind]]))
     for day in days[1:]:
         for one, first in zip(day.matrices, days[0].matrices, strict=False):
             if one.columns != first.columns:
                 raise InputError(
-                    f"{one.file}: array {one.name} must have {first.columns} columns like {first.file}, got {one.columns}"
+                    f"{one.file}: array {one.name} must have {first.columns} columns like {first.file}, not {one.columns}"
                 )
         if len(day.matrices) != len(days[0].matrices):
             raise InputError(f"{day.plans[2].name}: columns do not match those of {days[0].plans[2].name}")
@@ -302,9 +298,7 @@ class ScanResult:
         self.labelled = len(bare) < len(days)
         if bare and self.labelled:
             labelled_days = " ".join(day.name for day in days if day.name not in bare)
-            raise InputError(
-                f"{bare[0]}: all labels are {UNLABELLED}, so its rows are unlabelled. Exclude it with --files {labelled_days}."
-            )
+            raise InputError(f"{bare[0]}: all labels are {UNLABELLED}, so none. Exclude it with --files {labelled_days}.")
         for day, of_day, count_of in zip(days, faulty, counts, strict=True):
             if not self.labelled:
                 del of_day[LABEL_FAULT], count_of[LABEL_FAULT]

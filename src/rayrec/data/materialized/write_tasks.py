@@ -44,7 +44,7 @@ class Task:
 
     @property
     def rows(self) -> int:
-        return sum(part.stop - part.start for part in self.parts)
+        return sum(part.rows for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def gather_rows(task: Task, *, job: Job, runs: Sequence[int]) -> pa.Table:
     keep_freed_memory()
     job.folder.require()
     rows = gather_runs([job.run_path(number) for number in runs], task.first_row, task.first_row + task.rows)
-    starts = accumulate((part.stop - part.start for part in task.parts), initial=0)
+    starts = accumulate((part.rows for part in task.parts), initial=0)
     return _write(task, job, (rows.slice(start, stop - start) for start, stop in pairwise(starts)))
 
 
@@ -118,7 +118,7 @@ def _write_parquet(task: Task, job: Job, tables: Iterator[pa.Table]) -> dict[str
             for table in tables:
                 writer.write_table(table, row_group_size=table.num_rows)
         size, checksum = os.path.getsize(local), file_checksum(local)
-    groups = [part.stop - part.start for part in task.parts]
+    groups = [part.rows for part in task.parts]
     return {
         "file": {"name": name, "bytes": size, "crc32": checksum},
         "parquet": {"name": name, "first_row": task.first_row, "row_groups": groups},

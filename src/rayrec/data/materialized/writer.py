@@ -6,8 +6,6 @@ The last file it writes is dataset.json.
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -17,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rayrec import storage
-from rayrec.config import InputError
+from rayrec.config import InputError, json_hash
 from rayrec.data.encoding.derivation import file_key
 from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
 from rayrec.data.engine import Engine, StreamEngine
@@ -55,15 +53,9 @@ def preprocess(
 ) -> dict[str, Any]:
     """Write a log to the new folder `out` and return rows, out, format, hash, bytes, seconds and rows_per_s.
 
-    The output bytes do not depend on the engine or on interruptions.
-
-    Args:
-        progress: Called with the number of rows done.
-        note: Called with messages for the user.
-        settings: Fields of Output.
-
-    Raises InputError if the format cannot store the log, `out` exists, an unfinished job there has other inputs, or the disk is
-    too small.
+    The output bytes do not depend on the engine or on interruptions. `settings` are fields of Output. Calls `progress` with the
+    number of finished rows, `note` with messages. Raises InputError for an unsuitable format, an existing `out`, an unfinished
+    job with other inputs, or a small disk.
     """
     start_s = time.perf_counter()
     out, output = storage.absolute(out).rstrip("/"), Output(**settings)
@@ -150,7 +142,7 @@ def _sources(index: LogIndex) -> list[storage.File]:
 
 def _identity(index: LogIndex, sources: Sequence[storage.File]) -> str:
     files = [[file.path, file.size_bytes, file.modified_ns] for file in sources]
-    return hashlib.sha256(json.dumps([files, index.to_dict()], sort_keys=True).encode()).hexdigest()[:16]
+    return json_hash([files, index.to_dict()])
 
 
 def _check_disk(work: str, layout: Layout, preprocessor: Preprocessor, rows: int, output: Output) -> None:
@@ -165,8 +157,7 @@ def _check_disk(work: str, layout: Layout, preprocessor: Preprocessor, rows: int
     free = shutil.disk_usage(work).free
     if needed > free:
         raise InputError(
-            f"{work}: about {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free there. Free space or choose "
-            "another --out."
+            f"{work}: about {needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free. Free space or choose another --out."
         )
 
 

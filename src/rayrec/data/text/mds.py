@@ -154,8 +154,7 @@ class Index:
         return TokenColumn(name, dtype.newbyteorder("<").str, size // dtype.itemsize)
 
     def rows(self, content: mmap.mmap, shard: Shard, column: TokenColumn, path: str) -> np.ndarray:
-        """Return the tokens [rows, block_size] of a mapped shard as a view. Raises InputError if the shard is damaged or its rows
-        differ in length."""
+        """Return the tokens [rows, block_size] of a mapped shard as a view. Raises InputError if damaged or with unequal rows."""
         count, dtype = int(np.frombuffer(content, "<u4", 1)[0]), np.dtype(column.dtype)
         starts = np.frombuffer(content, "<u4", shard.rows + 1, 4).astype(np.int64)
         if count != shard.rows or starts[-1] != shard.size_bytes or not 0 < starts[0] < starts[1] <= starts[-1]:
@@ -222,11 +221,8 @@ def _checksum(file: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def load_streaming() -> ModuleType:
-    """Import streaming with empty modules instead of its vision, text and multimodal datasets.
-
-    streaming.vision imports torchvision, whose build from pip crashes a process with a CPU build of torch. Raises InputError if
-    streaming is not installed.
-    """
+    """Import streaming with empty modules instead of its vision, text and multimodal datasets. streaming.vision imports
+    torchvision, whose pip build crashes with a CPU build of torch. Raises InputError if not installed."""
     require("streaming", extra="language")
     for name in ("vision", "text", "multimodal"):
         sys.modules.setdefault(f"streaming.{name}", ModuleType(f"streaming.{name}"))
@@ -234,8 +230,7 @@ def load_streaming() -> ModuleType:
 
 
 def write_shard(tokens: np.ndarray, path: str) -> dict[str, Any]:
-    """Write tokens [rows, block_size], uint16 or uint32, as one shard at `path`, atomically, and return its index entry. The same
-    rows give the same bytes."""
+    """Write tokens [rows, block_size], uint16 or uint32, as a shard, atomically and reproducibly. Return its index entry."""
     streaming = load_streaming()
     columns = {COLUMN: f"ndarray:{tokens.dtype.name}:{tokens.shape[1]}"}
     with storage.Scratch("shard") as folder:
@@ -307,8 +302,7 @@ class TokenRows:
         raise TypeError("TokenRows cannot be pickled: create it in the process that reads")
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Read rows by number, in the given order. Raises InputError if a shard is damaged or missing, and OSError if its store
-        is unavailable for too long."""
+        """Read rows by number, in the given order. Raises InputError for a damaged or missing shard, OSError in a long outage."""
         rows = np.empty((len(indices), self.block_size), np.int64)
         shards = self._shards_of(indices)
         for shard in np.unique(shards).tolist():

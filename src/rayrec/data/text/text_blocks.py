@@ -159,8 +159,7 @@ class Source:
 
 
 def cut(read: Read, size_bytes: int, position: int) -> int:
-    """Return the first line start, or the end of the text, at or after `position`. Within a line of more than LINE_BYTES, return
-    the first character start."""
+    """Return the first line start, or the text's end, from `position` on; in lines over LINE_BYTES, the first character start."""
     if position <= 0 or position >= size_bytes:
         return min(max(position, 0), size_bytes)
     offset = position - 1

@@ -128,7 +128,7 @@ def bytes_bpe(texts: Iterable[str], vocabulary_size: int) -> Files:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [END_OF_TEXT]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocabulary_size, initial_alphabet=alphabet, special_tokens=special, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     ends = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}

@@ -121,8 +121,7 @@ class ExportedModel:
 
 
 def read_manifest(path: str) -> dict[str, Any]:
-    """Read a manifest: `model` (`ExportedModel.described`) and `files`. Raises InputError if it is damaged or has another
-    version."""
+    """Read a manifest: `model` (`ExportedModel.described`) and `files`. Raises InputError if damaged or of another version."""
     manifest = load_manifest(path, fix=FIX)
     if manifest.get("version", VERSION) != VERSION:
         raise InputError(f"{path}: export version must be {VERSION}, got {manifest['version']}; {FIX}")

@@ -31,8 +31,7 @@ _EXAMPLE_ROWS = 4
 
 
 class _FullModel(nn.Module):
-    """Model with tables: ids of all columns, int64 [rows, ids], and dense features, if any, float32 [rows, num_dense] -> logits
-    [rows, 1]."""
+    """Model with tables: ids of all columns, int64 [rows, ids], and float32 [rows, num_dense], if any -> logits [rows, 1]."""
 
     def __init__(
         self, model: nn.Module, tables: Sequence[torch.Tensor], *, row_format: RowFormat, hotness: Sequence[int]
@@ -118,9 +117,7 @@ def id_widths(preprocessor: Preprocessor) -> list[int]:
     widths = []
     for name, size in zip(preprocessor.inputs.sparse, preprocessor.hotness, strict=True):
         if size is None:
-            raise InputError(
-                f"onnx: column {name} has a variable number of ids per row, but inputs have a fixed width. Serve with rayrec."
-            )
+            raise InputError(f"onnx: column {name} has a varying number of ids, but inputs a fixed width. Serve with rayrec.")
         widths.append(size)
     return widths
 

@@ -98,8 +98,7 @@ def parity_rows(config: TrainConfig, preprocessor: Preprocessor, *, settings: Ex
         fault = f"no rows of the run's log {path}, which cannot be read ({' '.join(str(error).split())})"
         if not settings.ignore_parity:
             raise InputError(
-                f"export: found {fault} to compare. Set --parity-path to a labelled log, or pass --ignore-parity to compare "
-                "random rows."
+                f"export: found {fault} to compare. Set --parity-path to a labelled log, or --ignore-parity for random rows."
             ) from None
         return replace(random_rows(preprocessor, rows=settings.parity_rows), fault=fault)
 
@@ -127,11 +126,11 @@ def _read(
 
 def spread(ranges: Sequence[SegmentRange], *, rows: int) -> list[SegmentRange]:
     """Choose at most `rows` rows from evenly spaced segments. Pure."""
-    num_parts = max(1, math.ceil(len(ranges) * min(1.0, rows / sum(part.stop - part.start for part in ranges))))
+    num_parts = max(1, math.ceil(len(ranges) * min(1.0, rows / sum(part.rows for part in ranges))))
     selected = [ranges[index * len(ranges) // num_parts] for index in range(num_parts)]
     parts, left = [], rows
     for number, part in enumerate(selected):
-        take = min(part.stop - part.start, -(-left // (len(selected) - number)))
+        take = min(part.rows, -(-left // (len(selected) - number)))
         if take:
             parts.append(replace(part, stop=part.start + take))
         left -= take
@@ -171,11 +170,8 @@ def compare_encoder(encoder: Any, preprocessor: Preprocessor, rows: ParityRows) 
     Returns `rows`, `origin`, and `failure`: the first difference, None without one.
     """
     is_random = not rows.parts or rows.parts[0].segment.is_preprocessed
-    batches = (
-        [_as_table_rows(_random_table(preprocessor), preprocessor.schema)]
-        if is_random
-        else _raw_rows(rows.parts, encoder, preprocessor)
-    )
+    random = [_as_table_rows(_random_table(preprocessor), preprocessor.schema)] if is_random else []
+    batches = random or _raw_rows(rows.parts, encoder, preprocessor)
     count, failure = 0, None
     for raw, values in batches:
         failure = _encoder_failure(encoder, preprocessor, raw, values)

@@ -41,10 +41,8 @@ def is_export(path: str) -> bool:
 def open_export(
     path: str, *, device: Device = "cpu", own: type[ClickModelConfig] | None = None
 ) -> tuple[ExportedModel, ClickScorer]:
-    """Load an export, local or a URL, with a rayrec model or `own`. Verifies all checksums and executes nothing.
-
-    Raises InputError for damaged or missing files, weights that do not match the manifest, and pickles outside of it.
-    """
+    """Load an export, local or a URL, with a rayrec model or `own`. Verifies all checksums and executes nothing. Raises
+    InputError for damaged or missing files, weights that do not match the manifest, and pickles outside of it."""
     manifest = read_manifest(path)
     files = manifest["files"]
     reject_pickles(path, files)

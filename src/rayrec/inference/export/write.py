@@ -47,17 +47,14 @@ if TYPE_CHECKING:
 
 def export(checkpoint: str, out: str, *, config: TrainConfig, settings: ExportConfig | None = None) -> dict[str, Any]:
     """Export the model of a checkpoint or run, atomically into folder `out`. Returns the workload's report, out and checkpoint.
-
-    Raises InputError for an unusable checkpoint, an unsupported model, a click model whose export would score differently, and if
-    `out` exists.
-    """
+    Raises InputError for an unusable checkpoint, an unsupported model, different scores, and if `out` exists."""
     settings = settings or ExportConfig()
     opened = open_checkpoint(checkpoint)
     reject_pickles(opened.path, opened.manifest()["files"])
     is_click_model = isinstance(config.workload, ClickWorkload)
     if not is_click_model and settings != ExportConfig():
         raise InputError(
-            f"export: recipe {config.recipe} does not train a click model, which --quantize, --triton and the comparison need"
+            f"export: recipe {config.recipe} is not for click models, needed for --quantize, --triton and comparison"
         )
     with storage.writing_folder(out) as folder:
         if is_click_model:
@@ -90,8 +87,7 @@ def export_clicks(checkpoint: Checkpoint, out: str, *, config: TrainConfig, sett
     preprocessor = load_preprocessor(checkpoint.path)
     if weights := preprocessor.schema.list_weights:  # Not supported by the programs of an export
         raise InputError(
-            f"{checkpoint.path}: its lists have weights ({', '.join(weights)}), which exports do not support. Serve the "
-            "checkpoint instead."
+            f"{checkpoint.path}: its lists have weights ({', '.join(weights)}), unsupported in exports. Serve the checkpoint."
         )
     exported = ExportedModel(model, precision, settings.quantization, version_of(checkpoint), preprocessor)
     exported.row_format.check()

@@ -2,6 +2,5 @@
 
 Networks treat a dense feature as a field whose embedding is the feature times a learned vector, unless they say otherwise.
 
-For scoring, networks of rayrec are built on the meta device, so they compute constants that are not saved on use, not on
-construction.
+For scoring, networks are built on the meta device, so they compute constants that are not saved on use.
 """

@@ -1,5 +1,4 @@
-"""DCN V2 (Wang et al., "DCN V2: Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to Rank Systems", WWW
-2021)."""
+"""DCN V2 (Wang et al., "Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to Rank Systems", 2021)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -26,8 +25,7 @@ class DCNv2Config(MLPConfig):
     low_rank: Count | None = None
     """Rank of each cross layer's weight, a product of two matrices. None for full rank."""
     experts: Count | None = None
-    """Number of low-rank experts with tanh and a gate in each cross layer (FuxiCTR's use_low_rank_mixture). Needs `low_rank`.
-    None for no experts."""
+    """Number of low-rank experts with tanh and a gate per cross layer (FuxiCTR's use_low_rank_mixture). Needs `low_rank`."""
     mlp: Sizes = (400, 400, 400)
     """Layer widths of the MLP, or of the parallel one with stacked_parallel. If empty, there are only cross layers."""
     stacked_mlp: SomeSizes = (400, 400, 400)

@@ -69,9 +69,7 @@ class DCNv3(nn.Module):
 
     def loss(self, outputs: Mapping[str, torch.Tensor], batch: Batch) -> torch.Tensor:
         """Return the row losses, float32 [rows]: the logit's cross entropy, and each network's times the excess of its mean.
-
-        Means are unweighted over the rows of all workers, and gradients flow through them.
-        """
+        Means are unweighted over the rows of all workers, and gradients flow through them."""
         logits = torch.stack([outputs[self._label], outputs["deep"], outputs["shallow"]], dim=1)
         targets = batch.labels[self._label].unsqueeze(1).expand(-1, 3)
         losses = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")

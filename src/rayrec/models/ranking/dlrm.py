@@ -28,8 +28,7 @@ class DLRMConfig(ClickModelConfig):
     bottom_mlp: SomeSizes = (512, 256, 128)
     """Layer widths of the MLP over the dense features. The last one must equal embedding_dim."""
     top_mlp: SomeSizes = (1024, 1024, 512, 256, 1)
-    """Layer widths of the MLP over the interaction. The last one must be 1, the logit. Models with several labels have one logit
-    each."""
+    """Layer widths of the MLP over the interaction. The last must be 1, the logit. Models with several labels have one each."""
     batch_norm: bool = False
     """Whether to use batch norm, over the global batch, in the hidden layers of both MLPs."""
     bottom_dropout: Share = 0.0

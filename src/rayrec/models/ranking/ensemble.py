@@ -28,8 +28,7 @@ def _two_kinds() -> tuple[ClickModelConfig, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class EnsembleConfig(ClickModelConfig):
-    """Models with separate parts of every embedding. They train together but independently, or come from several checkpoints
-    (`rayrec ensemble`)."""
+    """Models with separate parts of every embedding, trained together but independently, or merged by `rayrec ensemble`."""
 
     models: Annotated[tuple[ClickModelConfig, ...], MinLen(2)] = field(default_factory=_two_kinds)
     """Two or more models. In a file, each has a `class`, the name of a rayrec model, and its settings."""
@@ -41,7 +40,7 @@ class EnsembleConfig(ClickModelConfig):
         for number, model in enumerate(self.models):
             if not model.LABELLED:
                 raise InputError(
-                    f"EnsembleConfig.models[{number}]: must predict a label, got {type(model).__name__}. Choose another model."
+                    f"EnsembleConfig.models[{number}]: must predict a label, got {type(model).__name__}. Replace it."
                 )
             if model.embedding_penalty:
                 raise InputError(

@@ -38,8 +38,7 @@ class FinalMLPConfig(ClickModelConfig):
     gate_mlp: Sizes = (64,)
     """Widths of the hidden layers of each gate."""
     first_context: tuple[str, ...] = ()
-    """Categorical features that determine the first MLP's gates, and `numbers` for all dense ones. If empty, the gates are
-    learned constants."""
+    """Categorical features, and `numbers` for all dense ones, that determine the first MLP's gates. Empty learns constants."""
     second_context: tuple[str, ...] = ()
     """Context of the second MLP's gates. See first_context."""
 
@@ -62,10 +61,8 @@ class FinalMLPConfig(ClickModelConfig):
 
 
 class FinalMLP(nn.Module):
-    """Logit w1 a + w2 b + sum over the heads of a_h W_h b_h, for outputs a and b of the two MLPs.
-
-    The contexts of gates have the same embeddings as the MLPs. In FuxiCTR they have separate ones.
-    """
+    """Logit w1 a + w2 b + sum over the heads of a_h W_h b_h, for outputs a and b of the two MLPs. The contexts of gates have the
+    same embeddings as the MLPs. In FuxiCTR they have separate ones."""
 
     def __init__(self, config: FinalMLPConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()

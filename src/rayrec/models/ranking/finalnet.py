@@ -76,8 +76,7 @@ class FinalNet(nn.Module):
         return {**outputs, "first tower": first, "second tower": second} if self._tower_losses else outputs
 
     def loss(self, outputs: Mapping[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Return the cross entropy of the logit with the label, plus, for `tower_losses`, of each tower with the logit's
-        probability. float32 [rows]."""
+        """Return the cross entropy of the logit and, for `tower_losses`, of each tower with its probability, float32 [rows]."""
         logits = outputs[self._label]
         loss = functional.binary_cross_entropy_with_logits(logits, batch.labels[self._label], reduction="none")
         for tower in ("first tower", "second tower"):

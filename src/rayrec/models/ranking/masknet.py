@@ -20,8 +20,7 @@ class MaskNetConfig(ClickModelConfig):
     """Layers with inputs multiplied by a mask that is computed from all features."""
 
     structure: Literal["parallel", "serial"] = "serial"
-    """Block layout: all mask blocks take the features, with an MLP on top (parallel), or each takes the previous block's outputs
-    (serial)."""
+    """Block layout: all mask blocks take the features, below an MLP (parallel), or each takes the previous outputs (serial)."""
     mlp: Sizes = (400, 400, 400)
     """Widths of the mask blocks (serial), or of the MLP on top of them (parallel)."""
     num_blocks: Count = 3

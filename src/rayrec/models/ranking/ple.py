@@ -87,8 +87,7 @@ class _Level(nn.Module):
         self.shared_gate = None if last else gate(labels * own + shared)
 
     def forward(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Map the states of each label and the shared one, [rows, in_features], to [rows, width] each. The last level has no
-        shared output."""
+        """Map the states of each label and the shared one, [rows, in_features], to [rows, width]. The last level shares none."""
         by_label = [experts(state) for experts, state in zip(self.own, states[:-1], strict=True)]
         shared = self.shared(states[-1])
         mixed = [

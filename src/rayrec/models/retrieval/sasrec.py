@@ -94,8 +94,7 @@ class SASRec(nn.Module):
         self.blocks = nn.ModuleList(_Block(config, dtype=self._dtype) for _ in range(config.blocks))
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
-        """Return `hidden` [rows, max_length, dim], the state after each item, and the list's `ids` [rows, max_length], `lengths`
-        [rows] and `table`."""
+        """Return `hidden` [rows, max_length, dim], the state after each item, `ids` [rows, max_length], `lengths` and `table`."""
         del dense
         items = embedded.sequences(self._feature)
         # The last position of a full list has no target in training, so it has no separate position embedding.

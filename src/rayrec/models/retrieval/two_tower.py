@@ -34,8 +34,7 @@ _DECAY: Final = 0.99
 class TwoTowerConfig(ClickModelConfig):
     """Vectors of users and items in one space. A row of the log is a user with a chosen item.
 
-    Discriminates the row's item from the items of all rows in the step, corrected for their frequency. Dense features and lists
-    belong to the user.
+    Discriminates the row's item from all items in the step, corrected for frequency. Dense features and lists are the user's.
     """
 
     LABELLED: ClassVar[bool] = False
@@ -139,8 +138,7 @@ class TwoTower(nn.Module):
         return functional.cross_entropy(self._mask_same_items(logits, outputs["ids"], ids, target), target, reduction="none")
 
     def measures(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
-        """Return NDCG and recall at k of each row's item among the table's items, or the step's items without a table. float32
-        [rows] each. Collective."""
+        """Return NDCG and recall at k of each row's item among the table's or the step's items, float32 [rows]. Collective."""
         del batch
         if "table" in outputs:
             items, target = self._vector(self.item_tower, outputs["table"]), outputs["ids"]

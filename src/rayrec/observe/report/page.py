@@ -66,8 +66,7 @@ def join_parts(parts: Sequence[str]) -> Markup:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, name: str, unfolded: bool = False) -> Markup:
-    """Render a table of texts. Omits columns without any value, emphasizes cells that start with `BEST`, and collapses long
-    tables unless `unfolded`."""
+    """Render a table of texts without empty columns. Emphasizes cells that start with `BEST`, and collapses long tables."""
     columns = [index for index in range(len(heads)) if not index or not rows or any(row[index] not in ("", "-") for row in rows)]
     rendered = draw(
         "parts.html",

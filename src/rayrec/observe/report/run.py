@@ -54,17 +54,13 @@ def read(folder: str) -> Run:
 
 def write(folder: str, *, out: str | None = None, price: Price | None = None) -> str:
     """Write the report of the run in `folder`, a path or URL, to `out` (None: report.html in `folder`) and return its path.
-
-    Includes the cost if `price` is set. Raises InputError if `folder` contains no run.
-    """
+    Includes the cost if `price` is set. Raises InputError if `folder` contains no run."""
     return save(render(read(folder), price=price), out or folder)
 
 
 def save(page: str, out: str) -> str:
-    """Write the page to the file `out`, or to report.html in the folder `out`, and return the path.
-
-    A path without an extension is a folder, created if missing.
-    """
+    """Write the page to the file `out`, or to report.html in the folder `out`, and return the path. A path without an extension
+    is a folder, created if missing."""
     is_file = storage.name_of(out).endswith((".html", ".htm")) or storage.size_of(out) is not None
     path = storage.absolute(out if is_file else storage.join(out, "report.html"))
     storage.write_bytes(path, page.encode())

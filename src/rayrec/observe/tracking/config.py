@@ -61,10 +61,8 @@ class TrackersConfig(Config):
             require("wandb", extra="wandb")
 
     def build(self, folder: str, config: Config) -> Makers:
-        """Return a factory for each tracker by name, except Prometheus (see `rayrec.training.launchers.ray_metrics`).
-
-        `folder` is the run folder and `config` the full configuration. Factories import and connect only when called.
-        """
+        """Return a factory for each tracker by name, except Prometheus (see `rayrec.training.launchers.ray_metrics`). `folder` is
+        the run folder and `config` the full configuration. Factories import and connect only when called."""
         values, makers = config.to_dict(), Makers()
         if self.tensorboard:
             makers["TensorBoard"] = _maker("tensorboard", "TensorBoardTracker", folder, config=config.to_yaml())

@@ -21,11 +21,8 @@ UPLOAD_S: Final = 30.0
 
 @final
 class AppendFile:
-    """Append-only file that replaces an older one at the first `flush`.
-
-    Unwritten bytes are kept for the next `flush`. For URLs, the full file stays in memory (TensorBoard: about 2 kB per logged
-    step).
-    """
+    """Append-only file that replaces an older one at the first `flush`. Unwritten bytes are kept for the next `flush`. For URLs,
+    the full file is in memory (TensorBoard: 2 kB per logged step)."""
 
     def __init__(self, path: str) -> None:
         self.path: Final = path

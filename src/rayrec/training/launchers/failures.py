@@ -26,8 +26,7 @@ class FailurePolicy:
         self._waited_s = 0.0
 
     def pause_s(self, error: Exception, *, attempt_s: float, progressed: bool) -> float:
-        """Return the seconds to wait before the next attempt, after one of `attempt_s` that failed. `progressed`: whether it made
-        a new checkpoint.
+        """Return the seconds to wait after a failed attempt of `attempt_s`. `progressed`: whether it made a new checkpoint.
 
         Raises `error` if failure.max_failures are exceeded, or if code or data failed twice in the same way from the same step;
         InputError if there was no room for the workers for failure.node_wait_s.

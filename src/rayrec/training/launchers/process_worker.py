@@ -194,8 +194,7 @@ def _engine(config: TrainConfig, threads: int) -> ThreadEngine:
 
 
 def device_of(env: TorchrunEnv, *, use_gpu: bool) -> torch.device:
-    """Return the device of a process: the GPU of its local rank, or the current GPU if it trains alone. Raises InputError if it
-    sees no such GPU."""
+    """Return the GPU of a process's local rank, or the current one if it trains alone. Raises InputError without such a GPU."""
     if not use_gpu:
         return torch.device("cpu")
     if not env.is_torchrun:

@@ -22,7 +22,7 @@ from rayrec.cluster.layout import Layout
 from rayrec.cluster.node_storage import require_reachable
 from rayrec.compat.ray_compat import ControllerCallback, PlacementGroupID, WorkerGroupCallback, data_parallel_trainer
 from rayrec.config import InputError
-from rayrec.data.engine import Shared, StreamEngine, ThreadEngine
+from rayrec.data.engine import Shared, StreamEngine, Task, ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine, RayShared
 from rayrec.observe.console import Console
 from rayrec.observe.tracking.config import Makers
@@ -49,8 +49,7 @@ def allocate_resources(config: TrainConfig, *, probe: bool = False, free: bool =
 
 
 def wait_for_resources(config: TrainConfig, note: Callable[[str], None], *, free: bool = False) -> Layout:
-    """Wait until the run fits on the cluster (with `free`, on its unreserved resources) and allocate it. Raises InputError after
-    failure.node_wait_s."""
+    """Wait until the run fits on the cluster (with `free`, on unreserved resources). Raises InputError after node_wait_s."""
     deadline_s = time.monotonic() + config.failure.node_wait_s
     awaited = "resources in use by other jobs" if free else "nodes"
     is_reported = False
@@ -298,9 +297,7 @@ class _SingleNodeEngine(RayEngine):
 
     max_outage_s: float = 0.0
 
-    def run(
-        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 16 << 20
-    ) -> Iterator[pa.Table]:
+    def run(self, name: str, function: Task, items: Sequence[Any], *, block_bytes: int = 16 << 20) -> Iterator[pa.Table]:
         if len(items) > _FEW_TASKS:
             return super().run(name, function, items, block_bytes=block_bytes)
         return ThreadEngine(1, max_outage_s=self.max_outage_s).run(name, function, items, block_bytes=block_bytes)

@@ -21,7 +21,7 @@ from rayrec.ingest.row_order import RowOrder, RowPlan, RowPosition
 from rayrec.layers.operation_count import counted
 from rayrec.metrics.means import RowMetrics
 from rayrec.optim.config import NamedOptimizer
-from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size
+from rayrec.workloads.base import WorkerContext, WorkerSetup
 from rayrec.workloads.data_parallel.model import DataParallelModel
 from rayrec.workloads.step_timer import StepTimer, make_step_timer, time_gradient_exchange
 from rayrec.workloads.worker_setup import memory_errors, step_start
@@ -47,7 +47,7 @@ def train_loader(
 
 
 def _batch_size(workload: DataParallelModel, context: WorkerContext, prepared: Any) -> int:
-    return effective_batch_size(context.config, rows=workload.set_rows(prepared)["train"], world_size=context.world_size)
+    return context.config.effective_batch_size(rows=workload.set_rows(prepared)["train"], world_size=context.world_size)
 
 
 def set_up(workload: DataParallelModel, context: WorkerContext, prepared: Any) -> WorkerSetup:

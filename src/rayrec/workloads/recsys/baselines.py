@@ -145,8 +145,7 @@ class _Rates:
 
 
 class _Trees:
-    """Gradient-boosted trees on numbers and target-encoded categories: smoothed click rate and count, from the other folds in
-    training. Skips lists."""
+    """Gradient-boosted trees on numbers and target-encoded categories: click rate and count from other folds. Skips lists."""
 
     def __init__(self, rates: dict[int, _Rates], booster: object) -> None:
         self._rates, self._booster = rates, booster

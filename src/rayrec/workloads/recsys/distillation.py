@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +10,7 @@ import numpy as np
 from rayrec import storage
 from rayrec.bounds import Fraction
 from rayrec.checkpoint import Checkpoint, open_checkpoint
-from rayrec.config import Config, InputError
+from rayrec.config import Config, InputError, json_hash
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.metrics.binary import sigmoid
@@ -34,9 +32,7 @@ class TeacherConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.checkpoint is not None and not all(self.checkpoints):
-            raise InputError(
-                "teacher.checkpoint: must be one or more runs or checkpoints, got an empty value. Set it, or leave it out."
-            )
+            raise InputError("teacher.checkpoint: must be one or more runs or checkpoints, got an empty value. Omit it.")
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
@@ -48,13 +44,9 @@ class TeacherConfig(Config):
     def check(self) -> None:
         """Check that both a teacher and a weight are set, or neither. Raises InputError."""
         if self.weight and self.checkpoint is None:
-            raise InputError(
-                "teacher.checkpoint: must be a trained click model, got None. Pass --workload.teacher.checkpoint RUN."
-            )
+            raise InputError("teacher.checkpoint: must be a click model, got None. Pass --workload.teacher.checkpoint RUN.")
         if self.checkpoint is not None and not self.weight:
-            raise InputError(
-                "teacher.weight: must be above 0 with a teacher.checkpoint, got 0. Pass --workload.teacher.weight 0.5."
-            )
+            raise InputError("teacher.weight: must be above 0 with a checkpoint, got 0. Pass --workload.teacher.weight 0.5.")
 
 
 @dataclass(frozen=True)
@@ -75,17 +67,13 @@ def open_teacher(config: TeacherConfig, *, run: str) -> Teacher | None:
     recorded = storage.read_json(record) if storage.exists(record) else []
     recorded = recorded if isinstance(recorded, list) else [recorded]  # earlier versions wrote a single dict
     opened = [open_checkpoint(each) for each in ([each["checkpoint"] for each in recorded] or config.checkpoints)]
-    current = [{"checkpoint": each.path, "weights": _hash_of(each)} for each in opened]
+    current = [{"checkpoint": each.path, "weights": json_hash(each.manifest())} for each in opened]
     if not recorded:
         storage.write_json(record, current)
     for before, now in zip(recorded, current, strict=False):
         if before["weights"] != now["weights"]:
             raise InputError(f"{now['checkpoint']}: the teacher's weights changed since {run} started. Start a new run.")
     return Teacher(tuple(each.path for each in opened), config.weight)
-
-
-def _hash_of(checkpoint: Checkpoint) -> str:
-    return hashlib.sha256(json.dumps(checkpoint.manifest(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_targets(teacher: Teacher, preprocessor: Preprocessor) -> Callable[[EncodedRows], np.ndarray]:

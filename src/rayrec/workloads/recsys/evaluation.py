@@ -26,13 +26,7 @@ class EvaluationCounts:
     """Counts of one worker's last evaluation: rows and clicks by logit, unknown and missing values by column."""
 
     def __init__(self, columns: Mapping[str, SparseColumn], heads: Sequence[Head], *, grouped: bool = False) -> None:
-        """Create empty counts.
-
-        Args:
-            columns: Columns by batch key, empty if ids no longer reveal unknown categories.
-            heads: Heads of the model.
-            grouped: Whether batches have group keys.
-        """
+        """`columns` by batch key, empty if ids no longer reveal unknown ones. `grouped`: whether batches have group keys."""
         self._columns, self.heads, self.grouped = columns, heads, grouped
         self._start("")
 
@@ -100,8 +94,7 @@ def counted_columns(keys: Sequence[str], columns: Sequence[SparseColumn], *, exp
 
 
 def reliability_bins(by_logit: np.ndarray) -> list[dict[str, float]]:
-    """Group rows by score into up to 15 bins of about equal size for a reliability diagram (Niculescu-Mizil & Caruana 2005).
-    Pure.
+    """Group rows by score into up to 15 bins of equal size for a reliability diagram (Niculescu-Mizil & Caruana 2005). Pure.
 
     `by_logit` [3, bins] has rows, clicks and summed probabilities of narrow logit bins. Each result has `rows`, `predicted` (mean
     probability) and `observed` (share of clicks).

@@ -28,15 +28,7 @@ from rayrec.sharding.communication import CommunicationVolume, Lookup, estimate_
 from rayrec.sharding.placement import PROCESS_BYTES, WorkerMemory, describe, placements, worker_memories
 from rayrec.sharding.planner import Site, plan_sharding
 from rayrec.storage.cache import is_gzip
-from rayrec.workloads.base import (
-    LocalTrainer,
-    MeasuredSpeed,
-    Target,
-    TrainConfig,
-    WorkerContext,
-    WorkerSetup,
-    effective_batch_size,
-)
+from rayrec.workloads.base import LocalTrainer, MeasuredSpeed, Target, TrainConfig, WorkerContext, WorkerSetup
 from rayrec.workloads.recsys.settings import ClickSettings, Prepared
 
 if TYPE_CHECKING:
@@ -56,8 +48,7 @@ _COPIES_OF_ACTIVATIONS: Final = 2
 """Copies of activations, including the gradient."""
 _EXCHANGE_BYTES: Final = {"fp32": 4, "fp16": 2, "bf16": 2}
 NOT_CHECKED: Final = (
-    "Not checked: whether the tables fit the GPUs, because this machine has none. --cluster gpus=N,gpu_memory_gb=N,... sets "
-    "their memory."
+    "Not checked: whether the tables fit the GPUs, because this machine has none. Set --cluster gpus=N,gpu_memory_gb=N,..."
 )
 
 
@@ -113,8 +104,7 @@ def available_host_bytes() -> int:
 
 
 def build_model(workload: ClickSettings, num_embeddings: list[int], *, inputs: Schema, **settings: Any) -> ClickModel:
-    """Build the model with tables on the meta device and their optimizer applied, so that TorchRec's planner includes its
-    state."""
+    """Build the model with tables on the meta device and apply their optimizer, so that TorchRec's planner includes its state."""
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
     from rayrec.models.sharded_model import build_click_model
@@ -131,8 +121,7 @@ def build_model(workload: ClickSettings, num_embeddings: list[int], *, inputs: S
 def cut_to_fit(
     workload: ClickSettings, config: TrainConfig, num_embeddings: list[int], *, inputs: Schema, workers: int, memory_bytes: int
 ) -> list[int]:
-    """Cap the rows per table so that all tables fit `workers` on one node with `memory_bytes` each. Raises InputError if not even
-    tables of one row fit."""
+    """Cap the rows per table so that all tables fit `workers` on one node. Raises InputError if not even one row each fits."""
     max_rows = max(num_embeddings)
     target = Target(workers, workers)
     while True:
@@ -223,7 +212,7 @@ def tables_of(
         ]
     )
     table_bytes = tuple(sum(row.bytes_of_rank.get(rank, 0) for row in placed) for rank in range(workers))
-    batch_size = effective_batch_size(config, rows=rows, world_size=workers)
+    batch_size = config.effective_batch_size(rows=rows, world_size=workers)
     traffic = estimate_communication(
         placed,
         lookups_of(workload, of_model, hotness, tables=full_tables if workload.model.TRAINS_ON_TABLES else {}, rows=batch_size),

@@ -58,14 +58,8 @@ class PlainModel(nn.Module):
         unpooled: tuple[str, ...] = (),
         tables: tuple[str, ...] = (),
     ) -> None:
-        """Create the model.
-
-        Args:
-            width: Embedding width.
-            sequences: Features with unpooled embeddings.
-            unpooled: Features whose tables have unpooled names in a checkpoint.
-            tables: Features whose full table the network reads.
-        """
+        """`width` is the embedding width. Features: `sequences` with unpooled embeddings, `unpooled` whose tables have unpooled
+        names in a checkpoint, `tables` whose full table the network reads."""
         super().__init__()
         self.network, self.inputs, self.heads, self.width = network, inputs, heads, width
         self.sequences, self._unpooled, self.tables = sequences, unpooled, tables
@@ -157,8 +151,7 @@ class ClickScorer:
         return self._model.heads
 
     def predict(self, rows: EncodedRows) -> dict[str, np.ndarray]:
-        """Return the predictions [rows, ...] of the heads by tensor name. For labels, these are float32 logits or predicted
-        numbers."""
+        """Return the heads' predictions [rows, ...] by tensor name. For labels, these are float32 logits or predicted numbers."""
         with torch.inference_mode():
             return {name: tensor.cpu().numpy() for name, tensor in self._model.predict(*self.inputs(rows)).items()}  # device sync
 
@@ -259,8 +252,7 @@ def empty_model(
 
 @contextmanager
 def _limited_weights(stored_bytes: int | None, where: str) -> Iterator[None]:
-    """Stop building a network in this thread if its weights take more than twice `stored_bytes` plus 16 MiB, or have an
-    impossible size."""
+    """Stop building a network in this thread if its weights exceed twice `stored_bytes` plus 16 MiB, or have impossible sizes."""
     remaining_bytes = math.inf if stored_bytes is None else 2 * stored_bytes + (16 << 20)  # some parts may be built and dropped
     thread = threading.get_ident()
 
@@ -376,8 +368,7 @@ def merge_checkpoints(
     for checkpoint, (_, other) in zip(checkpoints, settings, strict=True):
         if other != precision:
             raise InputError(
-                f"{checkpoint.path}: precision {other} does not match {precision} of {checkpoints[0].path}. Use models with one "
-                "precision."
+                f"{checkpoint.path}: precision {other} does not match {precision} of {checkpoints[0].path}. Use one precision."
             )
     model = EnsembleConfig(models=tuple(alone.replace(embedding_penalty=0.0) for alone, _ in settings))
     return MergedEnsemble(model, precision, _weight_targets(checkpoints, model, preprocessor=preprocessor, precision=precision))

@@ -154,8 +154,7 @@ def cache_folder(checkpoint: str) -> str:
 
 
 def open_run_log(data: DataConfig, preprocessor: Preprocessor, *, cache: str, max_bad_fraction: float = 1.0) -> LogIndex:
-    """Return the index of a log, cached in folder `cache`. Raises InputError if the log is missing, unreadable, or has too many
-    invalid lines."""
+    """Return the index of a log, cached in folder `cache`. Raises InputError if unreadable or with too many invalid lines."""
     if data.path is None:
         raise InputError("the run's config.yaml must name its log")
     return LogSource.at(data.path, data.files).index(
@@ -170,9 +169,8 @@ def encode_parts(parts: Iterable[SegmentRange], preprocessor: Preprocessor) -> I
     """Yield the rows of log parts in order, in batches of up to `BATCH_ROWS`."""
     for part in parts:
         read = open_block(Block((part,), None), preprocessor).encode
-        size = part.stop - part.start
-        for start in range(0, size, BATCH_ROWS):
-            yield read(start, min(start + BATCH_ROWS, size))
+        for start in range(0, part.rows, BATCH_ROWS):
+            yield read(start, min(start + BATCH_ROWS, part.rows))
 
 
 @final

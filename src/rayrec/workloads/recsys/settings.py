@@ -55,8 +55,7 @@ class ClickSettings(Workload):
     preset: Preset = field(default_factory=Preset)
     """Column encoding, unless a Preprocessor is used, and the split of the log."""
     preprocessor: str | None = None
-    """Preprocessor folder from `rayrec vocabulary`. None uses the Preprocessor of preprocessed data, else creates one from the
-    rows counted by the preset."""
+    """Preprocessor folder from `rayrec vocabulary`. None: that of preprocessed data, else a new one from the preset's rows."""
     vocabulary_memory_bytes: int | None = None
     """Memory for category counts in bytes. Counts beyond it spill to disk. None uses a quarter of the available memory."""
     model: ClickModelConfig = field(default_factory=DLRMConfig)
@@ -82,9 +81,7 @@ class ClickSettings(Workload):
 
     def check(self, config: TrainConfig) -> None:
         if config.train_data.path is None:
-            raise InputError(
-                "train_data.path: must be a training log, got None. Pass --train-data.path PATH (rayrec generate creates one)."
-            )
+            raise InputError("train_data.path: must be a training log, got None. Pass --data PATH (rayrec generate creates one).")
         if self.preprocessor is None and not LogSource.at(config.train_data.path).is_preprocessed:
             inputs = self.preset.inputs(self.schema)
             check_sparse(inputs)
@@ -109,17 +106,13 @@ class ClickSettings(Workload):
             raise InputError(f"schema.label: must be a column, which {name} learns from, got None. Name it.")
         if self.schema.label is None and self.schema.labels and self.schema.labels[0].missing == "allowed":
             raise InputError(
-                f"schema.labels: the main label, {self.schema.labels[0].name}, must be in every row, got missing: allowed. Set "
-                "it to fault."
+                f"schema.labels: main label {self.schema.labels[0].name} must be in every row, got missing: allowed. Set fault."
             )
         if self.schema.group and self.model.LABELLED and not self.predicts_clicks:
-            raise InputError(
-                f"schema.group: must be None if the main label is not a click, got {self.schema.group}. Leave it out."
-            )
+            raise InputError(f"schema.group: must be None if the main label is not a click, got {self.schema.group}. Omit it.")
         if self.teacher.checkpoint and not self.predicts_clicks:
             raise InputError(
-                f"teacher.checkpoint: must be None for {name}, which predicts no clicks, got {self.teacher.checkpoint}. "
-                "Leave it out."
+                f"teacher.checkpoint: must be None for {name}, which predicts no clicks, got {self.teacher.checkpoint}. Omit it."
             )
 
     def _check_clipping(self) -> None:
@@ -132,9 +125,7 @@ class ClickSettings(Workload):
                 "alone with dense_optimizer.max_gradient_norm."
             )
         if self.dense_optimizer.max_gradient_norm is not None:
-            raise InputError(
-                "workload.max_gradient_norm and dense_optimizer.max_gradient_norm: the first clips the network too. Set only one."
-            )
+            raise InputError("workload.max_gradient_norm and dense_optimizer.max_gradient_norm: the first clips both. Set one.")
 
     @property
     def predicts_clicks(self) -> bool:
@@ -173,8 +164,7 @@ def check_sparse(inputs: Schema) -> None:
 
 
 def check_grouped(schema: Schema, path: str | None) -> None:
-    """Check that evaluation rows are raw if the schema has a group: preprocessed rows have ids, and rare categories share one.
-    Raises InputError."""
+    """Check that evaluation rows are raw if the schema has a group: in preprocessed rows, rare categories share an id."""
     if schema.group is not None and path is not None and LogSource.at(path).is_preprocessed:
         raise InputError(
             f"schema.group: {path} is preprocessed and has no values of {schema.group}. Evaluate on a raw log "

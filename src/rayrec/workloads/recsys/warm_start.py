@@ -91,21 +91,18 @@ def require_same_inputs(checkpoint: Checkpoint, old: Preprocessor, new: Preproce
     for description, (stored, expected) in pairs.items():
         if stored != expected:
             raise InputError(
-                f"init_from {checkpoint.path}: {description} must be {expected}, as in this run, got {stored}. Use the same "
-                "schema."
+                f"init_from {checkpoint.path}: {description} must be {expected}, as in this run, got {stored}. Use one schema."
             )
     if new.multi_hot is not None and old.num_embeddings != new.num_embeddings:
         raise InputError(
-            f"init_from {checkpoint.path}: table rows do not match, and the bags of multi_hot depend on them. Use the same "
-            "Preprocessor."
+            f"init_from {checkpoint.path}: table rows differ, and the bags of multi_hot depend on them. Use one Preprocessor."
         )
 
 
 def remap_table(
     old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_tokens: np.ndarray, *, where: str
 ) -> TableRemap:
-    """Map rows of the new table to rows of the old table by token. Reserved rows (unknown, missing, below the first category) map
-    to their old counterparts.
+    """Map rows of the new to the old table by token, and reserved rows (unknown, missing, below the first category) too.
 
     Raises InputError, prefixed with `where`, if rows have no counterpart: hashed columns with different row counts, and columns
     whose categories share rows differently.

@@ -40,7 +40,7 @@ from rayrec.optim.optimizer import JointlyClippedOptimizer, data_parallel_optimi
 from rayrec.optim.table_adam import TableAdam, disable_fused_update
 from rayrec.sharding.placement import data_parallel_tables, describe, placements
 from rayrec.sharding.planner import Site, embedding_sharders, plan_sharding, workers_per_node
-from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size
+from rayrec.workloads.base import WorkerContext, WorkerSetup
 from rayrec.workloads.recsys.distillation import load_targets
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, counted_columns
 from rayrec.workloads.recsys.planning import build_model
@@ -137,7 +137,7 @@ def _plan_or_wait(
 def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) -> WorkerSetup:
     """Set up the model, optimizer and pipeline for the training loop. Collective."""
     config, inputs = context.config, prepared.inputs
-    batch_size = effective_batch_size(config, rows=prepared.sets["train"].rows, world_size=context.world_size)
+    batch_size = config.effective_batch_size(rows=prepared.sets["train"].rows, world_size=context.world_size)
     model = build_model(workload, prepared.num_embeddings, inputs=inputs, precision=config.precision, seed=config.seed)
     cost = network_multiply_adds(
         model.head.network, ModelInputs.of(inputs), workload.model, num_embeddings=prepared.num_embeddings
@@ -230,7 +230,7 @@ def train_loader(
         context,
         prepared,
         "train",
-        batch_size=effective_batch_size(config, rows=rows, world_size=context.world_size),
+        batch_size=config.effective_batch_size(rows=rows, world_size=context.world_size),
         state=state,
         epochs=None if config.steps is not None else config.epochs,
         max_steps=None if config.steps is None else max(0, config.steps - step),

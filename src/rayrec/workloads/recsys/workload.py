@@ -166,8 +166,7 @@ class ClickWorkload(ClickSettings):
         return preprocessor
 
     def _configured_preprocessor(self, path: str, teacher: Teacher | None) -> Preprocessor | None:
-        """Return the Preprocessor of preprocessed data, teachers or configuration, or None. Raises InputError if they differ.
-        Memory: two of them."""
+        """Return the Preprocessor of preprocessed data, teachers or configuration, or None. Raises InputError if they differ."""
         teachers = () if teacher is None else teacher.checkpoints
         of_data = LogSource.at(path).preprocessor()
         folders = {} if of_data is None else {path: of_data}
@@ -238,10 +237,8 @@ class ClickWorkload(ClickSettings):
 
     def _available_preprocessor(self, config: TrainConfig) -> Preprocessor | None:
         """Return the configured Preprocessor, or the Preprocessor of preprocessed data."""
-        if self.preprocessor is not None:
-            return Preprocessor.load(self.preprocessor)
         path = config.train_data.path
-        folder = None if path is None else LogSource.at(path).preprocessor()
+        folder = self.preprocessor or (LogSource.at(path).preprocessor() if path else None)
         return None if folder is None else Preprocessor.load(folder)
 
     def probe_speed(

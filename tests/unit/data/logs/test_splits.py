@@ -122,7 +122,7 @@ def test_days_are_folders_or_files() -> None:
         ({"kind": "fraction", "test_days": 2}, "split fraction: test_days applies to kind days only"),
         ({"kind": "named_days"}, "validation_names is empty"),
         ({"kind": "days", "test_days": 4}, "the log has 5 days, and 5 held-out ones leave none"),
-        ({"kind": "days", "train_days": 4}, "train_days 4 and the held-out days overlap; 3 days are left"),
+        ({"kind": "days", "train_days": 4}, "train_days 4 and held-out days overlap; 3 days are left"),
         ({"kind": "days", "validation_days": 1, "test_days": 2}, "leave no rows for test"),
         ({"kind": "fraction", "validation": 0.1, "test": 0.01}, "leave no rows for test"),
         (

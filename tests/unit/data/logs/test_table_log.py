@@ -534,7 +534,7 @@ REJECTED = [
     (pa.array([1]), "sparse", {"lists": ("c",)}, "a list is needed"),
     (pa.array([[[1]]]), "sparse", {"lists": ("c",)}, "text or integers are needed"),
     (pa.array([[{"a": 1}]]), "sparse", {"lists": ("c",)}, "text or integers are needed"),
-    (pa.array([1]), "sparse", {"tokens": "hexadecimal"}, "8 hexadecimal digits as text are needed"),
+    (pa.array([1]), "sparse", {"tokens": "hexadecimal"}, "needs 8 hexadecimal digits as text"),
 ]
 
 

@@ -183,7 +183,7 @@ def test_invalid_exports_raise_one_line(saved: Saved, tmp_path: Path) -> None:
     for path, message in ((unlabelled, "labels not found"), (str(tmp_path / "absent.tsv"), r"absent\.tsv")):
         with pytest.raises(InputError, match=message):
             export_of(saved, tmp_path / "out", parity_path=path)
-    with pytest.raises(InputError, match="does not train a click model"):
+    with pytest.raises(InputError, match="is not for click models"):
         export(str(saved.run), str(tmp_path / "out"), config=recipes.mnist_resnet18(), settings=ExportConfig(triton=True))
     with pytest.raises(InputError, match="parity_rows"):
         ExportConfig(parity_rows=0)

@@ -42,7 +42,7 @@ def test_plan_for_absent_gpus_needs_no_log() -> None:
     assert "a checkpoint's copy" in text
     assert "Not checked" not in text
     assert "cat_0   40,000,000  128" in unchecked
-    assert unchecked.endswith("--cluster gpus=N,gpu_memory_gb=N,... sets their memory.")
+    assert unchecked.endswith("Set --cluster gpus=N,gpu_memory_gb=N,...")
 
 
 def test_adagrad_doubles_table_memory() -> None:

@@ -104,7 +104,7 @@ def test_scoring_rejects_changed_preprocessor(copied: Path, config: TrainConfig)
     stored.write_text(stored.read_text().replace('"mean": 0.5', '"mean": 2.0', 1))
     rejects("does not match the stored", open_served, str(copied), config=config)
     shutil.rmtree(copied / "preprocessor")
-    rejects("preprocessor/ not found, which every checkpoint of a click model has", open_served, str(copied), config=config)
+    rejects("preprocessor/ not found, so not a click model", open_served, str(copied), config=config)
 
 
 def test_scoring_rejects_other_model_or_version(copied: Path, config: TrainConfig) -> None:
