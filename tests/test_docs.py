@@ -17,6 +17,7 @@ import ast
 import dataclasses
 import functools
 import json
+import math
 import os
 import re
 import select
@@ -470,17 +471,49 @@ def test_cookbook_scripts_are_short() -> None:
     assert [place for place, block in cookbook.items() if block.text.count("\n") > 40] == []
 
 
-LIMITS = re.compile(r"limit|\bonly\b|\bnot\b|\bnever\b|\bnone\b|\bno\b", re.IGNORECASE)
-
-
-@pytest.mark.parametrize("page", PAGES[len(ROOT_PAGES) :], ids=_name)
-def test_pages_begin_with_their_limits(page: Path) -> None:
-    """In its first paragraphs, five lines or so: what it does not do, or what was not tested."""
-    begin = re.sub(r"<[^>]+>", "", page.read_text().partition("\n## ")[0])
-    assert LIMITS.search("\n".join(begin.splitlines()[1:9])), "say in the first lines what does not work or was not tested"
-
-
 INDEX = ROOT / "docs" / "index.md"
+TOPICS = dict(re.findall(r"^\| \[[^\]]+\]\(([^)#]+)\) \| (.+) \|$", INDEX.read_text(), re.MULTILINE))
+"""Topic of each page below docs/, from the tables of the index."""
+STATUS = {"index.md": "(guarantees.md)", "architecture.md": "(guarantees.md#test-status)", "guarantees.md": "(#test-status)"}
+"""Pages without limits of their own, and their link to the test status of all parts."""
+
+
+def _opening_faults(text: str, topic: str, limits: str) -> list[str]:
+    """Check a page's first paragraph: five lines at most that give a task, the page's topic and a link to its limits."""
+    title, _, rest = text.partition("\n")
+    opening = rest.strip("\n").partition("\n\n")[0]
+    prose = re.sub(r"\]\([^)]*\)", "]", opening)
+    stems = {word[:5] for word in re.findall(r"\w{3,}", f"{title} {topic}".lower())} - {"and", "the"}
+    faults = {
+        "no task": not re.match(r"(?!(?:An?|The|This|Each|How|What) )[A-Za-z`]", opening) or len(prose.split()) < 12,
+        "too long": opening.count("\n") > 4,
+        "another topic": not any(re.search(rf"\b{stem}", prose.lower()) for stem in stems),
+        "no limits": limits not in opening,
+    }
+    return [fault for fault, is_true in faults.items() if is_true]
+
+
+@pytest.mark.parametrize("page", [ROOT_PAGES[0], *PAGES[len(ROOT_PAGES) :]], ids=_name)
+def test_pages_begin_and_end_with_their_limits(page: Path) -> None:
+    name, text = page.relative_to(ROOT / "docs" if page.parent != ROOT else ROOT).as_posix(), page.read_text()
+    assert _opening_faults(text, TOPICS.get(name, ""), STATUS.get(name, "(#limitations)")) == []
+    heading, _, limits = _prose(page).rpartition("\n## ")[2].partition("\n")
+    assert name in STATUS or (heading == "Limitations" and len(limits.split()) > 4)
+
+
+def test_opening_check_reports_each_fault() -> None:
+    good = "# Tune\n\nSearch the best hyperparameters of a model on one log, in turn. No GPU\nran ([limits](#limitations)).\n\n"
+    for old, new, fault in (
+        ("", "", None),
+        ("Search the", "| Search | the", "no task"),
+        ("Search", "The search of", "no task"),
+        (" of a model on one log, in turn", "", "no task"),
+        (" on one log,", "\non\none\nlog,\n", "too long"),
+        ("Search", "Find", "another topic"),
+        ("([limits](#limitations))", "by us", "no limits"),
+        ("No GPU\nran (", "\n\nNo GPU ran (", "no limits"),  # in the second paragraph
+    ):
+        assert _opening_faults(good.replace(old, new), "search of settings", "(#limitations)") == [fault] * (fault is not None)
 
 
 def test_index_lists_each_page_once() -> None:
@@ -511,6 +544,64 @@ def test_site_describes_code(site: Path) -> None:
     named |= {"exit-statuses": "143", "formats": "manifest.json", "http": "POST /v1/score"}
     assert [page for page, name in named.items() if name not in pages[page]] == []
     assert "rayrec_serve_rows_total" in pages["metrics"]
+
+
+def _search(entries: list[dict[str, str]], query: str) -> list[str]:
+    """Rank the pages of a search index as the site does (Material's lunr), best first.
+
+    BM25 of the words that begin with a word of the query, 1,000-fold in titles. Entries are pages and, with an anchor, their
+    sections; a page ranks as its best entry, and a page's own entry counts more.
+    """
+
+    def words(text: str) -> list[str]:
+        return re.split(r"[\s\-]+", re.sub(r"<[^>]+>", " ", text).lower())
+
+    fields = [(words(entry["title"]), words(entry["text"])) for entry in entries]
+    scores, matches = [0.0] * len(entries), [0] * len(entries)
+    terms = words(query)
+    for term in terms:
+        counts = [[sum(word.startswith(term) for word in field) for field in pair] for pair in fields]
+        having = sum(map(any, counts))
+        rarity = math.log(1 + (len(entries) - having + 0.5) / (having + 0.5))
+        for number, (title, text) in enumerate(counts):
+            scores[number] += rarity * 2.2 * (1000 * title / (title + 1.2) + text / (text + 1.2))
+            matches[number] += bool(title or text)
+    best: dict[str, float] = {}
+    for entry, score, matched in zip(entries, scores, matches, strict=True):
+        page, anchor, _ = entry["location"].partition("#")
+        best[page] = max(best.get(page, 0), score * (1 + ((not anchor) + matched / len(terms)) ** 2))
+    return sorted((page for page, score in best.items() if score), key=best.__getitem__, reverse=True)
+
+
+def test_search_prefers_titles_to_headings_to_text() -> None:
+    titles = {"b.html": "Other", "a.html": "Atomic files", "c.html#s": "Is atomic", "d.html": "Empty"}
+    entries = [
+        {"location": page, "title": title, "text": f"<p>{'atomic' * (title != 'Empty')}</p>"} for page, title in titles.items()
+    ]
+    assert _search(entries, "Atomic") == ["a.html", "c.html", "b.html"]
+
+
+SEARCHES = {
+    "CTR": "models",
+    "click-through rate": "models",
+    "hyperparameter": "tune",
+    "multi-task": "models/labels",
+    "fine-tune": "vision",
+    "incremental": "warm-start",
+    "atomic": "checkpoints",
+    "idempotent": "cookbook/daily",
+    "initialization": "configure",
+    "resume": "checkpoints",
+    "fault tolerance": "faults",
+    "quantize": "export",
+}
+"""The field's words, and the page that a search for each must find first."""
+
+
+@pytest.mark.slow
+def test_searches_find_their_page_first(site: Path) -> None:
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    assert {query: _search(entries, query)[0].removesuffix(".html") for query in SEARCHES} == SEARCHES
 
 
 @pytest.mark.slow
