@@ -116,7 +116,8 @@ layers: setup
 	@echo "check: import-linter"; out=$$($(RUN)/lint-imports 2>&1) || { echo "$$out"; exit 1; }
 
 spelling: setup
-	@echo "check: codespell"; $(RUN)/codespell
+	@echo "check: codespell, American in the documentation"; $(RUN)/codespell
+	@$(RUN)/codespell --builtin en-GB_to_en-US -L labelled *.md docs examples # open_labelled is a name
 
 prose: setup ## words, docstrings and names (tools/prose.py)
 	@echo "check: prose"; $(RUN)/python tools/prose.py
