@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.faults import raising
+from builders.faults import raising, rejects
 from builders.scripts import ROOT, script
 
 import rayrec
@@ -103,16 +103,14 @@ def test_quartet_cancels_drift_in_both_orders(seed: int) -> None:
 def test_missing_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAYREC_GPU_TESTS_ON", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match="torch sees no GPU here"):
-        gpu.main(quick=True)
+    rejects("torch sees no GPU here", gpu.main, quick=True)
 
 
 def test_parts_are_selected_by_name() -> None:
     assert gpu.chosen_parts(["gpu", "--quick"]) == gpu.PARTS
     assert gpu.chosen_parts(["gpu", "--parts", "trace,train"]) == ("train", "trace")
     for wrong in (["--parts", "speed"], ["--parts"], ["--parts", ""]):
-        with pytest.raises(InputError, match="--parts: there are train, dcnv2"):
-            gpu.chosen_parts(wrong)
+        rejects("--parts: there are train, dcnv2", gpu.chosen_parts, wrong)
 
 
 def test_roofline_is_lower_of_two_bounds() -> None:
@@ -390,8 +388,7 @@ def test_failed_part_of_all_benchmarks_is_skipped(capsys: pytest.CaptureFixture[
     for name, status in (("second", 1), ("first", 0)):
         monkeypatch.setattr(measuring, "_FAILED", [])
         assert run.main([name]) == status
-    with pytest.raises(InputError, match="names no log"):
-        run.main(["third"])
+    rejects("names no log", run.main, ["third"])
 
 
 @pytest.mark.extended

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from builders.faults import rejects
 from builders.savers import Run, save
 from hosts import cloud_stores
 from hosts.cloud_stores import CloudStore, S3Store
@@ -80,8 +81,7 @@ def test_cloud_files_and_folders_match_local(folder: str, tmp_path: Path) -> Non
     storage.remove_folder(f"{folder}/deep")
     storage.remove_folder(f"{folder}/deep")
     assert storage.list_folder(folder) == ["empty"]
-    with pytest.raises(InputError, match=r"a\.txt: no such file$"):
-        storage.read_bytes(f"{folder}/a.txt")
+    rejects(r"a\.txt: no such file$", storage.read_bytes, f"{folder}/a.txt")
 
 
 def test_cloud_globs_and_partitions_list_all_depths(folder: str) -> None:
@@ -151,8 +151,7 @@ def test_missing_bucket_raises_one_line(store: CloudStore) -> None:
     other = store.bucket.replace("logs", "none")
     for call in (lambda: storage.write_bytes(f"{other}/a", b"x"), lambda: storage.read_bytes(f"{other}/a"),
                  lambda: storage.list_files(f"{other}/a")):  # fmt: skip
-        with pytest.raises(InputError, match=rf"^{other}: (bucket|container) not found; create it"):
-            call()
+        rejects(rf"^{other}: (bucket|container) not found; create it", call)
 
 
 def test_checkpoint_round_trips_through_cloud(folder: str) -> None:

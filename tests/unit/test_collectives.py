@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders.faults import rejects
 from ranks.checkpoint import run_ranks
 from ranks.metric import gathered_rows_of_ranks
 from torch import distributed
 
 from rayrec.cluster.layout import TorchrunEnv
 from rayrec.collectives import gathered_rows, group_arguments, group_device
-from rayrec.config import InputError
 from rayrec.training.launchers.process_worker import device_of
 
 
@@ -36,8 +36,7 @@ def test_process_uses_gpu_of_local_rank(monkeypatch: pytest.MonkeyPatch) -> None
     assert device_of(last, use_gpu=True) == torch.device("cuda", 7)
     assert device_of(last, use_gpu=False) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # Slurm has bound one GPU to each process
-    with pytest.raises(InputError, match=r"LOCAL_RANK=7 on .*: this process sees 1 GPUs\. .*--gpu-bind=none"):
-        device_of(last, use_gpu=True)
+    rejects(r"LOCAL_RANK=7 on .*: this process sees 1 GPUs\. .*--gpu-bind=none", device_of, last, use_gpu=True)
 
 
 @pytest.mark.parametrize("size", [2, 3])

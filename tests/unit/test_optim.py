@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders.faults import rejects
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn import Parameter
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
@@ -14,7 +15,6 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, t
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer
 
-from rayrec.config import InputError
 from rayrec.optim import config as optim
 
 # Schedule ------------------------------------------------------------------------------------------------------------
@@ -93,8 +93,7 @@ def test_decay_fraction_is_end_of_run() -> None:
     ],
 )  # fmt: skip
 def test_optimizer_configs_reject_invalid_settings(config: type, fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        config(**fields)
+    rejects(message, config, **fields)
 
 
 # Dense ---------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from builders.faults import rejects
 
 from rayrec import recipes
 from rayrec.config import InputError
@@ -66,8 +67,7 @@ def test_custom_recipe_loads_from_file(own: Path) -> None:
     assert recipes.find(f"{own}:small") is recipe  # the file is run once
     text = recipe().replace(seed=5).to_yaml()
     assert recipes.load_config(text, recipe=recipe).seed == 5
-    with pytest.raises(InputError, match=r"no recipe 'small'.*FILE.py:FUNCTION"):
-        recipes.load_config(text)
+    rejects(r"no recipe 'small'.*FILE.py:FUNCTION", recipes.load_config, text)
     with pytest.raises(InputError, match="belongs to recipe 'criteo_demo', got recipe 'small'"):
         recipes.load_config(recipes.criteo_demo().to_yaml(), recipe=recipe)
 
@@ -75,8 +75,7 @@ def test_custom_recipe_loads_from_file(own: Path) -> None:
 def test_find_rejects_invalid_recipes(own: Path) -> None:
     wrong = r"wrong\(\) must return a rayrec.TrainConfig"
     for name, message in {"NUMBER": "function 'NUMBER' not found", "none": "function 'none' not found", "wrong": wrong}.items():
-        with pytest.raises(InputError, match=message):
-            recipes.find(f"{own}:{name}")
+        rejects(message, recipes.find, f"{own}:{name}")
 
 
 @pytest.mark.parametrize("name", ["json", "zipapp"])

@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any, Literal
 
 import pytest
+from builders.faults import rejects
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -132,8 +133,7 @@ def test_plan_skips_types_for_equal_nodes() -> None:
     ],
 )  # fmt: skip
 def test_plan_rejects_impossible_settings(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        plan(**settings)
+    rejects(message, plan, **settings)
 
 
 def test_plan_explains_planner_error() -> None:
@@ -160,8 +160,7 @@ def test_plan_accepts_exact_memory_fit() -> None:
 def test_plan_moves_oversized_tables_to_host_memory() -> None:
     settings: Any = {"memory_bytes": 200 * MIB, "host_memory_bytes": GIB}
     cached = ShardingConfig(uvm_caching=True, uvm_cache_fraction=0.25)
-    with pytest.raises(InputError, match=r"workers have 170.0 MiB"):
-        plan(1, "cuda", **settings)
+    rejects(r"workers have 170.0 MiB", plan, 1, "cuda", **settings)
     made = plan(1, "cuda", config=cached, **settings)
     rows = rows_of(made)
     moved = [row for row in rows if row.device_share < 1]
@@ -209,8 +208,7 @@ def test_optimizer_state_size_matches_torchrec(kind: Any, monkeypatch: pytest.Mo
     ],
 )
 def test_sharding_config_rejects_invalid_settings(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        ShardingConfig(**settings)
+    rejects(message, ShardingConfig, **settings)
 
 
 def test_sharders_support_rayrec_tables() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from builders.faults import at_first
+from builders.faults import at_first, rejects
 from pyarrow import fs
 
 import rayrec
@@ -60,8 +60,7 @@ def test_list_files_sorts_numbers_naturally(tmp_path: Path) -> None:
 )
 def test_listing_missing_path_raises(tmp_path: Path, call: Callable[[str], object], why: str) -> None:
     (tmp_path / "only.json").write_bytes(b"{}")
-    with pytest.raises(InputError, match=why):
-        call(str(tmp_path))
+    rejects(why, call, str(tmp_path))
 
 
 def write_and_fail(path: Path) -> None:
@@ -103,8 +102,7 @@ def test_json_round_trips_with_nan_as_null(tmp_path: Path) -> None:
     assert storage.read_json(str(path)) == strict == {"ä": None, "rows": 3, "nested": [1.5, [None, None], {"text": "NaN"}]}
     for damaged in (b'{"a": ', b"\xff\xfe\x00"):
         path.write_bytes(damaged)
-        with pytest.raises(InputError, match=r"value\.json: damaged"):
-            storage.read_json(str(path))
+        rejects(r"value\.json: damaged", storage.read_json, str(path))
 
 
 # Streams -------------------------------------------------------------------------------------------------------------
@@ -173,8 +171,7 @@ def test_folders_are_listed_copied_and_removed(tmp_path: Path) -> None:
         storage.remove_folder(prefix + folder)
         assert os.listdir(tmp_path) == ["b"]
         storage.remove_folder(f"{prefix}{tmp_path}/b")
-    with pytest.raises(InputError, match="no such folder"):
-        storage.copy_files(folder, f"{folder}2")
+    rejects("no such folder", storage.copy_files, folder, f"{folder}2")
     assert os.listdir(tmp_path) == []
 
 
@@ -302,8 +299,7 @@ def test_outage_limit_reads_environment(monkeypatch: pytest.MonkeyPatch) -> None
     with storage.retry_timeout(1):
         assert retry.outage_s() == 1
     monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "long")
-    with pytest.raises(InputError, match="RAYREC_STORAGE_OUTAGE_S"):
-        retry.outage_s()
+    rejects("RAYREC_STORAGE_OUTAGE_S", retry.outage_s)
 
 
 @pytest.mark.parametrize(
@@ -329,8 +325,7 @@ def test_google_and_azure_locations_match_their_tools(monkeypatch: pytest.Monkey
     assert GcsLocation.of("gcs://b/a?endpoint_override=x.com") == GcsLocation("b/a", "https://x.com", anonymous=False)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:9")
     assert GcsLocation.of("gs://bucket/a") == GcsLocation("bucket/a", "http://127.0.0.1:9", anonymous=True)
-    with pytest.raises(InputError, match=r"storage account not found\. Set AZURE_STORAGE_ACCOUNT"):
-        AzureLocation.of("az://logs/a")
+    rejects(r"storage account not found\. Set AZURE_STORAGE_ACCOUNT", AzureLocation.of, "az://logs/a")
     url = "abfss://logs@acct.dfs.core.windows.net/a/b"
     assert AzureLocation.of(url) == AzureLocation("logs/a/b", "acct", "https://acct.blob.core.windows.net")
     assert storage.folder_of(url) == "abfss://logs@acct.dfs.core.windows.net/a"
@@ -364,8 +359,7 @@ def test_s3_location_matches_aws_tools(tmp_path: Path, monkeypatch: pytest.Monke
         assert (place.inner, place.endpoint, place.region) == expected
     assert S3Location.of("s3://bucket?allow_bucket_creation=true").flags == ("allow_bucket_creation",)
     config.write_text("rubbish")
-    with pytest.raises(InputError, match="must be an AWS config file"):
-        S3Location.of("s3://bucket")
+    rejects("must be an AWS config file", S3Location.of, "s3://bucket")
 
 
 def test_s3_url_options_stay_at_end() -> None:

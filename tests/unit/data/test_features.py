@@ -8,11 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from builders.faults import rejects
 from builders.logs import made_from
 from builders.same import assert_same
 
 from rayrec.batch import Batch
-from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, make_preprocessor
@@ -115,8 +115,7 @@ def test_yaml_declares_labels_and_features() -> None:
     ],
 )
 def test_schema_rejects_invalid_features(text: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        load_schema(f"sparse: [user, item, history]\nlists: [history]\n{text}", "schema.yaml")
+    rejects(message, load_schema, f"sparse: [user, item, history]\nlists: [history]\n{text}", "schema.yaml")
 
 
 def test_aligned_lists_require_matching_positions() -> None:
@@ -207,8 +206,7 @@ def test_other_types_of_time() -> None:
         pa.array([0.0, 1.0, 2.0, 3.0]),
     ):
         assert parsed(column("at", values)).times.tolist() == [0, 1_000_000, 2_000_000, 3_000_000]
-    with pytest.raises(InputError, match="a time must be a date"):
-        parse_table(column("at", pa.array([True] * 4)), SCHEMA)
+    rejects("a time must be a date", parse_table, column("at", pa.array([True] * 4)), SCHEMA)
 
 
 def test_take_and_concatenate_keep_all_fields() -> None:
@@ -269,8 +267,7 @@ def test_arrow_and_preprocessed_parquet_keep_everything(tmp_path: Path, encoded:
     file = str(tmp_path / "rows.parquet")
     pq.write_table(named_columns(rows, SCHEMA), file)
     assert_same(from_named_columns(pq.read_table(file), SCHEMA), rows)
-    with pytest.raises(InputError, match=r"cannot store columns like, seconds, at\. Use --format parquet"):
-        check("npy", preprocessor, labelled=True)
+    rejects(r"cannot store columns like, seconds, at\. Use --format parquet", check, "npy", preprocessor, labelled=True)
 
 
 def batches(rows: EncodedRows, *sizes: int) -> list[Batch]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders.faults import rejects
 
 from rayrec.config import InputError
 from rayrec.data.numbered_rows import find, read_idx, read_images, read_labels, read_pair, read_part
@@ -51,8 +52,7 @@ def test_idx_names_match_fetched_files(tmp_path: Path) -> None:
     plain.touch()
     assert find(str(tmp_path), "t10k", "labels") == str(plain)
     (tmp_path / "t10k-labels.idx1-ubyte").touch()
-    with pytest.raises(InputError, match=r"t10k-labels-idx1-ubyte and t10k-labels\.idx1-ubyte; keep one"):
-        find(str(tmp_path), "t10k", "labels")
+    rejects(r"t10k-labels-idx1-ubyte and t10k-labels\.idx1-ubyte; keep one", find, str(tmp_path), "t10k", "labels")
 
 
 @pytest.mark.parametrize(
@@ -87,23 +87,15 @@ def test_damaged_files_are_rejected(tmp_path: Path, content: bytes, message: str
 
 def test_read_idx_rejects_wrong_shapes(tmp_path: Path) -> None:
     images, labels = tmp_path / "train-images-idx3-ubyte", tmp_path / "train-labels-idx1-ubyte"
-    with pytest.raises(InputError, match=r"train-images-idx3-ubyte not found.* rayrec fetch mnist --out "):
-        read_part(str(tmp_path), "train", num_classes=10)
+    rejects(r"train-images-idx3-ubyte not found.* rayrec fetch mnist --out ", read_part, str(tmp_path), "train", num_classes=10)
     images.write_bytes(idx(IMAGES))
-    with pytest.raises(InputError, match=r"train-labels-idx1-ubyte not found.* rayrec fetch mnist --out "):
-        read_part(str(tmp_path), "train", num_classes=10)
-    with pytest.raises(InputError, match=r"nowhere: train-images-idx3-ubyte not found"):
-        read_part(str(tmp_path / "nowhere"), "train", num_classes=10)
-    with pytest.raises(InputError, match=r"nowhere: no such file; get it again .rayrec fetch mnist"):
-        read_images(str(tmp_path / "nowhere"))
+    rejects(r"train-labels-idx1-ubyte not found.* rayrec fetch mnist --out ", read_part, str(tmp_path), "train", num_classes=10)
+    rejects(r"nowhere: train-images-idx3-ubyte not found", read_part, str(tmp_path / "nowhere"), "train", num_classes=10)
+    rejects(r"nowhere: no such file; get it again .rayrec fetch mnist", read_images, str(tmp_path / "nowhere"))
     labels.write_bytes(idx(LABELS[:4]))
-    with pytest.raises(InputError, match=r"has 5 images, but .*train-labels-idx1-ubyte has 4 labels"):
-        read_pair(str(images), str(labels), num_classes=10)
+    rejects(r"has 5 images, but .*train-labels-idx1-ubyte has 4 labels", read_pair, str(images), str(labels), num_classes=10)
     labels.write_bytes(idx(np.array([3, 0, 10, 1, 200], np.uint8)))
-    with pytest.raises(InputError, match=r"label of row 2 must be 0 to 9, got 10; set num_classes to 201"):
-        read_part(str(tmp_path), "train", num_classes=10)
+    rejects(r"label of row 2 must be 0 to 9, got 10; set num_classes to 201", read_part, str(tmp_path), "train", num_classes=10)
     assert read_labels(str(labels), num_classes=201).tolist() == [3, 0, 10, 1, 200]
-    with pytest.raises(InputError, match=r"must have shape \(rows, height, width\), got \(5,\); name the file of the images"):
-        read_images(str(labels))
-    with pytest.raises(InputError, match=r"must have shape \(rows,\), got \(5, 4, 3\); name the file of the labels"):
-        read_labels(str(images), num_classes=10)
+    rejects(r"must have shape \(rows, height, width\), got \(5,\); name the file of the images", read_images, str(labels))
+    rejects(r"must have shape \(rows,\), got \(5, 4, 3\); name the file of the labels", read_labels, str(images), num_classes=10)

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from builders.engines import Died, LoopEngine
-from builders.faults import at_first, raising
+from builders.faults import at_first, raising, rejects
 
 from rayrec import storage
 from rayrec.config import InputError
@@ -70,8 +70,7 @@ def test_job_resumes_after_kill(tmp_path: Path, place: str, last_file: str | Non
 @pytest.mark.parametrize("last_file", ["last", None])
 def test_job_rejects_complete_folder(tmp_path: Path, place: str, last_file: str | None) -> None:
     _make(f"{place}{tmp_path}/out", last_file=last_file)
-    with pytest.raises(InputError, match=r"out: exists already; remove it or choose another place"):
-        _make(f"{place}{tmp_path}/out", last_file=last_file)
+    rejects(r"out: exists already; remove it or choose another place", _make, f"{place}{tmp_path}/out", last_file=last_file)
 
 
 def test_files_of_killed_tasks_are_removed(tmp_path: Path) -> None:
@@ -172,11 +171,9 @@ def test_job_resumes_removal_after_copy(tmp_path: Path, monkeypatch: pytest.Monk
         patch.setattr(storage, "remove_folder", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             killed.__exit__(None, None, None)
-    with pytest.raises(InputError, match="exists already"):
-        resumable_job(url, MADE_OF, last_file=None).__enter__()
+    rejects("exists already", resumable_job(url, MADE_OF, last_file=None).__enter__)
     storage.remove_folder(url)
-    with pytest.raises(InputError, match=r"out\.partial: has files, but no _job/made_of\.json"):
-        resumable_job(url, MADE_OF, last_file=None).__enter__()
+    rejects(r"out\.partial: has files, but no _job/made_of\.json", resumable_job(url, MADE_OF, last_file=None).__enter__)
 
 
 def test_job_rejects_second_writer(tmp_path: Path) -> None:
@@ -191,8 +188,7 @@ def test_job_rejects_second_writer(tmp_path: Path) -> None:
 
 def test_task_errors_name_fix(tmp_path: Path) -> None:
     folder = JobFolder(str(tmp_path / "gone"))
-    with pytest.raises(InputError, match=r"gone: not visible from a data task on .*choose an --out that all nodes share"):
-        folder.require()
+    rejects(r"gone: not visible from a data task on .*choose an --out that all nodes share", folder.require)
     with pytest.raises(InputError, match=r"gone: No space left .*make room there and run the same command"), folder.disk_errors():
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(PermissionError), folder.disk_errors():

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 import pytest
+from builders.faults import rejects
 from builders.logs import open_index
 from hosts.slow_store import SlowStore
 
@@ -117,8 +118,7 @@ def test_partitions_reject_invalid_columns(tmp_path: Path) -> None:
         open_index(f"{tmp_path}/log", CLICKS.replace(dense=("dt",)))
     pq.write_table(table(5), tmp_path / "flat.parquet")
     flat = open_index(f"{tmp_path}/flat.parquet", CLICKS, cache=tmp_path / "cache")
-    with pytest.raises(InputError, match=r"split last_partition: .*flat.parquet must be in a folder named KEY=VALUE"):
-        Split(kind="last_partition").rows(flat)
+    rejects(r"split last_partition: .*flat.parquet must be in a folder named KEY=VALUE", Split(kind="last_partition").rows, flat)
 
 
 def test_edited_log_is_reported_and_old_caches_removed(tmp_path: Path) -> None:
@@ -162,5 +162,4 @@ def test_old_rewritten_tables_are_removed(tmp_path: Path) -> None:
 def test_raw_files_reject_foreign_folders(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / name).write_bytes(b"\x93NUMPY")
     (tmp_path / "index.json").write_text("{}")
-    with pytest.raises(InputError, match=message):
-        open_index(str(tmp_path), SCHEMA, cache=tmp_path / "cache")
+    rejects(message, open_index, str(tmp_path), SCHEMA, cache=tmp_path / "cache")

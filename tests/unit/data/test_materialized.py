@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from builders.click_models import hashed_preprocessor
 from builders.engines import LoopEngine
-from builders.faults import flip
+from builders.faults import flip, rejects
 from builders.logs import learn, open_index
 from builders.same import assert_same
 from builders.torchrec_scripts import torchrec_criteo
@@ -198,8 +198,7 @@ def test_write_rejects_unsupported_columns(
         (days, preprocessor, "csv", "format: must be one of binary, npy, parquet, got 'csv'"),
     ]
     for index, made, format, message in cases:
-        with pytest.raises(InputError, match=message):
-            write(index, made, tmp_path / "out", format)
+        rejects(message, write, index, made, tmp_path / "out", format)
     missing = replace(hashed(SCHEMA, 9), dense=(DenseColumn(missing_value=3.0),) * 13)
     with pytest.raises(InputError, match=r"as 0, but in column int_0 0 becomes 0\.0 and missing 3\.0\. Use --format npy"):
         write(days, missing, tmp_path / "out", "binary")
@@ -309,8 +308,7 @@ def test_damaged_files_raise(days: LogIndex, preprocessor: Preprocessor, tmp_pat
     size = len(content)
 
     def is_told(why: str, **how: bool) -> None:
-        with pytest.raises(InputError, match=f"{name}: {why}"):
-            open_preprocessed(str(out), **how)
+        rejects(f"{name}: {why}", open_preprocessed, str(out), **how)
 
     flip(out / name)
     open_preprocessed(str(out))
@@ -322,8 +320,7 @@ def test_damaged_files_raise(days: LogIndex, preprocessor: Preprocessor, tmp_pat
     (out / name).write_bytes(content)
     for file in made.manifest["files"]:  # and after the dataset was opened
         (out / file["name"]).write_bytes((out / file["name"]).read_bytes()[:-9])
-    with pytest.raises(InputError, match=r"the dataset is damaged\. Copy it again"):
-        read_preprocessed(made.index.segments[:1], np.arange(3), preprocessor)
+    rejects(r"the dataset is damaged\. Copy it again", read_preprocessed, made.index.segments[:1], np.arange(3), preprocessor)
 
 
 def test_open_rejects_invalid_manifest(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
@@ -338,8 +335,7 @@ def test_open_rejects_invalid_manifest(days: LogIndex, preprocessor: Preprocesso
         (None, r"dataset\.json not found\. Make a preprocessed dataset with `rayrec preprocess LOG"),
     ):
         manifest.write_text(content) if content else manifest.unlink()
-        with pytest.raises(InputError, match=why):
-            open_preprocessed(str(out))
+        rejects(why, open_preprocessed, str(out))
 
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
@@ -394,5 +390,4 @@ def test_checksums_are_compared_once(
     assert opened() == made.index
     assert not done
     flip(path := out / made.manifest["files"][1]["name"], -1)
-    with pytest.raises(InputError, match=rf"{path.name}: checksum does not match: the dataset is damaged"):
-        opened()
+    rejects(rf"{path.name}: checksum does not match: the dataset is damaged", opened)

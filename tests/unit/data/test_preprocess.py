@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 from builders.click_models import hashed_preprocessor
 from builders.engines import Died, LoopEngine
-from builders.faults import at_first, raising
+from builders.faults import at_first, raising, rejects
 from builders.logs import open_index
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,12 +124,10 @@ def test_resume_rejects_other_inputs(log: Path, tmp_path: Path) -> None:
         ({"segments_per_task": 3, "shuffle": "full"}, "shuffle, seed, segments_per_task"),
         ({"preprocessor": make(MultiHot(sizes=(1,) * 26))}, "preprocessor"),
     ):
-        with pytest.raises(InputError, match=rf"incomplete output of a call with a different {named}; use the same .* remove"):
-            run(log, out, **changes)
+        rejects(rf"incomplete output of a call with a different {named}; use the same .* remove", run, log, out, **changes)
     day = log / "day_1"
     day.write_bytes(day.read_bytes() + day.read_bytes())
-    with pytest.raises(InputError, match="with a different sets, log;"):
-        run(log, out)
+    rejects("with a different sets, log;", run, log, out)
     shutil.rmtree(f"{out}.partial")
     run(log, out)
     assert open_preprocessed(str(out)).index.rows == 3000
@@ -142,8 +140,7 @@ def test_preprocess_rejects_invalid_logs(log: Path, tmp_path: Path) -> None:
         (made.index, "preprocessed already, in format binary. Use the raw log"),
         (LogIndex((), Faults()), "no rows to write"),
     ):
-        with pytest.raises(InputError, match=why):
-            preprocess(index, format="npy", engine=LoopEngine(), **arguments)
+        rejects(why, preprocess, index, format="npy", engine=LoopEngine(), **arguments)
     with pytest.raises(InputError, match=r"sets: rows 4-9 of b overlap other sets or exceed the log of 2000 rows"):
         run(log, tmp_path / "b", sets={"a": (0, 5), "b": (4, 9)})
 
@@ -158,10 +155,8 @@ def test_preprocess_writes_to_urls(log: Path, tmp_path: Path, monkeypatch: pytes
     """file:// stands for any URL: parquet goes straight below it, dataset.json last."""
     out = f"file://{tmp_path}/remote"
     for format in ("binary", "npy"):
-        with pytest.raises(InputError, match=rf"remote: format {format} is written in place.*a folder and copy it"):
-            run(log, out, format=format)
-    with pytest.raises(InputError, match="a full shuffle needs a file system"):
-        run(log, out, format="parquet", shuffle="full")
+        rejects(rf"remote: format {format} is written in place.*a folder and copy it", run, log, out, format=format)
+    rejects("a full shuffle needs a file system", run, log, out, format="parquet", shuffle="full")
     with pytest.raises(Died):
         run(log, out, format="parquet", engine=LoopEngine(3))
     assert not LogSource.at(out).is_preprocessed
@@ -173,16 +168,14 @@ def test_preprocess_writes_to_urls(log: Path, tmp_path: Path, monkeypatch: pytes
 
 def test_small_disk_raises(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
-    with pytest.raises(InputError, match=r"out\.partial: about 0\.0 GB are needed and 0\.0 GB are free there\. Free space or"):
-        run(log, tmp_path / "out")
+    rejects(r"out\.partial: about 0\.0 GB are needed and 0\.0 GB are free there\. Free space or", run, log, tmp_path / "out")
     assert not Path(f"{tmp_path / 'out'}.partial").exists()
 
 
 def test_full_disk_resumes(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", raising(OSError(errno.ENOSPC, "No space left on device")))
-        with pytest.raises(InputError, match=r"out\.partial: No space left on device; make room there and run the same"):
-            run(log, tmp_path / "out")
+        rejects(r"out\.partial: No space left on device; make room there and run the same", run, log, tmp_path / "out")
     run(log, tmp_path / "out")
 
 

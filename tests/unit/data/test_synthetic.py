@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders.faults import rejects
 from sklearn.metrics import roc_auc_score
 
 from rayrec.config import InputError
@@ -146,8 +147,7 @@ def test_dated_folders_apply_drift(tmp_path: Path) -> None:
     parts = sorted((tmp_path / "split").glob("dt=*/train.txt"))
     assert b"".join(part.read_bytes() for part in parts) == (tmp_path / "plain" / "train.txt").read_bytes()
     for wrong in ("2026-02-30", "today", "9999-12-30"):
-        with pytest.raises(InputError, match="must be a date such as 2026-01-31"):
-            synthetic.generate(str(tmp_path / "wrong"), first_date=wrong, **arguments)
+        rejects("must be a date such as 2026-01-31", synthetic.generate, str(tmp_path / "wrong"), first_date=wrong, **arguments)
 
 
 def test_failed_dated_log_leaves_no_folder(tmp_path: Path) -> None:
@@ -201,8 +201,7 @@ def test_failed_publish_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", ["train.txt", "truth.json"])
 def test_never_overwrites(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")
-    with pytest.raises(InputError, match=f"already has {name}"):
-        synthetic.generate(str(tmp_path), rows=100)
+    rejects(f"already has {name}", synthetic.generate, str(tmp_path), rows=100)
     assert os.listdir(tmp_path) == [name]
     assert (tmp_path / name).read_text() == "mine"
 

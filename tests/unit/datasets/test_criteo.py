@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from builders.faults import rejects
 
 from rayrec.config import InputError
 from rayrec.datasets import criteo
@@ -33,10 +34,8 @@ def test_published_files_are_valid() -> None:
             for checksum in (file.md5, file.unpacked_md5, source.md5):
                 assert checksum is None or (len(checksum) == 32 and int(checksum, 16))
     assert len({file.md5 for files in PUBLISHED.values() for file in files}) == 2 + 24 + 4
-    with pytest.raises(InputError, match="did you mean 'criteo_small'"):
-        files_of("criteo_smal")
-    with pytest.raises(InputError, match="there are criteo_kaggle, criteo_small, criteo_full, mnist"):
-        files_of("zzz")
+    rejects("did you mean 'criteo_small'", files_of, "criteo_smal")
+    rejects("there are criteo_kaggle, criteo_small, criteo_full, mnist", files_of, "zzz")
 
 
 def test_require_files_accepts_plain_gz_and_parquet(tmp_path: Path) -> None:
@@ -49,13 +48,11 @@ def test_require_files_accepts_plain_gz_and_parquet(tmp_path: Path) -> None:
 
     notes: list[str] = []
     days = ["day_0", "day_1.gz", "day_2.parquet", "day_23.gz"]
-    with pytest.raises(InputError, match=r"missing day_3 \("):
-        found([*days, "day_3.gz.old"], criteo.SMALL_DAYS)
+    rejects(r"missing day_3 \(", found, [*days, "day_3.gz.old"], criteo.SMALL_DAYS)
     assert found([*days, "day_3.parquet"], criteo.SMALL_DAYS) == [*days[:3], "day_3.parquet", "day_23.gz"]
     assert notes == [f"{tmp_path}/day_0: 15 GB, but 49.8 GB are published"]
     assert found(["train.parquet", "test.txt.gz"], criteo.KAGGLE_FILES) == ["train.parquet", "test.txt.gz"]
-    with pytest.raises(InputError, match=r"more than once \(test\.txt and test\.txt\.gz\)\. Keep one of each"):
-        found(["test.txt"], criteo.KAGGLE_FILES)
+    rejects(r"more than once \(test\.txt and test\.txt\.gz\)\. Keep one of each", found, ["test.txt"], criteo.KAGGLE_FILES)
 
 
 def test_require_files_returns_all_paths(tmp_path: Path) -> None:
@@ -89,8 +86,7 @@ def test_require_files_returns_all_paths(tmp_path: Path) -> None:
 def test_require_files_reports_missing_files(tmp_path: Path, name: str, why: str) -> None:
     files = [RemoteFile(name="x")] if name == "y" else files_of(name)
     for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(InputError, match=f"missing {why}"):
-            require_files(str(path), files, fetch_name=name)
+        rejects(f"missing {why}", require_files, str(path), files, fetch_name=name)
 
 
 def test_names_and_sizes_are_readable() -> None:

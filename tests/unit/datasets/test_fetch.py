@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from builders.faults import rejects
 
 from rayrec import storage
 from rayrec.config import InputError
@@ -170,13 +171,11 @@ def test_present_files_are_skipped(server: Server, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"a\.gz: sha256 must be .* as fetched, got \w+\. Remove it to fetch it again"):
         fetch([file], str(tmp_path), verify=True)
     (tmp_path / "a.gz").write_bytes(BODY[:-1])
-    with pytest.raises(InputError, match=r"size must be 3,000,000 bytes as fetched, got 2,999,999\. Remove it"):
-        fetch([file], str(tmp_path))
+    rejects(r"size must be 3,000,000 bytes as fetched, got 2,999,999\. Remove it", fetch, [file], str(tmp_path))
     (tmp_path / "fetched.json").unlink()
     with pytest.raises(InputError, match=r"size must be 3,000,000 bytes as published, got 2,999,999\. Remove it"):
         fetch([server.file(size_bytes=len(BODY))], str(tmp_path))
-    with pytest.raises(InputError, match=r"md5 must be \w+ as published, got \w+\. Remove it"):
-        fetch([file], str(tmp_path))
+    rejects(r"md5 must be \w+ as published, got \w+\. Remove it", fetch, [file], str(tmp_path))
 
 
 @pytest.mark.parametrize("validator", [{"etag": '"one"'}, {"etag": None, "modified": "Mon, 01 Jun 2026 00:00:00 GMT"}])
@@ -194,11 +193,9 @@ def test_broken_connection_resumes(server: Server, tmp_path: Path, validator: di
 def test_fetch_resumes_interrupted_download(server: Server, tmp_path: Path) -> None:
     served = server.files["a.gz"] = Served(drops=[1_000_000])
     once = RETRIES.replace(attempts=1)
-    with pytest.raises(InputError, match=r"the connection broke after 1,000,000 of 3,000,000 bytes"):
-        fetch([server.file()], str(tmp_path), retries=once)
+    rejects(r"the connection broke after 1,000,000 of 3,000,000 bytes", fetch, [server.file()], str(tmp_path), retries=once)
     assert (tmp_path / "a.gz.partial").stat().st_size == 1_000_000
-    with pytest.raises(InputError, match="contains no data files"):
-        storage.list_files(str(tmp_path))
+    rejects("contains no data files", storage.list_files, str(tmp_path))
     fetch([server.file()], str(tmp_path), retries=once)
     assert (tmp_path / "a.gz").read_bytes() == BODY
     assert served.requests[1]["Range"] == "bytes=1000000-"
@@ -275,8 +272,7 @@ def test_checksums_of_publisher_and_server(server: Server, tmp_path: Path) -> No
     assert "nothing was checked" in notes[0]
     # Unpacked on its way, so that the server's md5 is of something else.
     assert verified(Served(google=md5(OTHER), headers={"x-goog-stored-content-encoding": "gzip"})) == "length"
-    with pytest.raises(InputError, match=r"md5 must be \w+ by the server"):
-        verified(Served(google=md5(OTHER)))
+    rejects(r"md5 must be \w+ by the server", verified, Served(google=md5(OTHER)))
 
 
 def test_recompressed_file_matches_by_content(server: Server, tmp_path: Path) -> None:
@@ -288,8 +284,7 @@ def test_recompressed_file_matches_by_content(server: Server, tmp_path: Path) ->
     assert result["verified"] == "published md5 of its contents"
     for damaged in (gzip.compress(text[:-1]), repacked[:-20], b"no gzip at all"):
         server.files["a.gz"] = Served(body=damaged)
-        with pytest.raises(InputError, match="and its content differs too"):
-            fetch([file], str(tmp_path / "other"), retries=RETRIES)
+        rejects("and its content differs too", fetch, [file], str(tmp_path / "other"), retries=RETRIES)
 
 
 @pytest.mark.parametrize(
@@ -314,10 +309,8 @@ def test_base_url_replaces_published_urls(server: Server, tmp_path: Path) -> Non
     file = RemoteFile(name="a.gz", url="http://127.0.0.1:1/a.gz", md5=md5(BODY))
     [result] = fetch([file], str(tmp_path), base_url=f"{server.url}/mirror/", retries=RETRIES)
     assert result["url"] == f"{server.url}/mirror/a.gz"
-    with pytest.raises(InputError, match="must be an http"):
-        fetch([file], str(tmp_path), base_url="file:///etc")
-    with pytest.raises(InputError, match="local folder"):
-        fetch([file], "s3://bucket/folder")
+    rejects("must be an http", fetch, [file], str(tmp_path), base_url="file:///etc")
+    rejects("local folder", fetch, [file], "s3://bucket/folder")
 
 
 def test_unreachable_hosts_raise(server: Server, tmp_path: Path) -> None:
@@ -326,12 +319,10 @@ def test_unreachable_hosts_raise(server: Server, tmp_path: Path) -> None:
         fetch([refused], str(tmp_path), retries=RETRIES)
     release = threading.Event()
     server.files["a.gz"] = Served(before=lambda served, number: release.wait(60) and None)
-    with pytest.raises(InputError, match="no answer in time"):
-        fetch([server.file()], str(tmp_path), retries=RETRIES.replace(timeout_s=0.1, attempts=1))
+    rejects("no answer in time", fetch, [server.file()], str(tmp_path), retries=RETRIES.replace(timeout_s=0.1, attempts=1))
     release.set()
     server.files["a.gz"] = Served(headers={"Content-Encoding": "gzip"})
-    with pytest.raises(InputError, match="response is gzip-encoded"):
-        fetch([server.file()], str(tmp_path), retries=RETRIES)
+    rejects("response is gzip-encoded", fetch, [server.file()], str(tmp_path), retries=RETRIES)
 
 
 def test_retry_waits_grow_and_are_bounded(server: Server, tmp_path: Path) -> None:
@@ -367,8 +358,7 @@ def test_failure_stops_other_downloads_resumably(server: Server, tmp_path: Path)
     later = server.files["c.gz"] = Served()
     files = [server.file("a.gz"), server.file("b.gz"), server.file("c.gz")]
     started = time.monotonic()
-    with pytest.raises(InputError, match=r"b\.gz: cannot be fetched .*404 Not Found"):
-        fetch(files, str(tmp_path), retries=RetryConfig(first_wait_s=30.0))
+    rejects(r"b\.gz: cannot be fetched .*404 Not Found", fetch, files, str(tmp_path), retries=RetryConfig(first_wait_s=30.0))
     assert time.monotonic() - started < 25  # a wait between attempts ends with it
     assert not later.requests
     server.files["b.gz"] = Served()
@@ -399,8 +389,7 @@ def test_concurrent_fetch_raises(server: Server, tmp_path: Path) -> None:
     thread = threading.Thread(target=fetch, args=([server.file()], str(tmp_path)), kwargs={"retries": RETRIES})
     thread.start()
     assert inside.wait(60)
-    with pytest.raises(InputError, match="another fetch is writing there"):
-        fetch([server.file()], str(tmp_path), retries=RETRIES)
+    rejects("another fetch is writing there", fetch, [server.file()], str(tmp_path), retries=RETRIES)
     release.set()
     thread.join()
     assert (tmp_path / "a.gz").read_bytes() == BODY
@@ -464,8 +453,7 @@ def test_fetch_rejects_invalid_archives(server: Server, tmp_path: Path) -> None:
         folder = tmp_path / str(len(os.listdir(tmp_path)))
         server.files["all.tar.gz"] = Served(body=body)
         file = RemoteFile(name="train.txt", archive=server.file("all.tar.gz"), **known)
-        with pytest.raises(InputError, match=match):
-            fetch([file], str(folder), retries=RETRIES)
+        rejects(match, fetch, [file], str(folder), retries=RETRIES)
         assert not [name for name in os.listdir(folder) if name.startswith("train.txt")]
 
     whole = _archive({"train.txt": BODY[:1_000_000]})

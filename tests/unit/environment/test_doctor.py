@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from builders.faults import rejects
 from packaging.requirements import Requirement
 
-from rayrec.config import InputError
 from rayrec.environment.doctor import Finding, closure, diagnose, doctor
 from rayrec.environment.installation import Installed, Machine, Probe, installed_distributions, probe_all, this_machine
 
@@ -218,8 +218,7 @@ def test_report_is_readable_and_plain() -> None:
 
 def test_missing_packaging_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "packaging.requirements", None)
-    with pytest.raises(InputError, match="install packaging"):
-        doctor(installed=CPU, probes=WORKS, machine=MACHINE)
+    rejects("install packaging", doctor, installed=CPU, probes=WORKS, machine=MACHINE)
 
 
 MODULES = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from builders.click_models import ANY, SMALL, Saved, hashed_preprocessor, save_clicks
-from builders.faults import flip
+from builders.faults import flip, rejects
 
 import rayrec
 from rayrec import checkpoint as checkpoints
@@ -104,14 +104,11 @@ def test_incompatible_models_are_rejected(models: list[Saved], tmp_path: Path) -
         ([tmp_path], "contains no complete checkpoint"),
     ]
     for others, message in rejected:
-        with pytest.raises(InputError, match=message):
-            rayrec.ensemble([first, *map(str, others)], out=out)
-    with pytest.raises(InputError, match="exists already"):
-        rayrec.ensemble([first, first], out=str(tmp_path))
+        rejects(message, rayrec.ensemble, [first, *map(str, others)], out=out)
+    rejects("exists already", rayrec.ensemble, [first, first], out=str(tmp_path))
     (data,) = elsewhere.checkpoint.glob("data_*.safetensors")
     flip(data)
-    with pytest.raises(InputError, match="damaged, the checksum of"):
-        rayrec.ensemble([str(elsewhere.run)] * 2, out=out)
+    rejects("damaged, the checksum of", rayrec.ensemble, [str(elsewhere.run)] * 2, out=out)
     assert not Path(out).exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "rounded"]
 
@@ -167,8 +164,7 @@ def test_ensemble_settings_are_checked(capsys: pytest.CaptureFixture[str]) -> No
         ({"embedding_dim": 8}, "embedding_dim: must be at least 0 and at most 0, got 8"),
     ]
     for options, message in rejected:
-        with pytest.raises(InputError, match=message):
-            several.replace(workload={"model": options})
+        rejects(message, several.replace, workload={"model": options})
     assert run(["config", "criteo_demo", "--model", "finalnet+dnc"]) == 2
     assert "model: unknown model dnc" in capsys.readouterr().err
 

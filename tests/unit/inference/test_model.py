@@ -16,8 +16,8 @@ from builders.click_models import (
     multi_hot_preprocessor,
     save_clicks,
 )
+from builders.faults import rejects
 
-from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.inference.model import open_served
 
@@ -72,12 +72,9 @@ def test_concurrent_threads_score_equally(tmp_path: Path) -> None:
 
 
 def test_invalid_folders_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="contains no complete checkpoint"):
-        open_served(str(tmp_path))
+    rejects("contains no complete checkpoint", open_served, str(tmp_path))
     saved = save_clicks(tmp_path)
     (saved.checkpoint / "config.yaml").write_text("recipe: mnist_resnet18\n")
-    with pytest.raises(InputError, match=r"config.yaml: damaged"):
-        open_served(str(tmp_path))
+    rejects(r"config.yaml: damaged", open_served, str(tmp_path))
     shutil.rmtree(saved.checkpoint / "preprocessor")
-    with pytest.raises(InputError, match=r"preprocessor/ not found.*Only click models can be served"):
-        open_served(str(tmp_path))
+    rejects(r"preprocessor/ not found.*Only click models can be served", open_served, str(tmp_path))

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from builders.faults import raising
+from builders.faults import raising, rejects
 
 from rayrec.cluster.layout import Node
 from rayrec.config import InputError
@@ -58,8 +58,7 @@ def test_pool_has_one_process_per_gpu() -> None:
     nodes = [_node(8, gpus=2), _node(8)]
     assert plan_pool(nodes, weight_bytes=GIB, blocks=9, spare_cpus=1, device="cuda") == Pool(2, 1, 1)
     assert plan_pool(nodes, weight_bytes=GIB, blocks=1, spare_cpus=1, device="cuda") == Pool(1, 1, 1)
-    with pytest.raises(InputError, match="GPU for cuda not found"):
-        plan_pool([_node(8)], weight_bytes=GIB, blocks=1, spare_cpus=0, device="cuda")
+    rejects("GPU for cuda not found", plan_pool, [_node(8)], weight_bytes=GIB, blocks=1, spare_cpus=0, device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -74,8 +73,7 @@ def test_threads_match_cores(cpus: float, memory: int, blocks: int, expected: in
 
 def test_oversized_weights_are_rejected() -> None:
     plan = functools.partial(plan_pool, blocks=9, spare_cpus=0, device="cpu")
-    with pytest.raises(InputError, match=r"108 GB.*got at most 68\.7 GB from Ray"):
-        plan([_node(8)], weight_bytes=100 * GIB)
+    rejects(r"108 GB.*got at most 68\.7 GB from Ray", plan, [_node(8)], weight_bytes=100 * GIB)
     with pytest.raises(InputError, match=r"scoring needs 65\.5 GB of memory for the weights, got 65 GB of free memory"):
         plan([_node(8, int(60.5 * GIB))], weight_bytes=60 * GIB, shared_weights=True)
 
@@ -184,7 +182,6 @@ def test_error_is_raised_in_order() -> None:
     model, threads = Model(num_threads=1, broken=2), torch.get_num_threads()
     tables = scored_tables(model.scoring(thread_safe=False), pool=Pool(1, threads + 1, 0.0), device="cpu")
     assert [next(tables)["block"][0].as_py() for _ in range(2)] == [0, 1]
-    with pytest.raises(InputError, match=r"^the log changed$"):
-        next(tables)
+    rejects(r"^the log changed$", next, tables)
     assert {number for number, _, _ in model.scored} <= {0, 1, 3, 4}  # those that ran ahead
     assert torch.get_num_threads() == threads

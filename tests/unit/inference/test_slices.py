@@ -3,8 +3,8 @@
 import numpy as np
 import pyarrow as pa
 import pytest
+from builders.faults import rejects
 
-from rayrec.config import InputError
 from rayrec.inference.config import EvaluationConfig
 from rayrec.inference.evaluate import ScoredRows, slices_of
 from rayrec.inference.result_tables import evaluation_text
@@ -82,8 +82,7 @@ def test_scored_rows_are_independent_of_table_sizes() -> None:
     ],
 )
 def test_evaluation_options_are_checked(options: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        EvaluationConfig().updated(options)
+    rejects(message, EvaluationConfig().updated, options)
 
 
 METRICS = {"auroc": 0.75, "logloss": 0.5, "normalized_entropy": None, "calibration": 1.01, "rows": 20_000}

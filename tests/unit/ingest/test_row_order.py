@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders.faults import rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
@@ -165,8 +166,7 @@ def test_position_rejects_other_order(
     if why is None:
         assert _loader(other, order=order, state=state).state()["offset"] == state["offset"]
     else:
-        with pytest.raises(InputError, match=f"^train_data: .*{why}"):
-            _loader(other, order=order, state=state)
+        rejects(f"^train_data: .*{why}", _loader, other, order=order, state=state)
 
 
 def test_old_position_without_hashes_resumes() -> None:
@@ -188,8 +188,7 @@ def test_row_error_raises_on_next() -> None:
     loader = _loader(Damaged(12), order=_order(Shards(12), "none"))
     assert len(next(loader)) == 4
     next(loader)
-    with pytest.raises(InputError, match="damaged"):
-        next(loader)
+    rejects("damaged", next, loader)
 
 
 def test_close_stops_thread_and_rows() -> None:
@@ -205,8 +204,7 @@ def test_close_stops_thread_and_rows() -> None:
 
 
 def test_loader_rejects_empty_data() -> None:
-    with pytest.raises(InputError, match="no rows"):
-        _loader(Shards(0))
+    rejects("no rows", _loader, Shards(0))
 
 
 @pytest.mark.parametrize(("rows", "count", "sizes"), [(5, 2, [3, 2]), (2, 3, [1, 1, 1]), (4, 1, [4])])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow as pa
 import pytest
-from builders.faults import until
+from builders.faults import rejects, until
 from builders.logs import made_from, open_index
 
 from rayrec.config import InputError
@@ -100,8 +100,7 @@ def test_stream_raises_errors_and_closes(block_ranges: BlockRanges, preprocessor
         finally:
             closed.set()
 
-    with pytest.raises(InputError, match="the file changed"):
-        numbers(block_ranges, preprocessor, Given(tables))
+    rejects("the file changed", numbers, block_ranges, preprocessor, Given(tables))
     assert closed.wait(5)
     closed.clear()
     rows = stream(block_ranges, preprocessor, Given(tables))

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from builders.faults import rejects
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from rayrec.config import InputError
 from rayrec.models.base import TableInit
 from rayrec.models.embeddings import TableValues, build_embeddings
 from rayrec.models.scoring_tables import table_name
@@ -43,8 +43,7 @@ def test_normal_values_match_standard_deviation() -> None:
     assert whole.std().item() == pytest.approx(1e-4, rel=0.01)
     assert whole.abs().max() > 4e-4
     assert not torch.equal(whole[:100], whole[65_536:65_636])
-    with pytest.raises(InputError, match=r"std: must be above 0 .*, got 0\.0"):
-        TableInit(kind="normal", std=0.0)
+    rejects(r"std: must be above 0 .*, got 0\.0", TableInit, kind="normal", std=0.0)
 
 
 def test_default_initial_values_keep_bits() -> None:
@@ -69,8 +68,7 @@ def test_tables_start_on_meta_device() -> None:
 
 
 def test_build_embeddings_rejects_empty_table() -> None:
-    with pytest.raises(InputError, match="cat_1: must have at least one row, got 0"):
-        build_embeddings([5, 0], embedding_dim=4, seed=0)
+    rejects("cat_1: must have at least one row, got 0", build_embeddings, [5, 0], embedding_dim=4, seed=0)
 
 
 ODD_NAMES = ["type", "keys", "items", "update", "user.id", "user%2Eid", "%table:a", "", "training", "_modules"]

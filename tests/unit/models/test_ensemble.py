@@ -3,10 +3,10 @@
 import pytest
 import torch
 from builders.click_models import whole_model
+from builders.faults import rejects
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.batch import Batch
-from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.ensemble import build_network
@@ -88,5 +88,4 @@ def test_members_use_separate_parts_of_sequences() -> None:
 
 
 def test_ensemble_rejects_zero_members() -> None:
-    with pytest.raises(InputError, match=r"DLRMConfig.members: must be at least 1, got 0"):
-        DLRM.replace(members=0)
+    rejects(r"DLRMConfig.members: must be at least 1, got 0", DLRM.replace, members=0)

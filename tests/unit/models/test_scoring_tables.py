@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from builders.faults import rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrec.config import InputError
 from rayrec.models.scoring_tables import QUANTIZATIONS, DeviceTables, HostTables, Lookup, Quantization, RowFormat
 
 
@@ -133,11 +133,9 @@ def test_pack_rejects_values_outside_range(quantization: Quantization, value: fl
     values = np.zeros((3, 4), np.float32)
     with np.errstate(over="ignore"):
         values[1, 2] = value
-    with pytest.raises(InputError, match=r"table cat_3: values must fit into .*, got"):
-        RowFormat(quantization, 4).pack(values, table="cat_3")
+    rejects(r"table cat_3: values must fit into .*, got", RowFormat(quantization, 4).pack, values, table="cat_3")
 
 
 def test_int4_rejects_odd_embedding_dim() -> None:
-    with pytest.raises(InputError, match="int4 needs an even embedding_dim, got 5"):
-        RowFormat("int4", 5).check()
+    rejects("int4 needs an even embedding_dim, got 5", RowFormat("int4", 5).check)
     RowFormat("int8", 5).check()

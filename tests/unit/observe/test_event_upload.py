@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from builders.faults import until
+from builders.faults import rejects, until
 
 from rayrec import storage
-from rayrec.config import InputError
 from rayrec.observe import event_upload
 from rayrec.observe.events import EventWriter, follow, merge_events, read_events
 
@@ -264,7 +263,6 @@ def test_follow_waits_during_store_outage(url: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_read_events_rejects_missing_url(url: str) -> None:
-    with pytest.raises(InputError, match="event file not found"):
-        read_events(url)
+    rejects("event file not found", read_events, url)
     merge_events(url)
     assert not storage.exists(url)

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders.faults import raising
+from builders.faults import raising, rejects
 
-from rayrec.config import Config, InputError
+from rayrec.config import Config
 from rayrec.observe.event_json import command_line, encode_event, events_in
 from rayrec.observe.events import EventWriter, follow, read_events, readable_events
 
@@ -146,8 +146,7 @@ def test_read_events_rejects_invalid_lines(path: Path, line: bytes) -> None:
     _written(path, step=1)
     _append(path, line)
     for step in (2, 3):
-        with pytest.raises(InputError, match=r"events\.jsonl, line 2: not an event"):
-            read_events(path)
+        rejects(r"events\.jsonl, line 2: not an event", read_events, path)
         _write(path, step=step)  # The writer cannot repair it: the line has an end.
 
 
@@ -217,8 +216,7 @@ def test_readable_events_skips_damaged_lines(path: Path) -> None:
     _write(path, step=1)
     _append(path, b'{"time": 1.0, "ki{"time": 2.0, "kind": "failure"}\n')
     _write(path, step=2)
-    with pytest.raises(InputError, match="line 2"):
-        read_events(path)
+    rejects("line 2", read_events, path)
     assert [event["step"] for event in readable_events(path)] == [1, 2]
     assert readable_events(path.parent / "none.jsonl") == []
 
@@ -275,5 +273,4 @@ def test_follow_returns_at_stop_and_rejects_invalid_line(path: Path) -> None:
     assert list(follow(path, stop=stop, poll_s=0.005)) == []
     path.parent.mkdir()
     path.write_bytes(b'{"kind": "a"}\nrubbish\n{"kind": "b"}\n')
-    with pytest.raises(InputError, match="line 2"):
-        list(follow(path, stop=stop))
+    rejects("line 2", list, follow(path, stop=stop))

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 from builders import run_events
-from builders.faults import until
+from builders.faults import rejects, until
 from rich.console import Console as RichConsole
 
-from rayrec.config import InputError
 from rayrec.observe import console as console_module
 from rayrec.observe.console import Console
 from rayrec.observe.panel import console_line, figures, line, panel, top
@@ -169,11 +168,9 @@ def test_top_prints_once_without_terminal(tmp_path: Path) -> None:
     out = io.StringIO()
     assert top(str(tmp_path), console=screen(out)).step == 150
     assert "step 150 of 200" in out.getvalue()
-    with pytest.raises(InputError, match=r"not a run folder"):
-        top(str(tmp_path / "nowhere"))
+    rejects(r"not a run folder", top, str(tmp_path / "nowhere"))
     run_events.write_run(tmp_path, [{}, {}], mode="a")
-    with pytest.raises(InputError, match="not an event"):
-        top(str(tmp_path), console=screen(out))
+    rejects("not an event", top, str(tmp_path), console=screen(out))
 
 
 def test_top_follows_until_run_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

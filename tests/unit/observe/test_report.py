@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 from builders import run_events
+from builders.faults import rejects
 
 import rayrec
-from rayrec.config import InputError
 from rayrec.observe.bottleneck import diagnose
 from rayrec.observe.report import comparison, training
 from rayrec.observe.report import run as report
@@ -156,8 +156,7 @@ def test_report_accepts_file_or_folder(tmp_path: Path) -> None:
         assert rayrec.report(run, out=str(place)) == str(path)
         assert path.read_bytes() == Path(run, "report.html").read_bytes()
     assert rayrec.report(run, run, out=str(out / "both")) == str(out / "both" / "report.html")
-    with pytest.raises(InputError, match="not a run folder"):
-        report.write(str(tmp_path))
+    rejects("not a run folder", report.write, str(tmp_path))
 
 
 def test_try_write_report_logs_errors(tmp_path: Path) -> None:
@@ -278,8 +277,7 @@ def test_report_of_several_runs_requires_out(tmp_path: Path) -> None:
     assert rayrec.report(one, two, out=out) == out
     assert "2 runs" in _Page(Path(out).read_text()).text
     for message, runs, place in (("--out", [one, two], None), ("at most 8", [one] * 9, out), ("missing run folder", [], out)):
-        with pytest.raises(InputError, match=message):
-            rayrec.report(*runs, out=place)
+        rejects(message, rayrec.report, *runs, out=place)
 
 
 def test_page_is_accessible() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from builders import run_events
+from builders.faults import rejects
 
-from rayrec.config import InputError
 from rayrec.observe.attempts import Restart
 from rayrec.observe.events import metrics_dataframe
 from rayrec.observe.run_summary import Price, RunSummary
@@ -163,8 +163,7 @@ def test_cost_counts_hours_epochs_and_auroc() -> None:
     spent = RunSummary(events).cost(Price(2.5, nodes=4))
     assert (spent.node_hours, spent.total) == (pytest.approx(4 * hours), pytest.approx(10 * hours))
     assert (spent.per_epoch, spent.per_auroc_point) == (pytest.approx(spent.total / 2), pytest.approx(spent.total / 28))
-    with pytest.raises(InputError, match=r"at least 1, got 1\.0 and 0"):
-        Price(1.0, nodes=0)
+    rejects(r"at least 1, got 1\.0 and 0", Price, 1.0, nodes=0)
 
 
 def test_cost_leaves_idle_machines_out() -> None:
@@ -208,14 +207,12 @@ def test_dataframe_has_one_row_per_step(tmp_path: Path) -> None:
     assert frame["time_s"].is_monotonic_increasing
     unlogged = metrics_dataframe(f"{run_events.write_run(tmp_path, run_events.run()[:1])}/events.jsonl")
     assert (len(unlogged), "loss" in unlogged.columns) == (0, True)
-    with pytest.raises(InputError, match="event file not found"):
-        metrics_dataframe(tmp_path / "other.jsonl")
+    rejects("event file not found", metrics_dataframe, tmp_path / "other.jsonl")
 
 
 def test_dataframe_needs_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(InputError, match="pip install pandas"):
-        metrics_dataframe("events.jsonl")
+    rejects("pip install pandas", metrics_dataframe, "events.jsonl")
 
 
 def test_interval_restarts_after_restart() -> None:

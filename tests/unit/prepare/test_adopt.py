@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders.click_models import make_app
+from builders.faults import rejects
 from builders.requests import post
 from builders.runs import QUIET, events_of, train
 from builders.torchrec_scripts import PARTS, torchrec_criteo, write_contiguous_and_shuffled, write_npy
@@ -135,8 +136,7 @@ def test_adopt_writes_only_manifest_and_preprocessor(folder: Path) -> None:
     rows = read(folder)
     for found, expected in ((np.array(rows.ids), ids.T), (rows.dense, dense), (rows.label, labels[:, 0])):
         np.testing.assert_array_equal(found, expected)
-    with pytest.raises(InputError, match=r"already has a dataset\.json, .*Remove its dataset\.json"):
-        adopt(str(folder))
+    rejects(r"already has a dataset\.json, .*Remove its dataset\.json", adopt, str(folder))
 
 
 def test_adopt_splits_last_day_like_torchrec(arrays: Path, adopted: Path) -> None:
@@ -166,8 +166,7 @@ def test_adopt_takes_large_ids_modulo_like_torchrec(npy: Path, tmp_path: Path) -
     negative[5, 3] = -17
     np.save(folder / "day_1_sparse.npy", negative)
     sizes = [100 + number for number in range(26)]
-    with pytest.raises(InputError, match=r"column 3 has ID -17. .*--num-embeddings-per-feature"):
-        adopt(str(folder))
+    rejects(r"column 3 has ID -17. .*--num-embeddings-per-feature", adopt, str(folder))
     made = adopt(str(folder), num_embeddings_per_feature=sizes)
     assert made["num_embeddings"] == sizes
     assert len(made["modulo"]) > 20
@@ -245,8 +244,7 @@ def test_adopt_reuses_preprocessor_of_run(runs: tuple[Path, Path], arrays: Path,
     """IDs missing from the run's tables are taken modulo their rows."""
     folder = shutil.copytree(arrays, tmp_path / "more", ignore=shutil.ignore_patterns("day_[01]*"))
     assert adopt(str(folder), out=str(tmp_path / "own"))["preprocessor"]
-    with pytest.raises(InputError, match=r"adopt it with the model's: --preprocessor RUN --out DIR"):
-        rayrec.evaluate(str(runs[0]), str(tmp_path / "own"))
+    rejects(r"adopt it with the model's: --preprocessor RUN --out DIR", rayrec.evaluate, str(runs[0]), str(tmp_path / "own"))
     assert adopt(str(folder), preprocessor=str(runs[0]))["preprocessor"] == summary_of(runs[0])["preprocessor"]
     assert rayrec.evaluate(str(runs[0]), str(folder))["rows"] == ROWS[2]
     changed = config_of(adopted, tmp_path, "two").updated({"eval_data": {"path": str(folder), "files": ()}})
@@ -277,8 +275,7 @@ def test_multi_hot_arrays_match_lists(arrays: Path, tmp_path: Path) -> None:
         plain = [each[:, 0] if each.shape[1] == 1 else each for each in ids]
         write_raw(raw / f"day_{number}.parquet", dense, plain, labels)
     both = {"sparse_path": str(bags), "ids": "sparse_multi_hot", "rows_per_segment": SEGMENT}
-    with pytest.raises(InputError, match=r"^sparse_path: must be used with --out DIR"):
-        adopt(str(arrays), **both)
+    rejects(r"^sparse_path: must be used with --out DIR", adopt, str(arrays), **both)
     made = adopt(str(arrays), out=str(tmp_path / "out"), **both)
     assert (made["format"], made["rows"], made["num_embeddings"][0] >= 50) == ("npz", sum(ROWS), True)
     mine = train(config_of(tmp_path / "out", tmp_path, "mine", steps=6))
@@ -305,8 +302,7 @@ def test_adopt_skips_invalid_rows(folder: Path) -> None:
     np.save(folder / "day_0_dense.npy", dense)
     np.save(folder / "day_0_labels.npy", labels)
     told = r"4 invalid rows \(3 x a number is not finite, 1 x label is not 0 or 1\); first: .*at row 0"
-    with pytest.raises(InputError, match=told):
-        adopt(str(folder))
+    rejects(told, adopt, str(folder))
     made = adopt(str(folder), max_bad_fraction=0.01, rows_per_segment=100)
     assert (made["bad_rows"], made["rows"]) == (4, sum(ROWS) - 4)
     kept = np.delete(dense, [0, 131, 132, 200], axis=0)
@@ -316,11 +312,9 @@ def test_adopt_skips_invalid_rows(folder: Path) -> None:
 
 def test_unlabelled_arrays_are_scored_but_not_evaluated(runs: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
     changed(folder, "day_2_labels.npy", lambda labels: np.full_like(labels, -1))
-    with pytest.raises(InputError, match=r"^day_2: all labels are -1, .* Exclude it with --files day_0 day_1\.$"):
-        adopt(str(folder))
+    rejects(r"^day_2: all labels are -1, .* Exclude it with --files day_0 day_1\.$", adopt, str(folder))
     assert not adopt(str(folder), files=("day_2",), preprocessor=str(runs[0]))["labelled"]
-    with pytest.raises(InputError, match="has no labels to evaluate against"):
-        rayrec.evaluate(str(runs[0]), str(folder))
+    rejects("has no labels to evaluate against", rayrec.evaluate, str(runs[0]), str(folder))
     assert predict(str(runs[0]), str(folder), out=str(tmp_path / "scores"))["rows"] == ROWS[2]
 
 
@@ -362,18 +356,15 @@ def test_adopt_rejects_invalid_arrays_in_one_line(folder: Path, spoil: Any, opti
 def test_training_rejects_changed_array(folder: Path, tmp_path: Path) -> None:
     adopt(str(folder))
     changed(folder, "day_1_sparse.npy", lambda ids: ids[::-1])
-    with pytest.raises(InputError, match=r"day_1_sparse\.npy: checksum does not match"):
-        train(config_of(folder, tmp_path, "run"))
+    rejects(r"day_1_sparse\.npy: checksum does not match", train, config_of(folder, tmp_path, "run"))
 
 
 def test_unadopted_arrays_error_names_command(npy: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"of TorchRec's scripts; `rayrec adopt [^`]*npy` checks"):
-        train(config_of(npy, tmp_path, "run"))
+    rejects(r"of TorchRec's scripts; `rayrec adopt [^`]*npy` checks", train, config_of(npy, tmp_path, "run"))
 
 
 def test_extend_rejects_adopted_preprocessor(adopted: Path) -> None:
-    with pytest.raises(InputError, match="so it has no vocabulary to extend"):
-        rules_of(Preprocessor.load(str(adopted / "preprocessor")), "here")
+    rejects("so it has no vocabulary to extend", rules_of, Preprocessor.load(str(adopted / "preprocessor")), "here")
 
 
 def test_adopt_command_returns_summary(arrays: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -391,8 +382,7 @@ def test_adopt_rejects_ids_above_table_limit(folder: Path) -> None:
         changed(folder, "day_0_sparse.npy", lambda ids: np.where(np.indices(ids.shape).sum(0), ids.astype(np.int64), value))
 
     put_id(2**40)
-    with pytest.raises(InputError, match=r"IDs of column 0 must be below 1,099,511,627,776, got 1,099,511,627,776\. Use"):
-        adopt(str(folder))
+    rejects(r"IDs of column 0 must be below 1,099,511,627,776, got 1,099,511,627,776\. Use", adopt, str(folder))
     assert not (folder / "dataset.json").exists()
     with pytest.raises(InputError, match=r"must be from 1 to 1,099,511,627,776, got 1,099,511,627,777"):
         adopt(str(folder), num_embeddings_per_feature=(2**40 + 1,) * 26)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders.faults import flip
+from builders.faults import flip, rejects
 from builders.runs import QUIET, train
 
 import rayrec
@@ -93,10 +93,8 @@ def test_adopt_writes_next_to_shards_at_url(tmp_path: Path, tokenizer: Path, com
         tmp_path / "set", {"tokens": "ndarray:int32"}, cells("tokens", "int32"), compression=compression, hashes=["xxh64"]
     )
     url = f"file://{folder}"
-    with pytest.raises(InputError, match=f"`rayrec adopt {url} --tokenizer DIR`"):
-        train(recipes.gpt2_tiny(url), name="advised", storage_path=str(tmp_path))
-    with pytest.raises(InputError, match="Remove --out"):
-        adopt(url, tokenizer=str(tokenizer), out=str(tmp_path / "out"))
+    rejects(f"`rayrec adopt {url} --tokenizer DIR`", train, recipes.gpt2_tiny(url), name="advised", storage_path=str(tmp_path))
+    rejects("Remove --out", adopt, url, tokenizer=str(tokenizer), out=str(tmp_path / "out"))
     assert adopt(url, tokenizer=str(tokenizer))["out"] == url
     np.testing.assert_array_equal(adopted_rows(url, tmp_path / "cache"), ROWS)
 
@@ -170,7 +168,6 @@ def test_adopt_rejects_invalid_shards_in_one_line(tmp_path: Path, tokenizer: Pat
 
 def test_unadopted_shards_error_names_command(tmp_path: Path) -> None:
     folder = str(write(tmp_path / "set", FIXED, fixed))
-    with pytest.raises(InputError, match=r"`rayrec adopt [^`]*set --tokenizer DIR`"):
-        train(recipes.gpt2_tiny(folder), scaling={"num_workers": 1})
+    rejects(r"`rayrec adopt [^`]*set --tokenizer DIR`", train, recipes.gpt2_tiny(folder), scaling={"num_workers": 1})
     with pytest.raises(InputError, match=r"must contain plain text, got MDS shards.*`rayrec adopt [^`]*set --tokenizer DIR`"):
         rayrec.preprocess(folder, out=str(tmp_path / "out"), format="mds", console=QUIET)

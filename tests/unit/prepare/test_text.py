@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.engines import Died, LoopEngine
+from builders.faults import rejects
 from builders.runs import QUIET
 from hypothesis import given
 from hypothesis import strategies as st
@@ -166,8 +167,7 @@ def test_in_memory_text_matches_shards(beer: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(in_memory(tmp_path / "beer.txt.gz", part_bytes), made[part_bytes])
     assert not np.array_equal(*(tokens[:1000] for tokens in made.values()))
     beer.write_text("too short")
-    with pytest.raises(InputError, match=r"^[^\n]*less than one row of 16\. Use more text\.$"):
-        in_memory(beer, 1024)
+    rejects(r"^[^\n]*less than one row of 16\. Use more text\.$", in_memory, beer, 1024)
 
 
 # -- what happens on the way
@@ -204,8 +204,7 @@ def test_text_job_rejects_changed_inputs(here: LoopEngine, beer: Path, tmp_path:
     with pytest.raises(InputError, match=r"^[^\n]*out\.partial: incomplete output of a call[^\n]*different block_size[^\n]*$"):
         prepared(beer, tmp_path / "out", block_size=8)
     beer.write_text(TEXT + "one more\n")
-    with pytest.raises(InputError, match=r"^[^\n]*different text;[^\n]*$"):
-        prepared(beer, tmp_path / "out")
+    rejects(r"^[^\n]*different text;[^\n]*$", prepared, beer, tmp_path / "out")
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 9), st.integers(1, 7))
@@ -243,8 +242,7 @@ def test_shards_contain_every_token_once(counts: list[int], block_size: int, row
 )
 def test_text_options_are_rejected_in_one_line(beer: Path, tmp_path: Path, options: dict[str, Any], told: str) -> None:
     path = beer.parent if "files" in options else beer
-    with pytest.raises(InputError, match=rf"^[^\n]*{told}[^\n]*$"):
-        prepared(path, tmp_path / "out", **options)
+    rejects(rf"^[^\n]*{told}[^\n]*$", prepared, path, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
@@ -261,13 +259,10 @@ def test_invalid_text_is_rejected_in_one_line(beer: Path, tmp_path: Path, conten
     beer.unlink() if content is None else beer.write_bytes(content)
     if content == b"text":
         (tmp_path / "out").mkdir()
-    with pytest.raises(InputError, match=rf"^[^\n]*{why}$"):
-        prepared(beer, tmp_path / "out", tokenizer="characters")
+    rejects(rf"^[^\n]*{why}$", prepared, beer, tmp_path / "out", tokenizer="characters")
 
 
 def test_open_tokens_rejects_other_folders(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^[^\n]*manifest\.json not found\. Make it with `rayrec preprocess[^\n]*$"):
-        open_tokens(str(tmp_path))
+    rejects(r"^[^\n]*manifest\.json not found\. Make it with `rayrec preprocess[^\n]*$", open_tokens, str(tmp_path))
     (tmp_path / "manifest.json").write_text('{"format": "rayrec-tokens", "version": 99}')
-    with pytest.raises(InputError, match=r"^[^\n]*must be of prepared text, version 1\.[^\n]*$"):
-        open_tokens(str(tmp_path))
+    rejects(r"^[^\n]*must be of prepared text, version 1\.[^\n]*$", open_tokens, str(tmp_path))

@@ -16,7 +16,7 @@ import pytest
 import ray
 import torch
 from builders.click_models import ANY, make_model, make_preprocessor
-from builders.faults import until
+from builders.faults import rejects, until
 from builders.requests import sample_values
 
 from rayrec.compat import ray_compat
@@ -231,16 +231,13 @@ def test_swap_rollback_and_shadow(replicas: Replicas) -> None:
     replicas.start("first")
     replicas.start("second")
     server = Control("rayrec")
-    with pytest.raises(InputError, match="no other model"):
-        server.change(revert_model)
+    rejects("no other model", server.change, revert_model)
     result = replicas.swap("b")
     assert (result["model"], result["previous"], result["shadow"]) == ("b", "a", None)
     assert replicas.cluster.versions() == [MODELS["b"].version] * 2
     for path, cause in (("other columns", "schemas differ in"), ("gone", r"gone: damaged \(the current model stays\)")):
-        with pytest.raises(InputError, match=cause):
-            replicas.swap(path)
-        with pytest.raises(InputError, match=cause):
-            server.change(lambda desired, path=path: change_shadow(desired, path))
+        rejects(cause, replicas.swap, path)
+        rejects(cause, server.change, lambda desired, path=path: change_shadow(desired, path))
     assert len(server.call_register("describe")["failures"]) == 4
     assert server.change(revert_model)["model"] == "a"
     assert server.change(revert_model)["model"] == "b"
@@ -266,8 +263,7 @@ def test_replica_started_during_rejected_swap_keeps_model(replicas: Replicas) ->
     replicas.slow["a"] = threading.Event()
     thread = replicas.begin(replicas.start, "second")
     for path in ("other columns", "gone"):
-        with pytest.raises(InputError, match=r"schemas differ|damaged"):
-            replicas.swap(path)
+        rejects(r"schemas differ|damaged", replicas.swap, path)
     replicas.slow["a"].set()
     thread.join(60)
     assert replicas.cluster.versions() == [MODELS["a"].version] * 2
@@ -290,8 +286,7 @@ def test_unreached_replica_catches_up(replicas: Replicas) -> None:
 
 def test_unloadable_first_model_is_reported(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "REPORT_TIMEOUT_S", 0.5)  # for which a change waits for the replica that did not start
-    with pytest.raises(InputError, match="gone: damaged"):
-        replicas.start("first", model="gone")
+    rejects("gone: damaged", replicas.start, "first", model="gone")
     assert replicas.cluster.register.describe()["failures"] == {"0": "gone: damaged"}
     assert replicas.start("second", model="b")._models.model is MODELS["b"]  # of a configuration that was corrected
     replicas.start("third", model="b", shadow="gone")
@@ -340,8 +335,7 @@ def test_restarted_register_recovers_from_replicas(replicas: Replicas) -> None:
 
 def test_stopped_server_raises(cluster: Cluster) -> None:
     cluster.running = False
-    with pytest.raises(InputError, match="desired: the server was stopped"):
-        Control("rayrec").change(revert_model)
+    rejects("desired: the server was stopped", Control("rayrec").change, revert_model)
 
 
 def test_counters_outlive_replica(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import uvicorn
 from builders.click_models import make_app, make_model, row_text
-from builders.faults import until
+from builders.faults import rejects, until
 from builders.requests import Reply, ask
 from hosts.ports import free_ports
 from ray._common.utils import import_attr
@@ -23,7 +23,6 @@ from ray.serve._private.http_util import validate_http_proxy_callback_return
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 
-from rayrec.config import InputError
 from rayrec.serve.listener import Limits, Listener, _BoundedProtocol, bound_proxy, sole_proxy
 from rayrec.serve.server import PROXY_CALLBACK, PROXY_CALLBACK_VARIABLE
 
@@ -215,8 +214,7 @@ def test_used_port_is_rejected() -> None:
     with socket.socket() as used:
         used.bind(("127.0.0.1", 0))
         used.listen()
-        with pytest.raises(InputError, match="cannot listen there"):
-            _listener(used.getsockname()[1])
+        rejects("cannot listen there", _listener, used.getsockname()[1])
 
 
 def _answers(port: int, *pieces: bytes, half_close: bool = False) -> list[tuple[int, str | None]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import ray
-from builders.faults import raising
+from builders.faults import raising, rejects
 from hosts.ports import free_ports
 
 from rayrec.checkpoint import folder_of
@@ -53,8 +53,7 @@ def test_ingress_is_resolved_for_cluster(
 def test_conflicting_ingress_is_rejected() -> None:
     with pytest.raises(InputError, match="without HTTP proxies, for other"):
         settle(ServeConfig(ingress="serve"), _instance("other", with_proxies=False), private_ray=False)
-    with pytest.raises(InputError, match="proxies listen at 9000"):
-        settle(ServeConfig(ingress="direct", port=9000), _instance("other"), private_ray=False)
+    rejects("proxies listen at 9000", settle, ServeConfig(ingress="direct", port=9000), _instance("other"), private_ray=False)
 
 
 def test_urls_of_proxies_and_replicas() -> None:
@@ -71,13 +70,11 @@ def test_first_answering_url_is_returned(tmp_path: Path, monkeypatch: pytest.Mon
         Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         assert first_answering(["http://127.0.0.1:1", url], versions=["v1"]) == url
-        with pytest.raises(InputError, match="something else answers"):
-            first_answering([url], versions=["v2"], timeout_s=0)
+        rejects("something else answers", first_answering, [url], versions=["v2"], timeout_s=0)
         server.shutdown()
     with pytest.raises(InputError, match=r"does not answer at http://127.0.0.1:1 .*refused.*--host 0.0.0.0"):
         first_answering(["http://127.0.0.1:1"], versions=["v1"], timeout_s=0)
-    with pytest.raises(InputError, match="no replica or proxy has an address"):
-        first_answering([], versions=["v1"], timeout_s=0)
+    rejects("no replica or proxy has an address", first_answering, [], versions=["v1"], timeout_s=0)
 
 
 def test_ray_serve_application_is_built() -> None:
@@ -107,8 +104,7 @@ def test_ray_serve_application_is_built() -> None:
     ],
 )
 def test_invalid_application_is_rejected(args: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        build(args)
+    rejects(message, build, args)
 
 
 def test_port_has_one_server() -> None:
@@ -173,8 +169,7 @@ def test_host_header_matches_server_names(value: str, host: str, allowed: tuple[
 
 def test_allowed_hosts_must_be_names() -> None:
     for name in ("http://a", "a:80", "a/b", "*a", ""):
-        with pytest.raises(InputError, match="allowed_hosts"):
-            ServeConfig(allowed_hosts=(name,))
+        rejects("allowed_hosts", ServeConfig, allowed_hosts=(name,))
     ServeConfig(allowed_hosts=("fd00::1", "a", "*", "*.b-c.d"))
 
 
@@ -211,8 +206,7 @@ def test_address_must_be_of_running_cluster(monkeypatch: pytest.MonkeyPatch, add
     if message.startswith("asked for"):
         monkeypatch.setattr(control, "quieten", lambda: None)
         monkeypatch.setattr("rayrec.cluster.connection.connect", connect)
-    with pytest.raises(InputError, match=message):
-        control.roll_back(address=address and address.replace("PORT", str(free_ports(1))))
+    rejects(message, control.roll_back, address=address and address.replace("PORT", str(free_ports(1))))
 
 
 @pytest.mark.parametrize(
@@ -230,8 +224,7 @@ def test_address_must_be_of_running_cluster(monkeypatch: pytest.MonkeyPatch, add
     ],
 )
 def test_options_for_running_server_are_rejected(model: str | None, given: dict[str, Any], unused: str) -> None:
-    with pytest.raises(InputError, match=unused):
-        serve(model, **given)
+    rejects(unused, serve, model, **given)
 
 
 SOUND: dict[str, Any] = {"version": VERSION, "files": {}, "tensors": {}, "state": {}, "block_bytes": 1, "score": 0.9}

@@ -17,13 +17,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from builders.engines import LoopEngine
+from builders.faults import rejects
 from builders.logs import open_index
 from builders.raw_blocks import block_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayrec import storage
-from rayrec.config import InputError
 from rayrec.data.encoding import counts as counting
 from rayrec.data.encoding.category_counter import Spill, TokenCounter, count_columns
 from rayrec.data.encoding.counts import NO_ROW, CountingJob, Counts, count_log, count_parts, problems_of
@@ -331,8 +331,7 @@ def test_spill_files_are_removed(clicks: list[SegmentRange], tmp_path: Path) -> 
     del counts
     assert open_spill_files(folder) == 0
     broken = SegmentRange(replace(clicks[-1].segment, rows=1), 0, 1)
-    with pytest.raises(InputError, match="changed since the log was indexed"):
-        spilled([*clicks, broken], folder)
+    rejects("changed since the log was indexed", spilled, [*clicks, broken], folder)
     assert open_spill_files(folder) == 0
 
 
@@ -340,20 +339,17 @@ def test_spill_rejects_full_disk(clicks: list[SegmentRange], tmp_path: Path) -> 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a disk as small as that
     try:
-        with pytest.raises(InputError, match=r"cannot write spilled counts .*File too large.*spill_folder"):
-            spilled(clicks, tmp_path)
+        rejects(r"cannot write spilled counts .*File too large.*spill_folder", spilled, clicks, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert open_spill_files(tmp_path) == 0
 
 
 def test_spill_creates_local_folder_and_rejects_url(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="must be local"):
-        Spill("s3://bucket/x", 1)
+    rejects("must be local", Spill, "s3://bucket/x", 1)
     (tmp_path / "file").write_bytes(b"")
     spill = Spill(str(tmp_path / "file" / "folder"), 1)
-    with pytest.raises(InputError, match="Not a directory"):
-        spill.write([])
+    rejects("Not a directory", spill.write, [])
 
 
 @pytest.mark.parametrize("task_bytes", [1, 1 << 30])

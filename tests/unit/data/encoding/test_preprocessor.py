@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from builders.faults import rejects
 
-from rayrec.config import InputError
 from rayrec.data.encoding.encoder import build_slots, c_dense_column, find_ids, num_slots
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
@@ -103,8 +103,7 @@ def rewritten(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
 def test_load_rejects_damaged_tokens(tmp_path: Path, damage: Callable[[Path], object]) -> None:
     make().save(str(tmp_path))
     damage(tmp_path / "tokens.npy")
-    with pytest.raises(InputError, match=str(tmp_path)):
-        Preprocessor.load(str(tmp_path))
+    rejects(str(tmp_path), Preprocessor.load, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -126,13 +125,11 @@ def test_load_rejects_damaged_description(tmp_path: Path, change: Callable[[dict
     path = tmp_path / "preprocessor.json"
     changed = change(json.loads(path.read_text()))
     path.write_text(json.dumps(changed) if changed else "{")
-    with pytest.raises(InputError, match=f"{tmp_path}.*{why}"):
-        Preprocessor.load(str(tmp_path))
+    rejects(f"{tmp_path}.*{why}", Preprocessor.load, str(tmp_path))
 
 
 def test_load_rejects_folder_without_description(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"preprocessor\.json not found"):
-        Preprocessor.load(str(tmp_path))
+    rejects(r"preprocessor\.json not found", Preprocessor.load, str(tmp_path))
 
 
 def save_forged(folder: Path, *, tokens: np.ndarray | None = None, **changes: Any) -> None:
@@ -159,8 +156,7 @@ def save_forged(folder: Path, *, tokens: np.ndarray | None = None, **changes: An
 )
 def test_check_rejects_values_unsafe_for_kernels(tmp_path: Path, forged: dict[str, Any]) -> None:
     save_forged(tmp_path, **forged)
-    with pytest.raises(InputError, match=str(tmp_path)):
-        Preprocessor.load(str(tmp_path))
+    rejects(str(tmp_path), Preprocessor.load, str(tmp_path))
 
 
 def test_encode_handles_smallest_integer() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders.faults import rejects
 from builders.logs import learn, made_from, open_index
 from builders.raw_blocks import block_of
 from builders.same import assert_same
 from builders.torchrec_scripts import torchrec_criteo
 
-from rayrec.config import InputError
 from rayrec.data.encoding import presets
 from rayrec.data.encoding.derivation import Derivation
 from rayrec.data.encoding.encoder import MLPERF_SIZES, MultiHot
@@ -185,8 +185,7 @@ def test_ids_are_independent_of_tasks(click_log: Path, tmp_path: Path, preset: P
 )
 def test_preset_rejects_invalid_values(make: Callable[[], Preset], why: str) -> None:
     assert presets.by_name("torchrec") is TORCHREC
-    with pytest.raises(InputError, match=why):
-        make()
+    rejects(why, make)
 
 
 # TorchRec's own code -------------------------------------------------------------------------------------------------
@@ -277,5 +276,4 @@ def test_frequency_buckets_reject_unknown_counts(tmp_path: Path) -> None:
         (shared, "C", "token counts are unknown"),  # several tokens have one id
         (shared, "A", "takes A as a number; choose a sparse column"),
     ):
-        with pytest.raises(InputError, match=why):
-            bucket_names(learn(index, SCHEMA, preset), column)
+        rejects(why, bucket_names, learn(index, SCHEMA, preset), column)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders.faults import raising
+from builders.faults import raising, rejects
 from builders.same import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -165,22 +165,18 @@ def test_changed_file_is_rejected(tmp_path: Path) -> None:
     assert len(flipped) == len(text)
     for changed in (text[:-1][:-30], b"", text[5:], text.replace(b"deadbeef", b"deadbee"), flipped):
         write(tmp_path, changed)
-        with pytest.raises(InputError, match=r"log\.txt: bytes \d+-\d+ changed since the log was indexed; restore the"):
-            read_segments(segments, SCHEMA)
+        rejects(r"log\.txt: bytes \d+-\d+ changed since the log was indexed; restore the", read_segments, segments, SCHEMA)
     os.remove(file.path)
-    with pytest.raises(InputError, match=r"log\.txt: no such file"):
-        read_segments(segments, SCHEMA)
+    rejects(r"log\.txt: no such file", read_segments, segments, SCHEMA)
 
 
 def test_check_rejects_too_many_invalid_rows(tmp_path: Path) -> None:
     file = write(tmp_path, b"\n".join([*LINES, b"junk", *LINES]))
     made = index(file, 10, 10)
     made.check(0.12, file.path)
-    with pytest.raises(InputError, match=r"11\.11%.*1 x too few columns.*first: .*log\.txt at byte 52.*--max-bad-fraction"):
-        made.check(0.11, file.path)
+    rejects(r"11\.11%.*1 x too few columns.*first: .*log\.txt at byte 52.*--max-bad-fraction", made.check, 0.11, file.path)
     for text in (b"", b"junk\n"):
-        with pytest.raises(InputError, match="no usable rows"):
-            index(write(tmp_path, text), 10, 10).check(1.0, file.path)
+        rejects("no usable rows", index(write(tmp_path, text), 10, 10).check, 1.0, file.path)
 
 
 def test_cache_key_depends_on_files_columns_and_segments() -> None:
@@ -249,8 +245,7 @@ def test_unpack_rejects_damaged_gzip(tmp_path: Path) -> None:
         (packed + b"garbage behind it", "damaged"),
     ]:
         file = write(tmp_path, damaged, "day_0.gz")
-        with pytest.raises(InputError, match=rf"day_0\.gz: .*{why}.*Download it again"):
-            unpack(file, str(tmp_path / "plain"))
+        rejects(rf"day_0\.gz: .*{why}.*Download it again", unpack, file, str(tmp_path / "plain"))
         assert os.listdir(tmp_path / "plain") == []
 
 
@@ -284,8 +279,7 @@ def test_rejected_log_reports_likely_cause(tmp_path: Path, text: bytes, cause: s
 
 def test_unreadable_file_raises_input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "read_into", raising(PermissionError(13, "Permission denied")))
-    with pytest.raises(InputError, match=r"a\.txt: cannot be read \(Permission denied\)\. Check its permissions"):
-        is_gzip(str(tmp_path / "a.txt"))
+    rejects(r"a\.txt: cannot be read \(Permission denied\)\. Check its permissions", is_gzip, str(tmp_path / "a.txt"))
 
 
 def test_empty_first_file_keeps_log_labelled(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders.faults import raising, until
+from builders.faults import raising, rejects, until
 from hosts.processes import run_command
 
 from rayrec.config import InputError
@@ -270,8 +270,7 @@ def test_damaged_shard_raises_with_name(written: Path, tmp_path: Path, place: Ca
     shard.write_bytes(content(shard.read_bytes())) if content else shard.unlink()
     rows = TokenRows(place(tmp_path / "set"), cache_folder=str(tmp_path / "cache"))
     np.testing.assert_array_equal(rows.read(np.arange(30))["tokens"], ROWS[:30])
-    with pytest.raises(InputError, match=r"^[^\n]*set/shard\.00001\.mds: [^\n]*$"):
-        rows.read(np.array([31]))
+    rejects(r"^[^\n]*set/shard\.00001\.mds: [^\n]*$", rows.read, np.array([31]))
     np.testing.assert_array_equal(rows.read(np.array([96]))["tokens"], ROWS[96:])
     rows.close()
 
@@ -294,22 +293,18 @@ def test_damaged_shard_raises_with_name(written: Path, tmp_path: Path, place: Ca
 )
 def test_reader_rejects_foreign_index(written: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], told: str) -> None:
     folder = edited(written, tmp_path / "set", change)
-    with pytest.raises(InputError, match=rf"^[^\n]*index\.json: [^\n]*({told})[^\n]*$"):
-        TokenRows(str(folder))
+    rejects(rf"^[^\n]*index\.json: [^\n]*({told})[^\n]*$", TokenRows, str(folder))
 
 
 def test_reader_rejects_shard_with_wrong_row_count(written: Path, tmp_path: Path) -> None:
     folder = edited(written, tmp_path / "set", lambda index: index["shards"][0].update(samples=29))
-    with pytest.raises(InputError, match=r"shard\.00000\.mds: damaged: does not have 29 rows"):
-        TokenRows(str(folder)).read(np.array([0]))
+    rejects(r"shard\.00000\.mds: damaged: does not have 29 rows", TokenRows(str(folder)).read, np.array([0]))
 
 
 def test_missing_shards_raise_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"^[^\n]*index\.json: no such file$"):
-        TokenRows(str(tmp_path / "nothing"))
+    rejects(r"^[^\n]*index\.json: no such file$", TokenRows, str(tmp_path / "nothing"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"^streaming is not installed\. Run pip install 'rayrec\[language\]'\.$"):
-        mds.load_streaming()
+    rejects(r"^streaming is not installed\. Run pip install 'rayrec\[language\]'\.$", mds.load_streaming)
 
 
 def test_cache_accepts_any_shard_name(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from builders.faults import rejects
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayrec.config import InputError
 from rayrec.data.text import text_blocks
 from rayrec.data.text.text_blocks import Source, cut, parts_of, read_part
 from rayrec.data.text.tokenizer import load_tokenizer
@@ -67,8 +67,7 @@ def test_invalid_utf8_raises_with_position(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"line\n" * 10 + "hé".encode("latin-1"))
     parts = parts_of([Source(str(tmp_path / "latin.txt"), "latin.txt", 52)], validation_fraction=0.0, part_bytes=16)
     assert read_part(parts[0]) == "line\n" * 4
-    with pytest.raises(InputError, match=r"^latin\.txt: byte 51 is not UTF-8 [^\n]*iconv[^\n]*$"):
-        read_part(parts[-1])
+    rejects(r"^latin\.txt: byte 51 is not UTF-8 [^\n]*iconv[^\n]*$", read_part, parts[-1])
 
 
 def test_bpe_matches_on_any_thread_count(tmp_path: Path) -> None:
@@ -85,8 +84,6 @@ write_tokenizer(bytes_bpe(texts, 600), sys.argv[1])
 
 
 def test_missing_tokenizer_raises_one_line(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^[^\n]*tokenizer not found\. [^\n]*$"):
-        load_tokenizer(str(tmp_path))
+    rejects(r"^[^\n]*tokenizer not found\. [^\n]*$", load_tokenizer, str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(InputError, match=r"^[^\n]*: not a tokenizer, or of another version[^\n]*$"):
-        load_tokenizer(str(tmp_path))
+    rejects(r"^[^\n]*: not a tokenizer, or of another version[^\n]*$", load_tokenizer, str(tmp_path))

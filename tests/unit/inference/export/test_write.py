@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from builders.click_models import SMALL, Saved, bucketed_preprocessor, lists_preprocessor, save_clicks
 from builders.exports import ROWS, export_of, scored_by_strangers, write_criteo_rows
+from builders.faults import rejects
 
 import rayrec
 from rayrec import cli, models, recipes
@@ -158,8 +159,7 @@ def test_export_with_different_scores_leaves_no_folder(saved: Saved, tmp_path: P
     told = export_of(saved, tmp_path / "out", quantize="int4", max_auroc_loss=0.0, ignore_parity=True)
     assert "AUROC" in told["parity"]["failure"]
     assert json.loads((tmp_path / "out" / "report.json").read_text())["parity"] == told["parity"]
-    with pytest.raises(InputError, match="exists already"):
-        export_of(saved, tmp_path / "out")
+    rejects("exists already", export_of, saved, tmp_path / "out")
 
 
 def test_export_command_prints_report(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,19 +174,16 @@ def test_export_command_prints_report(saved: Saved, tmp_path: Path, capsys: pyte
 def test_export_is_not_a_checkpoint(exported: Callable[[str], Path], tmp_path: Path) -> None:
     out = str(exported("int8"))
     for submit in (lambda: rayrec.evaluate(out, "log.tsv"), lambda: rayrec.predict(out, "log.tsv", out=str(tmp_path / "x"))):
-        with pytest.raises(InputError, match=r"must be a checkpoint, got an export\. Use the exported checkpoint"):
-            submit()
+        rejects(r"must be a checkpoint, got an export\. Use the exported checkpoint", submit)
 
 
 def test_invalid_exports_raise_one_line(saved: Saved, tmp_path: Path) -> None:
     unlabelled = write_criteo_rows(tmp_path / "log.tsv", 5, labelled=False)
     for path, message in ((unlabelled, "labels not found"), (str(tmp_path / "absent.tsv"), r"absent\.tsv")):
-        with pytest.raises(InputError, match=message):
-            export_of(saved, tmp_path / "out", parity_path=path)
+        rejects(message, export_of, saved, tmp_path / "out", parity_path=path)
     with pytest.raises(InputError, match="does not train a click model"):
         export(str(saved.run), str(tmp_path / "out"), config=recipes.mnist_resnet18(), settings=ExportConfig(triton=True))
-    with pytest.raises(InputError, match="parity_rows"):
-        ExportConfig(parity_rows=0)
+    rejects("parity_rows", ExportConfig, parity_rows=0)
     assert not (tmp_path / "out").exists()
 
 
@@ -211,8 +208,7 @@ def test_nonfinite_values_are_rejected(tmp_path: Path) -> None:
     saved = save_clicks(tmp_path / "run", scale=float("nan"))
     with pytest.raises(InputError, match=r"table cat_0: values must fit into int8, got nan"):
         export_of(saved, tmp_path / "out", quantize="int8", ignore_parity=True)
-    with pytest.raises(InputError, match="not finite"):
-        export_of(saved, tmp_path / "out", parity_path=write_criteo_rows(tmp_path / "log.tsv", 60))
+    rejects("not finite", export_of, saved, tmp_path / "out", parity_path=write_criteo_rows(tmp_path / "log.tsv", 60))
 
 
 def test_comparison_reports_worst_row() -> None:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from builders import networks
 from builders.click_models import whole_model
+from builders.faults import rejects
 from builders.networks import CONFIGS, DIM, INPUTS, inputs_of
 from torch import nn
 
 from rayrec import models
 from rayrec.batch import Batch
-from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.ingest.batches import sparse_features
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings
@@ -234,5 +234,4 @@ REFUSED: list[tuple[ClickModelConfig, dict[str, object], str]] = [
 
 @pytest.mark.parametrize(("config", "settings", "message"), REFUSED)
 def test_model_config_rejects_invalid_settings(config: ClickModelConfig, settings: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError, match=rf"^{type(config).__name__}\.{message}"):
-        config.replace(**settings)
+    rejects(rf"^{type(config).__name__}\.{message}", config.replace, **settings)

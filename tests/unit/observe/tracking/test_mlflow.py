@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from builders import run_events
+from builders.faults import rejects
 from hosts.ports import free_ports
 
 from rayrec import recipes
-from rayrec.config import InputError
 from rayrec.observe.events import EventWriter
 from rayrec.observe.tracking import tracker as tracking_module
 from rayrec.observe.tracking.config import TrackersConfig
@@ -91,8 +91,7 @@ def test_config_accepts_server_folder_and_database(monkeypatch: pytest.MonkeyPat
 )
 def test_config_rejects_unwritable_address(monkeypatch: pytest.MonkeyPatch, uri: str, line: str) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "sqlalchemy" else True)
-    with pytest.raises(InputError, match=f"trackers.mlflow_uri: {line}"):
-        TrackersConfig(mlflow=True).check({"MLFLOW_TRACKING_URI": uri})
+    rejects(f"trackers.mlflow_uri: {line}", TrackersConfig(mlflow=True).check, {"MLFLOW_TRACKING_URI": uri})
 
 
 def test_unreachable_server_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
