@@ -241,8 +241,7 @@ def test_stages_sum_to_command_time() -> None:
 def test_late_save_leaves_no_gap() -> None:
     late = [{**event, "time": 118.25} if event["kind"] == "checkpoint" else event for event in events()]
     stages = start.waterfall(late, began_s=100.0, ended_s=121.0)
-    assert stages["test"] == 0.0
-    assert sum(stages.values()) == pytest.approx(21.0)
+    assert (stages["test"], sum(stages.values())) == (0.0, pytest.approx(21.0))
 
 
 def found_by(seconds: float, *, trainings: tuple[str, ...], with_lightgbm: bool = False) -> dict[str, Any]:
@@ -379,8 +378,7 @@ def test_failed_part_of_all_benchmarks_is_skipped(capsys: pytest.CaptureFixture[
     for name, main in mains.items():
         monkeypatch.setitem(sys.modules, f"{name}_benchmark", SimpleNamespace(main=main))
     monkeypatch.setattr(run, "NAMES", tuple(mains))
-    assert run.main(["all", "--quick"]) == 1
-    assert done == ["first", "fourth"]
+    assert (run.main(["all", "--quick"]), done) == (1, ["first", "fourth"])
     captured = capsys.readouterr()
     assert "hidden-word" not in captured.out + captured.err
     errors = {row["name"]: row["error"] for row in map(json.loads, captured.out.splitlines())}

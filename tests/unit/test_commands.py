@@ -56,8 +56,7 @@ TRAINED = [
 
 
 def test_commands_load_no_unneeded_heavy_modules(tmp_path: Path) -> None:
-    assert loaded_needlessly(UNTIL_TRAINED, tmp_path) == {}
-    assert loaded_needlessly(TRAINED, tmp_path) == {}
+    assert (loaded_needlessly(UNTIL_TRAINED, tmp_path), loaded_needlessly(TRAINED, tmp_path)) == ({}, {})
 
 
 def loaded_needlessly(commands: list[tuple[str, set[str]]], folder: Path) -> dict[str, list[str]]:

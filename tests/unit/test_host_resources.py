@@ -74,8 +74,7 @@ def test_version_1_groups_limit_memory_and_cpus(tmp_path: Path) -> None:
 def test_usable_cpus_respect_affinity_and_granted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel(tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
-    assert usable_cpus(root=tmp_path) == 6
-    assert usable_cpus(granted=4.0, root=tmp_path) == 4
+    assert (usable_cpus(root=tmp_path), usable_cpus(granted=4.0, root=tmp_path)) == (6, 4)
     assert usable_cpus(granted=0.5, root=tmp_path) == 1
     assert usable_cpus(granted=0.0, root=tmp_path) == 6  # a node that lends no CPUs says nothing
     group(tmp_path, "", cpu__max="250000 100000")
@@ -103,5 +102,4 @@ def test_quantities_are_readable() -> None:
 
 def test_durations_text_uses_one_unit() -> None:
     assert durations_text([86.4, 120.0]) == ["86.4 s", "120.0 s"]
-    assert durations_text([86.4, 600.0]) == ["1.44 min", "10.00 min"]
-    assert durations_text([]) == []
+    assert (durations_text([86.4, 600.0]), durations_text([])) == (["1.44 min", "10.00 min"], [])

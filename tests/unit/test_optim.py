@@ -39,8 +39,7 @@ def test_constant_phase_has_exact_base_rate() -> None:
     schedule = optim.LearningRateSchedule(warmup_steps=2750, decay_start_step=49315, decay_steps=27772)
     assert {schedule.learning_rate(step, base=0.1) for step in range(2749, 49315)} == {0.1}
     rates = [schedule.learning_rate(step, base=0.1) for step in range(80000)]
-    assert rates[:2750] == sorted(set(rates[:2750]))
-    assert rates[49315:] == sorted(rates[49315:], reverse=True)
+    assert (rates[:2750], rates[49315:]) == (sorted(set(rates[:2750])), sorted(rates[49315:], reverse=True))
     assert rates[-1] == 1e-7
 
 

@@ -129,8 +129,7 @@ def test_write_stream_is_atomic(tmp_path: Path) -> None:
         assert path.read_bytes() == b"old"
         assert os.listdir(path.parent) == ["file"]
     assert b"".join(storage.read_stream(str(path))) == b"old"
-    assert storage.write_stream(str(path), []) == 0
-    assert list(storage.read_stream(str(path))) == []
+    assert (storage.write_stream(str(path), []), list(storage.read_stream(str(path)))) == (0, [])
 
 
 def test_full_disk_error_keeps_errno(tmp_path: Path) -> None:

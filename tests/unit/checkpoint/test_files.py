@@ -115,8 +115,7 @@ def test_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             save(tmp_path, 3, extra_files=extra)
     torn = checkpoint.folder_of(str(tmp_path), 3)
     assert sorted(os.listdir(torn)) == ["config.yaml", "data_00000.safetensors", "more"]
-    assert checkpoint.committed(str(tmp_path)) == [before]
-    assert checkpoint.latest(str(tmp_path)) == before
+    assert (checkpoint.committed(str(tmp_path)), checkpoint.latest(str(tmp_path))) == ([before], before)
     rejects("contains no complete checkpoint", checkpoint.open_checkpoint, torn)
     again = save(tmp_path, 3, extra_files=extra)  # over the torn one
     assert checkpoint.latest(str(tmp_path)) == again
@@ -140,8 +139,7 @@ def test_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
     assert [found.step for found in checkpoint.committed(str(tmp_path))] == [5, 40, 200_000_000]
     assert checkpoint.open_checkpoint(str(tmp_path)).step == 200_000_000
     one = checkpoint.folder_of(str(tmp_path), 40)
-    assert checkpoint.open_checkpoint(one).path == one
-    assert checkpoint.step_of(one + "/") == 40
+    assert (checkpoint.open_checkpoint(one).path, checkpoint.step_of(one + "/")) == (one, 40)
     rejects("must be a checkpoint folder", checkpoint.step_of, str(tmp_path))
 
 

@@ -68,8 +68,7 @@ def test_s3_saver_waits_out_outage(s3_server: S3Store, bucket: str, monkeypatch:
     s3_server.start()
     saver.wait()
     saver.close()
-    assert run.kinds() == ["checkpoint", "checkpoint_late", "checkpoint"]
-    assert run.newest() == run.at(2)
+    assert (run.kinds(), run.newest()) == (["checkpoint", "checkpoint_late", "checkpoint"], run.at(2))
     checkpoint.verify(run.at(2))
 
     saver = run.saver(**SETTINGS, max_outage_s=10)

@@ -151,8 +151,7 @@ def test_user_model_reaches_processes_without_its_file(tmp_path: Path, monkeypat
     """Also if only a nested configuration, here the model's, comes from the user's file."""
     shutil.copy(Path(__file__).parents[2] / "builders" / "own_click_model.py", file := tmp_path / "their_model.py")
     config = function_in_file(f"{file}:own_model", returns=TrainConfig)()
-    assert user_modules(config) == {"their_model"}
-    assert user_modules(config.workload) == {"their_model"}
+    assert (user_modules(config), user_modules(config.workload)) == ({"their_model"}, {"their_model"})
     ship_code(config)
     packed = ray.cloudpickle.dumps(config)
     ray.cloudpickle.unregister_pickle_by_value(sys.modules["their_model"])

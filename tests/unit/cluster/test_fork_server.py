@@ -70,8 +70,7 @@ def test_forked_process_matches_started_process(server: ForkServer, program: Pat
     assert found["arguments"] == [str(program), "--one"]
     assert (found["name"], found["path"], found["folder"]) == ("__main__", str(program.parent), str(program.parent))
     assert (found["read"], found["niceness"], found["leads"]) == ("a line", os.nice(0) + 3, True)
-    assert found["threads"] == 1
-    assert found["variables"] == ["here", None, None]
+    assert (found["threads"], found["variables"]) == (1, ["here", None, None])
     assert found["imported"] == ["colorsys"]
     assert found["files"] == ["socket"], "beside the standard ones: what the process that asked waits for"
 
@@ -239,8 +238,7 @@ def test_node_has_one_fork_server_until_ray_ends(node_manager: NodeManager, tmp_
         return json.loads(node_manager.start(program, forked_worker.python_of_a_job(), PYTHONPATH=str(tmp_path), **added))
 
     server, *found = started()
-    assert found == [None, True]
-    assert started() == [server, None, True]
+    assert (found, started()) == ([None, True], [server, None, True])
     template, *found = started(**{MODULES: "changes"})
     assert found == ["old", True]
     assert started(**{MODULES: "changes"}) == [template, "old", True]

@@ -27,8 +27,7 @@ def ended(status: int | None, *, duration_s: float = 1.0) -> AttemptResult:
 )
 def test_judge_quits_after_final_results(ending: AttemptResult, status: int) -> None:
     tally, decision = judge(POLICY, AttemptHistory(attempts=1), ending, jitter=0.5)
-    assert decision.status == status
-    assert tally == AttemptHistory(attempts=1)
+    assert (decision.status, tally) == (status, AttemptHistory(attempts=1))
 
 
 @pytest.mark.parametrize("status", [1, 137, 139, 143, 255, None])
@@ -80,8 +79,7 @@ def test_healthy_attempt_resets_count() -> None:
 def test_accepted_flags_are_retried() -> None:
     """A recovering cluster may lack nodes or file systems, which fails an attempt like an invalid flag."""
     attempts, decision = run_through(POLICY, [ended(143, duration_s=500.0), *[ended(2)] * 10])
-    assert attempts == 4
-    assert decision.status == 2
+    assert (attempts, decision.status) == (4, 2)
     assert run_through(POLICY, [ended(None), ended(2)])[0] == 2  # Ray ended the first before the command ran
 
 
@@ -105,8 +103,7 @@ def test_pauses_double_to_limit_with_jitter() -> None:
         return [pause_s(times, first_s=1.0, longest_s=30.0, jitter=jitter) for times in range(9)]
 
     assert pauses(0.5) == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
-    assert pauses(0.0)[1:3] == [0.75, 1.5]
-    assert pauses(1.0)[1:3] == [1.25, 2.5]
+    assert (pauses(0.0)[1:3], pauses(1.0)[1:3]) == ([0.75, 1.5], [1.25, 2.5])
     assert all(before <= after for before, after in itertools.pairwise(pauses(0.3)))
     assert pause_s(100_000, first_s=1.0, longest_s=30.0, jitter=0.5) == 30.0
 

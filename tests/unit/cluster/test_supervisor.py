@@ -184,8 +184,7 @@ def test_lost_answer_creates_no_second_job(head: FakeHead, supervise: Supervise)
 
 def test_supervise_waits_for_unhealthy_head(head: FakeHead, supervise: Supervise) -> None:
     head.busy, head.ends = 3, [SUCCESS]
-    assert supervise().status == 0
-    assert len(head.submitted) == 1
+    assert (supervise().status, len(head.submitted)) == (0, 1)
     assert any("head lost" in note and "try again later" in note for note in head.notes)
     assert any("head is back" in note for note in head.notes)
 

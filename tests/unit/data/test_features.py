@@ -228,8 +228,7 @@ def test_shared_vocabulary_returns_same_ids(encoded: tuple[Preprocessor, Encoded
     missing = preprocessor.sparse[1].missing_id
     assert history.lengths.tolist() == [1, 1, 3, 1]
     assert (history.values[1], history.values[5], item[3]) == (missing, missing, missing)
-    assert preprocessor.sparse[1] == preprocessor.sparse[2]
-    assert preprocessor.hotness == [1, 1, None, None]
+    assert (preprocessor.sparse[1], preprocessor.hotness) == (preprocessor.sparse[2], [1, 1, None, None])
     # 40 was seen in a history alone, and all four are stored once.
     assert preprocessor.vocabulary(1).tolist() == preprocessor.vocabulary(2).tolist()
     assert sorted(preprocessor.vocabulary(1).tolist()) == [10, 20, 30, 40]

@@ -24,8 +24,7 @@ def test_read_idx_parses_bytes(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes([0, 0, 8, 2, 0, 0, 0, 2, 0, 0, 0, 3, 1, 2, 3, 4, 5, 255]))
     array = read_idx(str(path))
-    assert array.dtype == np.uint8
-    assert array.tolist() == [[1, 2, 3], [4, 5, 255]]
+    assert (array.dtype, array.tolist()) == (np.uint8, [[1, 2, 3], [4, 5, 255]])
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -37,10 +37,8 @@ def test_next_dataset_starts_early(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [next(found) for _ in range(3)] == [0, 1, 2]
     assert datasets.opened == [range(0, 5)]
     assert next(found) == 3
-    assert next(found) == 4
-    assert next(found) == 5
-    assert datasets.opened == [range(0, 5), range(5, 10)]
-    assert datasets.closed == [range(0, 5)]
+    assert (next(found), next(found)) == (4, 5)
+    assert (datasets.opened, datasets.closed) == ([range(0, 5), range(5, 10)], [range(0, 5)])
     assert list(found) == [*range(6, 12)]
     assert datasets.opened == datasets.closed == groups
 

@@ -94,8 +94,7 @@ def test_partial_folder_is_kept_after_first_task(tmp_path: Path) -> None:
         resumable_job(out, other, last_file=None).__enter__()
     with resumable_job(out, MADE_OF, last_file=None) as job:
         assert Path(job.folder.path, "a").read_text() == "a"
-    assert os.listdir(tmp_path) == ["out"]
-    assert os.listdir(out) == ["a"]
+    assert (os.listdir(tmp_path), os.listdir(out)) == (["out"], ["a"])
 
 
 @pytest.mark.parametrize("place", ["", "file://"])

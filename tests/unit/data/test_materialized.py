@@ -101,8 +101,7 @@ def test_every_order_returns_equal_rows(days: LogIndex, preprocessor: Preprocess
     write(days, preprocessor, tmp_path / "out", format, sets=sets)
     (tmp_path / "out").rename(tmp_path / "moved")
     dataset = open_preprocessed(str(tmp_path / "moved"))
-    assert dataset.index.format == format
-    assert dataset.index.faults == days.faults
+    assert (dataset.index.format, dataset.index.faults) == (format, days.faults)
     assert [s.rows for s in dataset.index.segments] == [s.rows for s in days.segments]
     assert Split(kind="last_file").rows(dataset.index) == sets == dataset.sets
     for rows in ((0, days.rows), sets["train"], sets["test"]):

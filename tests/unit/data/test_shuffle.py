@@ -105,8 +105,7 @@ def test_shuffle_moves_training_rows_only(index: LogIndex, tmp_path: Path) -> No
     start, stop = mixed.sets["train"]
     assert (start, stop) == (0, 1500)
     before, after = keys(all_rows(plain.index, 0, 2000)), keys(all_rows(mixed.index, 0, 2000))
-    assert before[stop:] == after[stop:]
-    assert sorted(before[:stop]) == sorted(after[:stop])
+    assert (before[stop:], sorted(before[:stop])) == (after[stop:], sorted(after[:stop]))
     assert [after[place] for place in Permutation(1500, seed=1)(np.arange(1500))] == before[:stop]
     sizes = [[(s.start, s.stop, s.rows) for s in made.index.segments] for made in (plain, mixed)]
     assert sizes[0] == sizes[1]

@@ -60,8 +60,7 @@ def test_seeds_differ() -> None:
 def test_rows_are_criteo_rows(kaggle: tuple[Path, dict[str, Any]]) -> None:
     row = re.compile(r"[01](\t(-?\d+)?){13}(\t([0-9a-f]{8})?){26}")
     lines = (kaggle[0] / "train.txt").read_text().split("\n")
-    assert len(lines) == ROWS + 1
-    assert lines[-1] == ""
+    assert (len(lines), lines[-1]) == (ROWS + 1, "")
     assert all(row.fullmatch(line) for line in lines[:-1])
     cells = np.array([line.split("\t") for line in lines[:20_000]])
     empty = (cells[:, 1:] == "").mean(axis=0)

@@ -62,8 +62,7 @@ def test_require_files_returns_all_paths(tmp_path: Path) -> None:
     notes, wanted = [], files_of("criteo_small")
     expected = [str(tmp_path / f"day_{day}") for day in (0, 1, 2, 3, 23)]
     assert require_files(str(tmp_path), wanted, fetch_name="criteo_small", note=notes.append) == expected
-    assert notes[0] == f"{tmp_path}/day_0: 2 B, but 49.8 GB are published"
-    assert len(notes) == 5
+    assert (notes[0], len(notes)) == (f"{tmp_path}/day_0: 2 B, but 49.8 GB are published", 5)
     (tmp_path / "day_3").rename(tmp_path / "day_3.gz.partial")
     with pytest.raises(InputError) as error:
         require_files(str(tmp_path), wanted, fetch_name="criteo_small")

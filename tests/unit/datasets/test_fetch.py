@@ -430,12 +430,10 @@ def test_archive_extracts_wanted_members_only(server: Server, tmp_path: Path) ->
         ("train.txt", "published md5", archive.url),
         ("test.txt", "length", archive.url),
     ]
-    assert (folder / "train.txt").read_bytes() == train
-    assert (folder / "test.txt").read_bytes() == test
+    assert ((folder / "train.txt").read_bytes(), (folder / "test.txt").read_bytes()) == (train, test)
     assert not (folder / "train.txt").is_symlink()
     assert sorted(os.listdir(folder)) == [".fetch.lock", "fetched.json", "test.txt", "train.txt"]
-    assert os.listdir(tmp_path) == ["folder"]
-    assert notes[0] == "Not for sale"
+    assert (os.listdir(tmp_path), notes[0]) == (["folder"], "Not for sale")
     assert [result["status"] for result in fetch(files, str(folder), verify=True)] == ["present", "present"]
     assert len(served.requests) == 1
 

@@ -58,8 +58,7 @@ def _only(findings: list[Finding]) -> Finding:
 
 
 def test_valid_installation_has_no_findings() -> None:
-    assert diagnose(CPU, WORKS, MACHINE) == []
-    assert diagnose(CUDA, WORKS_ON_CUDA, GPU_MACHINE) == []
+    assert (diagnose(CPU, WORKS, MACHINE), diagnose(CUDA, WORKS_ON_CUDA, GPU_MACHINE)) == ([], [])
     of_pytorch = {**_without(CPU, "fbgemm-gpu-cpu"), "fbgemm-gpu": Installed("1.8.0+cpu", holds_fbgemm=True)}
     assert diagnose(of_pytorch, WORKS, MACHINE) == []
 
@@ -193,8 +192,7 @@ def test_rayrec_and_machine_are_checked() -> None:
 
 def test_small_shm_is_noted() -> None:
     shm = _only(diagnose(CPU, WORKS, replace(MACHINE, shm_bytes=64 << 20)))
-    assert shm.kind == "note"
-    assert shm.remedy[0] == "docker run --shm-size=6.0g …"
+    assert (shm.kind, shm.remedy[0]) == ("note", "docker run --shm-size=6.0g …")
     large = replace(MACHINE, free_memory_bytes=500 * GIB, memory_bytes=512 * GIB)
     assert diagnose(CPU, WORKS, large) == []  # 16 GiB of /dev/shm are enough for Ray
     assert diagnose(CPU, WORKS, replace(MACHINE, shm_bytes=None)) == []

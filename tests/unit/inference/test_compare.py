@@ -70,8 +70,7 @@ def found(models: list[Saved], log: Path, tmp_path_factory: pytest.TempPathFacto
 
 def test_comparison_matches_single_evaluations(found: dict[str, Any], models: list[Saved], log: Path) -> None:
     labels = _labels(log)
-    assert found["rows"] == ROWS
-    assert found["label_rate"] == pytest.approx(labels.mean())
+    assert (found["rows"], found["label_rate"]) == (ROWS, pytest.approx(labels.mean()))
     assert [model["name"] for model in found["models"]] == ["a", "b", "c", "ensemble"]
     logits = [_logits(saved, log) for saved in models]
     logits.append(np.mean(logits, axis=0, dtype=np.float64).astype(np.float32))

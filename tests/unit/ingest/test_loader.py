@@ -129,8 +129,7 @@ def test_plan_memory_does_not_grow_with_workers(prepared: Prepared) -> None:
     tracemalloc.start()
     try:
         planned = loader(prepared, order, batch_size=128, world_size=1024)
-        assert planned.steps == 128
-        assert planned.rows(128) == 1 << 24
+        assert (planned.steps, planned.rows(128)) == (128, 1 << 24)
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -186,8 +185,7 @@ def test_worker_accepts_empty_batch(prepared: Prepared) -> None:
     order = order_of(prepared[0], 0, 5)
     last = [list(loader(prepared, order, batch_size=1, rank=rank, world_size=4))[-1] for rank in range(4)]
     assert [len(batch) for batch in last] == [1, 0, 0, 0]
-    assert last[3].sparse_features.stride() == 0
-    assert last[3].sparse_features["cat_3"].values().numel() == 0
+    assert (last[3].sparse_features.stride(), last[3].sparse_features["cat_3"].values().numel()) == (0, 0)
     assert {batch.loss_weight for batch in last} == {4.0}
 
 
@@ -222,8 +220,7 @@ def test_every_step_resumes(prepared: Prepared, world_size: int) -> None:
             states.append(first.state())
         for step in range(len(whole) + 1):
             again = loader(prepared, **settings, position=Position.from_dict(json.loads(json.dumps(states[step]))))
-            assert again.steps == len(whole) - step
-            assert again.state() == states[step]
+            assert (again.steps, again.state()) == (len(whole) - step, states[step])
             rest = list(again)
             assert len(rest) == again.steps
             assert all(same(one, other) for one, other in zip(rest, whole[step:], strict=True))
@@ -404,8 +401,7 @@ def test_batches_contain_variable_length_ids() -> None:
     for count in (3, 0, 20, 27):
         batch = slicer.take(count, loss_weight=1.0)
         features, chosen = batch.sparse_features, slice(done, done + count)
-        assert features.stride() == count
-        assert features["one"].values().tolist() == one[chosen].tolist()
+        assert (features.stride(), features["one"].values().tolist()) == (count, one[chosen].tolist())
         assert features["two"].values().tolist() == two[chosen].reshape(-1).tolist()
         assert [bag.tolist() for bag in features["list"].to_dense()] == lists[chosen]
         assert batch.weights is None if not count else batch.weights.tolist() == weights[chosen].tolist()

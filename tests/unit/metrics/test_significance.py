@@ -44,8 +44,7 @@ def test_weighted_metrics_match_repeated_rows(decimals: int) -> None:
 
 def test_resamples_match_poisson_distribution() -> None:
     table = _poisson_table()
-    assert len(table) == 65536
-    assert table.mean() == pytest.approx(1, abs=5e-5)
+    assert (len(table), table.mean()) == (65536, pytest.approx(1, abs=5e-5))
     assert table.var() == pytest.approx(1, abs=5e-4)
 
 
@@ -88,8 +87,7 @@ def test_auroc_difference_matches_delong(decimals: int) -> None:
     others = (logits + np.random.default_rng(2).normal(0, 0.8, 700).astype(np.float32)).round(decimals)
     difference, error = _delong_by_pairs(logits, others, labels)
     found = compare(logits, others, labels, FEW)["auroc"]
-    assert found.method == "delong"
-    assert found.difference == pytest.approx(difference, abs=1e-12)
+    assert (found.method, found.difference) == ("delong", pytest.approx(difference, abs=1e-12))
     assert found.high - found.low == pytest.approx(2 * 1.959964 * error, rel=1e-6)
     assert found.p_value == pytest.approx(math.erfc(difference / error / math.sqrt(2)), rel=1e-9)
 

@@ -178,8 +178,7 @@ def test_time_breakdown_sums_over_restart() -> None:
     redone = {**events[-1], "step": 30, "rows": 3 * ROWS, "time": 60.0}
     whole = RunSummary([*events, *again, redone])
     split = whole.time
-    assert split.total_s == pytest.approx(5 * INTERVAL_S)
-    assert split.rows == 5 * ROWS
+    assert (split.total_s, split.rows) == (pytest.approx(5 * INTERVAL_S), 5 * ROWS)
     assert split.times_s["data"] == pytest.approx(10 + 4 * 2)
     assert sum(split.fractions().values()) == pytest.approx(1.0)
     assert whole.warm_time.training_s == pytest.approx(3 * INTERVAL_S)
@@ -202,8 +201,7 @@ def test_warm_time_excludes_first_interval_with_saves() -> None:
 
 def test_time_breakdown_without_phases_uses_blocked_fraction() -> None:
     split = RunSummary(run({"data": 0.25}, measured=False)).warm_time
-    assert split.times_s["data"] == pytest.approx(7.5)
-    assert split.times_s["other"] == pytest.approx(22.5)
+    assert (split.times_s["data"], split.times_s["other"]) == (pytest.approx(7.5), pytest.approx(22.5))
     assert not split.measured
 
 
@@ -216,8 +214,7 @@ def data_side(events: list[dict[str, Any]]) -> PipelineStats:
 def test_pipeline_stats_sum_stages() -> None:
     assert RunSummary([]).data.side() is None
     side = data_side(run({"data": 0.2}, stages=CPU_BOUND))
-    assert side.busy == pytest.approx(0.95)
-    assert side.capacity_rows_per_s == pytest.approx(1000 / 0.95)
+    assert (side.busy, side.capacity_rows_per_s) == (pytest.approx(0.95), pytest.approx(1000 / 0.95))
     assert [stage.name for stage in side.stages] == ["read", "parse", "encode"]
     assert [stage.busy for stage in side.stages] == pytest.approx([0.05, 0.7, 0.2])
     assert sum(stage.fraction for stage in side.stages) == pytest.approx(1.0)
@@ -245,5 +242,4 @@ def test_pipeline_stats_include_intervals_without_blocks() -> None:
     nothing = {**block, "rows": 0, "stages": []}
     whole = {**block, "seconds": 30.0, "stages": [{**told[0], "busy": 0.2}]}
     apart, together = data_side([start, first, nothing, nothing, block]), data_side([start, first, whole])
-    assert apart == together
-    assert apart.busy == pytest.approx(0.2)
+    assert (apart, apart.busy) == (together, pytest.approx(0.2))

@@ -114,8 +114,7 @@ def test_outage_loses_no_events_and_never_blocks(url: str, store: Store, caplog:
         until(lambda: store.num_refused >= 2)
         store.is_out = False
         assert writer.flush(timeout_s=60)
-    assert writer.num_lost == 0
-    assert _steps(url) == list(range(1000))
+    assert (writer.num_lost, _steps(url)) == (0, list(range(1000)))
     assert len(caplog.records) == 1
     assert "the store was out" in caplog.text
 
@@ -162,8 +161,7 @@ def test_interpreter_exit_flushes_events(url: str) -> None:
         "for step in range(5): writer.write('step', step=step)\n"
     )
     run = subprocess.run([sys.executable, "-c", code, url], capture_output=True, text=True, check=True)
-    assert run.stderr == ""
-    assert _steps(url) == list(range(5))
+    assert (run.stderr, _steps(url)) == ("", list(range(5)))
 
 
 def test_forked_process_writes_separate_parts(url: str, folder: Path) -> None:
@@ -178,8 +176,7 @@ def test_forked_process_writes_separate_parts(url: str, folder: Path) -> None:
             os._exit(0)
     os.waitpid(child, 0)
     writer.close()
-    assert _steps(url) == [1, 2]
-    assert len(os.listdir(folder)) == 2
+    assert (_steps(url), len(os.listdir(folder))) == ([1, 2], 2)
 
 
 def test_merge_events_orders_writers_by_time(url: str, folder: Path) -> None:

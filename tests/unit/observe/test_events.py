@@ -56,8 +56,7 @@ def test_read_events_returns_written_order(path: Path) -> None:
     events = read_events(path)
     assert [event["kind"] for event in events] == ["start", "step", "step"]
     assert before <= events[0]["time"] <= time.time()
-    assert list(events[1]) == ["time", "kind", "step", "loss"]
-    assert events[2]["text"] == "zwei\nZeilen ü"
+    assert (list(events[1]), events[2]["text"]) == (["time", "kind", "step", "loss"], "zwei\nZeilen ü")
     assert _steps(path, kinds={"step"}) == [1, 2]
     assert read_events(path, kinds=()) == []
     writer.write("step")
@@ -169,8 +168,7 @@ def test_writer_counts_losses_and_warns_once(
             writer.write("step", step=2)
             writer.write("step", step=3)
         writer.write("step", step=4)
-    assert writer.num_lost == 2
-    assert len(caplog.records) == 1
+    assert (writer.num_lost, len(caplog.records)) == (2, 1)
     assert "No space left" in caplog.text
     assert _steps(path) == [1, 4]
 
@@ -184,8 +182,7 @@ def test_writer_repairs_short_writes(path: Path, monkeypatch: pytest.MonkeyPatch
                 patched.setattr(os, "write", lambda descriptor, line, length=length: write(descriptor, line[:length]))
                 writer.write("step", step=2)
         writer.write("step", step=3)
-    assert writer.num_lost == 2
-    assert _steps(path) == [1, 3]
+    assert (writer.num_lost, _steps(path)) == (2, [1, 3])
 
 
 def test_writer_repairs_line_cut_by_another_writer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,8 +128,7 @@ def test_panel_shows_phases_stages_and_age() -> None:
     ],
 )
 def test_console_line_matches_event(event: dict[str, Any], expected: str | None) -> None:
-    assert console_line(event) == expected
-    assert console_line(SAVED, verbose=True) == "step 8  saved p (1 MB)"
+    assert (console_line(event), console_line(SAVED, verbose=True)) == (expected, "step 8  saved p (1 MB)")
 
 
 def console_lines(events: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], **options: Any) -> str:

@@ -131,8 +131,7 @@ def test_adopt_writes_only_manifest_and_preprocessor(folder: Path) -> None:
     assert (made["rows"], made["bad_rows"], made["format"], made["labelled"]) == (sum(ROWS), 0, "npy", True)
     assert made["sets"] == {"train": [0, 1350], "validation": [1350, 1501], "test": [1501, 1651]}
     dense, ids, labels = map(np.concatenate, zip(*(loaded(folder, f"day_{day}") for day in range(3)), strict=True))
-    assert made["num_embeddings"] == (ids.max(axis=0) + 1).tolist()
-    assert made["modulo"] == []
+    assert (made["num_embeddings"], made["modulo"]) == ((ids.max(axis=0) + 1).tolist(), [])
     rows = read(folder)
     for found, expected in ((np.array(rows.ids), ids.T), (rows.dense, dense), (rows.label, labels[:, 0])):
         np.testing.assert_array_equal(found, expected)

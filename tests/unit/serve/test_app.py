@@ -44,8 +44,7 @@ def error_of(reply: Reply, status: int) -> dict[str, Any]:
     assert reply.status == status, reply.body
     assert reply.headers["content-type"] == "application/json"
     result = reply.json()
-    assert set(result) == {"error"}
-    assert set(result["error"]) == {"message", "row", "field"}
+    assert (set(result), set(result["error"])) == ({"error"}, {"message", "row", "field"})
     return result["error"]
 
 
@@ -54,8 +53,7 @@ def error_of(reply: Reply, status: int) -> dict[str, Any]:
 
 def test_text_json_and_labelled_text_score_equally(app: ScoringApp) -> None:
     result = post(app, TEXT).json()
-    assert result["model"] == MODEL.version
-    assert result["preprocessor"] == MODEL.preprocessor.hash()
+    assert (result["model"], result["preprocessor"]) == (MODEL.version, MODEL.preprocessor.hash())
     np.testing.assert_array_equal(np.array(result["logits"], np.float32), logits_of(MODEL, TEXT))
     np.testing.assert_allclose(result["scores"], 1 / (1 + np.exp(-np.array(result["logits"], np.float64))), rtol=1e-6)
     labelled = b"".join(b"%d\t%s\n" % (number % 2, line) for number, line in enumerate(TEXT.splitlines()))
@@ -122,8 +120,7 @@ def test_custom_schema_scores_json_and_csv() -> None:
         {"item": True, "click": 1, "importance": 0.5},
     ]
     result = post(app, {"rows": rows}, query="columns=true").json()
-    assert result["unknown"] == [0, 3, 1]
-    assert result["unknown_columns"] == [[], ["user", "tags"], ["item"]]
+    assert (result["unknown"], result["unknown_columns"]) == ([0, 3, 1], [[], ["user", "tags"], ["item"]])
     lines = [f"3,1.5,{token(0, 1)},{token(1, 0)},{token(2, 0)}|{token(2, 1)}", f',-2e5,"someone",,a|{token(2, 2)}|b', ",,,1,"]
     bare = "\n".join(lines).encode()
     labelled = "\n".join("1,0.5," + line for line in lines).encode()
@@ -595,8 +592,7 @@ def test_metrics_count_requests_and_rows() -> None:
     assert result['rayrec_serve_batch_rows_bucket{le="16.0"}'] == 0
     assert result['rayrec_serve_batch_rows_bucket{le="64.0"}'] == 2
     assert result['rayrec_serve_batch_rows_bucket{le="+Inf"}'] == result["rayrec_serve_batch_rows_count"] == 2
-    assert result["rayrec_serve_batch_rows_sum"] == 100
-    assert result["rayrec_serve_request_seconds_count"] == 3
+    assert (result["rayrec_serve_batch_rows_sum"], result["rayrec_serve_request_seconds_count"]) == (100, 3)
     assert result["rayrec_serve_waiting_rows"] == 0
     assert result[f'rayrec_serve_replicas{{model="{MODEL.version}",preprocessor="{MODEL.preprocessor_hash}"}}'] == 1
 

@@ -244,11 +244,9 @@ def test_followed_checkpoint_is_newest_or_best(tmp_path: Path) -> None:
     assert choose(str(tmp_path), "best") is None
     best = [_save(tmp_path, 20, 0.75), _save(tmp_path, 30, 0.8), _save(tmp_path, 40, 0.8)][-1]
     newest = _save(tmp_path, 50, 0.7)
-    assert choose(str(tmp_path), "best") == best
-    assert choose(str(tmp_path), "newest") == newest
+    assert (choose(str(tmp_path), "best"), choose(str(tmp_path), "newest")) == (best, newest)
     (Path(newest) / "manifest.json").write_text("{")
-    assert choose(str(tmp_path), "newest") == best
-    assert choose(os.path.relpath(tmp_path), "best") == best
+    assert (choose(str(tmp_path), "newest"), choose(os.path.relpath(tmp_path), "best")) == (best, best)
 
 
 def test_following_skips_damaged_checkpoints(

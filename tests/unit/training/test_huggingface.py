@@ -122,8 +122,7 @@ def test_resumed_attempt_matches_uninterrupted_weights(whole: Attempt, step: int
 def test_stop_request_saves_step_and_resumes(whole: Attempt) -> None:
     first = Attempt(huggingface.run, config(), stop_at=6)
     assert not first.finished
-    assert first.progress.step == 6
-    assert list(first.saves) == [4, 6]
+    assert (first.progress.step, list(first.saves)) == (6, [4, 6])
     rest = Attempt(loop.run, config(), start=first.saves[6])  # either loop may resume where the other stopped
     assert same(rest.tensors(), whole.tensors())
 

@@ -167,8 +167,7 @@ def test_pause_evaluates_and_saves_without_changing_run() -> None:
     assert not again.run(pause_at=0.25)  # nothing is left to train
     assert (again.pipeline.trained, again.saves, again.events) == ([], [], [])
     assert not again.run(pause_at=0.4)  # where the run evaluates in any case
-    assert again.saves == [(8, 80, 0.58, True, True)]
-    assert again.progress.best_step == 8
+    assert (again.saves, again.progress.best_step) == ([(8, 80, 0.58, True, True)], 8)
     last = Run(progress=again.progress)
     assert last.run(pause_at=1.0)
     assert last.pipeline.trained == list(range(8, 20))
@@ -215,8 +214,7 @@ def test_stop_trains_pulled_batches_and_saves(ahead: int) -> None:
     assert run.pipeline.trained == list(range(stopped))
     again = Run(ahead=ahead, progress=run.progress)
     assert again.run()
-    assert again.pipeline.trained == list(range(stopped, 20))
-    assert again.saved() == [16, 20]
+    assert (again.pipeline.trained, again.saved()) == (list(range(stopped, 20)), [16, 20])
 
 
 @pytest.mark.parametrize(("stop_at", "step", "evaluated"), [(15, 16, [16, 20]), (20, 20, [20])])
@@ -299,8 +297,7 @@ def test_lowered_rates_scale_schedule() -> None:
 def test_plateau_is_logged_and_saved() -> None:
     run = Run(plateau={"patience": 1, "min_improvement": 0.2, "factor": 0.5}, evaluate_every=5)
     assert run.run()
-    assert run.told("plateau") == [10, 15, 20]
-    assert run.progress.state()["learning_rate_scale"] == 0.125
+    assert (run.told("plateau"), run.progress.state()["learning_rate_scale"]) == ([10, 15, 20], 0.125)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

@@ -86,8 +86,7 @@ def test_damage_found_by_reading_is_skipped(tmp_path: Path) -> None:
     tear(resumed.folder, 3, "manifest.json")
     tear(resumed.folder, 2, "data_00000.safetensors")
     found, setup, *_ = resumed.start()
-    assert found.step == 1
-    assert float(setup.model.weight) == 1
+    assert (found.step, float(setup.model.weight)) == (1, 1)
     assert resumed.models_before == [0]  # one model for both
     assert resumed.damaged == {2, 3}
     assert resumed.events == [("checkpoint_damaged", 3), ("checkpoint_damaged", 2)]

@@ -36,8 +36,7 @@ def test_train_without_test_rows_reports_validation(
     names = flags.split()
     assert not train(folder, *(f"--workload.preset.split.{w}" if not place % 2 else w for place, w in enumerate(names)))
     found = summary(capsys)
-    assert found["rows_of_sets"] == sets
-    assert found["metrics"] == found["validation"]
+    assert (found["rows_of_sets"], found["metrics"]) == (sets, found["validation"])
     assert cli.run(["report", str(folder / "run")]) == 0
     assert cli.run(["export", str(folder / "run"), "--out", str(folder / "exported")]) == 0
 

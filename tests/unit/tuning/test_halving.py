@@ -19,8 +19,7 @@ THIRDS = TuneConfig()
 
 def test_trial_order_starts_with_recipe_and_is_seeded() -> None:
     order = trials.order_of_trials(50, seed=0)
-    assert order[0] == 0
-    assert sorted(order) == list(range(50))
+    assert (order[0], sorted(order)) == (0, list(range(50)))
     assert order == trials.order_of_trials(50, seed=0) != trials.order_of_trials(50, seed=1)
 
 

@@ -23,8 +23,7 @@ def test_space_file_defines_trials() -> None:
     space = Space.read(TEXT, source="space.yaml")
     space.check(recipes.criteo_demo("log"))
     trials = space.trials(9, seed=0)
-    assert trials[0] == {}
-    assert len(trials) == 9
+    assert (trials[0], len(trials)) == ({}, 9)
     assert [trial[BATCH] for trial in trials[1:]] == [256, 512] * 4
     assert all(1e-4 <= trial[RATE] <= 1e-2 for trial in trials[1:])
     assert {tuple(trial[TOWER]) for trial in trials[1:]} == {(64, 1), (32, 1)}

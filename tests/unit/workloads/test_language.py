@@ -180,8 +180,7 @@ def test_generation_stops_at_end_token() -> None:
     end = free[0][4]
     stopped = made(model, [3, 1, 4], [5, 9], count=30, end_token=end)
     first = free[0].index(end)
-    assert stopped[0][: first + 1] == free[0][: first + 1]
-    assert set(stopped[0][first:]) == {end}
+    assert (stopped[0][: first + 1], set(stopped[0][first:])) == (free[0][: first + 1], {end})
     assert len(made(model, [3, 1, 4], count=30, end_token=end)[0]) == first + 1  # nothing is made after it
 
 

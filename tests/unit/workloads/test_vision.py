@@ -142,8 +142,7 @@ def test_measures_are_cross_entropy_and_hits() -> None:
     assert measures["loss"].tolist() == pytest.approx(smooth)
     with torch.no_grad():
         measures = workload.measure(model, tensors)  # type: ignore[arg-type]
-    assert measures["loss"].tolist() == pytest.approx(plain)
-    assert measures["accuracy"].tolist() == [1.0, 0.0]
+    assert (measures["loss"].tolist(), measures["accuracy"].tolist()) == (pytest.approx(plain), [1.0, 0.0])
     assert workload.score({"accuracy": 0.5, "loss": 3.0}) == 0.5
 
 
@@ -304,8 +303,7 @@ def test_path_resolves_to_image_and_label_files(folder: Path, tmp_path: Path) ->
         source = workload.open_inputs(config, checkpoint="", path=str(path))
         return len(source), sorted(source.read(np.arange(1)))
 
-    assert labelled(folder) == 30
-    assert labelled(folder / "train-images-idx3-ubyte.gz") == 60
+    assert (labelled(folder), labelled(folder / "train-images-idx3-ubyte.gz")) == (30, 60)
     assert inputs(folder) == (30, ["images", "labels"])
     (tmp_path / "train-images.idx3-ubyte").write_bytes(idx(np.zeros((4, 28, 28), np.uint8)))
     assert inputs(tmp_path) == (4, ["images"])

@@ -232,8 +232,7 @@ def test_columns_of_any_log_are_counted(rows: list[tuple[int | None, list[int]]]
     none = [row for row, (token, _) in enumerate(rows, 100) if token is None]
     assert counts.missing.tolist() == [[len(none), min(none, default=NO_ROW)], [len(empty), min(empty, default=NO_ROW)]]
     assert counts.labels.tolist() == [len(empty), len(rows) - len(empty)]
-    assert counts.dense_moments[0, 0] == len(rows) - len(none)
-    assert counts.file_minimum == {}
+    assert (counts.dense_moments[0, 0], counts.file_minimum) == (len(rows) - len(none), {})
 
 
 @pytest.mark.parametrize("first_rows", [False, True])

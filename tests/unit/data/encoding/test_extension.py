@@ -79,8 +79,7 @@ def hexadecimal(preprocessor: Preprocessor) -> str:
 def test_extension_appends_by_falling_count(tmp_path: Path) -> None:
     before, after = extended(RAYREC, "aabbb", "ccddda.efeaaaa", tmp_path)
     assert (hexadecimal(before), hexadecimal(after)) == ("ba", "badce")
-    assert after.num_embeddings == [7, 7]
-    assert after.constants["rows"] == 5 + 14
+    assert (after.num_embeddings, after.constants["rows"]) == ([7, 7], 5 + 14)
 
 
 def test_extension_appends_in_row_order(tmp_path: Path) -> None:
@@ -125,8 +124,7 @@ def test_extension_omits_rare_categories_beyond_limit(tmp_path: Path) -> None:
     assert list(hexadecimal(extension.preprocessor)) == ["a", "b", "d"]
     assert extension.left_out == {"C": 1, "D": 1}
     _, after = extended(preset.replace(beyond_limit="modulo"), "aabb", "ccddda", tmp_path / "modulo")
-    assert after.num_embeddings[0] == 5
-    assert after.sparse[0].ids().tolist() == [2, 3, 4, 0]
+    assert (after.num_embeddings[0], after.sparse[0].ids().tolist()) == (5, [2, 3, 4, 0])
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "nvt"])
@@ -172,8 +170,7 @@ def test_extension_is_shared_with_vocabulary(tmp_path: Path, second: str) -> Non
     (tmp_path / "run").mkdir()
     (tmp_path / "old").rename(tmp_path / "run" / "preprocessor")  # a run's folder will do
     made = make_vocabulary(second, out=str(tmp_path / "new"), extend=str(tmp_path / "run"), config=CONFIG)
-    assert made["appended"] == {"b": 2}
-    assert made["num_embeddings"]["b"] == made["num_embeddings"]["c"]
+    assert (made["appended"], made["num_embeddings"]["b"]) == ({"b": 2}, made["num_embeddings"]["c"])
     new = Preprocessor.load(str(tmp_path / "new"))
     assert new.sparse[0] == new.sparse[1]
     assert json.loads((tmp_path / "new" / "preprocessor.json").read_text())["hash"] == made["hash"]

@@ -88,8 +88,7 @@ def test_rows_of_presets(
 ) -> None:
     preprocessor, dense, found = encoded(preset.replace(**changes), tmp_path)
     np.testing.assert_allclose(dense, numbers, rtol=2e-7)
-    assert found == ids
-    assert preprocessor.num_embeddings == tables
+    assert (found, preprocessor.num_embeddings) == (ids, tables)
     assert preprocessor.inputs.sparse == (*(("A", "B") if preset is FUXICTR_X4 else ()), "C", "D")
 
 

@@ -88,8 +88,7 @@ def test_kernels_match_rules(wide: bool, data: st.DataObject) -> None:
 
     wanted = column.encode(tokens, missing, find_ids, preprocessor.id_dtype)
     found = np.asarray(preprocessor.encode(raw).ids[0])
-    assert found.dtype == wanted.dtype
-    assert found.tolist() == wanted.tolist()
+    assert (found.dtype, found.tolist()) == (wanted.dtype, wanted.tolist())
     assert ((found >= 0) & (found < column.num_embeddings)).all()
 
 

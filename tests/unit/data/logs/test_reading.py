@@ -39,8 +39,7 @@ def test_good_lines_of_any_mixture(tmp_path_factory: pytest.TempPathFactory, end
     for segment in segments:
         got += [first + int(line) for line in good_lines(segment, SCHEMA)]
         first += len(line_starts(read_text(segment), segment.stop - segment.start))
-    assert got == expected
-    assert first == len(kinds)
+    assert (got, first) == (expected, len(kinds))
 
 
 def test_many_faults(tmp_path: Path) -> None:

@@ -226,8 +226,7 @@ def test_criteo_s_numbers_may_be_floats_with_gaps(tmp_path: Path) -> None:
     values = [1.0, None, -3.0, 2.0**40, 0.5, math.inf, math.nan, 1e18]
     table = pa.table({"d": pa.array(values, pa.float64()), "s": ["0000000a"] * 8})
     raw, faults = parse_table(table, Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=("s",)), path="p")
-    assert raw.numbers[:, 0].tolist() == [1, 0, -3, 2**40]
-    assert raw.missing.tolist() == [0, 1, 0, 0]
+    assert (raw.numbers[:, 0].tolist(), raw.missing.tolist()) == ([1, 0, -3, 2**40], [0, 1, 0, 0])
     assert faults.counts == {"not an integer": 4}
     assert [fault.row for fault in faults.first] == [4, 5, 6, 7]
 
@@ -618,8 +617,7 @@ def test_dates_and_timestamps_are_seconds() -> None:
     seconds = (moment - datetime.datetime(1970, 1, 1)).total_seconds()
     for unit in ("ms", "us", "ns"):
         raw, _ = one_column(pa.array([moment, None], pa.timestamp(unit)), "dense")
-        assert raw.numbers[:, 0].tolist() == [seconds, 0]
-        assert raw.missing[:, 0].tolist() == [False, True]
+        assert (raw.numbers[:, 0].tolist(), raw.missing[:, 0].tolist()) == ([seconds, 0], [False, True])
     zoned = pa.array([moment], pa.timestamp("us")).cast(pa.timestamp("us", "Europe/Berlin"))
     assert one_column(zoned, "dense")[0].numbers[:, 0].tolist() == [seconds]
     for kind in (pa.date32(), pa.date64()):

@@ -201,8 +201,7 @@ BAD_LINES = {
 def test_bad_lines(kind: str, line: bytes, ending: bytes) -> None:
     text = GOOD + ending + line + ending + GOOD + ending
     raw, faults = parse(SCHEMA, text, path="log")
-    assert raw.rows == 2
-    assert faults.counts == {kind: 1}
+    assert (raw.rows, faults.counts) == (2, {kind: 1})
     (fault,) = faults.first
     assert (fault.path, fault.byte, fault.kind) == ("log", len(GOOD + ending), kind)
     assert kind in faults.describe()
@@ -218,8 +217,7 @@ def test_truncated_last_line_is_rejected(cut: int) -> None:
 
 def test_only_first_faults_have_details() -> None:
     raw, faults = parse(SCHEMA, b"x\n" * 25)
-    assert raw.rows == 0
-    assert faults.total == 25
+    assert (raw.rows, faults.total) == (0, 25)
     assert [fault.byte for fault in faults.first] == list(range(0, 20, 2))
     more = Faults.merged([faults, faults])
     assert (more.total, len(more.first)) == (50, 10)

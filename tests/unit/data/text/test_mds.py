@@ -160,9 +160,7 @@ print(*before, *held(), while_open[1] > before[1])
 def test_close_releases_memory_and_threads(written: Path, tmp_path: Path) -> None:
     # A process of its own: what other tests leave to the garbage collector would be counted here.
     *held, seen = run_command(sys.executable, "-c", GIVEN_BACK, url(written), tmp_path).stdout.split()
-    assert held[:4] == held[4:]
-    assert held[3] == "False"
-    assert seen == "True"
+    assert (held[:4], held[3], seen) == (held[4:], "False", "True")
 
 
 def test_pickling_raises(written: Path) -> None:

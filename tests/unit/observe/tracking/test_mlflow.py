@@ -47,8 +47,7 @@ def test_resuming_driver_continues_mlflow_run(store: str) -> None:
     events = run_events.run()
     track(store, events[: run_events.cut(events) + 1])
     (run,) = runs(store)
-    assert run.info.status == "FAILED"
-    assert run.info.run_name == "run"
+    assert (run.info.status, run.info.run_name) == ("FAILED", "run")
     assert history(store, run, "train/loss")[-1] == (120, 9.0)
     track(store, run_events.ended(events, loss=0.5))
     (run,) = runs(store)

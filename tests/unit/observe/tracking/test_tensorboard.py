@@ -76,8 +76,7 @@ def test_resuming_driver_duplicates_no_points(tmp_path: Path) -> None:
     assert len(before) == len(after) == 2
     assert before & after == {other}
     shown = curves(tmp_path)
-    assert list(shown["train/loss"]) == list(range(10, 201, 10))
-    assert shown["final/auroc"] == {200: 0.5}
+    assert (list(shown["train/loss"]), shown["final/auroc"]) == (list(range(10, 201, 10)), {200: 0.5})
 
 
 def test_old_file_stays_until_new_one_exists(tmp_path: Path, monkeypatch: Any) -> None:

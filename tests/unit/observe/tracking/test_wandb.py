@@ -66,12 +66,10 @@ def test_resuming_driver_replaces_offline_run(tmp_path: Path) -> None:
     assert [row["step"] for row in rows if "train/loss" in row][-1] == 120
     track(tmp_path, run_events.ended(events, loss=0.5))
     run, rows = kept(tmp_path)  # One folder: the first is deleted.
-    assert run.run_id == first.run_id
-    assert (run.project, run.display_name) == ("rayrec", "run")
+    assert (run.run_id, run.project, run.display_name) == (first.run_id, "rayrec", "run")
     assert run.host == ""
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
-    assert config["recipe"] == "gpt2_tiny"
-    assert config["config_hash"] == "0123456789abcdef"
+    assert (config["recipe"], config["config_hash"]) == ("gpt2_tiny", "0123456789abcdef")
     assert [row["step"] for row in rows if "train/loss" in row] == list(range(10, 201, 10))
     assert [row["step"] for row in rows if "validation/loss" in row] == [50, 100, 150, 200]
     assert rows[-1] == {"step": 200, "final/loss": 0.5}

@@ -123,8 +123,7 @@ def test_in_process_run_completes(tmp_path: Path, expected: str) -> None:
     STATE.act = act
     threads = torch.get_num_threads()
     summary = run(tmp_path).summary
-    assert set(inside) == {(1, threads + 1, "attempt")}
-    assert len(inside) == STEPS
+    assert (set(inside), len(inside)) == ({(1, threads + 1, "attempt")}, STEPS)
     assert (summary["steps"], summary["rows_lost"], summary["rows_repeated"]) == (STEPS, 0, 0)
     assert summary["weights_sha256"] == expected
     folder = tmp_path / "run"

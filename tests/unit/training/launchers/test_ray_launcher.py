@@ -124,8 +124,7 @@ def test_abandoned_workers_are_ended(nodes: Cluster, monkeypatch: pytest.MonkeyP
 def test_run_uses_resources_left_by_other_jobs(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nodes.slots = [(1, 1), (1, 0)]
     run = Attempts(monkeypatch, [raising(NO_ROOM), lambda: FINISHED], config(max_failures=0), tmp_path)
-    assert run.run() == FINISHED
-    assert (run.num_workers, run.is_shared) == ([2, 1], [False, True])
+    assert (run.run(), run.num_workers, run.is_shared) == (FINISHED, [2, 1], [False, True])
     assert [kind for kind, _ in run.written] == ["attempt", "attempt"]  # it did not fail: it never began
 
 

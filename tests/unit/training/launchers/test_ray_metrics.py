@@ -74,6 +74,5 @@ def test_object_store_monitor_stops_after_ten_failures(
     with caplog.at_level(logging.WARNING):
         watched = watch(answer)
         watched._thread.join(timeout=60)
-    assert len(asked) == 11
-    assert watched.latest() == {}
+    assert (len(asked), watched.latest()) == (11, {})
     assert caplog.text.count("Stopped polling the object store (the control store is gone)") == 1

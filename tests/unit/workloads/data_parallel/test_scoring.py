@@ -52,8 +52,7 @@ def test_rows_are_predicted_once_in_order(saved: Saved, tmp_path: Path, rows: in
     scoring = _open(saved[0], path, batch_rows=batch)
     assert (scoring.rows, scoring.num_blocks) == (rows, blocks)
     table = pa.concat_tables(_tables(scoring))
-    assert table.column("row").to_pylist() == list(range(rows))
-    assert table.column("row").type == pa.int64()
+    assert (table.column("row").to_pylist(), table.column("row").type) == (list(range(rows)), pa.int64())
     with torch.no_grad():
         expected = saved[1](torch.from_numpy(np.load(path)["x"])).numpy()
     logits = np.array(table.column("logits").to_pylist())
@@ -71,8 +70,7 @@ def test_means_cover_all_rows(saved: Saved, tmp_path: Path) -> None:
         losses = torch.nn.functional.cross_entropy(logits, torch.from_numpy(arrays["label"]), reduction="none")
     metrics = _metrics(_open(saved[0], path, evaluating=True), 1003)
     assert metrics["loss"] == pytest.approx(losses.double().mean().item(), rel=1e-7)
-    assert metrics["perplexity"] == pytest.approx(np.exp(metrics["loss"]))
-    assert metrics["bits"] == 32
+    assert (metrics["perplexity"], metrics["bits"]) == (pytest.approx(np.exp(metrics["loss"])), 32)
 
 
 def test_scoring_uses_training_precision(saved: Saved, tmp_path: Path) -> None:

@@ -83,8 +83,7 @@ def test_probe_trains_with_training_loop(config: TrainConfig, tmp_path: Path, mo
         torch.distributed.destroy_process_group()
     ((rows, seconds, cpu_s),) = trained
     assert rows == 9 * 14  # eight steps, and the batch that the pipeline had pulled by then
-    assert found.rows_per_s == rows / seconds
-    assert found.cpu_s_per_row == cpu_s / rows
+    assert (found.rows_per_s, found.cpu_s_per_row) == (rows / seconds, cpu_s / rows)
 
 
 def test_ids_wrap_in_smaller_table() -> None:
@@ -92,5 +91,4 @@ def test_ids_wrap_in_smaller_table() -> None:
     one, two, bags = folded(EncodedRows(np.zeros((3, 1), np.float32), ids), [5, 4, 10]).ids
     assert one.tolist() == [0, 0, 4]
     assert two.tolist() == [[1, 3], [2, 0], [3, 3]]
-    assert bags.values.tolist() == [4, 6]
-    assert bags.lengths.tolist() == [0, 2, 0]
+    assert (bags.values.tolist(), bags.lengths.tolist()) == ([4, 6], [0, 2, 0])
