@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders.faults import rejects
+from builders.faults import fails_with, rejects
 from builders.savers import Run, save
 from hosts import cloud_stores
 from hosts.cloud_stores import CloudStore, S3Store
@@ -110,8 +110,7 @@ def test_large_cloud_file_is_atomic(folder: str, monkeypatch: pytest.MonkeyPatch
         if not last:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        storage.write_stream(path, pieces(last=False))
+    fails_with(KeyboardInterrupt, "", storage.write_stream, path, pieces(last=False))
     assert storage.read_bytes(path) == b"before"
     assert storage.write_stream(path, pieces(last=True)) == data.nbytes
     assert storage.read_bytes(path) == data.tobytes()

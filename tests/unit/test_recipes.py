@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from builders.faults import rejects
+from builders.faults import fails_with, rejects
 
 from rayrec import recipes
 from rayrec.config import InputError
@@ -95,6 +95,5 @@ def test_recipe_file_shadows_no_module(name: str, tmp_path: Path, monkeypatch: p
 
 def test_recipe_file_error_propagates(own: Path) -> None:
     own.write_text("raise RuntimeError('in the file')")
-    with pytest.raises(RuntimeError, match="in the file"):
-        recipes.find(f"{own}:small")
+    fails_with(RuntimeError, "in the file", recipes.find, f"{own}:small")
     assert own.stem not in sys.modules

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from builders.faults import at_first, rejects
+from builders.faults import at_first, fails_with, rejects
 from pyarrow import fs
 
 import rayrec
@@ -124,8 +124,7 @@ def test_write_stream_is_atomic(tmp_path: Path) -> None:
         assert storage.write_stream(url, pieces(fails=False)) == 15
         assert path.read_bytes() == b"abc" + np.arange(3, dtype=np.int32).tobytes()
         path.write_bytes(b"old")
-        with pytest.raises(RuntimeError):
-            storage.write_stream(url, pieces(fails=True))
+        fails_with(RuntimeError, "", storage.write_stream, url, pieces(fails=True))
         assert path.read_bytes() == b"old"
         assert os.listdir(path.parent) == ["file"]
     assert b"".join(storage.read_stream(str(path))) == b"old"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.faults import flip, raising, rejects, watched
+from builders.faults import fails_with, flip, raising, rejects, watched
 from ranks.checkpoint import same
 
 from rayrec import checkpoint, storage
@@ -107,12 +107,10 @@ def test_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     before = save(tmp_path, 1)
 
     dies = raising(KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        save(tmp_path, 2, extra_files=dies)
+    fails_with(KeyboardInterrupt, "", save, tmp_path, 2, extra_files=dies)
     with monkeypatch.context() as patch:
         patch.setattr(storage, "write_json", dies)
-        with pytest.raises(KeyboardInterrupt):
-            save(tmp_path, 3, extra_files=extra)
+        fails_with(KeyboardInterrupt, "", save, tmp_path, 3, extra_files=extra)
     torn = checkpoint.folder_of(str(tmp_path), 3)
     assert sorted(os.listdir(torn)) == ["config.yaml", "data_00000.safetensors", "more"]
     assert (checkpoint.committed(str(tmp_path)), checkpoint.latest(str(tmp_path))) == ([before], before)
@@ -123,10 +121,8 @@ def test_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_save_raises_failures_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "write_json", raising(OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match="No space left"):
-        save(tmp_path)
-    with pytest.raises(TypeError, match=r"rates: must be a tensor"):
-        save(tmp_path, tensors={"rates": [1, 2]})
+    fails_with(OSError, "No space left", save, tmp_path)
+    fails_with(TypeError, r"rates: must be a tensor", save, tmp_path, tensors={"rates": [1, 2]})
 
 
 def test_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
@@ -154,11 +150,9 @@ def test_damage_error_names_file(tmp_path: Path, name: str, how: str) -> None:
     with pytest.raises(DamagedError, match=rf"{re.escape(str(path))}: (damaged|truncated|missing).*use an earlier") as caught:
         checkpoint.restore(saved, tensor)
     assert name != "data_00000.safetensors" or "model.weight" in str(caught.value)
-    with pytest.raises(DamagedError, match=re.escape(name)):
-        checkpoint.verify(saved)
+    fails_with(DamagedError, re.escape(name), checkpoint.verify, saved)
     if name in {"data_00000.safetensors", "manifest.json"}:
-        with pytest.raises(DamagedError, match=re.escape(name)):
-            checkpoint.weights_sha256(saved)
+        fails_with(DamagedError, re.escape(name), checkpoint.weights_sha256, saved)
     # A start goes back by one, and says so once; what only reading shows, the caller finds.
     told: list[dict[str, Any]] = []
     found = checkpoint.latest_valid_checkpoint(str(tmp_path), log=lambda kind, fields: told.append({"kind": kind, **fields}))

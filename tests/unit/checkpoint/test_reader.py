@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders.faults import flip, raising, rejects, unreadable, watched
+from builders.faults import fails_with, flip, raising, rejects, unreadable, watched
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,8 +72,7 @@ def test_unread_damage_is_ignored(saved: Saved, scheme: str) -> None:
     try:
         assert torch.equal(_read(scheme + folder, (0, 25), (0, 3), 100), values[:25])
         assert torch.equal(_read(scheme + folder, (34, 49), (0, 3), 100), values[34:])
-        with pytest.raises(DamagedError, match="the checksum of a does not match"):
-            _read(scheme + folder, (32, 1), (0, 3), 100)
+        fails_with(DamagedError, "the checksum of a does not match", _read, scheme + folder, (32, 1), (0, 3), 100)
     finally:
         flip(*place)
 
@@ -100,16 +99,14 @@ def test_unreadable_disk_sector_is_damage(tmp_path: Path, monkeypatch: pytest.Mo
         checkpoint.save(saved.path, {"a": torch.ones(3)}, state={}, extra_files=ExtraFiles({"config.yaml": b"a: 1"}).write)
     unreadable(monkeypatch, f"{second.path}/{name}", OSError(number, os.strerror(number)))
     target, told = {"a": torch.zeros(3)}, []
-    with pytest.raises(UnreadableError, match=rf"{name}: cannot be read \(.+\); use an earlier checkpoint"):
-        checkpoint.restore(second, target)
+    fails_with(UnreadableError, rf"{name}: cannot be read \(.+\); use an earlier checkpoint", checkpoint.restore, second, target)
     found = checkpoint.latest_valid_checkpoint(str(tmp_path), log=lambda kind, fields: told.append((kind, fields["path"])))
     if name == "manifest.json":
         assert (found, told) == (first, [("checkpoint_damaged", second.path)])
     else:
         assert (found, told) == (second, [])
     unreadable(monkeypatch, f"{second.path}/{name}", OSError("the store was out for 60 s"))
-    with pytest.raises(OSError, match="the store was out"):
-        checkpoint.restore(second, target)
+    fails_with(OSError, "the store was out", checkpoint.restore, second, target)
 
 
 def test_unreadable_only_checkpoint_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,8 +123,7 @@ def test_truncated_file_raises_instead_of_crashing(tmp_path: Path, scheme: str) 
     checkpoint.save(saved.path, {"a": torch.ones(100_000)}, state={})
     tensors = checkpoint.full_tensors(checkpoint.open_checkpoint(f"{scheme}{tmp_path}"))
     os.truncate(f"{saved.path.removeprefix('file://')}/data_00000.safetensors", 1000)
-    with pytest.raises(DamagedError, match="truncated"):
-        next(tensors)
+    fails_with(DamagedError, "truncated", next, tensors)
 
 
 # Stored rows under other numbers: each part in any plan equals the same rows in the full table ------------------------

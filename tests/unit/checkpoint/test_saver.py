@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from builders.faults import at_first, rejects, unreadable, until, watched
+from builders.faults import at_first, fails_with, rejects, unreadable, until, watched
 from builders.savers import Run, save
 from hosts.slow_store import SlowStore
 from ranks.checkpoint import raised, same, writes
@@ -218,8 +218,7 @@ def test_begin_rejects_invalid_values(run: Run) -> None:
         ({"a": torch.zeros(1, dtype=torch.complex64)}, {}, "not supported in checkpoints"),
         (values(), {"a": object()}, "not JSON serializable"),
     ):
-        with pytest.raises(TypeError, match=message):
-            saver.begin(1, tensors, state=state, score=None)
+        fails_with(TypeError, message, saver.begin, 1, tensors, state=state, score=None)
     save(saver, 1, values())
     assert run.steps() == [1]
 
@@ -311,8 +310,7 @@ def test_extra_files_are_hashed_once(run: Run, source: Path, monkeypatch: pytest
     assert [path for path, _ in streamed if "words" in path] == [str(source)]
     for step in (1, 3):
         checkpoint.verify(run.at(step))
-    with pytest.raises(DamagedError, match=r"words\.txt: damaged, its checksum does not match"):
-        checkpoint.verify(run.at(2))
+    fails_with(DamagedError, r"words\.txt: damaged, its checksum does not match", checkpoint.verify, run.at(2))
     assert run.kinds() == ["checkpoint"] * 3
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders.faults import raising, rejects
+from builders.faults import fails_with, raising, rejects
 
 from rayrec.cluster import supervisor
 from rayrec.cluster.jobs import dashboard_url
@@ -249,8 +249,7 @@ def test_ctrl_c_stops_job_unless_detached(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(supervisor._Supervisor, "_see", raising(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            supervise(detach_on_signal=detach)
+        fails_with(KeyboardInterrupt, "", supervise, detach_on_signal=detach)
     assert head.stopped == ([] if detach else ["run-0001"])
     head.ends = [SUCCESS]
     assert supervise().attempts == (1 if detach else 2)
@@ -260,8 +259,7 @@ def test_interrupted_stop_resubmits_job(head: FakeHead, supervise: Supervise, mo
     with monkeypatch.context() as patch:
         patch.setattr(supervisor._Supervisor, "_see", raising(KeyboardInterrupt()))
         patch.setattr(supervisor._Supervisor, "_end_log", raising(KeyboardInterrupt()))  # the second, when the job has ended
-        with pytest.raises(KeyboardInterrupt):
-            supervise()
+        fails_with(KeyboardInterrupt, "", supervise)
     assert head.jobs["run-0001"]["status"] == "STOPPED"
     head.ends = [{"status": "STOPPED"}]
     outcome = supervise()

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from builders.faults import rejects
+from builders.faults import fails_with, rejects
 
 import rayrec
 from rayrec.config import InputError
@@ -128,8 +128,7 @@ def test_transform_dataset_matches_dataframe(local_ray: None) -> None:
     first = trained_on(criteo(), TEXT)
     assert inputs.replace_schema_metadata() == pa.concat_tables([first, first.slice(0, 2)])
     faulty = rayrec.transform(criteo(), ray.data.from_pandas(columns.assign(a=[1, 2, 2.5])))
-    with pytest.raises(ray.exceptions.RayTaskError, match="Dataset, in a block at row 2: not an integer in column a"):
-        faulty.materialize()
+    fails_with(ray.exceptions.RayTaskError, "Dataset, in a block at row 2: not an integer in column a", faulty.materialize)
 
 
 # Arrow arrays are what pyarrow's own conversions make, and come back as they were ------------------------------------
@@ -155,8 +154,7 @@ def test_missing_numbers() -> None:
     assert array.equals(pa.array(values, mask=missing))
     assert arrow_numbers(values, missing.astype(np.uint8)).equals(array)
     np.testing.assert_array_equal(numpy_of(array.drop_null()), values[~missing])
-    with pytest.raises(AssertionError):
-        numpy_of(array)
+    fails_with(AssertionError, "", numpy_of, array)
 
 
 def test_arrow_numbers_share_memory() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from builders.engines import Died, LoopEngine
-from builders.faults import at_first, raising, rejects
+from builders.faults import at_first, fails_with, raising, rejects
 
 from rayrec import storage
 from rayrec.config import InputError
@@ -50,8 +50,7 @@ def _begun(out: str, *, last_file: str | None = None, names: tuple[str, ...] = (
 @pytest.mark.parametrize("tasks", range(5))
 def test_job_resumes_after_kill(tmp_path: Path, place: str, last_file: str | None, tasks: int) -> None:
     out, engine, progress = f"{place}{tmp_path}/out", LoopEngine(), []
-    with pytest.raises(Died):
-        _make(out, last_file=last_file, engine=LoopEngine(tasks))
+    fails_with(Died, "", _make, out, last_file=last_file, engine=LoopEngine(tasks))
     assert storage.exists(out) == (place == "file://" and last_file is not None and tasks > 0)
     with resumable_job(out, MADE_OF, last_file=last_file) as job:
         assert job.resumed == (tasks > 0)
@@ -127,8 +126,7 @@ def test_kill_while_folder_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     out, killed = tmp_path / "out", _begun(str(tmp_path / "out"))
     with monkeypatch.context() as patch:
         patch.setattr(*{"rename": (os, "rename"), "remove": (storage, "remove_folder")}[killed_at], raising(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            killed.__exit__(None, None, None)
+        fails_with(KeyboardInterrupt, "", killed.__exit__, None, None, None)
     if killed_at == "remove":
         assert (out / "a").read_text() == "a"
         return
@@ -152,8 +150,7 @@ def test_job_resumes_copy_to_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         patch.setattr(storage, "copy_file", copy_some)
         if copies == 2:
             patch.setattr(storage, "remove_file", lambda path: copy_some(path, path))
-        with pytest.raises(KeyboardInterrupt):
-            killed.__exit__(None, None, None)
+        fails_with(KeyboardInterrupt, "", killed.__exit__, None, None, None)
     assert (COMPLETE in storage.list_folder(url)) == (copies == 2)
 
     with resumable_job(url, MADE_OF, last_file=None) as job:
@@ -168,8 +165,7 @@ def test_job_resumes_removal_after_copy(tmp_path: Path, monkeypatch: pytest.Monk
     killed = _begun(url)
     with monkeypatch.context() as patch:
         patch.setattr(storage, "remove_folder", raising(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            killed.__exit__(None, None, None)
+        fails_with(KeyboardInterrupt, "", killed.__exit__, None, None, None)
     rejects("exists already", resumable_job(url, MADE_OF, last_file=None).__enter__)
     storage.remove_folder(url)
     rejects(r"out\.partial: has files, but no _job/made_of\.json", resumable_job(url, MADE_OF, last_file=None).__enter__)

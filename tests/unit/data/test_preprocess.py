@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 from builders.click_models import hashed_preprocessor
 from builders.engines import Died, LoopEngine
-from builders.faults import at_first, raising, rejects
+from builders.faults import at_first, fails_with, raising, rejects
 from builders.logs import open_index
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,8 +80,7 @@ def test_interrupted_job_resumes(log: Path, tmp_path: Path, format: str, shuffle
     expected = files_of(tmp_path / "whole")
     for tasks in range(0, whole_engine.tasks, 3):
         out = tmp_path / f"after-{tasks}"
-        with pytest.raises(Died):
-            run(log, out, engine=LoopEngine(tasks), **settings)
+        fails_with(Died, "", run, log, out, engine=LoopEngine(tasks), **settings)
         assert not out.exists()
         done, notes, engine = [], [], LoopEngine()
         again = run(log, out, engine=engine, progress=done.append, note=notes.append, **settings)
@@ -93,8 +92,7 @@ def test_interrupted_job_resumes(log: Path, tmp_path: Path, format: str, shuffle
 
 def test_kill_after_last_task_resumes(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "write_bytes", at_first([Died()], storage.write_bytes, end="dataset.json"))
-    with pytest.raises(Died):
-        run(log, tmp_path / "out", format="npy")
+    fails_with(Died, "", run, log, tmp_path / "out", format="npy")
     engine = LoopEngine()
     run(log, tmp_path / "out", format="npy", engine=engine)
     assert engine.tasks == 0
@@ -116,8 +114,7 @@ def test_repeated_task_writes_equal_bytes(log: Path, tmp_path: Path) -> None:
 
 def test_resume_rejects_other_inputs(log: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(Died):
-        run(log, out, engine=LoopEngine(2))
+    fails_with(Died, "", run, log, out, engine=LoopEngine(2))
     for changes, named in (
         ({"format": "npy"}, "format"),
         ({"sets": None}, "sets"),
@@ -157,8 +154,7 @@ def test_preprocess_writes_to_urls(log: Path, tmp_path: Path, monkeypatch: pytes
     for format in ("binary", "npy"):
         rejects(rf"remote: format {format} is written in place.*a folder and copy it", run, log, out, format=format)
     rejects("a full shuffle needs a file system", run, log, out, format="parquet", shuffle="full")
-    with pytest.raises(Died):
-        run(log, out, format="parquet", engine=LoopEngine(3))
+    fails_with(Died, "", run, log, out, format="parquet", engine=LoopEngine(3))
     assert not LogSource.at(out).is_preprocessed
     run(log, out, format="parquet")
     run(log, tmp_path / "local", format="parquet")

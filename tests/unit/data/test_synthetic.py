@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders.faults import rejects
+from builders.faults import fails_with, rejects
 from sklearn.metrics import roc_auc_score
 
 from rayrec.config import InputError
@@ -151,8 +151,7 @@ def test_dated_folders_apply_drift(tmp_path: Path) -> None:
 
 def test_failed_dated_log_leaves_no_folder(tmp_path: Path) -> None:
     options: dict[str, Any] = {"days": 2, "first_date": "2026-01-01", "progress": lambda *_: 1 // 0}
-    with pytest.raises(ZeroDivisionError):
-        synthetic.generate(str(tmp_path / "log"), rows=100, **options)
+    fails_with(ZeroDivisionError, "", synthetic.generate, str(tmp_path / "log"), rows=100, **options)
     assert list((tmp_path / "log").iterdir()) == []
 
 
@@ -192,8 +191,7 @@ def test_failed_publish_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         genuine(source, target)
 
     monkeypatch.setattr(os, "rename", failing)
-    with pytest.raises(OSError, match="no space"):
-        synthetic.generate(str(tmp_path), rows=100)
+    fails_with(OSError, "no space", synthetic.generate, str(tmp_path), rows=100)
     assert os.listdir(tmp_path) == []
 
 
@@ -250,8 +248,7 @@ def test_format_rows_matches_python_within_buffer() -> None:
     assert format_extremes(10 * max_row_bytes(1, 1)) == wanted
     assert format_extremes(len(wanted)) == wanted  # a buffer of just the right size will do
     for capacity in range(len(wanted)):
-        with pytest.raises(ValueError, match="must have room for"):
-            format_extremes(capacity)
+        fails_with(ValueError, "must have room for", format_extremes, capacity)
 
 
 def test_format_rows_rejects_mismatched_arrays() -> None:
@@ -260,5 +257,4 @@ def test_format_rows_rejects_mismatched_arrays() -> None:
     labels = np.zeros(2, dtype=np.uint8)
     assert format_rows(labels, **good) == len("0\t0\t00000000\n") * 2
     for name, array in good.items():
-        with pytest.raises(ValueError, match=f"^{name}:"):
-            format_rows(labels, **{**good, name: array.astype(np.int16)})
+        fails_with(ValueError, f"^{name}:", format_rows, labels, **{**good, name: array.astype(np.int16)})

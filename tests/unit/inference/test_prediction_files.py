@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders.faults import flip, raising
+from builders.faults import fails_with, flip, raising
 
 from rayrec.data.job import JobFolder
 from rayrec.inference import prediction_files as module
@@ -96,8 +96,7 @@ def test_resumes_after_kill_between_file_and_journal(
     with monkeypatch.context() as patch:
         patch.setattr(module._Journal, "remove", raising(KeyboardInterrupt()))
         killed = Parts(JobFolder(str(tmp_path)))
-        with pytest.raises(KeyboardInterrupt):
-            killed.write(_table())
+        fails_with(KeyboardInterrupt, "", killed.write, _table())
         killed.__exit__()
     assert (tmp_path / "_job" / "journal-00000").exists()
     assert (tmp_path / "part-00000.parquet").exists()

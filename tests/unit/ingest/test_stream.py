@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow as pa
 import pytest
-from builders.faults import rejects, until
+from builders.faults import fails_with, rejects, until
 from builders.logs import made_from, open_index
 
 from rayrec.config import InputError
@@ -160,7 +160,6 @@ def test_prefetcher_limits_values_and_closes_source() -> None:
 def test_prefetcher_raises_error_after_values() -> None:
     ahead = Prefetcher(Source(5, fails_at=2).values(), max_prefetch=4)
     assert [next(ahead), next(ahead)] == [0, 1]
-    with pytest.raises(ValueError, match="broken"):
-        next(ahead)
+    fails_with(ValueError, "broken", next, ahead)
     assert next(ahead, None) is None
     ahead.close()

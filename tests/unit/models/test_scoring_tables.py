@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from builders.faults import rejects
+from builders.faults import fails_with, rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,8 +85,7 @@ def test_unpooled_lookups_and_skipped_columns_match_numpy(quantization: Quantiza
         pooled = tables.pool([Lookup(ids), None, Lookup(ids)], 2).numpy()
         np.testing.assert_allclose(pooled, np.concatenate([values[0][ids], values[2][ids]], axis=1), rtol=1e-6)
         assert tables.pool([None, None, None], 2).shape == (2, 0)
-        with pytest.raises(AssertionError, match="beyond its table's"):
-            tables.one_by_one(1, np.array([9]))
+        fails_with(AssertionError, "beyond its table's", tables.one_by_one, 1, np.array([9]))
 
 
 def test_finite_half_values_match_numpy() -> None:
@@ -103,8 +102,7 @@ def test_lookup_rejects_id_outside_table(kind: type, bad: int) -> None:
     arrays = [np.zeros((9, 4), np.float32), np.zeros((5, 4), np.float32)]
     tables = kind(RowFormat("fp32", 4), arrays if kind is HostTables else [torch.from_numpy(a) for a in arrays])
     good = Lookup(np.arange(5, dtype=np.int32))
-    with pytest.raises(AssertionError, match="beyond its table's"):
-        tables.pool([good, Lookup(np.array([0, 1, bad, 2, 3], np.int32))], 5)
+    fails_with(AssertionError, "beyond its table's", tables.pool, [good, Lookup(np.array([0, 1, bad, 2, 3], np.int32))], 5)
 
 
 def test_concurrent_lookups_return_separate_sums() -> None:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 import pytest
-from builders.faults import raising, rejects
+from builders.faults import fails_with, raising, rejects
 from builders.logs import open_index
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -283,8 +283,7 @@ def test_resumed_split_reads_no_footer_twice(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(splitting, "_CUT_FILES", 2)
     monkeypatch.setattr(splitting, "cut_files", lambda files, **by: groups.append(len(files)) or cut(files, **by))
     monkeypatch.setattr(splitting, "write", raising(OSError("killed")))
-    with pytest.raises(OSError, match="killed"):
-        split(path, tmp_path / "out", "rows")
+    fails_with(OSError, "killed", split, path, tmp_path / "out", "rows")
     assert groups == [2, 1]
     monkeypatch.setattr(splitting, "write", write)
     split(path, tmp_path / "out", "rows")
@@ -304,8 +303,7 @@ def test_interrupted_split_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(splitting, "write", failing)
     monkeypatch.setattr(splitting, "engine", one_thread)
-    with pytest.raises(OSError, match="killed"):
-        split(path, tmp_path / "out", "last-out")
+    fails_with(OSError, "killed", split, path, tmp_path / "out", "last-out")
     assert not (tmp_path / "out").exists()
     rejects(r"incomplete output of a call with a different .*by", split, path, tmp_path / "out", "rows")
     assert {**split(path, tmp_path / "out", "last-out"), "out": whole["out"]} == whole

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.engines import Died, LoopEngine
-from builders.faults import rejects
+from builders.faults import fails_with, rejects
 from builders.runs import QUIET
 from hypothesis import given
 from hypothesis import strategies as st
@@ -198,8 +198,7 @@ def test_interrupted_text_job_resumes_to_same_bytes(
 
 def test_text_job_rejects_changed_inputs(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
     here.left = 5
-    with pytest.raises(Died):
-        prepared(beer, tmp_path / "out")
+    fails_with(Died, "", prepared, beer, tmp_path / "out")
     here.left = None
     with pytest.raises(InputError, match=r"^[^\n]*out\.partial: incomplete output of a call[^\n]*different block_size[^\n]*$"):
         prepared(beer, tmp_path / "out", block_size=8)

@@ -8,7 +8,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders.faults import raising, rejects
+from builders.faults import fails_with, raising, rejects
 from builders.runs import LEAN, QUIET
 
 import rayrec
@@ -107,8 +107,7 @@ def test_data_without_manifest_is_rewritten(tmp_path: Path) -> None:
 
 def test_failed_write_leaves_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pq, "write_table", raising(OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match="No space left"):
-        write(config(tmp_path), ratings())
+    fails_with(OSError, "No space left", write, config(tmp_path), ratings())
     assert not list((tmp_path / "run" / "data").iterdir())
 
 

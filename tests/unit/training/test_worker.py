@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders.faults import flip, raising, rejects
+from builders.faults import fails_with, flip, raising, rejects
 from builders.loops import StopSignal
 from builders.savers import Run, save
 
@@ -166,8 +166,7 @@ def test_failed_matrix_product_is_skipped(monkeypatch: pytest.MonkeyPatch) -> No
     if torch.backends.mkldnn.is_available():
         assert multiply_adds_per_s(CPU, precision="fp32") > 0
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    with pytest.raises(NotImplementedError, match="no such operation"):
-        multiply_adds_per_s(CPU, precision="fp32")
+    fails_with(NotImplementedError, "no such operation", multiply_adds_per_s, CPU, precision="fp32")
     assert whole > 0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders.faults import raising
+from builders.faults import fails_with, raising
 
 from rayrec import recipes
 from rayrec.config import InputError, line_of
@@ -107,8 +107,7 @@ def test_killed_waves_resume_without_repeating(tmp_path: Path, killed_after: int
     whole = Pool(0)
     expected = searched(tmp_path / "whole", whole)
     first, second = Pool(1, killed_after=killed_after), Pool(2)
-    with pytest.raises(KeyboardInterrupt):
-        searched(tmp_path / "killed", first)
+    fails_with(KeyboardInterrupt, "", searched, tmp_path / "killed", first)
     assert searched(tmp_path / "killed", second) == expected
     assert sorted(first.trained + second.trained) == sorted(whole.trained)
     nothing = raising(AssertionError("nothing is left to train"))

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders.faults import raising, rejects
+from builders.faults import fails_with, raising, rejects
 from builders.runs import QUIET
 from pyarrow import csv
 
@@ -121,8 +121,7 @@ def test_killed_search_matches_uninterrupted_one(
 
     monkeypatch.setattr(of_trials, "train_until", killed)
     searched = config.replace(name="killed", train_data={"path": str(log)})
-    with pytest.raises(KeyboardInterrupt):
-        rayrec.tune(searched, search=SEARCH, console=QUIET)
+    fails_with(KeyboardInterrupt, "", rayrec.tune, searched, search=SEARCH, console=QUIET)
     away.rename(log)
     again = rayrec.tune(searched, search=SEARCH, console=QUIET)
     assert sorted(set(parts)) == [(0, 54), (1, 2), (1, 6), (1, 18), (1, 54), (3, 2), (3, 6), (4, 2)]
@@ -212,8 +211,7 @@ def test_search_in_s3_resumes_and_matches_a_local_one(bucket: str, tmp_path: Pat
     here, there = (own_config(log, ONE_LABEL, path) for path in (str(tmp_path / "runs"), f"{bucket}/runs"))
     with monkeypatch.context() as patch:
         patch.setattr(writer, "write_manifest", raising(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            rayrec.tune(there, search=OWN_SEARCH, stop_early=False, console=QUIET)
+        fails_with(KeyboardInterrupt, "", rayrec.tune, there, search=OWN_SEARCH, stop_early=False, console=QUIET)
     found = [rayrec.tune(config, search=OWN_SEARCH, stop_early=False, console=QUIET) for config in (here, there)]
     assert open_preprocessed(f"{found[1]['folder']}/data").format == "parquet"
     assert outcomes(found[1]) == outcomes(found[0])

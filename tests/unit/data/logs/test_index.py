@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders.faults import raising, rejects
+from builders.faults import fails_with, raising, rejects
 from builders.same import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -305,8 +305,7 @@ def test_gunzip_bounds_memory() -> None:
     assert largest <= cache.GUNZIP_BYTES
     assert peak < 4 * cache.GUNZIP_BYTES
     for damaged, error in ((packed[:-9], EOFError), (packed[:50] + b"x" + packed[51:], zlib.error), (b"", EOFError)):
-        with pytest.raises(error):
-            list(cache.gunzip([damaged]))
+        fails_with(error, "", list, cache.gunzip([damaged]))
 
 
 def test_checksum_detects_changed_bytes() -> None:

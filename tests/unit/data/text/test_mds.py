@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders.faults import raising, rejects, until
+from builders.faults import fails_with, raising, rejects, until
 from hosts.processes import run_command
 
 from rayrec.config import InputError
@@ -164,8 +164,7 @@ def test_close_releases_memory_and_threads(written: Path, tmp_path: Path) -> Non
 
 
 def test_pickling_raises(written: Path) -> None:
-    with pytest.raises(TypeError, match="in the process that reads"):
-        pickle.dumps(TokenRows(str(written)))
+    fails_with(TypeError, "in the process that reads", pickle.dumps, TokenRows(str(written)))
 
 
 # -- a store of shards
@@ -227,8 +226,7 @@ def test_failed_download_retries(written: Path, tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(cache.ShardCache, "fetch", raising(OSError("the store is out")))
         rows.will_read(np.arange(97))
-        with pytest.raises(OSError, match="the store is out"):
-            rows.read(np.arange(3))
+        fails_with(OSError, "the store is out", rows.read, np.arange(3))
     rows.will_read(np.arange(97))
     np.testing.assert_array_equal(rows.read(np.arange(97))["tokens"], ROWS)
     rows.close()

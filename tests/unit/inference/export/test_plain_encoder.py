@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from builders.click_models import Saved, lists_preprocessor, save_clicks
 from builders.exports import export_of, scored_by_strangers
-from builders.faults import rejects
+from builders.faults import fails_with, rejects
 
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.encoding.encoder import MultiHot
@@ -85,8 +85,7 @@ def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
     np.testing.assert_allclose(trained, exported, atol=1e-5)
     assert compare_encoder(encoder, preprocessor, ParityRows("rows", ()))["failure"] is None  # drawn lists
     ragged = {"item": "i1", "shop": "s1", "items": ["i1", "i2"], "shops": ["s1"]}
-    with pytest.raises(ValueError, match="row 0: categories of shops are not aligned with items"):
-        encoder.encode([ragged])
+    fails_with(ValueError, "row 0: categories of shops are not aligned with items", encoder.encode, [ragged])
     good = {**ragged, "shops": ["s1", "s2"]}
     raw, (first, second) = make_reader(schema).read([RequestBody("json", 1, 0, rows=[row]) for row in (ragged, good)])
     assert isinstance(first, RequestError)
@@ -172,10 +171,8 @@ def test_encoder_error_has_row_number(tmp_path: Path) -> None:
     encoder = Encoder(str(tmp_path))
     rejected = (([{}, {"x": "12"}], "row 1: x must be 8 hexadecimal digits"), ([{"a": 1.5}], "row 0: a must be a number"))
     for rows, message in rejected:
-        with pytest.raises(ValueError, match=message):
-            encoder.encode(rows)
-    with pytest.raises(ValueError, match="row 0 must have 6 columns, got 2"):
-        encoder.parse(["1\t2"])
+        fails_with(ValueError, message, encoder.encode, rows)
+    fails_with(ValueError, "row 0 must have 6 columns, got 2", encoder.parse, ["1\t2"])
 
 
 def test_encoder_reads_all_category_types(tmp_path: Path) -> None:
@@ -206,5 +203,4 @@ def test_encoder_reads_all_category_types(tmp_path: Path) -> None:
         preprocessor.save(str(tmp_path))
         assert _encoder_failure(Encoder(str(tmp_path)), preprocessor, raw, rows) is None
     for row in ({"user": 1.5}, {"user": 2**64}, {"age": "x"}, {"age": 1e19}, {"shop": "x"}, {"tags": [["a"]]}):
-        with pytest.raises(ValueError, match=f"row 1: {next(iter(row))} must be"):
-            Encoder(str(tmp_path)).encode([{}, row])
+        fails_with(ValueError, f"row 1: {next(iter(row))} must be", Encoder(str(tmp_path)).encode, [{}, row])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from builders.click_models import SMALL, Saved, bucketed_preprocessor, lists_preprocessor, save_clicks
 from builders.exports import ROWS, export_of, scored_by_strangers, write_criteo_rows
-from builders.faults import rejects
+from builders.faults import fails_with, rejects
 
 import rayrec
 from rayrec import cli, models, recipes
@@ -70,8 +70,7 @@ def test_raw_rows_are_scored_without_rayrec(
         for name in [name for name in sys.modules if name.partition(".")[0] in ("rayrec", "encode")]:
             hidden.delitem(sys.modules, name)
         hidden.setitem(sys.modules, "rayrec", None)
-        with pytest.raises(ModuleNotFoundError):
-            importlib.import_module("rayrec")
+        fails_with(ModuleNotFoundError, "", importlib.import_module, "rayrec")
         exec(program, result)
         encode = Path(sys.modules["encode"].__file__ or "")
         assert encode.resolve().parent == folder.resolve()  # it is the export's

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders.faults import raising, until
+from builders.faults import fails_with, raising, until
 
 from rayrec import storage
 from rayrec.observe.events import EventWriter, read_events
@@ -153,8 +153,7 @@ def test_append_file_writes_later_after_full_disk(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", little_room)
         file.write(b"abcdef")
-        with pytest.raises(OSError, match="No space"):
-            file.flush()
+        fails_with(OSError, "No space", file.flush)
     assert not os.path.exists(file.path)  # An older file would still exist.
     again = AppendFile(file.path)
     for appended, data, end, expected in (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import ray
-from builders.faults import rejects
+from builders.faults import fails_with, rejects
 from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
@@ -99,14 +99,12 @@ def after() -> Callable[..., float]:
 def test_failure_policy_retries_forever_with_progress(after: Callable[..., float]) -> None:
     for _ in range(20):
         assert (after(progressed=True), after()) == (0, 0)
-    with pytest.raises(WorkerGroupError):
-        after()
+    fails_with(WorkerGroupError, "", after)
 
 
 def test_failure_policy_counts_failures_without_progress(after: Callable[..., float]) -> None:
     assert after() == after(NOT_STARTED) == 0
-    with pytest.raises(WorkerGroupError):
-        after()
+    fails_with(WorkerGroupError, "", after)
 
 
 @pytest.mark.parametrize("error", [ANNOUNCED, GONE_WITH_ITS_NODE])
@@ -132,5 +130,4 @@ def test_failure_policy_accepts_zero_or_unlimited_failures() -> None:
     unlimited, none = (FailurePolicy(FailureConfig(max_failures=number)) for number in (-1, 0))
     for _ in range(50):
         unlimited.pause_s(DIED, attempt_s=100.0, progressed=False)
-    with pytest.raises(WorkerGroupError):
-        none.pause_s(DIED, attempt_s=100.0, progressed=True)
+    fails_with(WorkerGroupError, "", none.pause_s, DIED, attempt_s=100.0, progressed=True)

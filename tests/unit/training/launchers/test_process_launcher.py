@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from builders.faults import raising, rejects
+from builders.faults import fails_with, raising, rejects
 from builders.runs import LEAN, QUIET, events_of
 from ranks import data_parallel
 from torch import distributed
@@ -216,8 +216,7 @@ def test_resumed_run_keeps_plateau_learning_rates(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", **settings).summary["weights_sha256"]
     STATE.number = 0
     at(7, terminate)
-    with pytest.raises(SystemExit):
-        run(tmp_path / "cut", **settings)
+    fails_with(SystemExit, "", run, tmp_path / "cut", **settings)
     STATE.act = lambda step: None
     assert run(tmp_path / "cut", **settings).summary["weights_sha256"] == whole
     rates = {event["step"]: event["learning_rate"] for event in events(tmp_path / "cut", "step")}

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from builders.faults import raising, rejects
+from builders.faults import fails_with, raising, rejects
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
@@ -90,8 +90,7 @@ def test_failures_with_progress_do_not_accumulate(nodes: Cluster, monkeypatch: p
     assert run.run() == FINISHED
     assert [kind for kind, _ in run.written] == ["attempt", "failure"] * 5 + ["attempt"]
     run = Attempts(monkeypatch, [gets_on, raising(DIED), lambda: FINISHED], config(max_failures=1), tmp_path)
-    with pytest.raises(WorkerGroupError):
-        run.run()
+    fails_with(WorkerGroupError, "", run.run)
     # That it starts again is told where it does.
     assert [kind for kind, _ in run.written] == ["attempt", "failure", "attempt"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders.faults import raising, rejects, until
+from builders.faults import fails_with, raising, rejects, until
 from builders.runs import train
 from hosts.ports import free_ports
 from torch.distributed import DistStoreError, HashStore
@@ -79,8 +79,7 @@ def test_store_channel_delivers_messages(monkeypatch: pytest.MonkeyPatch) -> Non
     until(lambda: len(requests) > 1)
     assert requests == [{"steps": 1}, {"steps": 2}]
     monkeypatch.setattr(meeting, "get", raising(DistStoreError("Connection reset")))
-    with pytest.raises(OSError, match="the store of the run's processes is gone"):
-        channel.stop_reason()
+    fails_with(OSError, "the store of the run's processes is gone", channel.stop_reason)
 
 
 def test_store_publishes_large_values(alone: TorchrunEnv) -> None:
@@ -123,5 +122,4 @@ def test_closed_rendezvous_raises_in_threads(alone: TorchrunEnv, monkeypatch: py
     meeting.close()
     watching.join(10)
     assert not watching.is_alive()
-    with pytest.raises(OSError, match="has ended"):
-        meeting.get("anything")
+    fails_with(OSError, "has ended", meeting.get, "anything")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from builders.click_models import SMALL, Saved, hashed_preprocessor, make_preprocessor, row_text, save_clicks, save_two
-from builders.faults import flip, raising, rejects
+from builders.faults import fails_with, flip, raising, rejects
 from builders.own_click_model import WithoutLabelConfig
 from builders.runs import QUIET
 from torch import nn
@@ -147,8 +147,7 @@ def test_loading_never_unpickles(copied: Path, config: TrainConfig, monkeypatch:
     (copied / "data_00000-1.safetensors.1234.partial").write_bytes(trap)
     open_served(str(copied), config=config)
     np.save(copied / "preprocessor" / "tokens.npy", np.array([_Trap(str(mark))], object), allow_pickle=True)
-    with pytest.raises(ValueError, match="allow_pickle"):
-        open_served(str(copied), config=config)
+    fails_with(ValueError, "allow_pickle", open_served, str(copied), config=config)
     assert not mark.exists()
 
 
