@@ -22,7 +22,6 @@ from hosts.cloud_stores import CloudStore, S3Store
 import rayrec
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import Retention
-from rayrec.config import InputError
 from rayrec.observe.console import Console
 from rayrec.storage import files
 
@@ -188,8 +187,5 @@ def test_wrong_credentials_raise_one_line(store: CloudStore, monkeypatch: pytest
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", re.sub("AccountKey=[^;]*", "AccountKey=aHVzaA==", setting))
         url, match = "az://logs/a", "HTTP status 403"
     start = time.monotonic()
-    with pytest.raises(InputError, match=f"logs: access denied .*{match}.*; set ") as raised:
-        storage.write_bytes(url, b"x")
+    assert "aHVzaA" not in rejects(f"logs: access denied .*{match}.*; set ", storage.write_bytes, url, b"x")
     assert time.monotonic() - start < 1
-    assert "\n" not in str(raised.value)
-    assert "aHVzaA" not in str(raised.value)

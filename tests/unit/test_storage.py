@@ -310,9 +310,7 @@ def test_outage_limit_reads_environment(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_secrets_in_urls_are_rejected_and_not_printed(url: str, why: str) -> None:
-    with pytest.raises(InputError, match=why) as raised:
-        storage.resolve(url)
-    assert "hush" not in str(raised.value)
+    assert "hush" not in rejects(why, storage.resolve, url)
 
 
 def test_google_and_azure_locations_match_their_tools(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,9 +331,7 @@ def test_google_and_azure_locations_match_their_tools(monkeypatch: pytest.Monkey
     assert AzureLocation.of("az://logs/a") == AzureLocation("logs/a", "tester", "http://h:1")
     assert AzureLocation.of("az://logs@acct/a").blob_url == "https://acct.blob.core.windows.net"
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "hush")
-    with pytest.raises(InputError, match=r"^AZURE_STORAGE_CONNECTION_STRING: must be a list") as raised:
-        AzureLocation.of("az://logs/a")
-    assert "hush" not in str(raised.value)
+    assert "hush" not in rejects(r"^AZURE_STORAGE_CONNECTION_STRING: must be a list", AzureLocation.of, "az://logs/a")
 
 
 def test_s3_location_matches_aws_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

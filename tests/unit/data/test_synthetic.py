@@ -11,7 +11,6 @@ import pytest
 from builders.faults import fails_with, rejects
 from sklearn.metrics import roc_auc_score
 
-from rayrec.config import InputError
 from rayrec.data import synthetic
 from rayrec.data.synthetic import format_rows, max_row_bytes
 from rayrec.data.synthetic_law import BLOCK_ROWS, DIALECTS, GroundTruth, Rows
@@ -219,9 +218,7 @@ def test_never_overwrites(tmp_path: Path, name: str) -> None:
 def test_generate_rejects_invalid_arguments(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
     (tmp_path / "file").write_text("")
     arguments = {"out": "FOLDER/out", "rows": 100, **wrong}
-    with pytest.raises(InputError, match=message) as caught:
-        synthetic.generate(arguments.pop("out").replace("FOLDER", str(tmp_path)), **arguments)
-    assert "\n" not in str(caught.value)
+    rejects(message, synthetic.generate, arguments.pop("out").replace("FOLDER", str(tmp_path)), **arguments)
     assert os.listdir(tmp_path) == ["file"]
 
 

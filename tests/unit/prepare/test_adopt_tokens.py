@@ -160,9 +160,7 @@ def flipped(folder: Path) -> Path:
 )  # fmt: skip
 def test_adopt_rejects_invalid_shards_in_one_line(tmp_path: Path, tokenizer: Path, make: Any, options: Any, message: str) -> None:
     folder = make(tmp_path / "set")
-    with pytest.raises(InputError, match=message) as found:
-        adopt(str(folder), **{"tokenizer": str(tokenizer), **options})
-    assert "\n" not in str(found.value)
+    rejects(message, adopt, str(folder), **{"tokenizer": str(tokenizer), **options})
     assert not (folder / "manifest.json").exists()
 
 
