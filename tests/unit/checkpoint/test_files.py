@@ -78,8 +78,7 @@ def test_files_are_safetensors_without_pickles(tmp_path: Path) -> None:
     data = Path(saved.path, "data_00000.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
     assert (8 + length) % 64 == 0
-    header = json.loads(data[8 : 8 + length])
-    body = data[8 + length :]
+    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
     described = {name.split("@")[0]: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
     assert described == {"a": ("F32", [4, 3]), "b": ("I64", [])}
     (first, border), (second, end) = sorted(entry["data_offsets"] for entry in header.values())
@@ -115,8 +114,7 @@ def test_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(os.listdir(torn)) == ["config.yaml", "data_00000.safetensors", "more"]
     assert (checkpoint.committed(str(tmp_path)), checkpoint.latest(str(tmp_path))) == ([before], before)
     rejects("contains no complete checkpoint", checkpoint.open_checkpoint, torn)
-    again = save(tmp_path, 3, extra_files=extra)  # over the torn one
-    assert checkpoint.latest(str(tmp_path)) == again
+    assert save(tmp_path, 3, extra_files=extra) == checkpoint.latest(str(tmp_path))  # over the torn one
 
 
 def test_save_raises_failures_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,12 +180,10 @@ def harm(path: Path, how: str) -> None:
 def test_manifest_checksum_detects_every_flipped_bit(tmp_path: Path) -> None:
     saved = save(tmp_path, tensors={"a": torch.zeros(1)})
     path = Path(saved.path, "manifest.json")
-    intact = path.read_bytes()
-    parsed = json.loads(intact)
+    parsed = json.loads(intact := path.read_bytes())
     for place in range(len(intact)):
-        harmed = bytearray(intact)
-        harmed[place] ^= 1
-        path.write_bytes(harmed)
+        path.write_bytes(intact)
+        flip(path, place)
         try:
             assert saved.manifest() == parsed, place  # a space within the white space, at most
         except DamagedError as error:
@@ -220,10 +216,8 @@ def test_damage_is_logged_once(tmp_path: Path) -> None:
 
 def test_restore_rejects_another_model(tmp_path: Path) -> None:
     saved = save(tmp_path)
-    with pytest.raises(InputError, match=r"model\.weight must have the model's shape \[5, 4\], got \[5, 3\]"):
-        checkpoint.restore(saved, {"model.weight": torch.zeros(5, 4)})
-    with pytest.raises(InputError, match=r"model\.new not found\. Use a checkpoint of the same model"):
-        checkpoint.restore(saved, {"model.new": torch.zeros(5, 4)})
+    for name, message in (("weight", "must have the model's shape [5, 4], got [5, 3]"), ("new", "not found. Use a checkpoint of the same")):
+        rejects(re.escape(f"model.{name} {message}"), checkpoint.restore, saved, {f"model.{name}": torch.zeros(5, 4)})
 
 
 @pytest.mark.parametrize("version", [1, 3])

@@ -60,11 +60,9 @@ def test_retention_removes_expected_steps(scores: list[Any], retention: Retentio
     ],
 )
 def test_parts_cover_each_tensor_exactly_once(boxes: list[Box], covered: int) -> None:
-    shapes = {"scalar": (), "empty": (0, 4), "table": (4, 3)}
-    written = {"scalar": [((), ())], "table": boxes}
     refused = pytest.raises(InputError, match=f"table: the workers have {covered} of its 12 elements")
     with nullcontext() if covered == 12 else refused:
-        check_covered(shapes, written)
+        check_covered({"scalar": (), "empty": (0, 4), "table": (4, 3)}, {"scalar": [((), ())], "table": boxes})
     rejects("scalar: the workers have 0 of its 1 elements", check_covered, {"scalar": ()}, {})
 
 
