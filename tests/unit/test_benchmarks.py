@@ -98,8 +98,6 @@ def test_quartet_cancels_drift_in_both_orders(seed: int) -> None:
 
 
 # What the benchmark of one GPU computes from what it measured, and how it refuses a machine without one --------------
-
-
 def test_missing_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAYREC_GPU_TESTS_ON", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -202,8 +200,6 @@ def test_kill_times_are_seeded_and_stratified() -> None:
 
 
 # The benchmark of starts reads a run's events into stages that leave no gap, and emits a row for each command and end ---
-
-
 def events() -> list[dict[str, Any]]:
     """Of a command that began at 100 s."""
 

@@ -126,8 +126,6 @@ def test_export_encoders_match_goldens_and_kernels(tmp_path: Path) -> None:
 
 
 # Data reports --------------------------------------------------------------------------------------------------------
-
-
 def test_data_reports_are_golden(tmp_path: Path) -> None:
     criteo, own = outputs.write_criteo_log(tmp_path, rows=1200, faults=True), outputs.write_own_log(tmp_path / "own", rows=800)
     table = outputs.own_table(500, seed=6)
@@ -154,8 +152,6 @@ def test_data_reports_are_golden(tmp_path: Path) -> None:
 
 
 # Losses and orders ---------------------------------------------------------------------------------------------------
-
-
 def test_losses_on_an_own_log_are_golden(tmp_path: Path) -> None:
     own = outputs.write_own_log(tmp_path / "own", rows=900)
     model = {"embedding_dim": 4, "bottom_mlp": (8, 4), "top_mlp": (8, 1), "cross_low_rank": 4}

@@ -82,8 +82,6 @@ def test_usable_cpus_respect_affinity_and_granted(tmp_path: Path, monkeypatch: p
 
 
 # Numbers are shown as people read them -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0, "0"), (1e-17, "0"), (0.0125, "0.0125"), (9500, "9500"), (20000, "20k"), (1.5e6, "1.5M"), (-3e9, "-3G")],

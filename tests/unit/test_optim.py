@@ -17,9 +17,8 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from rayrec.optim import config as optim
 
+
 # Schedule ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("fields", "base", "rates"),
     [
@@ -67,8 +66,6 @@ def test_decay_fraction_is_end_of_run() -> None:
 
 
 # Configurations ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("config", "fields", "message"),
     [
@@ -96,8 +93,6 @@ def test_optimizer_configs_reject_invalid_settings(config: type, fields: dict[st
 
 
 # Dense ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
@@ -211,8 +206,6 @@ def test_learning_rates_update_every_group() -> None:
 
 
 # Sparse: through TorchRec into the fused CPU kernel ------------------------------------------------------------------
-
-
 def _sharded(config: optim.SparseOptimizerConfig) -> tuple[Any, Any]:
     """Return a table of 5 rows by 4, all 1, table-wise on one rank, and its fused kernel."""
     table = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=5, feature_names=["f"])

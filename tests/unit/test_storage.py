@@ -106,8 +106,6 @@ def test_json_round_trips_with_nan_as_null(tmp_path: Path) -> None:
 
 
 # Streams -------------------------------------------------------------------------------------------------------------
-
-
 def test_write_stream_is_atomic(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "file"
 

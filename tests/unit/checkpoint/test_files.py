@@ -216,7 +216,10 @@ def test_damage_is_logged_once(tmp_path: Path) -> None:
 
 def test_restore_rejects_another_model(tmp_path: Path) -> None:
     saved = save(tmp_path)
-    for name, message in (("weight", "must have the model's shape [5, 4], got [5, 3]"), ("new", "not found. Use a checkpoint of the same")):
+    for name, message in (
+        ("weight", "must have the model's shape [5, 4], got [5, 3]"),
+        ("new", "not found. Use a checkpoint of the same"),
+    ):
         rejects(re.escape(f"model.{name} {message}"), checkpoint.restore, saved, {f"model.{name}": torch.zeros(5, 4)})
 
 

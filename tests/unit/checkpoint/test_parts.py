@@ -46,8 +46,6 @@ def test_retention_removes_expected_steps(scores: list[Any], retention: Retentio
 
 
 # What the ranks of a run must hold together, so that a checkpoint is complete ----------------------------------------
-
-
 @pytest.mark.parametrize(
     ("boxes", "covered"),
     [
@@ -67,8 +65,6 @@ def test_parts_cover_each_tensor_exactly_once(boxes: list[Box], covered: int) ->
 
 
 # Who owns a run ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_latest_lease_is_valid(tmp_path: Path, scheme: str) -> None:
     run = f"{scheme}{tmp_path}"
@@ -105,8 +101,6 @@ def test_old_leases_are_removed_and_numbering_continues(tmp_path: Path) -> None:
 
 
 # Host memory of a checkpoint's copy next to a GPU: pinned, or not if the system refuses ------------------------------
-
-
 @pytest.mark.parametrize(("code", "unpinned"), [(0, 1), (2, 0)])
 def test_unpinnable_memory_is_logged_and_used(
     code: int, unpinned: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -21,7 +21,6 @@ from rayrec.checkpoint.format import UnreadableError
 from rayrec.checkpoint.reader import TableReader
 from rayrec.checkpoint.state import RowMap, restore_rows
 from rayrec.checkpoint.writer import ExtraFiles
-from rayrec.config import InputError
 
 Saved = tuple[str, torch.Tensor]
 

@@ -281,8 +281,6 @@ def test_unreadable_checkpoints_are_not_removed(run: Run, monkeypatch: pytest.Mo
 
 
 # Files that every checkpoint has, which are the same in all of a run --------------------------------------------------
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     path = tmp_path / "words.txt"

@@ -74,8 +74,6 @@ def bags(rows: EncodedRows, column: str) -> JaggedIds:
 
 
 # The declaration -----------------------------------------------------------------------------------------------------
-
-
 def test_yaml_declares_labels_and_features() -> None:
     assert SCHEMA.label_names == ("click", "like", "seconds")
     assert SCHEMA.vocabularies == ("user", "item", "item", "tags")
@@ -137,8 +135,6 @@ def test_aligned_lists_require_matching_positions() -> None:
 
 
 # Reading -------------------------------------------------------------------------------------------------------------
-
-
 def test_max_length_keeps_last_items_and_weights() -> None:
     history, tags = parsed().lists
     assert (history.values.tolist(), history.lengths.tolist()) == ([20, 20, 30, 40], [1, 0, 3, 0])
@@ -218,8 +214,6 @@ def test_take_and_concatenate_keep_all_fields() -> None:
 
 
 # Vocabulary and encoding ---------------------------------------------------------------------------------------------
-
-
 def test_shared_vocabulary_returns_same_ids(encoded: tuple[Preprocessor, EncodedRows]) -> None:
     preprocessor, rows = encoded
     item, history = rows.ids[1], bags(rows, "history")
@@ -258,8 +252,6 @@ def test_transform_gives_every_column() -> None:
 
 
 # On the way to the model ---------------------------------------------------------------------------------------------
-
-
 def test_arrow_and_preprocessed_parquet_keep_everything(tmp_path: Path, encoded: tuple[Preprocessor, EncodedRows]) -> None:
     preprocessor, rows = encoded
     assert_same(from_arrow(to_arrow(rows))[0], rows)

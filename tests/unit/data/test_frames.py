@@ -130,8 +130,6 @@ def test_transform_dataset_matches_dataframe(local_ray: None) -> None:
 
 
 # Arrow arrays are what pyarrow's own conversions make, and come back as they were ------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64, np.float32, np.float64])
 @pytest.mark.parametrize("rows", [0, 1, 19])
 def test_numbers(dtype: type, rows: int) -> None:

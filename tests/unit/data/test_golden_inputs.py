@@ -105,8 +105,6 @@ def test_batches_of_other_loaders_match_golden(source_log: Callable[[str, str], 
 
 
 # Damaged logs --------------------------------------------------------------------------------------------------------
-
-
 def damaged_lines(change: Callable[[bytes], list[bytes]]) -> list[bytes]:
     """Return lines with every seventh replaced by the changes in turn."""
     lines = criteo_lines(90, seed=7)

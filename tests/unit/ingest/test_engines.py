@@ -66,8 +66,6 @@ def test_policy_blocks_tasks_without_room() -> None:
 
 
 # What is said if Spark does not start, without Spark -----------------------------------------------------------------
-
-
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[str]]:
     """Stands for a driver that waits for an executor."""

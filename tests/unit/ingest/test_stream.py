@@ -120,8 +120,6 @@ def test_stop_reaches_every_worker(monkeypatch: pytest.MonkeyPatch, never: threa
 
 
 # -- values of any generator
-
-
 class Source:
     def __init__(self, size: int, *, fails_at: int | None = None) -> None:
         self.made, self.closed, self.threads = 0, False, set[int]()

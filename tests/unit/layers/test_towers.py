@@ -162,8 +162,6 @@ def test_layer_without_inputs_learns_bias() -> None:
 
 
 # Towers: their formula is in models/ranking/test_formulas.py ----------------------------------------------------------
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_tower_returns_precision_dtype(precision: Precision) -> None:
     outputs = Tower(5, (4, 3), batch_norm=True, precision=precision)(torch.randn(16, 5))

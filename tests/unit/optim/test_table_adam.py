@@ -165,8 +165,6 @@ def test_row_gradients_add_several_backward_passes() -> None:
 
 
 # Replicated tables match the formulas of the fused kernels in test_optim.py -------------------------------------------
-
-
 @pytest.mark.parametrize("eps", [0.25, 0.0])
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad"])
 def test_data_parallel_optimizer_matches_formula(kind: Any, eps: float) -> None:

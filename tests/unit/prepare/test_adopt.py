@@ -121,8 +121,6 @@ def folder(arrays: Path, tmp_path: Path) -> Path:
 
 
 # -- what is written
-
-
 def test_adopt_writes_only_manifest_and_preprocessor(folder: Path) -> None:
     before = contents(folder)
     made = adopt(str(folder))
@@ -186,8 +184,6 @@ def test_adopt_notes_hashed_ids(npy: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 # -- training and after
-
-
 @pytest.fixture(scope="module")
 def runs(adopted: Path, raw: Path) -> tuple[Path, Path]:
     """Train on adopted arrays, and on the same raw rows."""
@@ -256,8 +252,6 @@ def test_adopted_plan_has_array_tables(adopted: Path, tmp_path: Path) -> None:
 
 
 # -- bags of ids
-
-
 def test_multi_hot_arrays_match_lists(arrays: Path, tmp_path: Path) -> None:
     """Archives like those of materialize_synthetic_multihot_dataset.py, without labels and dense features."""
     bags, raw = tmp_path / "bags", tmp_path / "raw"
@@ -286,8 +280,6 @@ def test_multi_hot_arrays_match_lists(arrays: Path, tmp_path: Path) -> None:
 
 
 # -- what is faulty
-
-
 def changed(folder: Path, name: str, change: Callable[[np.ndarray], np.ndarray | None]) -> None:
     array = np.load(folder / name)
     result = change(array)

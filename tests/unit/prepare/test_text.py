@@ -54,8 +54,6 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 # -- what is written
-
-
 def test_token_rows_match_text(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
     made, written = prepared(beer, tmp_path / "out"), open_tokens(str(tmp_path / "out"))
     assert (written.block_size, written.vocabulary_size, written.end_token) == (16, 300, 0)
@@ -171,8 +169,6 @@ def test_in_memory_text_matches_shards(beer: Path, tmp_path: Path) -> None:
 
 
 # -- what happens on the way
-
-
 @pytest.mark.parametrize(("tokenizer", "tasks_a_call"), [("bytes_bpe", 5), ("characters", 15)])
 def test_interrupted_text_job_resumes_to_same_bytes(
     here: LoopEngine, beer: Path, tmp_path: Path, tokenizer: str, tasks_a_call: int
@@ -218,8 +214,6 @@ def test_shards_contain_every_token_once(counts: list[int], block_size: int, row
 
 
 # -- misuse
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [

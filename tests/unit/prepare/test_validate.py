@@ -194,8 +194,6 @@ def test_validate_rejects_preprocessed_data_and_other_schemas(tmp_path: Path, mo
 
 
 # -- against a Preprocessor
-
-
 def preprocessor_of(path: Path, folder: Path, config: PreparationConfig = CONFIG) -> Preprocessor:
     made = learn(open_index(path, segment_bytes=config.segment_bytes, schema=SCHEMA), SCHEMA, config.rules)
     made.save(str(folder))
@@ -308,8 +306,6 @@ def test_gates_reject_invalid_limits(gates: dict[str, float]) -> None:
 
 
 # -- planted drift and leakage
-
-
 def test_report_finds_injected_drift(tmp_path: Path) -> None:
     days = [varied(4000, seed) for seed in range(3)]
     days[1] = [(y, a + 30, b, s, t) for y, a, b, s, t in days[1] if a is not None]
@@ -343,8 +339,6 @@ def test_report_warns_of_leaking_column(tmp_path: Path, column: str) -> None:
 
 
 # -- the division of the work does not matter
-
-
 def test_report_ignores_log_division(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [(y, None if a == 3 else a, b, s if s > 3 else None, t) for y, a, b, s, t in varied(3000)]
     bad = b"junk\n" * 15

@@ -49,8 +49,6 @@ def error_of(reply: Reply, status: int) -> dict[str, Any]:
 
 
 # -- scores
-
-
 def test_text_json_and_labelled_text_score_equally(app: ScoringApp) -> None:
     result = post(app, TEXT).json()
     assert (result["model"], result["preprocessor"]) == (MODEL.version, MODEL.preprocessor.hash())
@@ -110,8 +108,6 @@ def test_integer_buckets_are_categories() -> None:
 
 
 # -- a log of one's own
-
-
 def test_custom_schema_scores_json_and_csv() -> None:
     app = APPS["own"]
     rows = [
@@ -305,8 +301,6 @@ def test_every_row_is_scored_separately(body: tuple[str, list[dict[str, Any]], l
 
 
 # -- refusals
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -369,8 +363,6 @@ def test_nonfinite_scores_return_422(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- limits
-
-
 def test_content_types_are_checked(app: ScoringApp) -> None:
     """test_golden_replies.py has other types."""
     error_of(post(app, TEXT, headers={"content-encoding": "gzip"}), 415)
@@ -538,8 +530,6 @@ def test_other_host_name_is_rejected() -> None:
 
 
 # -- other paths
-
-
 def test_paths_and_methods(app: ScoringApp) -> None:
     assert ask(app, "GET", "/healthz").json() == {"status": "alive"}
     ready = ask(app, "GET", "/readyz").json()

@@ -98,8 +98,6 @@ def test_preemption_overrides_scale_up_but_not_signals() -> None:
 
 
 # SIGTERM and Ctrl-C: at once, or noted while workers save ------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
 def test_signals_raise_or_are_noted(number: signal.Signals, error: type[BaseException]) -> None:
     before = signal.getsignal(number)

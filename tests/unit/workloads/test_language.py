@@ -77,8 +77,6 @@ def model_of(vocabulary_size: int = 30, *, seed: int = 0, scale: float = 5.0) ->
 
 
 # -- the arithmetic
-
-
 def test_row_losses_match_model_loss() -> None:
     model = model_of(scale=1.0)
     text_blocks = torch.randint(0, 30, (5, BLOCK))
@@ -109,8 +107,6 @@ def test_row_cost_counts_matrix_products() -> None:
 
 
 # -- generation
-
-
 def prompts_of(*rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-align prompts, padded with a token that must not matter."""
     width = max(map(len, rows))
@@ -213,8 +209,6 @@ def test_prompts_are_read_from_lines(tmp_path: Path) -> None:
 
 
 # -- checkpoints, exports and initial weights
-
-
 @pytest.fixture(scope="module", params=["characters", "bytes_bpe"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("saved")
@@ -340,8 +334,6 @@ def test_pretrained_weights_reject_mismatch(saved: Saved, tmp_path: Path, monkey
 
 
 # -- the run around it
-
-
 def test_samples_continue_validation_text(tmp_path: Path) -> None:
     folder_of(tmp_path)
     config = small(tmp_path)

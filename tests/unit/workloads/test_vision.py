@@ -48,8 +48,6 @@ def on_worker(config: TrainConfig) -> WorkerContext:
 
 
 # -- the arithmetic
-
-
 @pytest.mark.parametrize(("mean", "std"), [(0.5, 0.5), (0.1307, 0.3081), (0.485, 0.229)])
 def test_normalization_is_bit_identical_to_torchvision(mean: float, std: float) -> None:
     images = torch.arange(256, dtype=torch.uint8).reshape(4, 8, 8)
@@ -156,8 +154,6 @@ def test_augmentation_applies_to_training_only() -> None:
 
 
 # -- from files to rows
-
-
 def test_sets_match_file_rows(without_ray: None, folder: Path, tmp_path: Path) -> None:
     config = mnist_resnet18(str(folder))
     config.workload.check(config)
@@ -230,8 +226,6 @@ def test_settings_reject_impossible_values(fields: dict[str, Any]) -> None:
 
 
 # -- weights
-
-
 def test_initial_weights_load_from_file(without_ray: None, folder: Path, tmp_path: Path) -> None:
     coloured = ResNetConfig(num_channels=3).build()
     torch.save(coloured.state_dict(), tmp_path / "weights.pt")
@@ -290,8 +284,6 @@ def test_read_weights_rejects_damaged_and_unsafe_files(tmp_path: Path, name: str
 
 
 # -- trained models
-
-
 def test_path_resolves_to_image_and_label_files(folder: Path, tmp_path: Path) -> None:
     config = mnist_resnet18()
     workload = config.workload

@@ -183,8 +183,6 @@ def test_murmur3_rejects_wide_categories() -> None:
 
 
 # Preprocessors that are made from logs --------------------------------------------------------------------------------
-
-
 def assert_same(found: tuple[np.ndarray, list[Any]], wanted: EncodedRows, names: tuple[str, ...]) -> None:
     dense, ids = found
     np.testing.assert_allclose(dense, wanted.dense, rtol=1e-6, atol=1e-6)

@@ -156,8 +156,6 @@ def test_integer_tokens_match_text(values: list[int | None]) -> None:
 
 
 # Tables --------------------------------------------------------------------------------------------------------------
-
-
 def built(tokens: list[int], ids: list[int]) -> np.ndarray:
     slots = np.zeros((num_slots(len(tokens)), 2), np.uint64)
     assert build_slots(np.array(tokens, np.uint64), np.array(ids, np.int32), slots)

@@ -191,8 +191,6 @@ def test_cache_key_depends_on_files_columns_and_segments() -> None:
 
 
 # gzip ----------------------------------------------------------------------------------------------------------------
-
-
 def stored_member(size: int) -> bytes:
     """Return a gzip member of exactly `size` bytes."""
     low = size - 200

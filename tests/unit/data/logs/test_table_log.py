@@ -172,8 +172,6 @@ def test_several_files_are_one_log(tmp_path: Path) -> None:
 
 
 # Criteo --------------------------------------------------------------------------------------------------------------
-
-
 def criteo_text(rows: int, seed: int) -> bytes:
     rng = random.Random(seed)
     lines = []
@@ -242,8 +240,6 @@ def test_table_sources_match_text(tmp_path: Path) -> None:
 
 
 # Segments ------------------------------------------------------------------------------------------------------------
-
-
 def test_small_row_groups_are_joined_in_place(tmp_path: Path) -> None:
     pq.write_table(as_table(movies(1000)), tmp_path / "a.parquet", row_group_size=10)
     index = index_of([tmp_path / "a.parquet"], MOVIES, tmp_path / "cache", 10_000)
@@ -424,8 +420,6 @@ def test_first_fault_per_row_is_counted(tmp_path: Path) -> None:
 
 
 # Types ---------------------------------------------------------------------------------------------------------------
-
-
 def one_column(array: pa.Array, role: str, **changes: Any) -> tuple[Any, Faults]:
     return parse_table(pa.table({"c": array}), Schema(**{"label": None, "tokens": "any", role: ("c",), **changes}), path="p")
 
@@ -705,8 +699,6 @@ def test_damaged_files_are_rejected(tmp_path: Path) -> None:
 
 
 # Splitting CSV against Python's reader -------------------------------------------------------------------------------
-
-
 def split_by_rule(text: str, columns: int, *, trim: bool, max_bytes: int, max_lines: int) -> Iterator[tuple[int, list[str]]]:
     """Return the kind (0, TOO_FEW, TOO_MANY, UNMATCHED) and fields of every row by the documented rule."""
     place = 0

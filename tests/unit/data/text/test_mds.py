@@ -61,8 +61,6 @@ def edited(written: Path, folder: Path, change: Callable[[dict[str, Any]], None]
 
 
 # -- what is read
-
-
 @pytest.mark.parametrize("place", [str, url], ids=["folder", "url"])
 def test_read_returns_rows_in_order(written: Path, tmp_path: Path, place: Callable[[Path], str]) -> None:
     rows = TokenRows(place(written), cache_folder=str(tmp_path))
@@ -168,8 +166,6 @@ def test_pickling_raises(written: Path) -> None:
 
 
 # -- a store of shards
-
-
 def test_cached_shards_are_not_fetched(written: Path, tmp_path: Path) -> None:
     for expected in (True, False):
         rows = TokenRows(url(written), cache_folder=str(tmp_path))
@@ -254,8 +250,6 @@ def test_damaged_copy_is_fetched_again(written: Path, tmp_path: Path) -> None:
 
 
 # -- damage and misuse
-
-
 @pytest.mark.parametrize("place", [str, url], ids=["folder", "url"])
 @pytest.mark.parametrize(
     "content", [lambda data: data[:-1], lambda data: data[:-1] + bytes([data[-1] ^ 1]), None], ids=["short", "flipped", "gone"]
