@@ -168,7 +168,7 @@ def test_restore_rows_matches_full_table_under_any_plan(
         assert torch.equal(part, expected[slice(*rows), slice(*columns)])
 
 
-def test_restore_rows_reads_only_needed_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_rows_reads_needed_ranges_and_rejects_other_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_module, "_WINDOW_BYTES", 5 * COLUMNS * 4)
     saved, _ = stored(tmp_path)
     reads = watched(monkeypatch, TableReader, "rows")
@@ -176,9 +176,5 @@ def test_restore_rows_reads_only_needed_ranges(tmp_path: Path, monkeypatch: pyte
     sources[[3, 40, 41]] = [12, 33, 31]
     restore_rows(saved, {"model.a": (torch.zeros(ROWS, COLUMNS), RowMap(ROWS, STORED, sources))})
     assert [(first, stop) for _, _, first, stop, _ in reads] == [(12, 13), (31, 34)]
-
-
-def test_restore_rows_rejects_another_shape(tmp_path: Path) -> None:
-    saved, _ = stored(tmp_path)
     for name, message in (("a", r"must have shape \[40, 6\], got \[40, 12\]"), ("b", "not found")):
         rejects(rf"model\.{name} {message}", restore_rows, saved, {f"model.{name}": (torch.zeros(ROWS, 6), RowMap(ROWS, STORED))})

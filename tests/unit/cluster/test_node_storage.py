@@ -16,13 +16,10 @@ SECRET = "swordfish-4711"
 S3 = {"AWS_ACCESS_KEY_ID": "AKID", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_ENDPOINT_URL": "http://10.0.0.9:9000"}
 
 
-def test_credentials_are_sent_only_on_request() -> None:
+def test_credentials_are_sent_on_request_and_only_in_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runtime_env(S3) is None
     assert runtime_env({**S3, "RAYREC_SEND_CREDENTIALS": "0"}) is None
-
-
-def test_sent_credentials_are_only_in_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray pickles the hook and keeps it with the job's functions, but logs and shows the rest of a runtime environment."""
+    # Ray pickles the hook and keeps it with the job's functions, but logs and shows the rest of a runtime environment.
     sent = runtime_env({**S3, "PATH": "/bin", "AWS_CA_BUNDLE": "/here.pem", "RAYREC_SEND_CREDENTIALS": "1"})
     assert list(sent) == ["worker_process_setup_hook"]
     assert SECRET not in repr(sent)
@@ -65,22 +62,16 @@ def answering(monkeypatch: pytest.MonkeyPatch, *answers: tuple[str, str | None],
     return check
 
 
-def test_require_reachable_rejects_node_without_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_reachable_rejects_only_nodes_without_store(monkeypatch: pytest.MonkeyPatch) -> None:
     check = answering(monkeypatch, ("10.0.0.1", None), ("10.0.0.2", "s3://b: access denied"))
     paths = ("s3://b/log/day_*/x.tsv?region=eu", None, "/local", "s3://a/runs/")
     rejects(r"node 10\.0\.0\.2 does not reach the store", require_reachable, paths)
     check.assert_called_once_with(["s3://a/runs/", "s3://b/log?region=eu"])
-
-
-def test_require_reachable_skips_needless_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     check = answering(monkeypatch, ("10.0.0.2", "s3://b: access denied"))
     require_reachable(("/local", None))
     monkeypatch.setattr(ray._private.worker, "_global_node", SimpleNamespace(is_head=lambda: True))
     require_reachable(("s3://b/log",))  # Ray's processes inherit the environment
     check.assert_not_called()
-
-
-def test_require_reachable_ignores_general_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     check = answering(monkeypatch, ("10.0.0.2", "the store was out"), here="the store was out")
     require_reachable(("s3://b/log",))
     check.assert_not_called()

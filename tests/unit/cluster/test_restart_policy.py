@@ -38,15 +38,12 @@ def test_judge_retries_other_results(status: int | None, duration_s: float, wait
     assert tally == AttemptHistory(attempts=3, short_lived=short_lived, accepted=status is not None or not short_lived)
 
 
-def test_lost_head_counts_only_after_short_attempt() -> None:
+def test_judge_retries_lost_head_and_stop_of_earlier_supervisor() -> None:
     lost = AttemptResult("lost", duration_s=5000.0, ran=True)
     assert judge(POLICY, AttemptHistory(1, short_lived=2), lost, jitter=0.0) == (AttemptHistory(1, 0, True), 0.0)
     short = AttemptResult("lost", duration_s=5.0, ran=True)
     assert judge(POLICY, AttemptHistory(1, short_lived=1), short, jitter=0.5) == (AttemptHistory(1, 2, True), 10.0)
     assert judge(POLICY, AttemptHistory(1), AttemptResult("lost"), jitter=0.5)[0] == AttemptHistory(1, 1, accepted=False)
-
-
-def test_stop_of_earlier_supervisor_is_retried() -> None:
     stopped = AttemptResult("stopped", duration_s=5.0, ran=True, stop_requested=True)
     assert judge(POLICY, AttemptHistory(3, short_lived=2), stopped, jitter=0.5) == (AttemptHistory(3), 0.0)
     failed = AttemptResult("failed", status=1, duration_s=5.0, ran=True, stop_requested=True)
@@ -62,16 +59,13 @@ def run_through(policy: Policy, endings: list[AttemptResult]) -> tuple[int, Quit
     return len(endings), None
 
 
-def test_judge_quits_after_max_short_attempts() -> None:
+def test_judge_quits_after_max_short_attempts_in_a_row() -> None:
     attempts, decision = run_through(POLICY, [ended(1)] * 10)
     assert attempts == 3
     failed = "ran for less than 100 s or ended with an error of yours"
     assert decision == Quit(1, f"3 attempts in a row {failed}; the last ended with exit status 1")
     assert run_through(Policy(max_failures=0), [ended(137)] * 10)[0] == 1
     assert run_through(Policy(max_failures=-1), [ended(1)] * 1000) == (1000, None)
-
-
-def test_healthy_attempt_resets_count() -> None:
     healthy, short = ended(1, duration_s=200.0), ended(1)
     assert run_through(POLICY, [short, short, healthy] * 50) == (150, None)
 
