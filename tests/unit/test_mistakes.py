@@ -15,7 +15,6 @@ from rayrec import cli
 CRITEO = "\t".join(["1", *map(str, range(13)), *(f"{number:08x}" for number in range(26))]) + "\n"
 HEADER = "label\t" + "\t".join([f"I{number}" for number in range(13)] + [f"C{number}" for number in range(26)]) + "\n"
 SCHEMA = "{label: click, dense: [age], sparse: [user, item]}"
-
 Make = Callable[[Path], list[str]]
 Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]
 

@@ -64,7 +64,7 @@ def started(program: Path, address: str, *, added: dict[str, str] | None = None)
     return json.loads(done.stdout), done.stderr
 
 
-def test_forked_process_matches_started_process(server: ForkServer, program: Path) -> None:
+def test_forked_process_matches_started_process_but_for_time_zone(server: ForkServer, program: Path) -> None:
     found, said = started(program, server.address)
     assert not said
     assert found["arguments"] == [str(program), "--one"]
@@ -73,6 +73,8 @@ def test_forked_process_matches_started_process(server: ForkServer, program: Pat
     assert (found["threads"], found["variables"]) == (1, ["here", None, None])
     assert found["imported"] == ["colorsys"]
     assert found["files"] == ["socket"], "beside the standard ones: what the process that asked waits for"
+    found, _ = started(program, server.address, added={"TZ": "ABC-3"})
+    assert found["zone"] == "ABC"
 
 
 def test_processes_with_same_modules_share_template(server: ForkServer, program: Path) -> None:
@@ -102,11 +104,6 @@ def test_forked_processes_have_high_oom_score(
     monkeypatch.setenv("RAY_worker_oom_score_adjustment", str(own - 1 if added else own + 1))
     found, _ = started(program, server.address, added=added)
     assert found["oom_score"] == (1000 if added else own + 1), "never below its own"
-
-
-def test_forked_process_has_own_time_zone(server: ForkServer, program: Path) -> None:
-    found, _ = started(program, server.address, added={"TZ": "ABC-3"})
-    assert found["zone"] == "ABC"
 
 
 FAILING_FORK = """
@@ -161,16 +158,12 @@ def test_worker_starts_normally_without_fork_server(program: Path, tmp_path: Pat
     assert (found["arguments"], found["imported"]) == ([str(program), "--one"], [])
 
 
-def test_closed_fork_server_ends_templates(program: Path) -> None:
+def test_closed_and_killed_fork_servers_leave_nothing(program: Path) -> None:
     server = ForkServer(libraries=["colorsys"])
     found, _ = started(program, server.address, added={MODULES: "chunk"})
     server.close()
     assert not os.path.exists(os.path.dirname(server.address))
     wait_until_gone(found["parent"])  # when the template has read the end of its requests
-
-
-def test_fork_server_of_killed_owner_leaves_nothing() -> None:
-    server = ForkServer(libraries=["colorsys"])
     server._process.stdin.close()  # as the kernel does for a process that is killed
     server._process.wait(60)
     assert not os.path.exists(os.path.dirname(server.address))

@@ -3,9 +3,9 @@
 import itertools
 
 import pytest
+from builders.faults import rejects
 
 from rayrec.cluster.restart_policy import AttemptHistory, AttemptResult, Policy, Quit, describe, judge, pause_s, shell_status
-from rayrec.config import InputError
 
 POLICY = Policy(max_failures=2, healthy_after_s=100.0)
 
@@ -113,5 +113,4 @@ def test_exit_statuses_are_described() -> None:
 
 def test_policy_rejects_invalid_limits() -> None:
     for wrong in ({"max_failures": -2}, {"healthy_after_s": -1.0}, {"max_wait_s": -1.0}):
-        with pytest.raises(InputError):
-            Policy(**wrong)
+        rejects("", Policy, **wrong)

@@ -59,7 +59,6 @@ WRITTEN = {"binary": "binary", "npy": "npy", "preprocessed parquet": "parquet", 
 """Sources that are written in a preprocessed format first."""
 PAIRS = [(source, shuffle, 1 + (i + j) % 3) for i, source in enumerate(list(SOURCES)[:7]) for j, shuffle in enumerate(SHUFFLES)]
 """Each format in each order, and each of both with 1, 2 and 3 workers."""
-
 LOADERS: dict[str, tuple[str, dict[str, Any]]] = {
     "hexadecimal csv, large batch": ("hexadecimal csv", {"batch_size": 1000}),
     "hexadecimal parquet, small batches": ("hexadecimal parquet", {"batch_size": 3}),

@@ -17,8 +17,6 @@ from rayrec.config import InputError
 from rayrec.data.job import COMPLETE, JobFolder, resumable_job
 
 MADE_OF: dict[str, Any] = {"checkpoint": "a", "input": ["log", 3]}
-
-
 ITEMS = [SimpleNamespace(number=number) for number in range(5)]
 
 

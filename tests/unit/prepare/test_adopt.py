@@ -34,8 +34,6 @@ from rayrec.workloads.base import TrainConfig
 ROWS = [700, 650, 301]
 HOTNESS = (3, 1, *(1,) * 23, 2)
 SEGMENT = 128
-
-
 adopt = functools.partial(rayrec.adopt, console=QUIET)
 
 

@@ -24,7 +24,6 @@ from rayrec.schema import Schema
 
 SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("a", "b"), sparse=("s",))
 LISTS = Schema(label="y", dense=("a",), sparse=("s", "tags"), tokens="any", lists=("tags",), weight="w")
-
 Row = tuple[int, float | None, int | None, Sequence[int], float]
 """Label, a, s, tags, weight of LISTS."""
 ROWS = st.lists(

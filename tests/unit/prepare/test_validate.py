@@ -30,7 +30,6 @@ from rayrec.schema import Schema
 SCHEMA = Schema(tokens="hexadecimal", label="click", dense=("a", "b"), sparse=("s", "t"))
 CONFIG = PreparationConfig(schema=SCHEMA, max_bad_fraction=0.0)
 ALLOWED = Gates(max_bad_fraction=1.0, min_rows=0, allow_constant_columns=True)
-
 Line = tuple[int, int | None, int | None, int | None, int | None]
 """Label, a, b, s, t."""
 

@@ -14,7 +14,6 @@ from builders.requests import Reply, post_async
 JSON, TSV, CSV = "application/json", "text/tab-separated-values", "text/csv"
 Request = tuple[str, bytes, str]
 """Media type, body, query."""
-
 NUMBERS = [
     *("true", "false", "null", "0", "-1", "3.0", "3.5", "-0.0", "1e2", "1e18", "-1e18", "1e17", "1e400", "NaN", "1.5e-300"),
     *("999999999999999999", "1000000000000000000", "9007199254740993", "9007199254740993.0", "-9223372036854775809"),

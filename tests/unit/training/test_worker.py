@@ -27,8 +27,6 @@ from rayrec.training.worker import finish
 from rayrec.workloads.run_config import ScalingConfig
 
 CPU = torch.device("cpu")
-
-
 LAST, BEST = {"auroc": 7.0}, {"auroc": 4.0}
 STOPPED_EARLY = Progress(step=7, rows=70, best=4.0, best_step=4, since_best=3, metrics=LAST, best_metrics=BEST)
 

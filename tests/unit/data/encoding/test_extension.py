@@ -76,14 +76,11 @@ def hexadecimal(preprocessor: Preprocessor) -> str:
     return "".join(f"{token:08x}"[0] for token in preprocessor.vocabulary(0).tolist())
 
 
-def test_extension_appends_by_falling_count(tmp_path: Path) -> None:
+def test_extension_appends_by_falling_count_or_in_row_order(tmp_path: Path) -> None:
     before, after = extended(RAYREC, "aabbb", "ccddda.efeaaaa", tmp_path)
     assert (hexadecimal(before), hexadecimal(after)) == ("ba", "badce")
     assert (after.num_embeddings, after.constants["rows"]) == ([7, 7], 5 + 14)
-
-
-def test_extension_appends_in_row_order(tmp_path: Path) -> None:
-    before, after = extended(TORCHREC, "bbbaaa", "cdcdcddbbb", tmp_path)
+    before, after = extended(TORCHREC, "bbbaaa", "cdcdcddbbb", tmp_path / "torchrec")
     assert (hexadecimal(before), hexadecimal(after)) == ("ba", "bacd")
     assert after.file_minimum == before.file_minimum
 

@@ -49,6 +49,7 @@ def test_lookup_tables_are_at_most_two_thirds_full() -> None:
 
 
 def test_preprocessor_roundtrip(tmp_path: Path) -> None:
+    rejects(r"preprocessor\.json not found", Preprocessor.load, str(tmp_path))
     preprocessor = make()
     preprocessor.save(str(tmp_path))
     again = Preprocessor.load(str(tmp_path))
@@ -125,10 +126,6 @@ def test_load_rejects_damaged_description(tmp_path: Path, change: Callable[[dict
     changed = change(json.loads(path.read_text()))
     path.write_text(json.dumps(changed) if changed else "{")
     rejects(f"{tmp_path}.*{why}", Preprocessor.load, str(tmp_path))
-
-
-def test_load_rejects_folder_without_description(tmp_path: Path) -> None:
-    rejects(r"preprocessor\.json not found", Preprocessor.load, str(tmp_path))
 
 
 def save_forged(folder: Path, *, tokens: np.ndarray | None = None, **changes: Any) -> None:

@@ -133,16 +133,13 @@ def test_fuxictr_x4_ids_are_independent_of_block_size(limit: int | None) -> None
         assert together[column].tolist() == ids
 
 
-def test_rayrec(tmp_path: Path) -> None:
+def test_rayrec_with_and_without_max_num_embeddings(tmp_path: Path) -> None:
     preprocessor, dense, ids = encoded(RAYREC, tmp_path)
     assert ids == [[2, 2, 0, 1, 0, 2], [2, 1, 2, 2, 2, 0]]
     assert preprocessor.num_embeddings == [3, 3]
     present = np.array([math.copysign(math.log1p(abs(x)), x) for x in (5, -1, 0, 120, 3)])
     np.testing.assert_allclose(dense[0, [0, 2, 3, 4, 5]], (present - present.mean()) / present.std(), rtol=1e-5)
     assert dense[0, 1] == dense[0, 3]  # missing counts as 0
-
-
-def test_max_num_embeddings_limits_tables(tmp_path: Path) -> None:
     preprocessor, _, ids = encoded(RAYREC.replace(min_count=1, max_num_embeddings=4), tmp_path)
     assert preprocessor.num_embeddings == [4, 4]
     a, f, ten = 2 + 0xA0000001 % 2, 2 + 0xFFFFFFFF % 2, 2 + 10 % 2

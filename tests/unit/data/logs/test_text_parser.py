@@ -24,7 +24,6 @@ SCHEMAS += [
     Schema(tokens="hexadecimal", label=label, dense=columns("d", dense), sparse=columns("s", sparse))
     for label, dense, sparse in (("y", 0, 3), ("y", 3, 0), (None, 1, 0), (None, 0, 1), (None, 2, 62))
 ]
-
 Row = tuple[int | None, list[int], list[int], int]
 
 
