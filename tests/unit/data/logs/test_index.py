@@ -103,13 +103,10 @@ def test_odd_files(tmp_path: Path, text: bytes, chunk_bytes: int) -> None:
     check_cutting(tmp_path, text, chunk_bytes, 10)
 
 
-def test_chunks_cover_files_in_order() -> None:
+def test_chunks_cover_files_in_order_and_partition_lines(tmp_path: Path) -> None:
     files = [storage.File("a", 10, 0), storage.File("empty", 0, 0), storage.File("b", 4, 0)]
     found = [(chunk.path, chunk.start, chunk.stop, chunk.file_size) for chunk in cut(files, 4)]
     assert found == [("a", 0, 4, 10), ("a", 4, 8, 10), ("a", 8, 10, 10), ("b", 0, 4, 4)]
-
-
-def test_chunks_partition_lines(tmp_path: Path) -> None:
     file = write(tmp_path, b"aa\nbbbb\ncc\n")
     expected = {0: b"aa\n", 1: b"", 3: b"bbbb\n", 4: b"", 8: b"cc\n", 9: b""}
     for start, own in expected.items():
@@ -246,9 +243,11 @@ def test_unpack_rejects_damaged_gzip(tmp_path: Path) -> None:
         assert os.listdir(tmp_path / "plain") == []
 
 
-def test_plain_files_are_no_gzip(tmp_path: Path) -> None:
+def test_is_gzip_reads_plain_files_and_rejects_unreadable_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text in (b"", b"\x1f", b"1\t2"):
         assert not cache.is_gzip(write(tmp_path, text).path)
+    monkeypatch.setattr(storage, "read_into", raising(PermissionError(13, "Permission denied")))
+    rejects(r"a\.txt: cannot be read \(Permission denied\)\. Check its permissions", is_gzip, str(tmp_path / "a.txt"))
 
 
 CAUSES = [
@@ -270,11 +269,6 @@ def test_rejected_log_reports_likely_cause(tmp_path: Path, text: bytes, cause: s
     entries, faults = index_chunk(cut(storage.list_files(str(path)), 1 << 20)[0], SCHEMA, 1 << 20)
     line = rejects("", LogIndex(numbered(entries), faults).check, 0.001, str(path))
     assert cause in line if cause else "; it" not in line
-
-
-def test_unreadable_file_raises_input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "read_into", raising(PermissionError(13, "Permission denied")))
-    rejects(r"a\.txt: cannot be read \(Permission denied\)\. Check its permissions", is_gzip, str(tmp_path / "a.txt"))
 
 
 def test_empty_first_file_keeps_log_labelled(tmp_path: Path) -> None:

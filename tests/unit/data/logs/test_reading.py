@@ -102,9 +102,8 @@ def test_parquet(tmp_path: Path, users: pa.Array, expected: list[str | None]) ->
 
 
 def test_slice_of_names_rows(tmp_path: Path) -> None:
-    line = "1\t3\t\t0000000a\t\n"
     for day, rows in enumerate([2, 3]):
-        (tmp_path / f"day_{day}").write_text(line * rows)
+        (tmp_path / f"day_{day}").write_text("1\t3\t\t0000000a\t\n" * rows)
     index = open_index(tmp_path, HEXADECIMAL, segment_bytes=1 << 16, cache=tmp_path / "cache")
     stretches = slices_of(index)[1]
     block = Block(tuple(SegmentRange(segment, 0, segment.rows) for segment in index.segments), None)

@@ -25,14 +25,12 @@ def test_sevenths(rows: int) -> None:
     assert split == {"train": (0, rows - last), "validation": (rows - last, middle), "test": (middle, rows)}
 
 
-def test_criteo_kaggle() -> None:
+def test_known_logs_are_split_by_sevenths_files_and_fractions() -> None:
     ranges = [(0, 39_291_958), (39_291_958, 42_566_288), (42_566_288, 45_840_617)]
     assert [*Split().rows(index_of(45_840_617)).items()] == list(zip(("train", "validation", "test"), ranges, strict=True))
-
-
-def test_last_file_is_held_out() -> None:
     split = Split(kind="last_file").rows(index_of(10, 5, 0, 7, 3, 4))
     assert split == {"train": (0, 22), "validation": (22, 26), "test": (26, 29)}
+    assert Split(kind="fraction", validation=0.29, test=0.0).rows(index_of(60, 40)) == {"train": (0, 71), "validation": (71, 100)}
 
 
 @pytest.mark.parametrize(
@@ -55,14 +53,7 @@ def test_fractions_cover_every_row_in_order(rows: int, validation: float, test: 
         assert abs(ranges[name][1] - ranges[name][0] - rows * share) <= 0.5
 
 
-def test_fraction_without_test_part() -> None:
-    assert Split(kind="fraction", validation=0.29, test=0.0).rows(index_of(60, 40)) == {"train": (0, 71), "validation": (71, 100)}
-
-
-DAYS = ("day_0", "day_1", "day_2", "day_9", "day_10")
-
-
-def days_of(*rows: int, names: tuple[str, ...] = DAYS) -> LogIndex:
+def days_of(*rows: int, names: tuple[str, ...] = ("day_0", "day_1", "day_2", "day_9", "day_10")) -> LogIndex:
     return LogIndex(numbered((name, i, i + 1, count) for i, (name, count) in enumerate(zip(names, rows, strict=True))), Faults())
 
 

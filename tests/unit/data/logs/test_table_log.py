@@ -240,16 +240,13 @@ def test_table_sources_match_text(tmp_path: Path) -> None:
 
 
 # Segments ------------------------------------------------------------------------------------------------------------
-def test_small_row_groups_are_joined_in_place(tmp_path: Path) -> None:
+def test_small_row_groups_are_joined_and_large_ones_rewritten(tmp_path: Path) -> None:
     pq.write_table(as_table(movies(1000)), tmp_path / "a.parquet", row_group_size=10)
     index = index_of([tmp_path / "a.parquet"], MOVIES, tmp_path / "cache", 10_000)
     assert {segment.path for segment in index.segments} == {str(tmp_path / "a.parquet")}
     assert 5 < len(index.segments) < 50
     assert all(segment.start % 10 == 0 for segment in index.segments)
     assert not (tmp_path / "cache" / "tables").exists()
-
-
-def test_large_row_groups_are_rewritten(tmp_path: Path) -> None:
     rows = movies(20_000)
     pq.write_table(as_table(rows), tmp_path / "a.parquet")
     index = index_of([tmp_path / "a.parquet"], MOVIES, tmp_path / "cache", 10_000)
@@ -562,15 +559,12 @@ def test_categories_match_in_formats(tmp_path: Path, values: list[Any], kinds: l
         assert [list(column.lengths) for column in raw.lists] == [list(column.lengths) for column in expected.lists]
 
 
-def test_floating_point_categories() -> None:
+def test_categories_in_floats_and_texts_are_whole_numbers() -> None:
     nan, inf = math.nan, math.inf
     for kind, beyond in ((pa.float64(), 2.0**53), (pa.float32(), 2.0**24)):
         raw, faults = one_column(pa.array([1.0, nan, -0.0, beyond - 1, beyond, 0.5, inf], kind, from_pandas=False), "sparse")
         assert (tokens_of(raw, 0), missing_of(raw, 0)) == ([1, 0, 0, int(beyond) - 1], [False, True, False, False])
         assert faults.counts == {"not a whole number in range": 3}
-
-
-def test_integers_in_text() -> None:
     texts = ["7", "07", "+7", "7.0", " 7. ", "-7", "True", "nan", "", "-9223372036854775808", "9223372036854775807"]
     bad = ["7.5", "7a", "+", ".", "-", "1e3", "9223372036854775808", "-9223372036854775809", "99999999999999999999"]
     schema = Schema(label=None, sparse=("c",), integers=("c",), tokens="any")

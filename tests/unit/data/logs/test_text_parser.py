@@ -95,7 +95,6 @@ def valid_row(schema: Schema, rng: random.Random, missing: float = 0.2) -> bytes
 PIECES = [bytes([byte]) for byte in b"\t\n\r\0-+ 019afgAFGxX.,/:@`\x80\xff\xb0"]
 PIECES += [b"\r\n", b"\t\t", b"\n\n", b"\xc3\xa4", b"9" * 17, b"9" * 19, b"0" * 30, b"abcdef0", b"abcdef012", b"1" * 4090]
 KINDS = st.sampled_from(["insert", "delete", "replace", "cut"])
-mutations = st.lists(st.tuples(KINDS, st.integers(0, 1 << 20), st.sampled_from(PIECES)), max_size=6)
 
 
 @settings(max_examples=800, deadline=None)
@@ -105,7 +104,7 @@ mutations = st.lists(st.tuples(KINDS, st.integers(0, 1 << 20), st.sampled_from(P
     num_rows=st.integers(0, 5),
     ending=st.sampled_from([b"\n", b"\r\n"]),
     last_ending=st.booleans(),
-    changes=mutations,
+    changes=st.lists(st.tuples(KINDS, st.integers(0, 1 << 20), st.sampled_from(PIECES)), max_size=6),
 )
 def test_mutated_rows(
     *, schema: Schema, seed: int, num_rows: int, ending: bytes, last_ending: bool, changes: list[tuple[str, int, bytes]]
@@ -127,13 +126,10 @@ def test_any_bytes(schema: Schema, text: bytes) -> None:
     check(schema, text)
 
 
-def test_hexadecimal_digits_are_checked_at_all_positions() -> None:
+def test_every_byte_is_checked_in_tokens_labels_and_integers() -> None:
     schema = Schema(tokens="hexadecimal", label=None, dense=(), sparse=("s",))
     for place in range(8):
         check(schema, b"".join(b"12cdEF9a"[:place] + bytes([b]) + b"12cdEF9a"[place + 1 :] + b"\n" for b in range(256)))
-
-
-def test_every_byte_as_label_and_integer() -> None:
     schema = Schema(tokens="hexadecimal", label="y", dense=("d",), sparse=())
     check(schema, b"".join(bytes([b]) + b"\t5\n" for b in range(256)))
     check(schema, b"".join(b"1\t" + bytes([b]) + b"\n" for b in range(256)))
