@@ -167,8 +167,6 @@ def test_speed_rows_have_roofline_and_peer(dry_run: DryRun, monkeypatch: pytest.
 
 
 # What the benchmark of preemptions reads from the steps that were begun ----------------------------------------------
-
-
 STAMPS = "7 0 100.0\n7 1 101.0\n7 2 102.0\n9 1 110.0\n9 2 111.0\n3 3 130.0\n3 4 13"
 
 
@@ -296,8 +294,6 @@ def test_row_prints_once_both_sides_are_known(capsys: pytest.CaptureFixture[str]
 
 
 # A benchmark whose peer fails prints a row with the error, measures everything else, and its command ends with status 1 ---
-
-
 ABORTS = """import os, sys
 print("connecting to s3://user:word@store with SECRET_KEY=hidden-word", file=sys.stderr)
 print("terminate called, api_key=hidden-word", file=sys.stderr)

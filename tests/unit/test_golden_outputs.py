@@ -40,7 +40,6 @@ def test_predictions_of_threads_are_golden(name: str, tmp_path: Path) -> None:
 
 
 # Exports' encode.py --------------------------------------------------------------------------------------------------
-
 ROWS = 4_000
 CRITEO, OWN, QUIET = outputs.CRITEO, outputs.OWN, outputs.QUIET
 HEXADECIMAL = CRITEO.replace(dense=CRITEO.dense[:4], sparse=CRITEO.sparse[:6])

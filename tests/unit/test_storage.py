@@ -444,7 +444,6 @@ def test_glob_matches_same_files_locally_and_at_url(tmp_path: Path, glob: str, e
 
 
 # Temporary folders of killed processes ---------------------------------------------------------------------------------
-
 OWNER = """
 import sys
 from rayrec.storage.scratch import Scratch

@@ -126,8 +126,6 @@ def test_truncated_file_raises_instead_of_crashing(tmp_path: Path, scheme: str) 
 
 
 # Stored rows under other numbers: each part in any plan equals the same rows in the full table ------------------------
-
-
 ROWS, STORED, COLUMNS = 50, 40, 12
 
 

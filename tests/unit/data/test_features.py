@@ -12,8 +12,7 @@ from builders.faults import rejects
 from builders.logs import made_from
 from builders.same import assert_same
 
-from rayrec.batch import Batch
-from rayrec.data.encoded_rows import EncodedRows, JaggedIds, from_arrow, to_arrow
+from rayrec.data.encoded_rows import EncodedRows, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, make_preprocessor
 from rayrec.data.frames import transform
@@ -67,10 +66,6 @@ def encoded() -> tuple[Preprocessor, EncodedRows]:
     raw = parsed()
     preprocessor = preprocessor_of(raw)
     return preprocessor, preprocessor.encode(raw)
-
-
-def bags(rows: EncodedRows, column: str) -> JaggedIds:
-    return rows.ids[SCHEMA.sparse.index(column)]
 
 
 # The declaration -----------------------------------------------------------------------------------------------------
@@ -216,7 +211,7 @@ def test_take_and_concatenate_keep_all_fields() -> None:
 # Vocabulary and encoding ---------------------------------------------------------------------------------------------
 def test_shared_vocabulary_returns_same_ids(encoded: tuple[Preprocessor, EncodedRows]) -> None:
     preprocessor, rows = encoded
-    item, history = rows.ids[1], bags(rows, "history")
+    item, history = rows.ids[1], rows.ids[SCHEMA.sparse.index("history")]
     assert item[1] == history.values[0]  # 20
     assert item[2] == history.values[3]  # 30
     missing = preprocessor.sparse[1].missing_id
@@ -261,14 +256,10 @@ def test_arrow_and_preprocessed_parquet_keep_everything(tmp_path: Path, encoded:
     rejects(r"cannot store columns like, seconds, at\. Use --format parquet", check, "npy", preprocessor, labelled=True)
 
 
-def batches(rows: EncodedRows, *sizes: int) -> list[Batch]:
-    slicer = BatchSlicer(iter(from_arrow(to_arrow(rows))), SCHEMA)
-    return [slicer.take(size, loss_weight=1.0) for size in sizes]
-
-
 def test_batch_has_labels_id_weights_and_times(encoded: tuple[Preprocessor, EncodedRows]) -> None:
     _, rows = encoded
-    one, two, filler = batches(rows, 3, 1, 0)
+    slicer = BatchSlicer(iter(from_arrow(to_arrow(rows))), SCHEMA)
+    one, two, filler = (slicer.take(size, loss_weight=1.0) for size in (3, 1, 0))
     assert list(one.labels) == ["click", "like", "seconds"]
     np.testing.assert_array_equal(one.labels["like"].numpy(), np.array([1, np.nan, 0], np.float32))
     assert one.timestamps.tolist() == [0, 1, 2]

@@ -18,7 +18,6 @@ from builders.golden_inputs import SCHEMAS, Log, any_rows, criteo_lines, digests
 SHUFFLES = ("none", "files", "window", "full")
 
 # Preprocessors -------------------------------------------------------------------------------------------------------
-
 PREPROCESSORS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     # case: log, schema, preset, changes of its rules
     **{f"criteo {preset}": ("text", "criteo", preset, {}) for preset in data.PRESETS},
@@ -41,7 +40,6 @@ def test_preprocessor_matches_golden(case: str, tmp_path: Path) -> None:
 
 
 # Batches -------------------------------------------------------------------------------------------------------------
-
 SOURCES: dict[str, Callable[[Path], Log]] = {
     "text": lambda folder: log_of(folder, "text", SCHEMAS["criteo"]().replace(group="cat_3")),
     "csv": lambda folder: log_of(folder, "csv", SCHEMAS["everything"]()),
@@ -210,7 +208,6 @@ def test_index_of_damaged_log_matches_golden(case: str, tmp_path: Path) -> None:
 
 
 # Positions -----------------------------------------------------------------------------------------------------------
-
 MOVES = ((2, 2), (3, 1), (3, 1), (1, 3))
 """Workers and the steps that they take from where those before stopped."""
 

@@ -5,15 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders.digits import idx
 from builders.faults import rejects
 
 from rayrec.data.numbered_rows import find, read_idx, read_images, read_labels, read_pair, read_part
 from rayrec.datasets.fetch import PUBLISHED
-
-
-def idx(array: np.ndarray, *, code: int = 0x08) -> bytes:
-    return bytes([0, 0, code, array.ndim]) + np.asarray(array.shape, ">i4").tobytes() + array.tobytes()
-
 
 IMAGES = np.arange(5 * 4 * 3, dtype=np.uint8).reshape(5, 4, 3)
 LABELS = np.array([3, 0, 9, 1, 1], np.uint8)
@@ -61,7 +57,7 @@ def test_idx_names_match_fetched_files(tmp_path: Path) -> None:
         (b"<html>not found</html>", "not an idx file .it begins with 3c 68 74 6d"),
         (b"\1" + idx(LABELS)[1:], "not an idx file"),
         (bytes([0, 0, 8, 0]), "not an idx file"),
-        (idx(LABELS.astype(">f4"), code=0x0D), "idx type of images and labels must be bytes, 0x08, got 0x0d"),
+        (b"\0\0\x0d" + idx(LABELS)[3:], "idx type of images and labels must be bytes, 0x08, got 0x0d"),
         (idx(IMAGES)[:10], "cut short within its header of 16 bytes"),
         (idx(IMAGES)[:-1], "cut short, has 75 bytes, but its 5 x 4 x 3 values need 76"),
         (idx(IMAGES) + b"\0", "too long, has 77 bytes, but its 5 x 4 x 3 values need 76"),

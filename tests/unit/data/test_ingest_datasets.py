@@ -30,7 +30,7 @@ def items(tables: Iterator[pa.Table]) -> Iterator[int]:
     return (table["item"][0].as_py() for table in tables)
 
 
-def test_next_dataset_starts_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_datasets_start_early_close_and_raise_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_engine, "_EARLY_START_ITEMS", 2)
     datasets, groups = Datasets(), [range(0, 5), range(5, 10), range(10, 12)]
     found = items(ray_engine._chain_groups(groups, datasets.tables_of))
@@ -41,19 +41,11 @@ def test_next_dataset_starts_early(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (datasets.opened, datasets.closed) == ([range(0, 5), range(5, 10)], [range(0, 5)])
     assert list(found) == [*range(6, 12)]
     assert datasets.opened == datasets.closed == groups
-
-
-def test_closed_reader_closes_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_engine, "_EARLY_START_ITEMS", 2)
     datasets = Datasets()
     found = ray_engine._chain_groups([range(0, 2), range(2, 4)], datasets.tables_of)
     next(found)
     found.close()
     assert sorted(datasets.closed, key=min) == sorted(datasets.opened, key=min) == [range(0, 2), range(2, 4)]
-
-
-def test_task_error_raises_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_engine, "_EARLY_START_ITEMS", 2)
     found = items(ray_engine._chain_groups([[0, 1, 2], [-1, 3]], Datasets().tables_of))
     assert [next(found) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ValueError, match="broken"):

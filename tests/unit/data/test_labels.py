@@ -16,7 +16,6 @@ from rayrec.data.logs.text_parser import parse
 from rayrec.schema import Schema
 
 SCHEMA = Schema(label="rating", sparse=("user",), tokens="any", delimiter=",")
-YAML = "{label: rating, sparse: [user], tokens: any, delimiter: ','}"
 FOUND: dict[str, tuple[list[Any], str]] = {
     "stars": ([1, 5, 3, 2, 4], "found 1, 2, 3, 4, 5 in column rating; derive one, such as rating >= 4"),
     "signs": ([-1, -1, 1], "found -1, 1 in column rating; derive one, such as rating >= 1"),
@@ -60,26 +59,22 @@ def test_allowed_fraction_of_wrong_labels_passes(tmp_path: Path) -> None:
     rejects("found 1, 2, 3, 4, 5", LogSource.at(path).check_head, SCHEMA, max_bad_fraction=0.7)
 
 
-def commands(folder: Path) -> list[list[str]]:
-    log, schema = str(folder / "log.csv"), ["--schema", str(folder / "schema.yaml")]
-    return [
-        ["train", "clicks", "--train-data.path", log, "--storage-path", str(folder / "runs"), *schema],
-        ["vocabulary", log, "--out", str(folder / "v"), *schema],
-        ["preprocess", log, "--out", str(folder / "p"), "--format", "parquet", *schema],
-        ["split", log, "--out", str(folder / "s"), "--by", "rows", *schema],
-        ["validate", log, *schema],
-    ]
-
-
 @pytest.mark.parametrize("good", [0, 2000], ids=["from the start", "later"])
 def test_commands_name_labels_and_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], good: int
 ) -> None:
     """Includes labels beyond the first rows; no message suggests skipping more rows."""
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "schema.yaml").write_text(YAML)
+    (tmp_path / "schema.yaml").write_text("{label: rating, sparse: [user], tokens: any, delimiter: ','}")
     write(tmp_path, [1, 2, 3, 4, 5], "csv", good=good)
-    for command in commands(tmp_path):
+    log, schema = str(tmp_path / "log.csv"), ["--schema", str(tmp_path / "schema.yaml")]
+    for command in (
+        ["train", "clicks", "--train-data.path", log, "--storage-path", str(tmp_path / "runs"), *schema],
+        ["vocabulary", log, "--out", str(tmp_path / "v"), *schema],
+        ["preprocess", log, "--out", str(tmp_path / "p"), "--format", "parquet", *schema],
+        ["split", log, "--out", str(tmp_path / "s"), "--by", "rows", *schema],
+        ["validate", log, *schema],
+    ):
         assert cli.run(command) == 2
         line = capsys.readouterr().err.splitlines()[-1]
         assert "labels must be 0 or 1, found 1, 2, 3, 4, 5 in column rating; derive one, such as rating >= 4" in line

@@ -188,7 +188,9 @@ def test_write_rejects_unsupported_columns(
 ) -> None:
     unweighted = lists[1].schema.replace(weight=None)
     single = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")
+    missing = replace(hashed(SCHEMA, 9), dense=(DenseColumn(missing_value=3.0),) * 13)
     cases = [
+        (days, missing, "binary", r"as 0, but in column int_0 0 becomes 0\.0 and missing 3\.0\. Use --format npy"),
         (lists[0], lists[1], "npy", "cannot store the weights of column w. Use --format parquet"),
         (lists[0], hashed(unweighted, 9), "npy", "cannot store the lists of column seen. Use --format parquet"),
         (lists[0], hashed(single, 9), "binary", "stores integers, but with tokens: any, .* Use --format npy or parquet"),
@@ -198,9 +200,6 @@ def test_write_rejects_unsupported_columns(
     ]
     for index, made, format, message in cases:
         rejects(message, write, index, made, tmp_path / "out", format)
-    missing = replace(hashed(SCHEMA, 9), dense=(DenseColumn(missing_value=3.0),) * 13)
-    with pytest.raises(InputError, match=r"as 0, but in column int_0 0 becomes 0\.0 and missing 3\.0\. Use --format npy"):
-        write(days, missing, tmp_path / "out", "binary")
     assert not list(tmp_path.iterdir())
 
 
@@ -306,16 +305,14 @@ def test_damaged_files_raise(days: LogIndex, preprocessor: Preprocessor, tmp_pat
     content = (out / name).read_bytes()
     size = len(content)
 
-    def is_told(why: str, **how: bool) -> None:
-        rejects(f"{name}: {why}", open_preprocessed, str(out), **how)
-
     flip(out / name)
     open_preprocessed(str(out))
-    is_told("checksum does not match: the dataset is damaged. Copy it again", verify=True)
+    rejects(f"{name}: checksum does not match: the dataset is damaged. Copy it again", open_preprocessed, str(out), verify=True)
     (out / name).write_bytes(content[:-5])
-    is_told(f"size must be {size} bytes, got {size - 5}: .* again with `rayrec preprocess`")
+    told = f"{name}: size must be {size} bytes, got {size - 5}: .* again with `rayrec preprocess`"
+    rejects(told, open_preprocessed, str(out))
     (out / name).unlink()
-    is_told("not found")
+    rejects(f"{name}: not found", open_preprocessed, str(out))
     (out / name).write_bytes(content)
     for file in made.manifest["files"]:  # and after the dataset was opened
         (out / file["name"]).write_bytes((out / file["name"]).read_bytes()[:-9])
@@ -348,10 +345,9 @@ def test_read_rejects_ids_outside_table(days: LogIndex, tmp_path: Path, format: 
     preprocessor.__dict__["num_embeddings"] = [1 << 20] * 3 + [int(ids.max())] + [1 << 20] * 22
     order = np.arange(len(ids))[::-1]
     assert len(read_preprocessed(segments, order[order != row], preprocessor)) == len(ids) - 1
-    with pytest.raises(InputError) as error:
-        read_preprocessed(segments, order, preprocessor)
-    file, number = re.search(r"/out/([^:]*): row (\d+) column cat_3: id", str(error.value)).groups()
-    assert f"id {ids.max()} is outside its table of {ids.max():,} rows: " in str(error.value)
+    line = rejects("", read_preprocessed, segments, order, preprocessor)
+    file, number = re.search(r"/out/([^:]*): row (\d+) column cat_3: id", line).groups()
+    assert f"id {ids.max()} is outside its table of {ids.max():,} rows: " in line
     if format == "parquet":
         assert pq.read_table(tmp_path / "out" / file)["cat_3"][int(number)].as_py() == ids.max()
     else:

@@ -168,19 +168,15 @@ def test_small_disk_raises(log: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert not Path(f"{tmp_path / 'out'}.partial").exists()
 
 
-def test_full_disk_resumes(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_resumes_and_partial_writes_continue(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", raising(OSError(errno.ENOSPC, "No space left on device")))
         rejects(r"out\.partial: No space left on device; make room there and run the same", run, log, tmp_path / "out")
     run(log, tmp_path / "out")
-
-
-def test_partial_writes_continue(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(log, tmp_path / "whole")
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda descriptor, data, start: pwrite(descriptor, data[:1000], start))
     run(log, tmp_path / "pieces")
-    assert files_of(tmp_path / "whole") == files_of(tmp_path / "pieces")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "pieces")
 
 
 def test_invisible_folder_raises(log: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_permutation_is_bijective(size: int, seed: int) -> None:
     assert (np.sort(places) == np.arange(size)).all()
 
 
-def test_permutation_computes_distant_rows() -> None:
+def test_permutations_are_uniform_and_computed_for_distant_rows() -> None:
     large = Permutation(4_195_197_692, seed=7)
     rows = np.array([0, 1, 2**31, 4_195_197_691])
     places = large(rows)
@@ -68,10 +68,7 @@ def test_permutation_computes_distant_rows() -> None:
     assert (places < 4_195_197_692).all()
     assert (large(rows[::-1]) == places[::-1]).all()
     assert (Permutation(4_195_197_692, seed=8)(rows) != places).any()
-
-
-def test_small_permutations_are_uniform() -> None:
-    """chi-squared with 23 degrees of freedom: 49.7 at p = 0.001."""
+    # chi-squared with 23 degrees of freedom: 49.7 at p = 0.001.
     tries = 12_000
     counts = Counter(tuple(Permutation(4, seed=seed)(np.arange(4)).tolist()) for seed in range(tries))
     assert len(counts) == 24
@@ -100,8 +97,7 @@ def test_gather_runs_restores_positions(tmp_path: Path) -> None:
 
 
 def test_shuffle_moves_training_rows_only(index: LogIndex, tmp_path: Path) -> None:
-    plain = shuffled(index, tmp_path / "plain", shuffle="none")
-    mixed = shuffled(index, tmp_path / "mixed")
+    plain, mixed = shuffled(index, tmp_path / "plain", shuffle="none"), shuffled(index, tmp_path / "mixed")
     start, stop = mixed.sets["train"]
     assert (start, stop) == (0, 1500)
     before, after = keys(all_rows(plain.index, 0, 2000)), keys(all_rows(mixed.index, 0, 2000))

@@ -36,14 +36,11 @@ def planted() -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([p.logits for p in pieces]), np.concatenate([p.labels for p in pieces])
 
 
-def test_bytes_are_independent_of_parallelism(kaggle: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_bytes_are_independent_of_parallelism_and_later_rows(kaggle: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out, truth = kaggle
     assert synthetic.generate(str(tmp_path), rows=ROWS, days=3, seed=5, parallelism=1) == truth
     for name in ("train.txt", "truth.json"):
         assert (tmp_path / name).read_bytes() == (out / name).read_bytes()
-
-
-def test_more_rows_keep_first_rows() -> None:
     plan = GroundTruth("terabyte", 1)
     (short,), long = all_rows(plan, 5_000, 1), all_rows(plan, 20_000, 1)
     for name in ("labels", "logits", "missing", "tokens"):
@@ -162,8 +159,7 @@ def test_tokens_drift_and_new_ones_appear() -> None:
     new = ~np.isin(later, first)
     assert 0.1 < new.mean() < 0.3
     assert not new[:20].any()  # the popular ones stay
-    moved = np.isin(later, first) & (later != first)
-    assert moved.sum() > 100
+    assert (np.isin(later, first) & (later != first)).sum() > 100
 
 
 @pytest.mark.parametrize("parallelism", [1, 2])
@@ -240,15 +236,12 @@ def format_extremes(capacity: int) -> bytes:
     return out[:size].tobytes()
 
 
-def test_format_rows_matches_python_within_buffer() -> None:
+def test_format_rows_matches_python_and_rejects_mismatched_arrays() -> None:
     wanted = "".join(f"1\t{value}\t{token}\n" for value, token in zip(EXTREMES[0], [*["0a1f9bcd"] * 9, ""], strict=True)).encode()
     assert format_extremes(10 * max_row_bytes(1, 1)) == wanted
     assert format_extremes(len(wanted)) == wanted  # a buffer of just the right size will do
     for capacity in range(len(wanted)):
         fails_with(ValueError, "must have room for", format_extremes, capacity)
-
-
-def test_format_rows_rejects_mismatched_arrays() -> None:
     good = {"dense": np.zeros((1, 2), np.int32), "tokens": np.zeros((1, 2), np.uint32)}
     good |= {"missing": np.zeros(2, np.uint64), "out": np.zeros(100, np.uint8)}
     labels = np.zeros(2, dtype=np.uint8)

@@ -92,8 +92,6 @@ def test_torch_counts_dots_operations() -> None:
 
 
 # Embeddings by feature name, for any delivery order -------------------------------------------------------------------
-
-
 FEATURES = ["b", "a", "c"]
 VALUES = torch.arange(24.0).view(2, 12)
 ORDER = (2, 0, 1)

@@ -170,8 +170,6 @@ def test_tower_returns_precision_dtype(precision: Precision) -> None:
 
 
 # Batch normalization and means over all workers' rows -----------------------------------------------------------------
-
-
 FEATURES, STEPS = 3, 4
 PARTS = ((0, 7), (7, 7), (7, 8))
 """Rows of each rank. One has none."""

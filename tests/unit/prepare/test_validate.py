@@ -73,7 +73,6 @@ def varied(rows: int, seed: int = 0) -> list[Line]:
 
 
 # -- what a report says
-
 SMALL: dict[str, list[Line]] = {
     "day_0": [(1, 0, 1, 7, 1), (0, -2, 1, 7, 1), (0, 5, 1, 8, None), (0, 5, 1, 7, 2)],
     "day_1": [(1, None, 1, 7, 3), (0, 5, 1, 9, None), (0, 5, 1, 8, 1), (1, None, 1, 7, 1), (0, 5, 1, 8, 1), (1, 0, 1, 7, 1)],
@@ -233,7 +232,6 @@ def test_unknown_rate_compares_last_slice_to_past(tmp_path: Path, modulo: int | 
 
 
 # -- planted faults
-
 FAULTS = {
     "empty line": (b"\n", ""),
     "too few columns": (b"1\t2\n", ""),
@@ -260,7 +258,6 @@ def test_report_finds_injected_fault(tmp_path: Path, kind: str) -> None:
 
 
 # -- gates
-
 DAYS = {"day_0": varied(200), "day_1": [(*row[:3], row[3] + 1000, row[4]) for row in varied(200, 1)]}
 CONSTANT = {name: [(*row[:4], 5) for row in day] for name, day in DAYS.items()}
 MISSING = [(i % 2, None if i % 5 < 3 else i, i % 7, i % 3, i % 4) for i in range(50)]
@@ -370,7 +367,6 @@ def test_duplicates_are_sampled_within_memory(tmp_path: Path, monkeypatch: pytes
 
 
 # -- other logs
-
 ANY = Schema(label="y", dense=("price",), sparse=("user", "tags"), tokens="any", lists=("tags",), weight="w", delimiter=",")
 CSV = """user,tags,y,price,w,ignored
 ann,red|blue,1,0.5,1,x

@@ -319,7 +319,6 @@ def test_changed_file_is_rejected(tmp_path: Path) -> None:
 
 
 # Faults --------------------------------------------------------------------------------------------------------------
-
 GOOD = {"y": "1", "w": "1.5", "d": "2.5", "s": "a", "l": "b|c"}
 ANY = Schema(label="y", weight="w", dense=("d",), sparse=("s", "l"), lists=("l",), tokens="any", delimiter=",")
 BAD_CELLS: list[tuple[str, str, list[bytes]]] = [

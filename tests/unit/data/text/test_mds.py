@@ -98,8 +98,6 @@ def test_equal_rows_write_equal_bytes(written: Path, tmp_path: Path) -> None:
 
 
 # -- one among many processes
-
-
 READER = """
 import sys
 import numpy as np

@@ -131,7 +131,6 @@ def test_delivery_order_does_not_change_results(config: ClickModelConfig) -> Non
 
 
 # With lists ----------------------------------------------------------------------------------------------------------
-
 ROWS = 24
 
 
@@ -176,7 +175,6 @@ def test_replacement_model_learns_lists(name: str, members: int) -> None:
 
 
 # Settings ------------------------------------------------------------------------------------------------------------
-
 DIN = DINConfig(embedding_dim=DIM, attention=(6, 3), mlp=(8, 5))
 REFUSED: list[tuple[ClickModelConfig, dict[str, object], str]] = [
     (networks.AUTOINT, {"heads": 4}, "attention_dim: must be a multiple of heads 4, got 6"),

@@ -64,8 +64,6 @@ def test_linear_model_replaces_other_models() -> None:
 
 
 # DLRM against torchrec's, its loss over uneven batches, its settings and cost -----------------------------------------
-
-
 SIZES = [50, 3, 700, 20]
 
 

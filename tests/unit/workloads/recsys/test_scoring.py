@@ -185,8 +185,6 @@ def test_load_config_rejects_invalid_text(text: str, message: str) -> None:
 
 
 # The network between plain tensors gives what the trained model gives, as it is and as an exported program -----------
-
-
 INPUTS = ModelInputs(5, ("b", "a", "c"))
 
 
