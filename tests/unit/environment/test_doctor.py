@@ -57,13 +57,10 @@ def _only(findings: list[Finding]) -> Finding:
     return findings[0]
 
 
-def test_valid_installation_has_no_findings() -> None:
+def test_valid_and_unneeded_requirements_have_no_findings() -> None:
     assert (diagnose(CPU, WORKS, MACHINE), diagnose(CUDA, WORKS_ON_CUDA, GPU_MACHINE)) == ([], [])
     of_pytorch = {**_without(CPU, "fbgemm-gpu-cpu"), "fbgemm-gpu": Installed("1.8.0+cpu", holds_fbgemm=True)}
     assert diagnose(of_pytorch, WORKS, MACHINE) == []
-
-
-def test_unneeded_requirements_are_ignored() -> None:
     extra = 'mosaicml-streaming==0.13.0; extra == "language"'
     streaming = Installed("0.13.0", requires=("numpy<2.1", "torchvision>=0.10", "oci<3", "xxhash<4", "boto3<2"))
     with_it = {**CPU, "mosaicml-streaming": streaming, "xxhash": Installed("3.8"), "boto3": Installed("1.44")}
@@ -167,15 +164,12 @@ def test_cuda_torch_without_libraries_suggests_cpu_index() -> None:
     assert "CPU" not in on_gpu.text
 
 
-def test_transitive_requirements_are_checked() -> None:
+def test_transitive_requirements_are_checked_also_in_cycles() -> None:
     assert [finding.text for finding in diagnose(_without(CPU, "click", "tqdm", "pyarrow"), WORKS, MACHINE)] == [
         "not installed: click; ray needs click>=7",
         "not installed: pyarrow; ray needs pyarrow>=9",  # by ray[data]; fastapi, of another extra, is not asked for
         "not installed: tqdm; torchrec needs tqdm",
     ]
-
-
-def test_closure_handles_cycles() -> None:
     installed = {"a": Installed("1", requires=("b",)), "b": Installed("1", requires=("a", "c[x]")), "c": Installed("1")}
     asked = [(asker, str(requirement)) for asker, requirement in closure([Requirement("a")], installed)]
     assert sorted(asked) == [("", "a"), ("a", "b"), ("b", "a"), ("b", "c[x]")]

@@ -54,10 +54,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
 
 
-def _logits(saved: Saved, log: Path) -> np.ndarray:
-    return saved.logits(saved.preprocessor.encode(parse(saved.preprocessor.schema, log.read_bytes())[0]))
-
-
 def _labels(log: Path) -> np.ndarray:
     return np.array([int(line[:1]) for line in log.read_bytes().splitlines()], np.uint8)
 
@@ -73,7 +69,7 @@ def test_comparison_matches_single_evaluations(found: dict[str, Any], models: li
     labels = _labels(log)
     assert (found["rows"], found["label_rate"]) == (ROWS, pytest.approx(labels.mean()))
     assert [model["name"] for model in found["models"]] == ["a", "b", "c", "ensemble"]
-    logits = [_logits(saved, log) for saved in models]
+    logits = [saved.logits(saved.preprocessor.encode(parse(saved.preprocessor.schema, log.read_bytes())[0])) for saved in models]
     logits.append(np.mean(logits, axis=0, dtype=np.float64).astype(np.float32))
     for report, expected in zip(found["models"], logits, strict=True):
         metrics = binary_metrics(expected, labels)
@@ -199,8 +195,7 @@ def test_baselines_train_on_model_rows(log: Path, tmp_path: Path, capsys: pytest
 
 def test_baseline_features(tmp_path: Path) -> None:
     """Category rates exclude a row's own label, lists are one-hot sums, and untrainable data is rejected."""
-    rng = np.random.default_rng(0)
-    labels = (rng.random(4_000) < 0.3).astype(np.float32)
+    labels = (np.random.default_rng(0).random(4_000) < 0.3).astype(np.float32)
     unique = np.arange(4_000, dtype=np.int32)  # each category once: a rate that knew the label would separate the rows
     rows = EncodedRows(np.zeros((4_000, 1), np.float32), [unique], {"label": labels})
     preprocessor = hashed_preprocessor([4_000], Schema(tokens="hexadecimal", dense=("a",), sparse=("b",)))

@@ -171,14 +171,11 @@ def test_blocks_are_ordered_and_model_loads_are_minimal(thread_safe: bool, num_l
     assert {*threading.enumerate()} <= before
 
 
-def test_scoring_resumes_at_block() -> None:
+def test_scoring_resumes_at_block_and_raises_errors_in_order() -> None:
     model = Model(num_threads=1)
     tables = scored_tables(model.scoring(thread_safe=True), pool=Pool(1, 1.0, 0.0), device="cpu", first_block=9)
     assert [table["block"][0].as_py() for table in tables] == [9, 10, 11]
     assert [number for number, _, _ in model.scored] == [9, 10, 11]
-
-
-def test_error_is_raised_in_order() -> None:
     model, threads = Model(num_threads=1, broken=2), torch.get_num_threads()
     tables = scored_tables(model.scoring(thread_safe=False), pool=Pool(1, threads + 1, 0.0), device="cpu")
     assert [next(tables)["block"][0].as_py() for _ in range(2)] == [0, 1]

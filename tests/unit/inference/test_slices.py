@@ -21,23 +21,18 @@ def _found(by: str, values: pa.ChunkedArray, most: int = 10) -> dict[str, list[i
     return {chunk.name: chunk.rows.tolist() for chunk in result}
 
 
-def test_slices_by_value() -> None:
+def test_slices_by_value_frequency_and_day_keep_order() -> None:
     by_count = [("0000000a", [0, 2, 5]), ("0000000b", [1, 6]), ("0000000c", [4]), ("(missing)", [3])]
     assert list(_found("c", HEXADECIMAL).items()) == by_count
     assert _found("c", HEXADECIMAL, most=1) == {"0000000a": [0, 2, 5], "(others)": [1, 4, 6], "(missing)": [3]}
     assert _found("c", TEXT, most=2) == {"x": [0, 2, 5], "y": [1, 6], "(others)": [4], "(missing)": [3]}
     assert _found("i", pa.chunked_array([pa.array([-3, 10**17, -3, None])])) == {"-3": [0, 2], str(10**17): [1], "(missing)": [3]}
-
-
-def test_frequency_slices_keep_order() -> None:
     names = pa.array(["1", "2-9", "(not in the vocabulary)"], pa.large_string())
     blocks = [[2, None, 1], [0, 2]]
     values = pa.chunked_array([pa.DictionaryArray.from_arrays(pa.array(block, pa.int32()), names) for block in blocks])
     expected = [("1", [3]), ("2-9", [2]), ("(not in the vocabulary)", [0, 4]), ("(missing)", [1])]
     assert list(_found("frequency:c", values).items()) == expected
 
-
-def test_day_slices_keep_order() -> None:
     def days(codes: list[int]) -> pa.Array:
         names = pa.array(["day_9", "day_10", "day_11"], pa.large_string())
         return pa.DictionaryArray.from_arrays(pa.array(codes, pa.int32()), names)

@@ -17,7 +17,6 @@ import pytest
 from builders.faults import fails_with, raising, rejects, until
 from hosts.processes import run_command
 
-from rayrec.config import InputError
 from rayrec.data.text import mds
 from rayrec.data.text.mds import TokenRows
 from rayrec.storage import cache
@@ -76,7 +75,7 @@ def test_read_returns_rows_in_order(written: Path, tmp_path: Path, place: Callab
     rows.close()
 
 
-def test_shards_match_streaming_both_ways(written: Path, tmp_path: Path) -> None:
+def test_shards_match_streaming_both_ways_and_are_reproducible(written: Path, tmp_path: Path) -> None:
     streaming = mds.load_streaming()
     theirs = streaming.StreamingDataset(local=str(written), shuffle=False, batch_size=1)
     np.testing.assert_array_equal(np.stack([sample["tokens"] for sample in theirs]), ROWS)
@@ -89,9 +88,6 @@ def test_shards_match_streaming_both_ways(written: Path, tmp_path: Path) -> None
     rows = TokenRows(str(tmp_path / "theirs"))
     assert len(rows.chunk_rows) > 2
     np.testing.assert_array_equal(rows.read(np.arange(97))["tokens"], wide)
-
-
-def test_equal_rows_write_equal_bytes(written: Path, tmp_path: Path) -> None:
     again = write(tmp_path / "again")
     for file in written.iterdir():
         assert (again / file.name).read_bytes() == file.read_bytes()
@@ -153,13 +149,10 @@ print(*before, *held(), while_open[1] > before[1])
 """What a process holds before and after reading: open files, mapped shards, threads, and streaming, which is slow to import."""
 
 
-def test_close_releases_memory_and_threads(written: Path, tmp_path: Path) -> None:
+def test_readers_release_all_when_closed_and_cannot_be_pickled(written: Path, tmp_path: Path) -> None:
     # A process of its own: what other tests leave to the garbage collector would be counted here.
     *held, seen = run_command(sys.executable, "-c", GIVEN_BACK, url(written), tmp_path).stdout.split()
     assert (held[:4], held[3], seen) == (held[4:], "False", "True")
-
-
-def test_pickling_raises(written: Path) -> None:
     fails_with(TypeError, "in the process that reads", pickle.dumps, TokenRows(str(written)))
 
 
@@ -191,8 +184,7 @@ def test_limited_cache_keeps_limit_and_mapped_shards(tmp_path: Path) -> None:
     assert first.downloaded_bytes == 2 * shard_bytes
     assert copies(cache)[1].name == "shard.00001.mds"  # mapped all the time
     first.close()
-    with pytest.raises(InputError, match=r"^file://[^\n]* at least [\d,]+ bytes[^\n]*$"):
-        TokenRows(url(source), cache_folder=str(cache), cache_bytes=3 * shard_bytes)
+    rejects(r"^file://.* at least [\d,]+ bytes", TokenRows, url(source), cache_folder=str(cache), cache_bytes=3 * shard_bytes)
 
 
 @pytest.mark.slow
@@ -273,15 +265,14 @@ def test_damaged_shard_raises_with_name(written: Path, tmp_path: Path, place: Ca
         (lambda index: index["shards"][0].update(column_names=["text"]), "and the same columns"),
         (
             lambda index: [shard.update(column_encodings=["pkl"]) for shard in index["shards"]],
-            r"have tokens \(pkl\), but rayrec writes [^\n]*`rayrec adopt`",
+            r"have tokens \(pkl\), but rayrec writes .*`rayrec adopt`",
         ),
         (lambda index: index["shards"][0]["raw_data"].update(basename="../x.mds"), "in its folder"),
         (lambda index: index["shards"][0].update(samples="many"), "damaged"),
     ],
 )
 def test_reader_rejects_foreign_index(written: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], told: str) -> None:
-    folder = edited(written, tmp_path / "set", change)
-    rejects(rf"^[^\n]*index\.json: [^\n]*({told})[^\n]*$", TokenRows, str(folder))
+    rejects(rf"index\.json: .*({told})", TokenRows, str(edited(written, tmp_path / "set", change)))
 
 
 def test_reader_rejects_shard_with_wrong_row_count(written: Path, tmp_path: Path) -> None:
