@@ -314,7 +314,8 @@ def test_base_url_replaces_published_urls(server: Server, tmp_path: Path) -> Non
 
 def test_unreachable_hosts_raise(server: Server, tmp_path: Path) -> None:
     refused = RemoteFile(name="a.gz", url="http://127.0.0.1:1/a.gz", page="https://example.org/a")
-    rejects(
+    by_hand = r"Connection refused.*Put it into .* by hand from https://example\.org/a, or"
+    rejects(by_hand, fetch, [refused], str(tmp_path), retries=RETRIES)
         r"Connection refused.*Put it into .* by hand from https://example\.org/a",
         fetch,
         [refused],

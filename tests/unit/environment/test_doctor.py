@@ -241,14 +241,11 @@ def test_failed_import_fails_only_its_probe(tmp_path: Path, monkeypatch: pytest.
     assert probes["hangs"] == Probe(ok=False, error="did not finish within 5 s")
 
 
-def test_this_machine_returns_resources() -> None:
+def test_resources_and_packages_of_this_machine_are_found() -> None:
     machine = this_machine()
     assert machine.python == ".".join(map(str, sys.version_info[:3]))
     assert machine.cpu_cores >= 1
     assert 0 < machine.free_memory_bytes <= machine.memory_bytes
-
-
-def test_installed_distributions_returns_packages() -> None:
     installed = installed_distributions()
     assert any(requirement.startswith("torch==") for requirement in installed["rayrec"].requires)
     assert [name for name, each in installed.items() if each.holds_fbgemm] in (["fbgemm-gpu-cpu"], ["fbgemm-gpu"])

@@ -30,13 +30,12 @@ from rayrec.schema import Feature
 from rayrec.workloads.recsys.distillation import Teacher, load_targets
 
 FINAL = FinalNetConfig(embedding_dim=4, first_tower=(8,), second_tower=(6,), embedding_penalty=0.1)
-FACTORS = DeepFMConfig(embedding_dim=8, mlp=(8,))  # whose table rows are wider than its embeddings
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
     folder = tmp_path_factory.mktemp("models")
-    kinds: tuple[ClickModelConfig, ...] = (SMALL, FINAL, FACTORS)
+    kinds = (SMALL, FINAL, DeepFMConfig(embedding_dim=8, mlp=(8,)))  # whose table rows are wider than its embeddings
     return [save_clicks(folder / str(seed), model=model, seed=seed, scale=3.0) for seed, model in enumerate(kinds)]
 
 
@@ -96,11 +95,10 @@ def test_ensemble_keeps_list_inputs(tmp_path: Path) -> None:
 def test_incompatible_models_are_rejected(models: list[Saved], tmp_path: Path) -> None:
     first, out = str(models[0].run), str(tmp_path / "out")
     elsewhere = save_clicks(tmp_path / "elsewhere", preprocessor=hashed_preprocessor(range(11, 11 + 3 * 26, 3)))
-    rounded = save_clicks(tmp_path / "rounded", precision="bf16")
     rejected: list[tuple[list[Path], str]] = [
         ([], "at least two checkpoints"),
         ([elsewhere.run], "Preprocessor does not match"),
-        ([rounded.run], "precision bf16 does not match fp32 of"),
+        ([save_clicks(tmp_path / "rounded", precision="bf16").run], "precision bf16 does not match fp32 of"),
         ([tmp_path], "contains no complete checkpoint"),
     ]
     for others, message in rejected:

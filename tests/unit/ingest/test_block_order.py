@@ -76,7 +76,7 @@ def test_every_row_once_across_reshards(shuffle: str, sizes: list[int], moves: l
     assert sorted(used) == rows_of(full_epoch(blocks))
 
 
-def test_same_world_size_keeps_shards() -> None:
+def test_same_world_size_keeps_shards_and_finished_epoch_has_none() -> None:
     blocks = make_order([10, 20, 30], "window").blocks(0)
     position = Position(0, 3, 2, 4, None)
     assert position.for_workers(blocks, world_size=2, batch_size=4) is position
@@ -85,9 +85,6 @@ def test_same_world_size_keeps_shards() -> None:
     assert sum(block_range.rows for block_range in smaller.pieces or ()) == 60 - 2 * 3 * 4
     other_batch = position.for_workers(blocks, world_size=2, batch_size=5)
     assert sum(block_range.rows for block_range in other_batch.pieces or ()) == 60 - 2 * 3 * 4
-
-
-def test_finished_epoch_has_empty_shards() -> None:
     blocks = make_order([10], "none").blocks(0)
     done = Position(0, 5, 1, 2, None).for_workers(blocks, world_size=3, batch_size=2)
     assert done.pieces == ()
@@ -129,7 +126,7 @@ def of_paths(*paths: str, shuffle: str = "window", seed: int = 7) -> BlockOrder:
     return BlockOrder(tuple(parts), shuffle, seed, 2)
 
 
-def test_identity_depends_on_rows_and_order() -> None:
+def test_identity_depends_on_rows_and_order_but_not_on_folder() -> None:
     order = make_order([4, 5, 6], "window")
     assert order.identity == make_order([4, 5, 6], "window").identity
     part = order.parts[1]
@@ -142,9 +139,6 @@ def test_identity_depends_on_rows_and_order() -> None:
     assert len({order.identity, *(replace(order, **change).identity for change in changes)}) == 12
     unmixed = replace(order, shuffle="none")
     assert unmixed.identity == replace(unmixed, seed=8).identity  # it draws nothing
-
-
-def test_moved_log_keeps_identity() -> None:
     assert of_paths("a/x", "a/y").identity == of_paths("b/x", "b/y").identity
     assert of_paths("a/x", "a/y").identity != of_paths("a/x", "a/x").identity
     assert of_paths("a/day", "b/day").identity == of_paths("c/day", "b/day").identity

@@ -113,13 +113,10 @@ def test_every_row_trains_once_across_reshards(
     assert seen == whole
 
 
-def test_short_rest_joins_previous_batch() -> None:
+def test_short_rest_joins_previous_batch_or_leaves_filler() -> None:
     source = Shards(17)
     for small_steps, sizes in ((False, [8, 9]), (True, [8, 8, 1])):
         assert list(map(len, _all_workers(source, 2, batch_size=4, order=_order(source, small_steps=small_steps)))) == sizes
-
-
-def test_worker_without_rows_gets_uncounted_filler() -> None:
     source = Shards(5)
     order = _order(source, small_steps=True)
     batches = [list(_loader(source, rank=rank, world_size=2, batch_size=2, order=order)) for rank in range(2)]
@@ -177,7 +174,7 @@ def test_old_position_without_hashes_resumes() -> None:
     assert loader.state()["data_hash"] == "0a"
 
 
-def test_row_error_raises_on_next() -> None:
+def test_loader_raises_row_errors_and_rejects_empty_data() -> None:
     class Damaged(Shards):
         def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
             if 9 in indices:
@@ -188,6 +185,7 @@ def test_row_error_raises_on_next() -> None:
     assert len(next(loader)) == 4
     next(loader)
     rejects("damaged", next, loader)
+    rejects("no rows", _loader, Shards(0))
 
 
 def test_close_stops_thread_and_rows() -> None:
@@ -200,10 +198,6 @@ def test_close_stops_thread_and_rows() -> None:
     assert source.closed
     assert threading.active_count() == threads
     assert next(loader, None) is None
-
-
-def test_loader_rejects_empty_data() -> None:
-    rejects("no rows", _loader, Shards(0))
 
 
 @pytest.mark.parametrize(("rows", "count", "sizes"), [(5, 2, [3, 2]), (2, 3, [1, 1, 1]), (4, 1, [4])])

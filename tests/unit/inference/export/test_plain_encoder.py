@@ -197,8 +197,7 @@ def test_encoder_reads_all_category_types(tmp_path: Path) -> None:
     found = map(raw.column, schema.sparse)
     columns = [np.unique(column.values if isinstance(column, JaggedIds) else column)[::2] for column in found]
     counted = tuple(SparseColumn(len(tokens) + 2, len(tokens)) for tokens in columns)
-    hashed = (SparseColumn(1000, None), *counted[1:])
-    for custom, tokens in ((counted, columns), (hashed, columns[1:])):
+    for custom, tokens in ((counted, columns), ((SparseColumn(1000, None), *counted[1:]), columns[1:])):
         preprocessor = Preprocessor("test", schema, (DenseColumn(),), custom, np.concatenate(tokens))
         preprocessor.save(str(tmp_path))
         assert _encoder_failure(Encoder(str(tmp_path)), preprocessor, raw, rows) is None

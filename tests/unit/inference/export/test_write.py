@@ -72,8 +72,7 @@ def test_raw_rows_are_scored_without_rayrec(
         hidden.setitem(sys.modules, "rayrec", None)
         fails_with(ModuleNotFoundError, "", importlib.import_module, "rayrec")
         exec(program, result)
-        encode = Path(sys.modules["encode"].__file__ or "")
-        assert encode.resolve().parent == folder.resolve()  # it is the export's
+        assert Path(sys.modules["encode"].__file__ or "").resolve().parent == folder.resolve()  # it is the export's
         assert [name for name in sys.modules if name.partition(".")[0] == "rayrec"] == ["rayrec"]
         hidden.delitem(sys.modules, "encode")
     served = open_served(str(exported("fp32")))
@@ -84,7 +83,7 @@ def test_raw_rows_are_scored_without_rayrec(
     np.testing.assert_allclose(result["result"], expected, rtol=0, atol=1e-5)
 
 
-def test_report_has_parity_size_and_speed(saved: Saved, exported: Callable[[str], Path]) -> None:
+def test_report_and_manifest_describe_export(saved: Saved, exported: Callable[[str], Path]) -> None:
     report = json.loads((exported("int8") / "report.json").read_text())
     parity = report["parity"]
     assert (parity["rows"], parity["origin"], parity["failure"]) == (ROWS, f"rows of {saved.config.train_data.path}", None)
@@ -95,9 +94,6 @@ def test_report_has_parity_size_and_speed(saved: Saved, exported: Callable[[str]
     report = json.loads((exported("fp32") / "report.json").read_text())
     assert report["parity"]["max_logit_difference"] < 1e-6
     assert report["program_parity"]["max_logit_difference"] <= 1e-5
-
-
-def test_manifest_lists_every_file(exported: Callable[[str], Path]) -> None:
     folder = exported("int8")
     files = read_manifest(str(folder))["files"]
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
@@ -205,8 +201,7 @@ def test_other_workloads_are_exported(arguments: dict[str, Any], tmp_path: Path)
 
 def test_nonfinite_values_are_rejected(tmp_path: Path) -> None:
     saved = save_clicks(tmp_path / "run", scale=float("nan"))
-    with pytest.raises(InputError, match=r"table cat_0: values must fit into int8, got nan"):
-        export_of(saved, tmp_path / "out", quantize="int8", ignore_parity=True)
+    rejects("cat_0: values must fit into int8, got nan", export_of, saved, tmp_path / "out", quantize="int8", ignore_parity=True)
     rejects("not finite", export_of, saved, tmp_path / "out", parity_path=write_criteo_rows(tmp_path / "log.tsv", 60))
 
 
