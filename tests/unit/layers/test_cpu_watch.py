@@ -32,12 +32,9 @@ def decisions(policy: WaitPolicy, shares: list[float], *, start_s: float = 0.0) 
     return [policy.update(share, start_s + place * 0.1) for place, share in enumerate(shares)]
 
 
-def test_wait_policy_needs_consecutive_contention() -> None:
+def test_wait_policy_follows_consecutive_contention() -> None:
     assert decisions(WaitPolicy(), [0.9, 0.9, 0.9, 0.9, 0.1] * 3) == [False] * 15
     assert decisions(WaitPolicy(), [*ROW, 0.0]) == [False, False, False, False, True, True]
-
-
-def test_wait_policy_tries_long_waits_less_often() -> None:
     policy, now_s, short_s = WaitPolicy(), 0.0, []
     decisions(policy, ROW[1:])
     for _ in range(9):
@@ -47,9 +44,6 @@ def test_wait_policy_tries_long_waits_less_often() -> None:
             now_s += 0.125
         short_s.append(now_s - begin_s)
     assert short_s == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-
-
-def test_wait_policy_returns_to_long_waits() -> None:
     policy = WaitPolicy()
     assert decisions(policy, ROW)[-1]
     assert decisions(policy, [0.3, 0.3, 1.0, 0.2], start_s=5.0) == [False, False, False, False]

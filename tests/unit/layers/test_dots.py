@@ -71,11 +71,8 @@ def test_vectorized_selects_kernel_for_cpu(capability: str, monkeypatch: pytest.
         kernel_threads.vectorized.cache_clear()
 
 
-def test_run_kernel_uses_several_threads() -> None:
+def test_run_kernel_uses_several_threads_and_raises_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel_threads.openmp_parallel() is not None
-
-
-def test_run_kernel_raises_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
     dense, sparse = torch.zeros(1, 1), torch.zeros(1, 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     arguments = dots._structure(dense, sparse, [0], torch.zeros(1, 2))

@@ -27,17 +27,13 @@ def test_shard_values_match_full_table(start: TableInit | None) -> None:
     assert torch.equal(by_threads, whole)
 
 
-def test_initial_values_fill_range_and_differ_between_blocks() -> None:
+def test_initial_values_match_distribution_and_differ_between_blocks() -> None:
     whole = torch.empty(150_000, 8)
     TableValues(**TABLE).fill(whole)
     bound = 150_000**-0.5
     assert whole.abs().max() <= bound
     assert whole.std().item() == pytest.approx(bound / 3**0.5, rel=0.01)
     assert not torch.equal(whole[:100], whole[65_536:65_636])
-
-
-def test_normal_values_match_standard_deviation() -> None:
-    whole = torch.empty(150_000, 8)
     TableValues(**TABLE, start=TableInit(kind="normal")).fill(whole)
     assert whole.mean().item() == pytest.approx(0.0, abs=1e-6)
     assert whole.std().item() == pytest.approx(1e-4, rel=0.01)
@@ -63,11 +59,8 @@ def test_initial_values_depend_on_seed_and_table_name_only() -> None:
     assert not torch.equal(one.embedding_bags["cat_1"].weight, other.embedding_bags["cat_1"].weight)
 
 
-def test_tables_start_on_meta_device() -> None:
+def test_tables_start_on_meta_device_and_must_have_rows() -> None:
     assert build_embeddings([10_000_000], embedding_dim=16, seed=0).embedding_bags["cat_0"].weight.is_meta
-
-
-def test_build_embeddings_rejects_empty_table() -> None:
     rejects("cat_1: must have at least one row, got 0", build_embeddings, [5, 0], embedding_dim=4, seed=0)
 
 
@@ -75,7 +68,7 @@ ODD_NAMES = ["type", "keys", "items", "update", "user.id", "user%2Eid", "%table:
 ODD_NAMES += ["\u00fcser/id \u5e97", "a b"]
 
 
-def test_table_name_supports_any_column_name() -> None:
+def test_table_name_supports_any_and_keeps_ordinary_names() -> None:
     odd = build_embeddings([5] * len(ODD_NAMES), embedding_dim=4, seed=1, device="cpu", table_of={n: n for n in ODD_NAMES})
     assert len(odd.state_dict()) == len(ODD_NAMES)
     keys = [f"embedding_bags.{table_name(name)}.weight" for name in ODD_NAMES]
@@ -85,9 +78,6 @@ def test_table_name_supports_any_column_name() -> None:
     assert list(pooled.keys()) == ODD_NAMES
     for number, (name, key) in enumerate(zip(ODD_NAMES, keys, strict=True)):
         assert torch.equal(pooled[name][0], odd.state_dict()[key][number % 5])
-
-
-def test_table_name_keeps_ordinary_names() -> None:
     for name in ("cat_0", "user_id", "Typ", "user%2Eid", "\u00fcser/id \u5e97", "a b"):
         assert table_name(name) == name
     assert table_name("user.id") == "%table:user%2Eid"

@@ -65,10 +65,11 @@ def test_ensemble_members_learn_independently(config: ClickModelConfig, inputs: 
     assert not torch.equal(logits[0], logits[1])
 
 
-def test_single_member_builds_plain_network() -> None:
+def test_single_member_builds_plain_network_and_zero_are_rejected() -> None:
     one, plain = whole_model(DLRM.replace(members=1), [5, 5]), whole_model(DLRM, [5, 5])
     assert one.state_dict().keys() == plain.state_dict().keys()
     assert DLRM.replace(members=3).table_width == 3 * DIM
+    rejects(r"DLRMConfig.members: must be at least 1, got 0", DLRM.replace, members=0)
 
 
 def test_members_use_separate_parts_of_sequences() -> None:
@@ -85,7 +86,3 @@ def test_members_use_separate_parts_of_sequences() -> None:
         given = KeyedEmbeddings.in_order(inputs.features, DIM, item[:, part], lists)
         parts.append(member(torch.zeros(ROWS, 0), given)["click"])
     torch.testing.assert_close(made["click"], (parts[0] + parts[1]) / 2)
-
-
-def test_ensemble_rejects_zero_members() -> None:
-    rejects(r"DLRMConfig.members: must be at least 1, got 0", DLRM.replace, members=0)

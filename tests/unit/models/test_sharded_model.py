@@ -71,13 +71,10 @@ def test_single_tensor_is_value_of_only_head() -> None:
     assert step(Network(lambda logits: logits)) == step(Network(lambda logits: {"label": logits}))
 
 
-def test_network_row_losses_are_weighted_and_summed() -> None:
+def test_network_row_losses_are_weighted_and_must_not_be_averaged() -> None:
     network = WithLoss(lambda logits, labels: (logits - labels) ** 2)  # 1, 1, 4
     assert step(network).item() == 6
     assert step(network, loss_weight=0.5, weights=torch.tensor([2.0, 1.0, 0.5])).item() == 2.5
-
-
-def test_network_loss_rejects_averaged_value() -> None:
     with pytest.raises(InputError, match=r"^WithLoss: loss must return unweighted row losses of shape \(3,\), got \(\)"):
         step(WithLoss(lambda logits, labels: ((logits - labels) ** 2).mean()))
 
