@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from builders.click_models import whole_model
+from builders.faults import rejects
 from builders.own_click_model import WithoutLabelConfig
 from torch.nn import functional
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.batch import Batch
-from rayrec.config import InputError
 from rayrec.metrics.means import RowMetrics
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.ensemble import build_network
@@ -82,7 +82,6 @@ def test_count_head_uses_poisson_loss_and_metrics() -> None:
 
 
 def test_ensembles_reject_heads_without_mean() -> None:
-    with pytest.raises(InputError, match=r"^WithoutLabelConfig.members: must be 1 without logits to average, got 2"):
-        CONFIG.replace(members=2)
-    with pytest.raises(InputError, match=r"^EnsembleConfig.models\[1\]: must predict a label, got WithoutLabelConfig"):
-        EnsembleConfig(models=(DLRMConfig(), CONFIG))
+    rejects(r"^WithoutLabelConfig.members: must be 1 without logits to average, got 2", CONFIG.replace, members=2)
+    message = r"^EnsembleConfig.models\[1\]: must predict a label, got WithoutLabelConfig"
+    rejects(message, EnsembleConfig, models=(DLRMConfig(), CONFIG))

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from builders.click_models import whole_model
+from builders.faults import rejects
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.batch import Batch
-from rayrec.config import InputError
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.ranking.din import DINConfig
 
@@ -63,8 +63,7 @@ def step(network: nn.Module, **changes: Any) -> torch.Tensor:
     ],
 )
 def test_heads_reject_invalid_outputs(returns: Callable[[torch.Tensor], Any], message: str) -> None:
-    with pytest.raises(InputError, match=f"^Network: .*{message}"):
-        step(Network(returns))
+    rejects(f"^Network: .*{message}", step, Network(returns))
 
 
 def test_single_tensor_is_value_of_only_head() -> None:
@@ -75,8 +74,8 @@ def test_network_row_losses_are_weighted_and_must_not_be_averaged() -> None:
     network = WithLoss(lambda logits, labels: (logits - labels) ** 2)  # 1, 1, 4
     assert step(network).item() == 6
     assert step(network, loss_weight=0.5, weights=torch.tensor([2.0, 1.0, 0.5])).item() == 2.5
-    with pytest.raises(InputError, match=r"^WithLoss: loss must return unweighted row losses of shape \(3,\), got \(\)"):
-        step(WithLoss(lambda logits, labels: ((logits - labels) ** 2).mean()))
+    averaged = WithLoss(lambda logits, labels: ((logits - labels) ** 2).mean())
+    rejects(r"^WithLoss: loss must return unweighted row losses of shape \(3,\), got \(\)", step, averaged)
 
 
 def test_embedding_penalty_applies_to_network_inputs() -> None:

@@ -172,7 +172,7 @@ def test_diagnosis_skips_first_interval() -> None:
     assert [found and found.bottleneck for found in told] == [None, None, "data", "model"]
 
 
-def test_time_breakdown_sums_over_restart() -> None:
+def test_time_breakdown_sums_over_restart_and_without_phases() -> None:
     events = run({"data": 0.2, "backward": 0.3})
     again = [{**events[0], "time": 50.0, "step": 20, "rows": 2 * ROWS}]
     redone = {**events[-1], "step": 30, "rows": 3 * ROWS, "time": 60.0}
@@ -182,6 +182,9 @@ def test_time_breakdown_sums_over_restart() -> None:
     assert split.times_s["data"] == pytest.approx(10 + 4 * 2)
     assert sum(split.fractions().values()) == pytest.approx(1.0)
     assert whole.warm_time.training_s == pytest.approx(3 * INTERVAL_S)
+    split = RunSummary(run({"data": 0.25}, measured=False)).warm_time
+    assert (split.times_s["data"], split.times_s["other"]) == (pytest.approx(7.5), pytest.approx(22.5))
+    assert not split.measured
 
 
 def test_warm_time_excludes_first_interval_with_saves() -> None:
@@ -199,19 +202,13 @@ def test_warm_time_excludes_first_interval_with_saves() -> None:
     assert RunSummary([*events, *again]).warm_time == warm
 
 
-def test_time_breakdown_without_phases_uses_blocked_fraction() -> None:
-    split = RunSummary(run({"data": 0.25}, measured=False)).warm_time
-    assert (split.times_s["data"], split.times_s["other"]) == (pytest.approx(7.5), pytest.approx(22.5))
-    assert not split.measured
-
-
 def data_side(events: list[dict[str, Any]]) -> PipelineStats:
     side = RunSummary(events).data.side()
     assert side is not None
     return side
 
 
-def test_pipeline_stats_sum_stages() -> None:
+def test_pipeline_stats_sum_stages_and_intervals_without_blocks() -> None:
     assert RunSummary([]).data.side() is None
     side = data_side(run({"data": 0.2}, stages=CPU_BOUND))
     assert (side.busy, side.capacity_rows_per_s) == (pytest.approx(0.95), pytest.approx(1000 / 0.95))
@@ -219,6 +216,13 @@ def test_pipeline_stats_sum_stages() -> None:
     assert [stage.busy for stage in side.stages] == pytest.approx([0.05, 0.7, 0.2])
     assert sum(stage.fraction for stage in side.stages) == pytest.approx(1.0)
     assert side.stages[1].rows_per_s == pytest.approx(1000 / 0.7)
+    start, _, first, *_ = run({"data": 0.2}, stages=CPU_BOUND)
+    told = [{"stage": "parse", "busy": 0.6, "cpu_share": 1.0, "queue_share": 0.0}]
+    block = {**first, "seconds": 10.0, "stages": told}
+    nothing = {**block, "rows": 0, "stages": []}
+    whole = {**block, "seconds": 30.0, "stages": [{**told[0], "busy": 0.2}]}
+    apart, together = data_side([start, first, nothing, nothing, block]), data_side([start, first, whole])
+    assert (apart, apart.busy) == (together, pytest.approx(0.2))
 
 
 def test_pipeline_stats_weigh_attempts_by_cpus() -> None:
@@ -233,13 +237,3 @@ def test_pipeline_stats_weigh_attempts_by_cpus() -> None:
         assert side.rows_per_s == side.capacity_rows_per_s == side.stages[0].rows_per_s == pytest.approx(5000)
     idle = data_side([*events, *run({"data": 0.2}, stages={"parse": (0.1, 1.0, 0.0)}, cpus=2.0, rows=2_000)])
     assert idle.busy == pytest.approx((8 + 0.2) / 10)
-
-
-def test_pipeline_stats_include_intervals_without_blocks() -> None:
-    start, _, first, *_ = run({"data": 0.2}, stages=CPU_BOUND)
-    told = [{"stage": "parse", "busy": 0.6, "cpu_share": 1.0, "queue_share": 0.0}]
-    block = {**first, "seconds": 10.0, "stages": told}
-    nothing = {**block, "rows": 0, "stages": []}
-    whole = {**block, "seconds": 30.0, "stages": [{**told[0], "busy": 0.2}]}
-    apart, together = data_side([start, first, nothing, nothing, block]), data_side([start, first, whole])
-    assert (apart, apart.busy) == (together, pytest.approx(0.2))

@@ -27,13 +27,10 @@ def test_line_chart_plots_flat_lines(points: list[tuple[float, float | None]]) -
         assert "<circle" in figure
 
 
-def test_line_chart_without_points_is_empty() -> None:
+def test_line_chart_is_empty_without_points_and_thins_long_lines() -> None:
     points: Any = [(1.0, None), (2.0, float("nan")), (3.0, float("inf"))]
     for lines in ([Line("none", points)], []):
         assert line_chart("none", lines, x_label="step") == ""
-
-
-def test_line_chart_thins_long_lines_and_keeps_peaks() -> None:
     points: list[tuple[float, float | None]] = [(float(x), 1.0 if x == 77_777 else 0.0) for x in range(100_000)]
     figure = line_chart("long", [Line("long", points)], x_label="step", marks=[Mark(2e5, "1", "beyond")])
     assert len(figure) < 30_000

@@ -58,7 +58,7 @@ def use(console: Console) -> list[str]:
     return done
 
 
-def test_console_survives_full_disk(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_survives_full_disk_and_closed_stream(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
     stream.full, console = True, Console()
     assert use(console) == ["prepared", "trained"]
@@ -68,10 +68,6 @@ def test_console_survives_full_disk(stream: Stream, monkeypatch: pytest.MonkeyPa
     console.note("there is room again")
     assert stream.getvalue().strip().endswith("there is room again")
     assert "a note" not in stream.getvalue()  # Lost output stays lost.
-
-
-def test_console_survives_closed_stream(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", stream)
     console = Console()
     stream.close()
     assert use(console) == ["prepared", "trained"]

@@ -88,7 +88,7 @@ class _Login(Config):
     """Hidden."""
 
 
-def test_writer_hides_values_of_secret_keys(path: Path) -> None:
+def test_writer_hides_values_of_secret_keys_and_keeps_token_counts(path: Path) -> None:
     keys = ["password", "DB_PASSWORD", "client_secret", "aws_secret_access_key", "access_key", "accessKey"]
     keys += ["api-key", "token", "hf_token", "authToken", "access_tokens", "token_file"]
     assert [_written(path, **{key: "hush"})[key] for key in keys] == ["***"] * len(keys)
@@ -96,9 +96,6 @@ def test_writer_hides_values_of_secret_keys(path: Path) -> None:
     config = _written(path, config=_Login())["config"]
     assert (config["user"], config["password"]) == ("ann", "***")
     assert "hush" not in path.read_text()
-
-
-def test_writer_keeps_token_counts(path: Path) -> None:
     counts = {"tokens_per_s": 5.5, "num_tokens": 7, "token_count": 3, "tokenizer": "gpt2", "password": None}
     of_texts = {"tokens": "0f3a9c1b22d4e5f6", "schema": {"tokens": "any"}, "data": {"tokens": [1, 2]}}
     assert _written(path, **{**counts, "num_tokens": np.int64(7)}, **of_texts).items() >= {**counts, **of_texts}.items()
@@ -158,8 +155,8 @@ def test_writer_repairs_end_after_crash(path: Path) -> None:
     assert path.read_bytes().count(b"torn_line") == 1
 
 
-def test_writer_counts_losses_and_warns_once(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_writer_counts_losses_also_without_file_and_warns_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     with caplog.at_level(logging.WARNING), EventWriter(path) as writer:
         writer.write("step", step=1)
@@ -171,6 +168,10 @@ def test_writer_counts_losses_and_warns_once(
     assert (writer.num_lost, len(caplog.records)) == (2, 1)
     assert "No space left" in caplog.text
     assert _steps(path) == [1, 4]
+    (tmp_path / "file").write_text("")
+    with EventWriter(tmp_path / "file" / "events.jsonl") as writer:
+        writer.write("step")
+    assert writer.num_lost == 1
 
 
 def test_writer_repairs_short_writes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,13 +217,6 @@ def test_readable_events_skips_damaged_lines(path: Path) -> None:
     rejects("line 2", read_events, path)
     assert [event["step"] for event in readable_events(path)] == [1, 2]
     assert readable_events(path.parent / "none.jsonl") == []
-
-
-def test_writer_with_unwritable_path_counts_losses(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with EventWriter(tmp_path / "file" / "events.jsonl") as writer:
-        writer.write("step")
-    assert writer.num_lost == 1
 
 
 @pytest.mark.parametrize("text", ["x" * 200_000, "-" * 200_000, "a=" * 100_000, "s3://" * 40_000])

@@ -144,7 +144,9 @@ def now(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**event, "time": event["time"] + later_s} for event in events]
 
 
-def test_console_prints_plain_lines_without_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_prints_plain_lines_of_new_events_unless_quiet(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = console_lines(now(measured()), capsys)
     assert text.count("train: step") == 1  # The next is due in ten seconds.
     assert "worker 1 died" in text
@@ -155,9 +157,6 @@ def test_console_prints_plain_lines_without_terminal(capsys: pytest.CaptureFixtu
     assert "train: step 150 of 200  loss 0.2231  perplexity 2.0000" in text
     assert "saved runs/run" not in text
     assert "saved runs/run" in console_lines(now(measured()), capsys, verbose=True)
-
-
-def test_console_skips_past_events_and_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert console_lines(now(measured()), capsys, quiet=True) == ""
     assert console_lines([{**event, "time": 1.0} for event in measured()], capsys) == ""
 

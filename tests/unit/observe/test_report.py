@@ -18,7 +18,6 @@ from rayrec.observe.report.charts import NUM_SERIES
 from rayrec.observe.report.training import STEP_CHARTS
 from rayrec.observe.run_summary import Price, RunSummary
 
-VOID = {"meta", "img"}
 FINISHED = report.Run(run_events.CONFIG, run_events.run(), run_events.SUMMARY)
 
 
@@ -36,7 +35,7 @@ class _Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
+        if tag not in {"meta", "img"}:
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -77,7 +76,7 @@ def finished() -> str:
     return report.render(FINISHED)
 
 
-def test_page_is_valid_and_self_contained(finished: str) -> None:
+def test_page_is_valid_self_contained_and_deterministic(finished: str) -> None:
     page = _Page(finished)
     assert not {tag for tag, _ in page.elements} & {"script", "link", "iframe", "object"}
     for _, attributes in page.elements:
@@ -87,14 +86,12 @@ def test_page_is_valid_and_self_contained(finished: str) -> None:
     assert "http" not in finished.replace("http-equiv", "")
     assert "prefers-color-scheme: dark" in finished
     assert "url(" not in finished
+    assert report.render(FINISHED) == finished
 
 
-def test_page_escapes_events_and_config(finished: str) -> None:
+def test_page_shows_key_figures_and_escapes_events(finished: str) -> None:
     words = ["<script>alert(1)</script>", "<b>bold</b> & more", "worker 1 died of SIGKILL & <more>"]
     assert _lacking(_Page(finished).text, *words, "What <light> through\nyonder") == []
-
-
-def test_page_shows_key_figures(finished: str) -> None:
     wanted = ["finished", "0123456789abcdef", "torch 2.13.0", "1.6487", "0.25", "75 s", "0.4%", "44 MB", "cut short"]
     wanted += ["2026-09-21 14:13:21 UTC", "0:00:02", "20repeated steps"]  # The first attempt began at 0:00:02.
     assert _lacking(_Page(finished).text, *wanted) == []
@@ -144,10 +141,6 @@ def test_page_of_running_job_shows_progress() -> None:
         assert "Curves" not in text
 
 
-def test_page_is_deterministic(finished: str) -> None:
-    assert report.render(FINISHED) == finished
-
-
 def test_report_accepts_file_or_folder(tmp_path: Path) -> None:
     run, out, plain = run_events.write_run(tmp_path / "run"), tmp_path / "out", tmp_path / "plain"
     assert report.write(run) == f"{run}/report.html"
@@ -181,9 +174,8 @@ def test_time_section_sums_phases_and_fifths() -> None:
         "waiting for other workers: 1 s (9.0%); everything else: 0.5 s (4.5%); held up by checkpoints: 0.1 s (0.9%); "
         "evaluation: 1 s (9.0%)"
     )
-    shares = [tip.split(": ") for tip in _tips(course)]
     # Saves and evaluations at steps 50 and 100 belong to the third and the last fifth.
-    evaluations = [share for name, share in shares if name.endswith("evaluation")]
+    evaluations = [share for name, share in (tip.split(": ") for tip in _tips(course)) if name.endswith("evaluation")]
     assert [share.split(" ")[0] for share in evaluations] == ["0.0%", "0.0%", "19.6%", "0.0%", "19.6%"]
     wanted = ["blocked on data 20.0 % of the time: <read> tasks are CPU-bound", "Share of the device's measured peak"]
     wanted += ["read142290.0%80.0%10.0%", "object store5.0% in use", "20profile/steps_20_30"]

@@ -77,18 +77,15 @@ def test_restart_has_cause_time_and_steps(between: tuple[Described, ...], expect
     assert summary(*BEGIN, *between, *END).restarts == expected
 
 
-def test_restart_lasts_until_training_continues() -> None:
+def test_restart_lasts_until_training_continues_and_needs_training() -> None:
     begun = (*BEGIN, (6, "failure", {"cause": "x"}), (9, "start", {"step": 20}))
     assert summary(*begun).restarts == [Restart("x", 4, 0)]
     assert summary(*begun, (15, "evaluate", {"step": 20, "set": "test"})).restarts == [Restart("x", 10, 0)]
-
-
-def test_failure_without_training_is_not_restart() -> None:
     assert summary(*BEGIN, (6, "failure", {"cause": "the loss is nan", "last": True})).restarts == []
     assert summary((0, "run", {}), (1, "failure", {"cause": "x"}), *BEGIN[2:], *END).restarts == []
 
 
-def test_extended_run_is_not_restart() -> None:
+def test_extended_and_paused_runs_are_not_restarts() -> None:
     longer = ((90, "run", {}), (95, "start", {"step": 40, "steps": 60}), (97, "step", {"step": 50, "steps": 60}))
     run = summary(*BEGIN, *END, (31, "summary", {}), *longer)
     assert (run.restarts, run.standing()) == ([], "not finished at step 50 of 60")
@@ -99,16 +96,13 @@ def test_extended_run_is_not_restart() -> None:
     assert summary(*BEGIN, *END, (31, "summary", {}), *longer, *died).restarts == [Restart("x", 3, 10)]
     # Without a summary, that driver was lost.
     assert [each.cause for each in summary(*BEGIN, *END, *longer).restarts] == ["the driver was lost"]
-
-
-def test_pause_is_not_restart() -> None:
     pause = (6, "stop", {"cause": "a planned pause", "paused": True})
     run = summary(*BEGIN, pause, (60, "run", {}), (61, "attempt", {}), (62, "start", {"step": 20}), (63, "step", {"step": 30}))
     found = [(each.first_step, each.end, each.restart) for each in run.attempts]
     assert found == [(0, "stopped: a planned pause", None), (20, None, None)]
 
 
-def test_attempt_has_end_and_cost() -> None:
+def test_attempts_have_end_and_cost_or_were_lost() -> None:
     first, second = RunSummary(run_events.run()).attempts
     assert (first.num_workers, first.first_step, first.last_step) == (2, 0, 120)
     assert (first.end, first.restart) == ("worker 1 died of SIGKILL & <more>", None)
@@ -117,9 +111,6 @@ def test_attempt_has_end_and_cost() -> None:
     assert second.restart == Restart("worker 1 died of SIGKILL & <more>", 9.0, 20)
     assert second.begin_s - first.begin_s == 19.0
     assert RunSummary(run_events.run(finished=False)).attempts[-1].end is None
-
-
-def test_attempt_without_end_event_was_lost() -> None:
     lost = ((10, "run", {}), (11, "attempt", {}), (12, "failure", {"cause": "no room"}), (13, "attempt", {"number": 2}))
     found = summary(*BEGIN, *lost, (14, "start", {"step": 0}), (15, "stop", {"cause": "SIGTERM"})).attempts
     expected = [("the driver was lost", 0, False), ("no room", None, False), ("stopped: SIGTERM", 0, True)]
@@ -150,30 +141,26 @@ def test_costs_of_restarts_and_saves() -> None:
     died = ((7, "failure", {"cause": "worker 0 died"}), (9, "start", {"step": 8}), (10, "step", {"step": 20}))
     first, second = ((at, "checkpoint", {"step": 20, "stall_s": stall_s}) for at, stall_s in ((6, 0.5), (11, 1.5)))
     costs = {"lost_s": 4, "steps_redone": 12}
-    causes = [{"cause": "worker 0 died", **costs}]
     stalls = {"checkpoint_stall_s": 2.0, "checkpoint_stall_fraction": 0.02}
     found = summary(*BEGIN, first, *died, second, *END).costs(train_s=98.0)
-    assert found == {"restarts": 1, "restart_causes": causes, **costs, **stalls}
+    assert found == {"restarts": 1, "restart_causes": [{"cause": "worker 0 died", **costs}], **costs, **stalls}
     assert RunSummary().costs(train_s=0.0)["checkpoint_stall_fraction"] == 0.0
 
 
-def test_cost_counts_hours_epochs_and_auroc() -> None:
+def test_cost_counts_working_hours_epochs_and_auroc() -> None:
     events = run_events.click_run(seconds=360.0)
     hours = (events[-1]["time"] - events[0]["time"]) / 3600
     spent = RunSummary(events).cost(Price(2.5, nodes=4))
     assert (spent.node_hours, spent.total) == (pytest.approx(4 * hours), pytest.approx(10 * hours))
     assert (spent.per_epoch, spent.per_auroc_point) == (pytest.approx(spent.total / 2), pytest.approx(spent.total / 28))
     rejects(r"at least 1, got 1\.0 and 0", Price, 1.0, nodes=0)
-
-
-def test_cost_leaves_idle_machines_out() -> None:
     again = summary(*BEGIN, (36_005, "run", {}), (39_605, "start", {"step": 20}))
     assert (summary(*BEGIN).working_s, again.working_s) == (5.0, 3605.0)
     spent = again.cost(Price(1.0))
     assert (spent.node_hours, spent.per_epoch, spent.per_auroc_point) == (pytest.approx(3605 / 3600), None, None)
 
 
-def test_curve_contains_repeated_steps_once() -> None:
+def test_curve_contains_steps_once_and_counts_epochs() -> None:
     rows = RunSummary(run_events.run()).curve()
     assert [row["step"] for row in rows] == list(range(10, 201, 10))
     assert [row["loss"] for row in rows[:10]] == [9.0] * 10
@@ -182,21 +169,15 @@ def test_curve_contains_repeated_steps_once() -> None:
     assert rows[4]["time_s"] == rows[3]["time_s"] + 2  # Logged, then evaluated.
     assert rows[0]["time_s"] == 4
     assert RunSummary(run_events.run(), curves=False).curve() == RunSummary().curve() == []
-
-
-def test_curve_joins_late_evaluation_and_step() -> None:
     late = [(7, "evaluate", {"step": 20, "set": name, "loss": loss}) for name, loss in (("validation", 1.0), ("test", 7.0))]
     run = summary(*BEGIN[:3], (5, "step", {"step": 20, "rows": 640}), (6, "start", {"step": 20}), *late)
     assert run.curve() == [{"step": 20, "rows": 640, "validation_loss": 1.0, "time_s": 7}]
-
-
-def test_curve_counts_epochs_in_training_rows() -> None:
     prepared = (1, "prepared", {"rows_of_sets": {"train": 6400, "validation": 640}})
     steps = [(step, "step", {"step": step, "rows": step * 64}) for step in (50, 100, 150)]
     assert [row["epoch"] for row in summary(prepared, (2, "start", {"step": 0}), *steps).curve()] == [0.5, 1.0, 1.5]
 
 
-def test_dataframe_has_one_row_per_step(tmp_path: Path) -> None:
+def test_dataframe_has_one_row_per_step_and_needs_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frame = metrics_dataframe(f"{run_events.write_run(tmp_path, run_events.run())}/events.jsonl")
     measured = ["rows", "loss", "rows_per_s", "blocked_fraction"]
     validated = ["validation_loss", "validation_perplexity", "validation_rows"]
@@ -208,9 +189,6 @@ def test_dataframe_has_one_row_per_step(tmp_path: Path) -> None:
     unlogged = metrics_dataframe(f"{run_events.write_run(tmp_path, run_events.run()[:1])}/events.jsonl")
     assert (len(unlogged), "loss" in unlogged.columns) == (0, True)
     rejects("event file not found", metrics_dataframe, tmp_path / "other.jsonl")
-
-
-def test_dataframe_needs_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     rejects("pip install pandas", metrics_dataframe, "events.jsonl")
 

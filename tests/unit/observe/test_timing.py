@@ -8,15 +8,12 @@ import pytest
 from rayrec.observe.timing import Stopwatch, process_age_s
 
 
-def test_stopwatch_times_consecutive_stages() -> None:
+def test_stopwatch_times_consecutive_stages_until_now() -> None:
     watch = Stopwatch(last_s=100.0)
     laps = (("imports", 102.5), ("index", 103.0), ("imports", 104.0), ("clock of another machine", 103.0), ("folder", 103.5))
     for name, at_s in laps:
         watch.lap(name, at_s=at_s)
     assert watch.stages == {"imports": 3.5, "index": 0.5, "clock of another machine": 0.0, "folder": 0.5}
-
-
-def test_lap_without_time_ends_now() -> None:
     watch = Stopwatch(time.time() - 2.0)
     watch.lap("a")
     watch.lap("b")

@@ -2,11 +2,10 @@
 
 import dataclasses
 
-import pytest
 import torch
+from builders.faults import fails_with, rejects
 from torch import nn
 
-from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
 from rayrec.layers.tower import Dice
 from rayrec.models.base import ModelInputs, unpooled_features
@@ -47,21 +46,17 @@ def test_other_networks_receive_sequence_sums() -> None:
     torch.testing.assert_close(given["history"], sums)
     torch.testing.assert_close(given.stacked(), torch.stack([item, sums, tags], dim=1))
     torch.testing.assert_close(given.flattened(), torch.cat([item, sums, tags], dim=1))
-    with pytest.raises(KeyError, match="item"):
-        given.sequences("item")
+    fails_with(KeyError, "item", given.sequences, "item")
 
 
 def test_din_selects_sequences_by_vocabulary() -> None:
     assert SMALL.targets(INPUTS) == {"history": "item"}
     assert unpooled_features(SMALL, INPUTS) == ("item", "history")
     assert unpooled_features(DLRMConfig(), INPUTS) == ()
-    with pytest.raises(
-        InputError, match="DINConfig: the schema must have a list with the vocabulary of a single-category column"
-    ):
-        unpooled_features(SMALL, ModelInputs(0, ("item", "tags"), lists=(("tags", None),)))
+    alone = ModelInputs(0, ("item", "tags"), lists=(("tags", None),))
+    rejects("the schema must have a list with the vocabulary of a single-category column", unpooled_features, SMALL, alone)
     weighted = ModelInputs(0, INPUTS.features, vocabularies=INPUTS.vocabularies, lists=INPUTS.lists, weighted=True)
-    with pytest.raises(InputError, match=r"DINConfig: lists with weights must be summed, got unpooled lists history"):
-        unpooled_features(SMALL, weighted)
+    rejects("^DINConfig: lists with weights must be summed, got unpooled lists history", unpooled_features, SMALL, weighted)
 
 
 def test_aligned_lists_use_one_attention_unit() -> None:
@@ -90,7 +85,5 @@ def test_din_bf16_is_close_and_empty_batches_return_no_logits() -> None:
 
 
 def test_cost_uses_maximum_list_length() -> None:
-    net = network()
-    config, attention = SMALL, 5 * (2 * DIM * 6 + 6 * 3 + 3) + DIM * 6
-    mlp = 5 * DIM * 8 + 8 * 5 + 5
-    assert network_multiply_adds(net, INPUTS, config) == attention + mlp
+    attention = 5 * (2 * DIM * 6 + 6 * 3 + 3) + DIM * 6
+    assert network_multiply_adds(network(), INPUTS, SMALL) == attention + 5 * DIM * 8 + 8 * 5 + 5

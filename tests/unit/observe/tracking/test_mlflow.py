@@ -70,10 +70,9 @@ def test_new_run_with_same_name_is_separate(store: str) -> None:
     assert {run.info.status for run in runs(store)} == {"RUNNING"}  # Without an end event.
 
 
-URIS = ["file:/a/mlruns", "/a/mlruns", "mlruns", "http://host:5000", "https://host/x", "databricks", "sqlite:///mlflow.db"]
-
-
-@pytest.mark.parametrize("uri", URIS)
+@pytest.mark.parametrize(
+    "uri", ["file:/a/mlruns", "/a/mlruns", "mlruns", "http://host:5000", "https://host/x", "databricks", "sqlite:///mlflow.db"]
+)
 def test_config_accepts_server_folder_and_database(monkeypatch: pytest.MonkeyPatch, uri: str) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name != "sqlalchemy" or uri.startswith("sqlite") or None)
     TrackersConfig(mlflow=True, mlflow_uri=uri).check({})

@@ -12,7 +12,6 @@ from rayrec import recipes
 from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.tracking.log_files import IterationTracker, MlLogTracker, optimizer_lines
 
-AT_LEAST_ONE = ["cache_clear", "init_start", "eval_accuracy", "eval_start", "eval_stop", "epoch_start", "epoch_stop"]
 VALUES: dict[str, object] = {"submission_division": "open", "submission_benchmark": "dlrm_dcnv2", "opt_name": "adagrad"}
 ZERO = ["weight_decay", "adagrad_learning_rate_decay", "adagrad_initial_accumulator_value", "learning_rate_warmup_steps"]
 ZERO += ["learning_rate_decay_start_step", "learning_rate_decay_steps"]
@@ -42,7 +41,7 @@ def check(records: list[dict[str, Any]]) -> None:
     keys = [record["key"] for record in records]
     for key in EXACTLY_ONE:
         assert keys.count(key) == 1, key
-    for key in AT_LEAST_ONE:
+    for key in ("cache_clear", "init_start", "eval_accuracy", "eval_start", "eval_stop", "epoch_start", "epoch_stop"):
         assert key in keys, key
     assert keys.index("init_start") < keys.index("init_stop") < keys.index("run_start") < keys.index("epoch_start")
     assert keys[-1] == "run_stop"
@@ -93,8 +92,7 @@ def test_mllog_of_restarted_run_follows_rules(tmp_path: Path) -> None:
     assert records[-1]["metadata"]["status"] == "success"
     scores = [(record["metadata"]["epoch_num"], record["value"]) for record in records if record["key"] == "eval_accuracy"]
     assert scores == [(0.5, 0.705), (1.0, 0.71), (1.5, 0.715), (2.0, 0.72)]
-    epochs = [record["metadata"]["epoch_num"] for record in records if record["key"] == "epoch_start"]
-    assert epochs == [0, 1]
+    assert [record["metadata"]["epoch_num"] for record in records if record["key"] == "epoch_start"] == [0, 1]
 
 
 def test_mllog_of_stopped_run_is_aborted(tmp_path: Path) -> None:
@@ -142,7 +140,7 @@ def resized() -> list[dict[str, Any]]:
     return events.all
 
 
-def test_epochs_count_rows_after_resize(tmp_path: Path) -> None:
+def test_epochs_count_rows_after_resize_and_default_to_full_run(tmp_path: Path) -> None:
     records = write(tmp_path, resized())
     places = [record["metadata"] for record in records if record["key"] == "eval_start"]
     assert [place["samples_count"] for place in places] == [3200, 4800, 6400, 8000]
@@ -150,9 +148,6 @@ def test_epochs_count_rows_after_resize(tmp_path: Path) -> None:
     assert [record["metadata"]["epoch_num"] for record in records if record["key"] == "epoch_start"] == [0, 1]
     places = re.findall(r"Testing at - (\d+/\d+ of epoch \d+)", "\n".join(iteration_lines(tmp_path, resized())))
     assert places == ["25/50 of epoch 0", "75/100 of epoch 0", "100/100 of epoch 0", "25/100 of epoch 1"]
-
-
-def test_epochs_default_to_full_run() -> None:
     run = RunSummary([{"time": 0.0, "kind": "start", "step": 0, "steps": 150, "world_size": 2}])
     assert run.epoch_of(16) == (0, 16)
     assert run.steps_per_epoch == 150
