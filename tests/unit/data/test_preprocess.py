@@ -18,6 +18,7 @@ from builders.click_models import hashed_preprocessor
 from builders.engines import Died, LoopEngine
 from builders.faults import at_first, fails_with, raising, rejects
 from builders.logs import open_index
+from builders.runs import files_in
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,10 +61,6 @@ def run(log: Path | str, out: Path | str, **changes: Any) -> dict[str, Any]:
     return preprocess(index, out=str(out), sets=sets, **{**arguments, **changes})
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @given(st.binary(), st.binary())
 def test_combining_checksums(first: bytes, second: bytes) -> None:
     assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
@@ -77,14 +74,14 @@ def test_interrupted_job_resumes(log: Path, tmp_path: Path, format: str, shuffle
         settings["preprocessor"] = make(MultiHot(sizes=(2, 3, *(1,) * 24)))
     whole_engine = LoopEngine()
     whole = run(log, tmp_path / "whole", engine=whole_engine, **settings)
-    expected = files_of(tmp_path / "whole")
+    expected = files_in(tmp_path / "whole")
     for tasks in range(0, whole_engine.tasks, 3):
         out = tmp_path / f"after-{tasks}"
         fails_with(Died, "", run, log, out, engine=LoopEngine(tasks), **settings)
         assert not out.exists()
         done, notes, engine = [], [], LoopEngine()
         again = run(log, out, engine=engine, progress=done.append, note=notes.append, **settings)
-        assert (engine.tasks, done[-1], files_of(out)) == (whole_engine.tasks - tasks, ROWS, expected)
+        assert (engine.tasks, done[-1], files_in(out)) == (whole_engine.tasks - tasks, ROWS, expected)
         assert (again["hash"], again["bytes"]) == (whole["hash"], whole["bytes"])
         assert [note for note in notes if note.startswith("Resuming ")] == notes[: tasks > 0]
         assert not Path(f"{out}.partial").exists()
@@ -109,7 +106,7 @@ def test_repeated_task_writes_equal_bytes(log: Path, tmp_path: Path) -> None:
     for format in WRITABLE_FORMATS:
         run(log, tmp_path / format, format=format)
         run(log, tmp_path / f"{format}-twice", format=format, engine=Twice())
-        assert files_of(tmp_path / format) == files_of(tmp_path / f"{format}-twice")
+        assert files_in(tmp_path / format) == files_in(tmp_path / f"{format}-twice")
 
 
 def test_resume_rejects_other_inputs(log: Path, tmp_path: Path) -> None:
@@ -158,7 +155,7 @@ def test_preprocess_writes_to_urls(log: Path, tmp_path: Path, monkeypatch: pytes
     assert not LogSource.at(out).is_preprocessed
     run(log, out, format="parquet")
     run(log, tmp_path / "local", format="parquet")
-    assert files_of(tmp_path / "remote") == files_of(tmp_path / "local")
+    assert files_in(tmp_path / "remote") == files_in(tmp_path / "local")
     assert len(read_preprocessed(open_preprocessed(out, verify=True).index.segments, np.arange(ROWS), make())) == ROWS
 
 
@@ -176,7 +173,7 @@ def test_full_disk_resumes_and_partial_writes_continue(log: Path, tmp_path: Path
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda descriptor, data, start: pwrite(descriptor, data[:1000], start))
     run(log, tmp_path / "pieces")
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "pieces")
+    assert files_in(tmp_path / "out") == files_in(tmp_path / "pieces")
 
 
 def test_invisible_folder_raises(log: Path, tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ from rayrec.observe.console import Console
 from rayrec.workloads.base import TrainConfig
 
 ROWS = [700, 650, 301]
-HOTNESS = (3, 1, *(1,) * 23, 2)
 SEGMENT = 128
 adopt = functools.partial(rayrec.adopt, console=QUIET)
 
@@ -176,8 +175,7 @@ def test_adopt_takes_large_ids_modulo_like_torchrec(npy: Path, tmp_path: Path) -
 
 
 def test_adopt_notes_hashed_ids(npy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = rayrec.adopt(str(npy), out=str(tmp_path / "out"), console=Console())
-    assert max(made["num_embeddings"]) > 2**31
+    assert max(rayrec.adopt(str(npy), out=str(tmp_path / "out"), console=Console())["num_embeddings"]) > 2**31
     assert "columns have IDs above the number of rows" in capsys.readouterr().err
 
 
@@ -260,7 +258,7 @@ def test_multi_hot_arrays_match_lists(arrays: Path, tmp_path: Path) -> None:
         dense, sparse, labels = loaded(arrays, f"day_{number}")
         ids = [
             np.concatenate([sparse[:, [column]], rng.integers(0, 50, (rows, size - 1))], axis=1).astype(np.int32)
-            for column, size in enumerate(HOTNESS)
+            for column, size in enumerate((3, 1, *(1,) * 23, 2))
         ]
         np.savez(bags / f"day_{number}_sparse_multi_hot.npz", **{str(column): each for column, each in enumerate(ids)})
         plain = [each[:, 0] if each.shape[1] == 1 else each for each in ids]

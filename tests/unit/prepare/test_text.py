@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from builders.engines import Died, LoopEngine
 from builders.faults import fails_with, rejects
-from builders.runs import QUIET
+from builders.runs import QUIET, files_in
 from hypothesis import given
 from hypothesis import strategies as st
 
 import rayrec
-from rayrec.config import InputError
 from rayrec.data.text.mds import TokenRows
 from rayrec.data.text.text_blocks import open_tokens, text_rows
 from rayrec.data.text.tokenizer import load_tokenizer
@@ -23,7 +22,6 @@ from rayrec.prepare import text as preparing
 
 LINES = [f"{number} bottles of beer on the wall, {number} bottles — hé!\n" for number in range(400, 0, -1)]
 TEXT = "".join(LINES)
-SMALL = {"vocabulary_size": 300, "block_size": 16, "part_bytes": 2048, "shard_bytes": 4096}
 
 
 @pytest.fixture
@@ -40,17 +38,14 @@ def beer(here: LoopEngine, tmp_path: Path) -> Path:
 
 
 def prepared(path: Path | str, out: Path, **options: Any) -> dict[str, Any]:
-    small = SMALL | ({"vocabulary_size": None} if "tokenizer" in options else {})
+    small = {"block_size": 16, "part_bytes": 2048, "shard_bytes": 4096}
+    small |= {"vocabulary_size": None if "tokenizer" in options else 300}
     return rayrec.preprocess(str(path), out=str(out), console=QUIET, **{"format": "mds", **small, **options})
 
 
 def tokens_of(folder: Path, name: str) -> np.ndarray:
     with closing(TokenRows(open_tokens(str(folder)).set_path(name))) as rows:
         return rows.read(np.arange(len(rows)))["tokens"].reshape(-1)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 # -- what is written
@@ -83,8 +78,7 @@ def test_transformers_loads_tokenizer(beer: Path, tmp_path: Path) -> None:
         assert theirs(TEXT, add_special_tokens=False)["input_ids"] == ours.encode(TEXT).tolist()
         assert theirs.decode(ours.encode(TEXT)) == ours.decode(ours.encode(TEXT)) == TEXT
         assert (len(theirs), theirs.eos_token_id) == (ours.vocabulary_size, ours.end_token)
-    with pytest.raises(InputError, match=r"^[^\n]*tokenizer: cannot tokenise[^\n]*\['Ω'\][^\n]*$"):
-        ours.encode("1 Ω")  # of characters
+    rejects(r"tokenizer: cannot tokenise.*\['Ω'\]", ours.encode, "1 Ω")  # of characters
 
 
 def test_custom_tokenizer_is_used(beer: Path, tmp_path: Path) -> None:
@@ -102,8 +96,7 @@ def test_custom_tokenizer_is_used(beer: Path, tmp_path: Path) -> None:
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     (old / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
     (old / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    converted = prepared(beer, tmp_path / "converted", tokenizer=str(old))
-    assert converted["sets"] == first["sets"]
+    assert prepared(beer, tmp_path / "converted", tokenizer=str(old))["sets"] == first["sets"]
     np.testing.assert_array_equal(tokens_of(tmp_path / "converted", "train"), tokens_of(tmp_path / "first", "train"))
 
 
@@ -116,8 +109,7 @@ def test_ids_above_16_bits_are_stored(beer: Path, tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "tokenizer.json").write_text(tokenizer.to_str())
     beer.write_text("\n".join(words[60_000:]))
-    made = prepared(beer, tmp_path / "out", tokenizer=str(tmp_path / "own"))
-    assert made["vocabulary_size"] == 70_000
+    assert prepared(beer, tmp_path / "out", tokenizer=str(tmp_path / "own"))["vocabulary_size"] == 70_000
     train = tokens_of(tmp_path / "out", "train")
     np.testing.assert_array_equal(train, np.arange(60_000, 60_000 + len(train)))
     assert train.max() > 1 << 16
@@ -157,8 +149,7 @@ def test_in_memory_text_matches_shards(beer: Path, tmp_path: Path) -> None:
     made = {}
     for part_bytes in (1024, 4 << 20):
         out = tmp_path / str(part_bytes)
-        options = {"tokenizer": own, "validation_fraction": 0.0, "part_bytes": part_bytes}
-        prepared(beer, out, **options)
+        prepared(beer, out, tokenizer=own, validation_fraction=0.0, part_bytes=part_bytes)
         assert open_tokens(str(out)).part_bytes == part_bytes
         made[part_bytes] = tokens_of(out, "train")
         np.testing.assert_array_equal(in_memory(beer, part_bytes), made[part_bytes])
@@ -188,7 +179,7 @@ def test_interrupted_text_job_resumes_to_same_bytes(
             (train / f"shard.00000.mds.{'0f' * 16}.partial").write_text("of a killed task")
     assert calls > 1
     assert here.tasks == tasks
-    assert files_of(tmp_path / "parts") == files_of(tmp_path / "whole")
+    assert files_in(tmp_path / "parts") == files_in(tmp_path / "whole")
     assert not (tmp_path / "parts.partial").exists()
 
 

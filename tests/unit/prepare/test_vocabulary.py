@@ -106,16 +106,13 @@ def test_unsuitable_rules_are_rejected_before_reading(tmp_path: Path) -> None:
 COLUMNS: dict[str, Any] = {"label": "click", "dense": ("price",), "sparse": ("shop",)}
 
 
-def test_python_and_yaml_schemas_have_same_defaults() -> None:
+def test_schemas_of_python_and_yaml_have_same_defaults_for_plain_csv(tmp_path: Path) -> None:
     of_yaml = load_schema("{label: click, dense: [price], sparse: [shop]}", "schema.yaml")
     assert of_yaml == Schema(**COLUMNS, delimiter=",")
     assert of_yaml.tokens == Schema(**COLUMNS).tokens == "any"
     assert Schema(**COLUMNS, lists=("shop",), timestamp="at").lists == ("shop",)
     described = {"label": "click", "dense": ["price"], "sparse": ["shop"]}
     assert Schema.described(described) == Schema(**COLUMNS, tokens="hexadecimal")  # as it was
-
-
-def test_schema_without_tokens_fits_plain_csv(tmp_path: Path) -> None:
     log_path = tmp_path / "log.csv"
     log_path.write_text("click,price,shop\n" + "".join(f"{n % 2},{n / 4},s{n % 3}\n" for n in range(60)))
     vocabulary(str(log_path), out=str(tmp_path / "out"), config=PreparationConfig(schema=Schema(**COLUMNS)))

@@ -107,7 +107,7 @@ STEP_100 = {"kind": "step", "time": 1.0, "step": 100, "steps": 200, "loss": 0.5}
 EVALUATION_100 = {"kind": "evaluate", "time": 2.0, "step": 100, "set": "validation", "loss": 0.6}
 
 
-def test_unsent_measures_are_sent_later_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsent_measures_are_sent_later_or_by_resuming_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     run = OnlineRun({}, resumed=False, refusals=1)
     tracker = online(run, monkeypatch)
     run_events.feed(tracker, [STEP_100, EVALUATION_100], flush=False)
@@ -115,9 +115,6 @@ def test_unsent_measures_are_sent_later_in_order(monkeypatch: pytest.MonkeyPatch
         tracker.flush()
     tracker.flush()
     assert run.sent == [{"step": 100, "train/loss": 0.5}, {"step": 100, "validation/loss": 0.6}]
-
-
-def test_resuming_driver_sends_only_unsent_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     before = OnlineRun({}, resumed=False)
     run_events.feed(online(before, monkeypatch), [STEP_100])  # The driver is killed before it sends the evaluation of this step.
     after = OnlineRun(before.summary, resumed=True)
