@@ -13,9 +13,9 @@ import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 import pytest
 from builders.engines import LoopEngine
+from builders.faults import rejects
 from builders.logs import learn, open_index
 
-from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, numbered
@@ -137,11 +137,15 @@ def test_single_file_is_compared_by_sevenths(tmp_path: Path) -> None:
     assert (report["unknown_to"], report["sparse"]["s"]["unknown_rate"]) == (None, None)
 
 
-def test_many_files_are_grouped_into_slices(tmp_path: Path) -> None:
+def test_many_and_converted_files_are_grouped_into_slices(tmp_path: Path) -> None:
     report = found_in(log_of(tmp_path, **{f"f{i}": varied(2, i) for i in range(MAX_SLICES + 6)}))
     assert (report["slices_by"], len(report["slices"])) == ("files", MAX_SLICES)
     assert sum(piece["rows"] for piece in report["slices"]) == report["rows"] == 2 * (MAX_SLICES + 6)
     assert report["slices"][-1]["name"].endswith(f"f{MAX_SLICES + 5}")
+    folder = "/c/tables/0123456789abcdef"
+    paths = [f"{folder}/00000/d.csv.parquet", f"{folder}/00001/d.csv.parquet", "/log/e.parquet"]
+    index = LogIndex(numbered(((path, 0, 5, 5) for path in paths), "table"), Faults())
+    assert [(piece.name, piece.start, piece.stop) for piece in slices_of(index)[1]] == [("d.csv", 0, 10), ("e.parquet", 10, 15)]
 
 
 def test_decompressed_files_keep_names(tmp_path: Path) -> None:
@@ -149,17 +153,9 @@ def test_decompressed_files_keep_names(tmp_path: Path) -> None:
     assert [piece["name"] for piece in found_in(log_of(tmp_path, **packed))["slices"]] == ["day_0", "day_1"]
 
 
-def test_converted_file_is_one_slice() -> None:
-    folder = "/c/tables/0123456789abcdef"
-    paths = [f"{folder}/00000/d.csv.parquet", f"{folder}/00001/d.csv.parquet", "/log/e.parquet"]
-    index = LogIndex(numbered(((path, 0, 5, 5) for path in paths), "table"), Faults())
-    assert [(piece.name, piece.start, piece.stop) for piece in slices_of(index)[1]] == [("d.csv", 0, 10), ("e.parquet", 10, 15)]
-
-
 def test_unlabelled_log_is_validated(tmp_path: Path) -> None:
     text = text_of(varied(30)).replace(b"\n1\t", b"\n").replace(b"\n0\t", b"\n")[2:]
-    config = CONFIG.replace(schema=SCHEMA.replace(label=None))
-    report = found_in(log_of(tmp_path, only=text), config=config)
+    report = found_in(log_of(tmp_path, only=text), config=CONFIG.replace(schema=SCHEMA.replace(label=None)))
     assert (report["rows"], report["label"], report["slices"][0]["label_rate"]) == (30, None, None)
     assert report["dense"]["a"]["auroc"] is None
     assert "click" not in report["slices"][6]["drift"]
@@ -184,11 +180,10 @@ def test_invalid_log_fails_gates(tmp_path: Path) -> None:
 def test_validate_rejects_preprocessed_data_and_other_schemas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = log_of(tmp_path, only=varied(40))
     preprocessor_of(path, tmp_path / "prepared")
-    with pytest.raises(InputError, match="columns must match"):
-        validate(path, config=CONFIG.replace(schema=SCHEMA.replace(dense=("a", "c"))), preprocessor=tmp_path / "prepared")
+    other = CONFIG.replace(schema=SCHEMA.replace(dense=("a", "c")))
+    rejects("columns must match", validate, path, config=other, preprocessor=tmp_path / "prepared")
     (tmp_path / "prepared" / "dataset.json").write_text("{}")
-    with pytest.raises(InputError, match="preprocessed"):
-        validate(tmp_path / "prepared")
+    rejects("preprocessed", validate, tmp_path / "prepared")
 
 
 # -- against a Preprocessor
@@ -297,8 +292,7 @@ def test_max_bad_fraction_defaults_to_preparation(tmp_path: Path) -> None:
     "gates", [{"max_drift": 1.5}, {"max_missing_rate": -0.1}, {"min_label_rate": 0.5, "max_label_rate": 0.4}]
 )
 def test_gates_reject_invalid_limits(gates: dict[str, float]) -> None:
-    with pytest.raises(InputError, match=r"(?i)gates"):
-        Gates(**gates)  # type: ignore[arg-type]
+    rejects("(?i)gates", Gates, **gates)
 
 
 # -- planted drift and leakage

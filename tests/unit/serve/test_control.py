@@ -30,7 +30,6 @@ from rayrec.serve.replica_models import ConfiguredModels, DesiredState, ModelSou
 
 MODELS = {name: make_model(seed=number) for number, name in enumerate("abc")}
 OTHER = make_model(make_preprocessor(ANY))
-COUNTERS = Counters()
 DIED = ray.exceptions.ActorDiedError()
 
 
@@ -98,7 +97,7 @@ class World:
 
     def start(self) -> None:
         name = str(next(self.names))
-        models = ReplicaModels(self.open, COUNTERS)
+        models = ReplicaModels(self.open, Counters())
         models.set_desired(DesiredState(0, ModelSource(0, "a"), configured=ConfiguredModels("a")))
         self.report(name, models)
         while not models.ready or models.incomplete:

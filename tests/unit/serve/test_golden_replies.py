@@ -121,9 +121,8 @@ def _own_requests() -> Iterator[Request]:
     yield CSV, line.encode() + b"\xff", ""
     yield f"{CSV}; header=maybe", line.encode(), ""
     yield f"{CSV}; header=absent; label=present", line.encode(), ""
-    labelled = f"1,0.5,{line},0,3.5,1970-01-02"
     for label in ("", "; label=present", "; label=absent"):
-        yield f"{CSV}; header=absent{label}", f"{labelled}\nx,,{line},?,,".encode(), ""
+        yield f"{CSV}; header=absent{label}", f"1,0.5,{line},0,3.5,1970-01-02\nx,,{line},?,,".encode(), ""
     yield TSV, line.replace(",", "\t").encode(), ""
     yield TSV, f"{header}\n{line}".replace(",", "\t").encode(), ""
 

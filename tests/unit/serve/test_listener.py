@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import uvicorn
 from builders.click_models import make_app, make_model, row_text
-from builders.faults import rejects, until
+from builders.faults import fails_with, rejects, until
 from builders.requests import Reply, ask
 from hosts.ports import free_ports
 from ray._common.utils import import_attr
@@ -157,12 +157,9 @@ def test_idle_connection_is_closed(listen: Callable[..., int]) -> None:
         list(clients.map(run, cases))
 
 
-def test_line_ends_between_requests_are_ignored(listen: Callable[..., int]) -> None:
+def test_line_ends_are_ignored_and_pipelined_requests_limited(listen: Callable[..., int]) -> None:
     answers = _answers(listen(), *[b"\r\n" + REQUEST + b"\r\n"] * 3, LAST)
     assert answers == [(200, None)] * 3 + [(200, "close")]
-
-
-def test_pipelined_requests_are_limited(listen: Callable[..., int]) -> None:
     port = listen()
     with _connected(port) as connection:
         connection.sendall(REQUEST * 50)
@@ -180,10 +177,9 @@ def test_client_that_never_reads_is_disconnected() -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", port))
         connection.settimeout(0.5)
-        page = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
         with contextlib.suppress(TimeoutError, BrokenPipeError, ConnectionResetError):
             while True:
-                connection.sendall(page * 50)
+                connection.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 50)
                 time.sleep(0.01)
         until(lambda: not listener._server.server_state.connections, timeout_s=20)
 
@@ -197,8 +193,7 @@ def test_closing_resets_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
         closing = threading.Thread(target=ending.close)
         closing.start()
         time.sleep(0.1)
-        with pytest.raises(TimeoutError):  # not accepted, to be reset later
-            _connected(port, 0.1)
+        fails_with(TimeoutError, "", _connected, port, 0.1)  # not accepted, to be reset later
         other = _listener(port, end_s=1)
         time.sleep(0.6)
         connection.sendall(REQUEST)  # the listener has seen that it shall end

@@ -113,14 +113,11 @@ def test_failed_accepted_model_is_retried(monkeypatch: pytest.MonkeyPatch) -> No
     assert models.status().failed is None
 
 
-def test_late_older_change_is_ignored() -> None:
+def test_older_change_is_ignored_and_rollback_needs_no_loading() -> None:
     models, _ = _host()
     assert not _switch(models, DesiredState(2, ModelSource(2, "c"), previous=B))
     assert not _switch(models, DesiredState(1, B, previous=A))
     assert models.model is MODELS["c"]
-
-
-def test_rollback_needs_no_loading() -> None:
     opened: list[str] = []
     models, _ = _host(load=lambda path: opened.append(path) or load(path))
     for serial, (model, previous) in enumerate(((B, A), (A, B), (B, A)), start=1):

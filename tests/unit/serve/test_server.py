@@ -112,8 +112,7 @@ def test_port_has_one_server() -> None:
     port, owner = free_ports(1), rf"by process {os.getpid()} \(.+\)\. Choose another --port"
     with lock_port("127.0.0.1", port):
         for _ in range(2):
-            with pytest.raises(InputError, match=f"127.0.0.1:{port}: .*{owner}"), lock_port("127.0.0.1", port):
-                pass
+            rejects(f"127.0.0.1:{port}: .*{owner}", lock_port("127.0.0.1", port).__enter__)
         with bind("127.0.0.1", port, shared=True) as one, bind("127.0.0.1", port, shared=True) as other:
             one.listen()
             other.listen()
@@ -122,8 +121,7 @@ def test_port_has_one_server() -> None:
     for shared in (False, True):  # a replica that outlived its server, or another program
         with bind("0.0.0.0", port, shared=shared) as other:
             other.listen()
-            with pytest.raises(InputError, match=owner), lock_port("127.0.0.1", port):
-                pass
+            rejects(owner, lock_port("127.0.0.1", port).__enter__)
 
 
 def test_port_lock_ends_with_process() -> None:
@@ -238,8 +236,7 @@ def _save(run: Path, step: int, score: float | None, *, without: str = "", **cha
 
 def test_followed_checkpoint_is_newest_or_best(tmp_path: Path) -> None:
     assert choose(str(tmp_path), "newest") is None
-    first = _save(tmp_path, 10, None)
-    assert choose(str(tmp_path), "newest") == first
+    assert _save(tmp_path, 10, None) == choose(str(tmp_path), "newest")
     assert choose(str(tmp_path), "best") is None
     best = [_save(tmp_path, 20, 0.75), _save(tmp_path, 30, 0.8), _save(tmp_path, 40, 0.8)][-1]
     newest = _save(tmp_path, 50, 0.7)

@@ -62,8 +62,8 @@ def test_dataframe_run_matches_parquet_run(tmp_path: Path) -> None:
     assert result.summary["weights_sha256"] == expected.summary["weights_sha256"]
     assert result.metrics == expected.metrics
     longer = small.replace(steps=6)
-    with pytest.raises(InputError, match=r"data/train: the run was started with other data \(rows: 600 -> 599\)"):
-        rayrec.train(longer, data=frame.iloc[1:], console=QUIET)
+    message = r"data/train: the run was started with other data \(rows: 600 -> 599\)"
+    rejects(message, rayrec.train, longer, data=frame.iloc[1:], console=QUIET)
     resumed = rayrec.train(longer, data=frame, eval_data=held_out, console=QUIET)
     assert (resumed.summary["steps"], resumed.summary["rows_lost"], resumed.summary["rows_repeated"]) == (6, 0, 0)
 
@@ -91,8 +91,8 @@ def test_resumed_run_keeps_written_data(tmp_path: Path) -> None:
     assert written.read_bytes() == before
     retyped = r"columns: {.*'age': 'double'.*} -> {.*'age': 'int64'.*}"
     for changed, message in ((ratings(601), r"rows: 600 -> 601"), (ratings().assign(age=1), retyped)):
-        with pytest.raises(InputError, match=rf"{tmp_path}/run/data/train: .* other data \({message}\). Use the same"):
-            write(config(tmp_path), changed, resumes=True)
+        told = rf"{tmp_path}/run/data/train: .* other data \({message}\). Use the same"
+        rejects(told, write, config(tmp_path), changed, resumes=True)
     write(config(tmp_path), ratings(601))  # nothing is trained yet
     assert pq.read_metadata(written).num_rows == 601
 
@@ -126,13 +126,10 @@ def test_dataframe_input_rejects_invalid_data(tmp_path: Path, data: Any, changes
     assert not list(tmp_path.iterdir())
 
 
-def test_dataframe_input_rejects_other_recipes(tmp_path: Path) -> None:
+def test_dataframe_input_accepts_criteo_and_rejects_other_recipes(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="train_data: recipe mnist_resnet18 does not train on tables"):
         rayrec.train(recipes.mnist_resnet18().replace(storage_path=str(tmp_path)), data=ratings())
-
-
-def test_dataframe_input_accepts_criteo_columns(tmp_path: Path) -> None:
-    """Categories of 8 hexadecimal digits, and integers that pandas stores as floats because of missing values."""
+    # Categories of 8 hexadecimal digits, and integers that pandas stores as floats because of missing values.
     recipe = criteo_demo().replace(name="run", storage_path=str(tmp_path))
     schema = recipe.workload.table_schema
     columns = {schema.label: [0, 1], **{name: [None, 3] for name in schema.dense}, **dict.fromkeys(schema.sparse, "0000000a")}
