@@ -64,7 +64,9 @@ def test_finished_run_rejects_other_data(finished: Path, capsys: pytest.CaptureF
     assert "choose another --name" in line.lower()
 
 
-def test_finished_run_with_same_data_prints_its_summary(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_run_with_same_data_prints_summary_and_reads_nothing(
+    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At its old or another path; other readers of the folder do not matter."""
     (finished / "log" / "_SUCCESS").write_text("")
     assert train(finished) == 0
@@ -73,17 +75,14 @@ def test_finished_run_with_same_data_prints_its_summary(finished: Path, capsys: 
     (finished / "log").rename(finished / "moved")
     assert train(finished, log="moved") == 0
     assert json.loads(capsys.readouterr().out) == summary
+    monkeypatch.setattr("rayrec.workloads.recsys.ClickWorkload.prepare", raising(AssertionError("data was read")))
+    assert train(finished, log="moved") == 0
 
 
 def test_finished_run_rejects_added_evaluation_data(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_days(finished / "other", 5)
     assert train(finished, "--eval-data.path", str(finished / "other" / "log")) == 2
     assert "eval_data has 1 file of" in capsys.readouterr().err
-
-
-def test_finished_run_reads_no_data(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayrec.workloads.recsys.ClickWorkload.prepare", raising(AssertionError("data was read")))
-    assert train(finished) == 0
 
 
 def test_summary_without_data_versions_is_accepted(finished: Path) -> None:

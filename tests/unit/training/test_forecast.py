@@ -46,16 +46,13 @@ def test_forecast_names_model_bottleneck() -> None:
     assert "slice of the log" in replace(found, measured_speed=replace(MEASURED, sampled_vocabulary=True)).text()
 
 
-def test_forecast_scales_with_cores_and_nodes() -> None:
+def test_forecast_scales_and_names_data_or_shared_cpu_bottleneck() -> None:
     assert of(MEASURED, "cpus=8").model_rows_per_s == pytest.approx(4 * 40_000)
     found = of(MEASURED, "cpus=8,nodes=4", workers=8)
     assert found.model_rows_per_s == pytest.approx(16 * 40_000)
     assert found == of(MEASURED, "cpus=8,nodes=1,cpu_nodes=3", workers=8)  # without GPUs all nodes are alike
     assert found.cpu_rows_per_s == pytest.approx(32 / 49.5e-6)
     assert "On 4 nodes of 8 CPUs:" in found.text()
-
-
-def test_forecast_names_data_or_shared_cpu_bottleneck() -> None:
     for wall_s, cpu_s, bottleneck, rows_per_s in ((100e-6, 1e-6, "data", 20_000), (40e-6, 40e-6, "cpus", 2 / 85e-6)):
         found = of(replace(MEASURED, stage_wall_s={"read": wall_s}, stage_cpu_s={"read": cpu_s}), "cpus=2")
         assert (found.bottleneck, found.rows_per_s) == (bottleneck, pytest.approx(rows_per_s))
@@ -122,11 +119,10 @@ def test_cluster_shape_rejects_invalid_text(text: str) -> None:
 
 
 def test_forecast_rejects_unsupported_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="2 workers need 2 CPU"):
-        forecast(recipes.criteo_demo("log.txt").replace(scaling={"cpus_per_worker": 1.0}), ClusterShape(1.0))
+    few = recipes.criteo_demo("log.txt").replace(scaling={"cpus_per_worker": 1.0})
+    rejects("2 workers need 2 CPU", forecast, few, ClusterShape(1.0))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(InputError, match="no GPU found on this machine to measure the model"):
-        forecast(recipes.criteo_demo("log.txt"), ClusterShape(8.0, 1.0, 2))
+    rejects("no GPU found on this machine to measure the model", forecast, recipes.criteo_demo("log"), ClusterShape(8.0, 1.0, 2))
     other = recipes.gpt2_tiny("tokens")
     with pytest.raises(InputError, match="cannot be measured before training"):
         other.workload.probe_speed(other, target=Target(1, 1), local_workers=1, cuda=False, train=train_locally)

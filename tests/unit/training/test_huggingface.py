@@ -119,15 +119,12 @@ def test_resumed_attempt_matches_uninterrupted_weights(whole: Attempt, step: int
     assert found == [event for event in expected if event[1]["step"] > step]
 
 
-def test_stop_request_saves_step_and_resumes(whole: Attempt) -> None:
+def test_stop_request_ends_and_preemption_notice_only_saves(whole: Attempt) -> None:
     first = Attempt(huggingface.run, config(), stop_at=6)
     assert not first.finished
     assert (first.progress.step, list(first.saves)) == (6, [4, 6])
     rest = Attempt(loop.run, config(), start=first.saves[6])  # either loop may resume where the other stopped
     assert same(rest.tensors(), whole.tensors())
-
-
-def test_preemption_notice_saves_and_training_continues(whole: Attempt) -> None:
     warned = Attempt(huggingface.run, config(), preempt_at=6)
     assert warned.finished
     assert list(warned.saves) == [4, 6, 8, 12, 13]

@@ -65,7 +65,7 @@ def test_profiler_records_window(tmp_path: Path) -> None:
     assert any(event["name"] == "[memory]" for event in trace(folder))
 
 
-def test_late_window_is_shifted_and_next_follows(tmp_path: Path) -> None:
+def test_late_window_is_shifted_and_window_of_resumed_run_keeps_end(tmp_path: Path) -> None:
     run = Recorded(tmp_path, rank=3, memory=False)
     train(run.profiler, 0, 5)
     run.profiler.request(Window("late", 2, 4))
@@ -75,9 +75,6 @@ def test_late_window_is_shifted_and_next_follows(tmp_path: Path) -> None:
     assert steps_of(tmp_path / "late" / "rank_3") == ["step 6", "step 7"]
     assert steps_of(tmp_path / "end" / "rank_3") == ["step 21", "step 22", "step 23"]
     assert not [event for event in trace(tmp_path / "late" / "rank_3") if event.get("ph") == "C"]
-
-
-def test_window_of_resumed_run_keeps_end(tmp_path: Path) -> None:
     Recorded(tmp_path).record(Window("configured", 2, 7), 5, 9)
     assert steps_of(tmp_path / "configured" / "rank_0") == ["step 6", "step 7"]
 

@@ -157,8 +157,7 @@ def test_error_that_ends_run_is_recorded_and_reported(tmp_path: Path, failing: F
 
 
 def test_error_before_training_is_recorded(tmp_path: Path, failing: Failing) -> None:
-    events = failing(InputError("no such log"), wrong=True)
-    assert [event["kind"] for event in events] == ["run", "failure"]
+    assert [event["kind"] for event in failing(InputError("no such log"), wrong=True)] == ["run", "failure"]
     assert (tmp_path / "run" / "report.html").exists()
 
 
@@ -223,7 +222,7 @@ def test_summary_counts_epochs_and_time_of_all_drivers(tmp_path: Path) -> None:
     assert read_events(tmp_path / "events.jsonl")[-1]["kind"] == "summary"
 
 
-def test_result_converts_to_ray_train(tmp_path: Path) -> None:
+def test_result_converts_to_ray_train_and_has_checkpoint_path(tmp_path: Path) -> None:
     result, _ = summarized(tmp_path)
     of_ray = result.to_ray()
     assert isinstance(of_ray, ray.train.Result)
@@ -231,10 +230,6 @@ def test_result_converts_to_ray_train(tmp_path: Path) -> None:
     assert of_ray.checkpoint.path == result.checkpoint
     assert of_ray.get_best_checkpoint("accuracy", "max") == of_ray.checkpoint
     assert len(of_ray.metrics_dataframe) == len(result.metrics_dataframe) == 2
-
-
-def test_result_checkpoint_has_path_and_directory(tmp_path: Path) -> None:
-    result, _ = summarized(tmp_path)
     assert (result.checkpoint.path, type(result.checkpoint.path)) == (str(result.checkpoint), str)
     assert checkpoint.open_checkpoint(result.checkpoint).step == 15
     with result.checkpoint.as_directory() as folder:
@@ -249,7 +244,7 @@ def test_result_checkpoint_has_path_and_directory(tmp_path: Path) -> None:
     assert given == plain
 
 
-def test_summary_survives_damaged_events(tmp_path: Path) -> None:
+def test_summary_survives_damaged_and_lost_events(tmp_path: Path) -> None:
     damaged = lines()
     damaged[2:3] = ['{"time": 1020.0, "kind": "st{"time": 1020.5, "kind": "checkpoint"}\n']
     result, notes = summarized(tmp_path, damaged)
@@ -257,9 +252,6 @@ def test_summary_survives_damaged_events(tmp_path: Path) -> None:
     (note,) = notes
     assert "events.jsonl, line 3: not an event" in note
     assert "\n" not in note
-
-
-def test_summary_survives_lost_events(tmp_path: Path) -> None:
     result, notes = summarized(tmp_path, [])
     assert (result.summary["wall_s"], result.summary["restarts"], result.summary["verdict"]) == (0.0, 0, None)
     assert result.summary["epochs"] == pytest.approx(1.5, abs=0.02)
