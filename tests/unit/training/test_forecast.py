@@ -119,10 +119,10 @@ def test_cluster_shape_rejects_invalid_text(text: str) -> None:
 
 
 def test_forecast_rejects_unsupported_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = recipes.criteo_demo("log.txt").replace(scaling={"cpus_per_worker": 1.0})
-    rejects("2 workers need 2 CPU", forecast, few, ClusterShape(1.0))
+    config = recipes.criteo_demo("log").replace(scaling={"cpus_per_worker": 1.0})
+    rejects("2 workers need 2 CPU", forecast, config, ClusterShape(1.0))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    rejects("no GPU found on this machine to measure the model", forecast, recipes.criteo_demo("log"), ClusterShape(8.0, 1.0, 2))
+    rejects("no GPU found on this machine to measure the model", forecast, config, ClusterShape(8.0, 1.0, 2))
     other = recipes.gpt2_tiny("tokens")
     with pytest.raises(InputError, match="cannot be measured before training"):
         other.workload.probe_speed(other, target=Target(1, 1), local_workers=1, cuda=False, train=train_locally)

@@ -147,8 +147,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
     ],
 )
 def test_error_that_ends_run_is_recorded_and_reported(tmp_path: Path, failing: Failing, error: Exception, cause: Any) -> None:
-    events = failing(error)
-    cause = cause or str(error)
+    events, cause = failing(error), cause or str(error)
     assert [event["kind"] for event in events] == ["run", "prepared", "start_up", "start", "step", "failure"]
     assert (events[-1]["cause"], events[-1]["last"]) == (cause, True)
     assert RunSummary(events).standing() == f"failed ({cause}) at step 5 of 20"
@@ -214,12 +213,23 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Console:
     return console
 
 
-def test_summary_counts_epochs_and_time_of_all_drivers(tmp_path: Path) -> None:
+def test_summary_covers_all_drivers_despite_damaged_events(tmp_path: Path) -> None:
     result, notes = summarized(tmp_path)
     assert result.summary["epochs"] == pytest.approx(1.5, abs=0.02)  # neither the four that were allowed nor one
     assert (result.summary["wall_s"], result.summary["restarts"]) == (pytest.approx(50.0), 1)
     assert not notes
     assert read_events(tmp_path / "events.jsonl")[-1]["kind"] == "summary"
+    damaged = lines()
+    damaged[2:3] = ['{"time": 1020.0, "kind": "st{"time": 1020.5, "kind": "checkpoint"}\n']
+    result, notes = summarized(tmp_path, damaged)
+    assert result.summary["wall_s"] == pytest.approx(50.0)
+    (note,) = notes
+    assert "events.jsonl, line 3: not an event" in note
+    assert "\n" not in note
+    result, notes = summarized(tmp_path, [])
+    assert (result.summary["wall_s"], result.summary["restarts"], result.summary["verdict"]) == (0.0, 0, None)
+    assert result.summary["epochs"] == pytest.approx(1.5, abs=0.02)
+    assert not notes
 
 
 def test_result_converts_to_ray_train_and_has_checkpoint_path(tmp_path: Path) -> None:
@@ -242,17 +252,3 @@ def test_result_converts_to_ray_train_and_has_checkpoint_path(tmp_path: Path) ->
     config = recipes.criteo_demo("log")
     given, plain = (config.replace(init_from=path).to_yaml() for path in (result.checkpoint, str(result.checkpoint)))
     assert given == plain
-
-
-def test_summary_survives_damaged_and_lost_events(tmp_path: Path) -> None:
-    damaged = lines()
-    damaged[2:3] = ['{"time": 1020.0, "kind": "st{"time": 1020.5, "kind": "checkpoint"}\n']
-    result, notes = summarized(tmp_path, damaged)
-    assert result.summary["wall_s"] == pytest.approx(50.0)
-    (note,) = notes
-    assert "events.jsonl, line 3: not an event" in note
-    assert "\n" not in note
-    result, notes = summarized(tmp_path, [])
-    assert (result.summary["wall_s"], result.summary["restarts"], result.summary["verdict"]) == (0.0, 0, None)
-    assert result.summary["epochs"] == pytest.approx(1.5, abs=0.02)
-    assert not notes

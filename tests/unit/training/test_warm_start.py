@@ -177,9 +177,8 @@ def test_warm_start_is_independent_of_sharding_plan(tmp_path: Path, captured: Ca
     for plan in ("table_wise", "column_wise", "data_parallel"):
         new = config(logs[1], tmp_path, plan, **optimizer, sharding={"sharding_types": (plan,), "min_column_width": 4})
         train(new.replace(init_from=str(tmp_path / "old"), steps=1, evaluate_every=1))
-        start = captured()
         # Columns of a row-wise state have names of their own, and equal values after a start from whole rows.
-        found.append({name.partition(".columns_")[0]: tensor for name, tensor in start.items()})
+        found.append({name.partition(".columns_")[0]: tensor for name, tensor in captured().items()})
     assert same(found[0], found[1])
     assert same(found[0], found[2])
 
@@ -238,7 +237,7 @@ def test_warm_start_of_other_models_matches_by_name(tmp_path: Path) -> None:
         rejects(message, train, still.replace(name="refused", workload=changes))
 
 
-def test_warm_start_rejects_damaged_checkpoint(tmp_path: Path) -> None:
+def test_warm_start_rejects_damaged_or_lost_checkpoints(tmp_path: Path) -> None:
     log = day(tmp_path, 0)
     train(config(log, tmp_path, "old"))
     weights = next(Path(open_checkpoint(str(tmp_path / "old")).path).glob("data_*.safetensors"))
@@ -247,7 +246,4 @@ def test_warm_start_rejects_damaged_checkpoint(tmp_path: Path) -> None:
     rejects("damaged, the checksum", train, new)
     os.truncate(weights, weights.stat().st_size - 1)
     rejects("bytes instead of", train, new.replace(name="newer"))
-
-
-def test_run_with_lost_checkpoints_does_not_restart_warm() -> None:
     rejects("would start again from init_from", worker._start_warm, SimpleNamespace(folder="runs/new", warm_start=None), None)

@@ -17,13 +17,10 @@ from rayrec.workloads.base import TrainConfig
 THIRDS = TuneConfig()
 
 
-def test_trial_order_starts_with_recipe_and_is_seeded() -> None:
+def test_trial_order_wave_fractions_and_cost() -> None:
     order = trials.order_of_trials(50, seed=0)
     assert (order[0], sorted(order)) == (0, list(range(50)))
     assert order == trials.order_of_trials(50, seed=0) != trials.order_of_trials(50, seed=1)
-
-
-def test_wave_fractions_and_cost() -> None:
     assert trials.wave_fractions(THIRDS) == pytest.approx((1 / 27, 1 / 9, 1 / 3, 1))
     assert trials.wave_fractions(TuneConfig(stop_early=False)) == (1.0,)
     assert trials.wave_fractions(TuneConfig(keep_fraction=0.5))[0] == 1 / 32

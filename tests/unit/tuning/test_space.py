@@ -45,12 +45,9 @@ def test_embedding_dim_search_keeps_bottom_mlp_consistent(recipe: Callable[[str]
     assert [workload["model"] for workload in workloads] == [own, *expected]
 
 
-def test_grids_alone_are_tried_once() -> None:
+def test_grids_are_tried_once_and_draws_cover_ranges() -> None:
     space = Space.of({"batch_size": {"grid": [1, 2, 3]}, "seed": {"grid": [0, 1]}}, source="s")
     assert space.trials(100, seed=0) == [{}, *({"batch_size": size, "seed": seed} for size in (1, 2, 3) for seed in (0, 1))]
-
-
-def test_draws_cover_their_range() -> None:
     space = Space.of({"a": {"loguniform": [1e-6, 1.0]}, "b": {"integers": [1, 3]}, "c": {"uniform": [2, 4]}}, source="s")
     trials = space.trials(2001, seed=3)[1:]
     assert sum(math.log10(trial["a"]) for trial in trials) / 2000 == pytest.approx(-3, abs=0.15)

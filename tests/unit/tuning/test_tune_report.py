@@ -32,16 +32,13 @@ def test_table_has_one_line_per_trial() -> None:
     assert "(+0.00200 to +0.02200, p = 0.0123)" in lines[6]
 
 
-def test_table_omits_unknown_values() -> None:
+def test_search_table_omits_unknown_values_and_page_shows_trials() -> None:
     text = table_text(found(best={"number": 0, "values": {}, "auroc": 0.74, "checkpoint": "c"}, compared=None, trained_share=1.0))
     assert "It has the settings of the recipe." in text
     assert "differs by" not in text
     assert "stopped early" not in text
     nothing = dict.fromkeys(("difference", "low", "high", "p_value"))
     assert "1,428 test rows are too few" in table_text(found(compared={"auroc": nothing}))
-
-
-def test_page_shows_trials_and_curves() -> None:
     page = render("first", found())
     words = ["Search first", "Validation auroc", "auroc by workload.model.dropout", "InputError: &lt;too&gt; large"]
     assert [text for text in words if text not in page] == []

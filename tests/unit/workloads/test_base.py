@@ -52,14 +52,11 @@ def test_scaling_config_rejects_invalid_values(changes: dict[str, Any], message:
     rejects(message, ScalingConfig, **changes)
 
 
-def test_early_stopping_and_plateau_reject_invalid_values() -> None:
+def test_configs_reject_early_stopping_plateau_and_schema(tmp_path: Path) -> None:
     unkept = {"checkpoint": {"keep_best": 0}, "early_stopping": {"patience": 2}}
     rejects("must be at least 1, because early stopping uses the best weights", recipes.criteo_demo().replace, **unkept)
     for factor in (0.0, 1.0):
         rejects("above 0 and below 1", recipes.criteo_demo().replace, plateau={"factor": factor})
-
-
-def test_click_workload_rejects_schema_without_sparse(tmp_path: Path) -> None:
     config = recipes.clicks(str(tmp_path), Schema(dense=("age", "price"), tokens="any", delimiter=","))
     rejects(r"must have a sparse column for a click model. Name a column of categ", config.workload.check, config)
     buckets = config.replace(workload={"preset": {"dense": "buckets"}})

@@ -69,8 +69,7 @@ class _Uncountable(torch.nn.Module):
 
 
 def test_uncountable_model_trains(caplog: pytest.LogCaptureFixture) -> None:
-    configuration = data_parallel.config(1)
-    workload: Any = configuration.workload
+    workload: Any = data_parallel.config(1).workload
     sets = {"validation": workload.open_set(None, None, "validation")}
     context: Any = SimpleNamespace(device=torch.device("cpu"))
     assert multiply_adds_per_row(workload, workload.build(None), sets, context) == 4 * 36  # four layers of 6 by 6
@@ -96,7 +95,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     return folder, data_parallel.train(str(folder), 0, data_parallel.config(1))
 
 
-def test_one_worker_matches_plain_torch(alone: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_one_worker_matches_plain_torch_and_evaluates(alone: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, events = alone
     configuration = data_parallel.config(1)
     torch.manual_seed(configuration.seed)
@@ -122,9 +121,6 @@ def test_one_worker_matches_plain_torch(alone: tuple[Path, list[dict[str, Any]]]
     assert "model.outer.weight" not in stored  # tied to the inner one
     for name, value in drop_tied_tensors(model.state_dict()).items():
         assert torch.equal(stored[f"model.{name}"], value), name
-
-
-def test_training_writes_events_and_evaluates(alone: tuple[Path, list[dict[str, Any]]]) -> None:
     _, events = alone
     evaluations = [event for event in events if event["kind"] == "evaluate"]
     assert [event["step"] for event in evaluations] == [6, 12]
@@ -161,8 +157,9 @@ def test_fsdp_checkpoint_resumes_on_one_worker_and_back(alone: tuple[Path, list[
     assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
 
 
-def test_step_repeated_after_crash_is_identical(tmp_path: Path) -> None:
+def test_repeated_step_is_identical_and_statistics_match(tmp_path: Path) -> None:
     run_ranks(data_parallel.noisy, 2, str(tmp_path))
+    run_ranks(data_parallel.statistics, 2, str(tmp_path))
 
 
 def test_resume_without_steps_keeps_weights(alone: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -172,26 +169,21 @@ def test_resume_without_steps_keeps_weights(alone: tuple[Path, list[dict[str, An
     assert weights_sha256(Checkpoint(str(folder / "12"))) == before
 
 
-def test_batch_norm_statistics_match_on_all_workers(tmp_path: Path) -> None:
-    run_ranks(data_parallel.statistics, 2, str(tmp_path))
-
-
-def test_means_weight_rows_equally() -> None:
+def test_means_weight_rows_equally_and_settings_are_checked() -> None:
     metrics = RowMetrics(lambda means: {**means, "double": 2 * means["loss"]})
     for values in ([1.0, 1.0, 1.0], [5.0], []):
         tensor = torch.tensor(values)
         metrics.update(StepOutput(tensor.sum(), measures={"loss": tensor}))
     assert metrics.compute() == {"loss": 2.0, "double": 4.0}
+    rejects("accumulate: must be at least 1, got 0", data_parallel.Small, accumulate=0)
+    rejects("loop: must be rayrec for recipe", data_parallel.config(1).replace, loop="huggingface")
 
 
-def test_step_seeds_differ() -> None:
+def test_step_seeds_differ_and_seed_generators_equally(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = {step_seed(seed, step, rank) for seed in range(3) for step in range(5) for rank in range(2)}
     assert len(seeds) == 30
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert step_seed(1, 2, 0) == step_seed(1, 2, 0)
-
-
-def test_seed_generators_matches_manual_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     number = step_seed(3, 7, 1)
     draws = []
     for seed in (torch.manual_seed, lambda number: seed_generators(number, torch.device("cpu"))):
@@ -199,8 +191,3 @@ def test_seed_generators_matches_manual_seed(monkeypatch: pytest.MonkeyPatch) ->
         draws.append([torch.rand(5), torch.randperm(20), torch.nn.functional.dropout(torch.ones(50))])
         monkeypatch.setattr("traceback.format_stack", lambda *_: pytest.fail("a stack trace in every step"))
     assert all(torch.equal(*pair) for pair in zip(*draws, strict=True))
-
-
-def test_settings_reject_invalid_values() -> None:
-    rejects("accumulate: must be at least 1, got 0", data_parallel.Small, accumulate=0)
-    rejects("loop: must be rayrec for recipe", data_parallel.config(1).replace, loop="huggingface")

@@ -74,17 +74,13 @@ def test_loss_and_gradients_match_huggingface(monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(model(tokens[:1, :3]).logits, other(tokens[:1, :3]).logits)
 
 
-def test_bf16_uses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_and_small_products_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     products = products_by_onednn(monkeypatch)
     tokens = torch.randint(0, 50, (2, 24))
     with torch.autocast("cpu", torch.bfloat16):
         ours, others = (each(tokens).logits for each in pair())
     assert not products
     assert torch.equal(ours, others)
-
-
-def test_small_products_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = products_by_onednn(monkeypatch)
     monkeypatch.setattr(language_model, "_MIN_MULTIPLY_ADDS", 2 * 24 * 64 * 4 * 64)
     model, other = pair()
     tokens = torch.randint(0, 50, (2, 24))

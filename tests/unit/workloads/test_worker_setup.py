@@ -46,12 +46,9 @@ def test_cached_table_counts_cache_only() -> None:
     assert "--workload.sharding.uvm-caching)" not in text
 
 
-def test_out_of_memory_error_without_tables() -> None:
+def test_memory_error_without_tables_and_other_errors() -> None:
     assert "--workload.parallel fsdp" in told({"parallel": "ddp", "batch_size": 8})
     assert told({}).endswith("cuda:3 is out of memory for 20.00 GiB more. Try to use a GPU with more memory.")
     assert "is out of memory. " in told({}, RuntimeError("CUDA error: out of memory"))  # of a library under torch
-
-
-def test_other_errors_pass_unchanged() -> None:
     with pytest.raises(RuntimeError, match=r"^shapes$"), memory_errors({}, rank=0, device=CUDA):
         raise RuntimeError("shapes")

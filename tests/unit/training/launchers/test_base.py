@@ -80,7 +80,7 @@ def test_address_or_environment_selects_ray(
     assert trains_in_process(config(ONE, **({} if address is None else {"address": address}))) is expected
 
 
-def test_is_connected_does_not_import_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_connected_imports_no_ray_and_connect_rejects_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for connected in (True, False):
         monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda connected=connected: connected))
         assert is_connected() is connected
@@ -89,15 +89,12 @@ def test_is_connected_does_not_import_ray(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delitem(sys.modules, "ray")
     assert not is_connected()
     assert "ray" not in sys.modules
-
-
-def test_connect_rejects_address_none_even_if_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "is_connected", lambda: True)
     refusal = r"^address none: needs Ray here. Omit the address, or use local or HOST:PORT$"
     rejects(refusal, connection.connect, "none", num_cpus=None, object_store_bytes=None, log_to_driver=False)
 
 
-def test_worker_modules_are_imported_during_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_modules_are_imported_and_threads_respect_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     load = Mock(side_effect=[None, ImportError("which the worker reports")])
     monkeypatch.setattr(process_launcher.importlib, "import_module", load)
     ProcessLauncher(config(ONE)).connect("runs", Console(quiet=True))
@@ -106,10 +103,7 @@ def test_worker_modules_are_imported_during_preparation(monkeypatch: pytest.Monk
             thread.join(60)
     modules = ["rayrec.training.launchers.process_worker", "rayrec.workloads.recsys.worker"]
     assert load.call_args_list == [call(module) for module in modules]
-
-
-def test_threads_respect_usable_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Container with a quota of 4 CPUs on a machine with 64."""
+    # Container with a quota of 4 CPUs on a machine with 64.
     monkeypatch.setattr(layout.host_resources, "usable_cpus", lambda *, granted: 4)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     assert 0 < ProcessLauncher(config(ONE)).allocate_resources(resumes=False, note=print).per_worker.max_cpus <= 4

@@ -276,16 +276,13 @@ def test_profile_request_reaches_in_process_run(tmp_path: Path, monkeypatch: pyt
     assert [event["path"] for event in events(tmp_path, "profile")] == [profile["profile"]]
 
 
-def test_process_group_of_caller_is_reused(tmp_path: Path, expected: str) -> None:
+def test_process_group_of_caller_is_reused_unless_larger(tmp_path: Path, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         assert run(tmp_path).summary["weights_sha256"] == expected
         assert distributed.is_initialized()
     finally:
         distributed.destroy_process_group()
-
-
-def test_launcher_rejects_rank_of_larger_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(distributed, "is_initialized", lambda: True)
         patch.setattr(distributed, "get_world_size", lambda: 4)

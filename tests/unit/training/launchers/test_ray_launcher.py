@@ -120,14 +120,11 @@ def test_abandoned_workers_are_ended(nodes: Cluster, monkeypatch: pytest.MonkeyP
     assert freed == [{"another's"}]
 
 
-def test_run_uses_resources_left_by_other_jobs(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_uses_what_other_jobs_leave_or_waits_for_it(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nodes.slots = [(1, 1), (1, 0)]
     run = Attempts(monkeypatch, [raising(NO_ROOM), lambda: FINISHED], config(max_failures=0), tmp_path)
     assert (run.run(), run.num_workers, run.is_shared) == (FINISHED, [2, 1], [False, True])
     assert [kind for kind, _ in run.written] == ["attempt", "attempt"]  # it did not fail: it never began
-
-
-def test_wait_for_resources_reports_and_times_out(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nodes.slots = [(1, 0), (1, 0)]
     run = Attempts(monkeypatch, [raising(NO_ROOM)], config(node_wait_s=0.1), tmp_path)
     rejects("waited 0 s for resources in use by other jobs; scaling: ", run.run)
@@ -216,14 +213,11 @@ def test_missing_data_nodes_end_attempt_if_replaceable(
     assert first_missing_s(monkeypatch, later, shares) == (25 if missing else None)
 
 
-def test_unreachable_head_does_not_end_attempt(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_head_and_store_outage_are_waited_for(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "data_nodes", raising(ray_launcher.ray.exceptions.RaySystemError("gone")))
     assert first_missing_s(monkeypatch, config(), ray_launcher.allocate_resources(config())) is None
-
-
-def test_collective_timeout_includes_store_outage() -> None:
-    config = recipes.criteo_demo("log")
-    assert (ray_launcher.process_group(config).timeout_s, ray_launcher.process_group(config).backend) == (2400, "gloo")
-    changed = config.replace(failure={"max_outage_s": 7200.0, "collective_timeout_s": 60.5}, scaling={"use_gpu": True})
+    plain = recipes.criteo_demo("log")
+    assert (ray_launcher.process_group(plain).timeout_s, ray_launcher.process_group(plain).backend) == (2400, "gloo")
+    changed = plain.replace(failure={"max_outage_s": 7200.0, "collective_timeout_s": 60.5}, scaling={"use_gpu": True})
     assert (ray_launcher.process_group(changed).timeout_s, ray_launcher.process_group(changed).backend) == (7261, "nccl")
-    rejects(r"collective_timeout_s: must be above 0, got 0\.0", config.replace, failure={"collective_timeout_s": 0.0})
+    rejects(r"collective_timeout_s: must be above 0, got 0\.0", plain.replace, failure={"collective_timeout_s": 0.0})

@@ -62,7 +62,7 @@ def test_rows_are_predicted_once_in_order(saved: Saved, tmp_path: Path, rows: in
     assert table.column("named").to_pylist() == [f"class {number}" for number in best]
 
 
-def test_means_cover_all_rows(saved: Saved, tmp_path: Path) -> None:
+def test_means_cover_all_rows_and_unusable_input_is_rejected(saved: Saved, tmp_path: Path) -> None:
     path = rows_file(tmp_path, 1003)
     arrays = np.load(path)
     with torch.no_grad():
@@ -71,14 +71,8 @@ def test_means_cover_all_rows(saved: Saved, tmp_path: Path) -> None:
     metrics = _metrics(_open(saved[0], path, evaluating=True), 1003)
     assert metrics["loss"] == pytest.approx(losses.double().mean().item(), rel=1e-7)
     assert (metrics["perplexity"], metrics["bits"]) == (pytest.approx(np.exp(metrics["loss"])), 32)
-
-
-def test_scoring_uses_training_precision(saved: Saved, tmp_path: Path) -> None:
     scoring = _open(saved[0], rows_file(tmp_path, 5), evaluating=True, config=scored().replace(precision="bf16"))
     assert _metrics(scoring, 5)["bits"] == 16
-
-
-def test_scoring_rejects_unusable_input(saved: Saved, tmp_path: Path) -> None:
     rejects("has no labels", _open, saved[0], rows_file(tmp_path, 5, labelled=False), evaluating=True)
     rejects("has no rows to score", _open, saved[0], rows_file(tmp_path, 0))
 
@@ -109,14 +103,11 @@ def test_load_model_rejects_other_weights(
     rejects(message, load_model, config.workload, config, checkpoint=saved[0])
 
 
-def test_load_model_rejects_damaged_weights(tmp_path: Path) -> None:
+def test_damaged_weights_and_click_models_are_rejected(tmp_path: Path) -> None:
     checkpoint, _ = trained(tmp_path)
     chunk = Checkpoint(checkpoint).manifest()["tensors"]["model.inner.weight"]["chunks"][0]
     flip(f"{checkpoint}/{chunk['file']}", chunk["start"])
     rejects("damaged, the checksum", load_model, scored().workload, scored(), checkpoint=checkpoint)
-
-
-def test_export_rejects_click_models(tmp_path: Path) -> None:
     config = recipes.criteo_demo()
     with pytest.raises(InputError, match=r"recipe criteo_demo cannot be exported. Use `rayrec predict`"):
         config.workload.export(config, checkpoint="run", out=str(tmp_path))
