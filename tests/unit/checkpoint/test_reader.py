@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,40 @@ import torch
 from builders.faults import fails_with, flip, raising, rejects, unreadable, watched
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks.checkpoint import run_ranks, same, sharded, whole
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, DamagedError, writer
+from rayrec.checkpoint import (
+    Checkpoint,
+    CheckpointReader,
+    CheckpointWriter,
+    DamagedError,
+    folder_of,
+    restore,
+    save,
+    weights_sha256,
+    writer,
+)
 from rayrec.checkpoint import reader as reader_module
 from rayrec.checkpoint import state as state_module
 from rayrec.checkpoint.format import UnreadableError
 from rayrec.checkpoint.reader import TableReader
-from rayrec.checkpoint.state import RowMap, restore_rows
+from rayrec.checkpoint.state import (
+    RowMap,
+    Targets,
+    all_tensors,
+    make_state,
+    model_tensors,
+    optimizer_tensors,
+    restore_all,
+    restore_model,
+    restore_rows,
+)
 from rayrec.checkpoint.writer import ExtraFiles
+from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
+from rayrec.optim.optimizer import data_parallel_optimizer
 
 Saved = tuple[str, torch.Tensor]
 
@@ -176,3 +202,151 @@ def test_restore_rows_reads_needed_ranges_and_rejects_other_shapes(tmp_path: Pat
     assert [(first, stop) for _, _, first, stop, _ in reads] == [(12, 13), (31, 34)]
     for name, message in (("a", r"must have shape \[40, 6\], got \[40, 12\]"), ("b", "not found")):
         rejects(rf"model\.{name} {message}", restore_rows, saved, {f"model.{name}": (torch.zeros(ROWS, 6), RowMap(ROWS, STORED))})
+
+
+# Checkpoints through torch.distributed.checkpoint, and its checkpoints in rayrec --------------------------------------
+def _zeros() -> dict[str, Any]:
+    return {name: torch.zeros_like(tensor) for name, tensor in whole().items()}
+
+
+def test_dcp_and_rayrec_checkpoints_are_interchangeable(tmp_path: Path) -> None:
+    ours, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
+    checkpoint.save(ours, whole(), state={})
+    dcp.save(whole(), storage_writer=CheckpointWriter(theirs, state={"step": 3}))
+    assert weights_sha256(Checkpoint(theirs)) == weights_sha256(Checkpoint(ours))
+    assert Checkpoint(theirs).manifest()["state"] == {"step": 3}
+    loaded, restored = _zeros(), _zeros()
+    dcp.load(loaded, storage_reader=CheckpointReader(ours))
+    restore(Checkpoint(theirs), restored)
+    assert same(loaded, whole())
+    assert same(restored, whole())
+
+
+def test_dcp_loads_nested_and_selected_names(tmp_path: Path) -> None:
+    path = tmp_path / "nested"
+    dcp.save({"model": {"a": torch.arange(4.0), "b": torch.ones(2)}}, storage_writer=CheckpointWriter(path))
+    assert set(Checkpoint(str(path)).manifest()["tensors"]) == {"model.a", "model.b"}
+    found = {"model": {"a": torch.zeros(4)}}
+    dcp.load(found, storage_reader=CheckpointReader(path))
+    assert found["model"]["a"].tolist() == [0, 1, 2, 3]
+
+
+def test_dcp_rejects_invalid_values_and_folders(tmp_path: Path) -> None:
+    path = str(tmp_path / "one")
+    with pytest.raises(CheckpointException, match=r"step: must be a tensor\. Put plain values into `state`"):
+        dcp.save({"step": "three"}, storage_writer=CheckpointWriter(path))
+    assert not Path(path).exists()
+    dcp.save({"a": torch.ones(3)}, storage_writer=CheckpointWriter(path))
+    with pytest.raises(CheckpointException, match="already contains a checkpoint"):
+        dcp.save({"a": torch.ones(3)}, storage_writer=CheckpointWriter(path))
+    with pytest.raises(CheckpointException, match=r"manifest\.json: missing"):
+        dcp.load({"a": torch.ones(3)}, storage_reader=CheckpointReader(str(tmp_path / "nothing")))
+    (data,) = Path(path).glob("data_*")
+    flip(data, -1)
+    with pytest.raises(CheckpointException, match="damaged, the checksum of a does not match"):
+        dcp.load({"a": torch.ones(3)}, storage_reader=CheckpointReader(path))
+
+
+def ranks(folder: str, rank: int) -> None:
+    path = f"{folder}/step"
+    dcp.save(sharded(), storage_writer=CheckpointWriter(path))
+    loaded, restored = sharded(0), sharded(0)
+    dcp.load(loaded, storage_reader=CheckpointReader(path))
+    restore(Checkpoint(path), restored)
+    assert same(loaded, sharded())
+    assert same(restored, sharded())
+
+
+@pytest.mark.slow
+def test_dcp_loads_sharded_tensors_of_several_ranks(tmp_path: Path) -> None:
+    run_ranks(ranks, 2, str(tmp_path))
+    plain = _zeros()
+    restore(Checkpoint(str(tmp_path / "step")), plain)
+    assert same(plain, whole())
+
+
+# Row-wise optimizer state under other column splits; integration/test_resharding.py tests all plans -------------------
+NAME = "optimizer.weight.momentum1"
+
+
+def table(kind: Any = "rowwise_adagrad") -> tuple[torch.nn.Module, Any]:
+    """Weights of 3 rows by 8 columns."""
+    model = torch.nn.Linear(8, 3, bias=False)
+    return model, data_parallel_optimizer(SparseOptimizerConfig(kind=kind), dict(model.named_parameters()))
+
+
+def test_state_names_have_parameter_and_state() -> None:
+    model, optimizer = table()
+    shapes = {name: tuple(tensor.shape) for name, tensor in all_tensors(model, optimizer).items()}
+    assert shapes == {"model.weight": (3, 8), NAME: (3,)}
+    assert set(optimizer_tensors(table("sgd")[1])) == set()
+
+
+def test_equal_columns_are_restored_directly() -> None:
+    model, optimizer = table()
+    targets = Targets(model, optimizer, stored=["model.weight", NAME, f"{NAME}.columns_0_4"])
+    assert targets.tensors.keys() == {"model.weight", NAME}
+    targets.tensors[NAME].fill_(5.0)
+    targets.loaded()
+    assert torch.equal(optimizer_tensors(optimizer)[NAME], torch.full((3,), 5.0))
+
+
+def test_parts_are_weighted_by_width() -> None:
+    model, optimizer = table()
+    parts = [f"{NAME}.columns_0_6", f"{NAME}.columns_6_8"]
+    targets = Targets(model, optimizer, stored=["model.weight", *parts, "optimizer.weights.momentum1.columns_0_8"])
+    assert targets.tensors.keys() == {"model.weight", *parts}
+    targets.tensors[parts[0]].copy_(torch.tensor([1.0, 0.1, 4.0]))
+    targets.tensors[parts[1]].copy_(torch.tensor([5.0, 0.1, 0.0]))
+    targets.loaded()
+    assert torch.equal(optimizer_tensors(optimizer)[NAME], torch.tensor([2.0, 0.1, 3.0]))
+
+
+def test_missing_state_is_requested_by_name() -> None:
+    model, optimizer = table()
+    for stored in (["model.weight"], [f"{NAME}.columns_0_4"], [f"{NAME}.columns_0_2", f"{NAME}.columns_4_8"]):
+        assert Targets(model, optimizer, stored=stored).tensors.keys() == {"model.weight", NAME}
+
+
+def test_restore_rejects_another_optimizer(tmp_path: Path) -> None:
+    """Restoring only the rest would drop it silently."""
+    model = torch.nn.Linear(8, 3)
+    adam = DenseOptimizerConfig(kind="adam").build_keyed(dict(model.named_parameters()))
+    make_state(adam)
+    saved = Checkpoint(folder_of(str(tmp_path), 1))
+    save(saved.path, all_tensors(model, adam), state={})
+    restore_all(saved, model, adam)
+    sgd = DenseOptimizerConfig(kind="sgd").build_keyed(dict(model.named_parameters()))
+    rejects(r"step_00000001: contains optimizer\.bias\.exp_avg, which the optimizer of this run", restore_all, saved, model, sgd)
+    smaller = torch.nn.Linear(8, 3, bias=False)
+    save(saved.path, model_tensors(model), state={})
+    sgd = DenseOptimizerConfig(kind="sgd").build_keyed(dict(smaller.named_parameters()))
+    rejects(r"step_00000001: contains model\.bias, which the model of this run", restore_all, saved, smaller, sgd)
+
+
+def test_make_state_runs_once() -> None:
+    model = torch.nn.Linear(8, 3)
+    optimizer = DenseOptimizerConfig(kind="adam").build_keyed(dict(model.named_parameters()))
+    assert not optimizer_tensors(optimizer)
+    make_state(optimizer)
+    made = optimizer_tensors(optimizer)
+    assert {name.rpartition(".")[2] for name in made} == {"exp_avg", "exp_avg_sq", "step"}
+    assert all(parameter.grad is None for parameter in model.parameters())
+    before = {name: tensor.clone() for name, tensor in made.items()}
+    make_state(optimizer)
+    assert same(before, optimizer_tensors(optimizer))
+
+
+def test_restore_clears_table_caches(tmp_path: Path) -> None:
+    purged = []
+
+    model, optimizer = table()
+    save(str(tmp_path / "run"), all_tensors(model, optimizer), state={})
+    lookup = SimpleNamespace(purge=lambda: purged.append(model.weight[0, 0].item()))
+    model._lookups = [lookup, object()]  # type: ignore[assignment]
+    stored = model.weight[0, 0].item()
+    for again in (lambda at: restore_all(at, model, optimizer), lambda at: restore_model(at, model)):
+        with torch.no_grad():
+            model.weight.fill_(7.0)
+        again(Checkpoint(str(tmp_path / "run")))
+    assert purged == [stored, stored]
