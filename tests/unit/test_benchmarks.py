@@ -65,14 +65,11 @@ def test_interval_has_stated_coverage() -> None:
     assert statistics.fmean(interval.half_width for interval in intervals) < 0.008
 
 
-def test_cpu_time_is_compared_too() -> None:
+def test_cpu_time_is_compared_and_interval_is_of_order_statistics() -> None:
     found = compared(seed=0, quartets=8)
     assert (len(found.ratios), len(found.null_ratios)) == (6, 2)
     assert found.cpu_ratios == pytest.approx([1 / (1 + COST)] * 6)
     assert (len(found.ours), len(found.theirs)) == (12, 12)
-
-
-def test_interval_matches_order_statistics() -> None:
     found = paired.median_interval([float(value) for value in range(1, 101)])
     assert (found.median, found.low, found.high) == (50.5, 40.0, 61.0)
     for few in ([1.0], [2.0, 1.0], [3.0, 1.0, 2.0]):
@@ -98,29 +95,23 @@ def test_quartet_cancels_drift_in_both_orders(seed: int) -> None:
 
 
 # What the benchmark of one GPU computes from what it measured, and how it refuses a machine without one --------------
-def test_missing_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_reported_and_parts_are_selected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAYREC_GPU_TESTS_ON", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     rejects("torch sees no GPU here", gpu.main, quick=True)
-
-
-def test_parts_are_selected_by_name() -> None:
     assert gpu.chosen_parts(["gpu", "--quick"]) == gpu.PARTS
     assert gpu.chosen_parts(["gpu", "--parts", "trace,train"]) == ("train", "trace")
     for wrong in (["--parts", "speed"], ["--parts"], ["--parts", ""]):
         rejects("--parts: there are train, dcnv2", gpu.chosen_parts, wrong)
 
 
-def test_roofline_is_lower_of_two_bounds() -> None:
+def test_roofline_is_lower_bound_and_trace_reader_finds_syncs() -> None:
     moved = gpu.bytes_of_row(ids=2, features=2, width=4, state_values=1, saved_bytes=10.0)
     assert moved == {"tables": 4 * 2 * (3 * 4 + 2), "embeddings": 4 * 2 * 4 * 4, "activations": 40}
     found = gpu.roofline(5.0, 100.0, moved, {"bf16": 6_000.0, "memory": 2_800.0}, precision="bf16")
     assert (found["flop_per_row"], found["flop_share"]) == (600, 0.5)
     assert found["bytes_share"] == pytest.approx(5 * 280 / 2_800, abs=1e-3)
     assert found["bound_rows_per_s"] == 10  # by both
-
-
-def test_trace_reader_finds_syncs() -> None:
     names = {
         "cuda_runtime": ("cudaStreamSynchronize", "cudaStreamSynchronize", "cudaLaunchKernel"),
         "gpu_memcpy": ("Memcpy DtoH (Device -> Pageable)", "Memcpy HtoD (Pinned -> Device)"),
@@ -170,16 +161,13 @@ def test_speed_rows_have_roofline_and_peer(dry_run: DryRun, monkeypatch: pytest.
 STAMPS = "7 0 100.0\n7 1 101.0\n7 2 102.0\n9 1 110.0\n9 2 111.0\n3 3 130.0\n3 4 13"
 
 
-def test_attempts_differ_by_process() -> None:
+def test_preemptions_are_seeded_and_cost_what_restarts_do() -> None:
     assert preempt.stretches(STAMPS) == [
         preempt.Stretch(0, 3, 100.0, 102.0),
         preempt.Stretch(1, 3, 110.0, 111.0),
         preempt.Stretch(3, 4, 130.0, 130.0),  # the last line is not whole
     ]
     assert preempt.stretches("") == []
-
-
-def test_preemption_costs_match_restart_costs() -> None:
     attempts = preempt.stretches(STAMPS)
     killed_in_step_2, ended_before = (101.5, 103.0), (110.5, 125.0)
     assert preempt.losses(attempts, [killed_in_step_2, ended_before]) == [
@@ -189,9 +177,6 @@ def test_preemption_costs_match_restart_costs() -> None:
     two_restarts = preempt.Loss(steps_redone=2, idle_s=27.0, after_kill_s=10.0)
     assert preempt.losses(attempts, [(101.5, 120.0)]) == [two_restarts]
     assert preempt.losses(attempts[:1], [(101.5, 120.0)]) == [preempt.Loss(steps_redone=0, idle_s=0.0, after_kill_s=0.0)]
-
-
-def test_kill_times_are_seeded_and_stratified() -> None:
     chosen = preempt.moments(600, 4, seed=0)
     assert chosen == preempt.moments(600, 4, seed=0) != preempt.moments(600, 4, seed=1)
     assert all(150 * part <= step < 150 * part + 60 for part, step in enumerate(chosen))
@@ -223,16 +208,13 @@ def events() -> list[dict[str, Any]]:
     ]
 
 
-def test_stages_sum_to_command_time() -> None:
+def test_stages_sum_to_command_time_also_after_late_save() -> None:
     stages = start.waterfall(events(), began_s=100.0, ended_s=121.0)
     assert list(stages)[:6] == ["imports", "index", "attempt", "process_group", "set_up", "first_batch"]
     assert sum(stages.values()) == pytest.approx(21.0)
     expected = {"attempt": 0.25, "evaluation": 1.5, "saves": 0.25, "test": 2.0, "summary": 0.5, "shutdown": 2.5}
     assert expected.items() <= stages.items()
     assert start.first_step_s(stages) == pytest.approx(10.25)
-
-
-def test_late_save_leaves_no_gap() -> None:
     late = [{**event, "time": 118.25} if event["kind"] == "checkpoint" else event for event in events()]
     stages = start.waterfall(late, began_s=100.0, ended_s=121.0)
     assert (stages["test"], sum(stages.values())) == (0.0, pytest.approx(21.0))

@@ -132,7 +132,7 @@ def test_cloud_outage_is_waited_out(store: CloudStore, folder: str) -> None:
     assert storage.read_bytes(f"{folder}/a") == b"new"
 
 
-def test_missing_store_raises_one_line_at_once(store: CloudStore, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_store_or_bucket_raises_one_line_at_once(store: CloudStore, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in store.environment.items():
         monkeypatch.setenv(name, value.replace(str(store.port), "9"))
     start = time.monotonic()
@@ -143,16 +143,13 @@ def test_missing_store_raises_one_line_at_once(store: CloudStore, folder: str, m
         storage.exists(folder)
     assert time.monotonic() - start < 1
     assert "\n" not in str(raised.value)
-
-
-def test_missing_bucket_raises_one_line(store: CloudStore) -> None:
     other = store.bucket.replace("logs", "none")
     for call in (lambda: storage.write_bytes(f"{other}/a", b"x"), lambda: storage.read_bytes(f"{other}/a"),
                  lambda: storage.list_files(f"{other}/a")):  # fmt: skip
         rejects(rf"^{other}: (bucket|container) not found; create it", call)
 
 
-def test_checkpoint_round_trips_through_cloud(folder: str) -> None:
+def test_checkpoint_and_log_are_read_from_cloud(folder: str, click_log: Path, tmp_path: Path) -> None:
     values = {"model.a": torch.arange(100.0), "model.b": torch.ones(2, 2, dtype=torch.int64)}
     with closing(Run(folder)) as run:
         saver = run.saver(retention=Retention(num_to_keep=1), extra_files={"words.txt": b"abc"})
@@ -165,9 +162,6 @@ def test_checkpoint_round_trips_through_cloud(folder: str) -> None:
     checkpoint.restore(found, target)
     assert all(torch.equal(target[name], value) for name, value in values.items())
     checkpoint.verify(found)
-
-
-def test_cloud_log_is_read(folder: str, click_log: Path, tmp_path: Path) -> None:
     log = f"{folder}/train.txt"
     storage.write_bytes(log, b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:2_000]))
     made = rayrec.vocabulary(log, out=str(tmp_path / "out"), console=Console(quiet=True), engine="threads")

@@ -201,19 +201,13 @@ def test_invalid_config_file_prints_one_line(capsys: Capture, tmp_path: Path, co
     assert err.startswith(f"rayrec config: {file}: {line}")
 
 
-def test_run_name_is_one_folder() -> None:
+def test_run_name_results_and_summary_rows_are_well_formed(capsys: Capture) -> None:
     for name in ("..", ".", ".hidden", "-x", "a/b", "", "a b", "x" * 129, "a\n"):
         rejects("name: must have 1 to 128 letters", recipes.criteo_demo().replace, name=name)
     for name in ("a", "_b", "7", "a..b", "x" * 128, "größe_1.0-rc"):
         assert recipes.criteo_demo().replace(name=name).name == name
-
-
-def test_results_are_valid_json(capsys: Capture) -> None:
     print_json({"auroc": float("nan"), "logloss": 0.5}, sys.stdout)
     assert capsys.readouterr().out == '{\n  "auroc": null,\n  "logloss": 0.5\n}\n'
-
-
-def test_summary_rows_end_with_report_and_next_steps() -> None:
     summary = {"metrics": {"auroc": 0.7}, "rows_per_s": 1.0, "blocked_fraction": 0.0, "rows": 1, "steps": 1, "wall_s": 1.0}
     summary["checkpoint"] = "runs/a/checkpoints/step_00000001"
     rows = dict(summary_rows(summary, folder="runs/a"))
@@ -238,13 +232,10 @@ def test_old_flag_prints_notice(capsys: Capture, command: str, words: str, notic
     assert (printed.err.count("\n"), printed.out) == (int(bool(notice)), "")
 
 
-def test_old_flag_sets_its_field() -> None:
+def test_old_flag_sets_its_field_and_model_flag_selects_model() -> None:
     (config,) = parse(COMMANDS["train"], ["criteo_kaggle", "--workload.profile.min-count", "7"]).arguments
     assert isinstance(config.workload, ClickWorkload)
     assert config.workload.preset.min_count == 7
-
-
-def test_model_flag_selects_model() -> None:
     flags = "criteo_kaggle --model finalnet --workload.model.first-tower 8"
     (config,) = parse(COMMANDS["train"], flags.split()).arguments
     assert isinstance(config.workload, ClickWorkload)
@@ -286,14 +277,11 @@ def test_failed_gate_prints_report_and_error(capsys: pytest.CaptureFixture[str],
     assert re.match(r"rayrec validate: .*min.rows", err.splitlines()[-1])
 
 
-def test_switches_stop_at_job_command() -> None:
+def test_switches_stop_at_job_and_overview_lists_commands(capsys: Capture) -> None:
     words, switches = cli.take_switches(["--env", "A", "-q", "--", "train", "clicks", "-v"])
     assert (words, switches) == (["--env", "A", "--", "train", "clicks", "-v"], {"-q"})
     config, job = parse(COMMANDS["supervise"], words).arguments
     assert (config, job) == (recipes.clicks(), ["clicks", "-v"])
-
-
-def test_overview_lists_all_commands(capsys: Capture) -> None:
     status, out, _ = run(capsys, "--help")
     assert status == 0
     assert [name for name in COMMANDS if not re.search(rf"^.{{8}}{name} ", out, re.MULTILINE)] == []
@@ -402,8 +390,7 @@ def call_of(line: str) -> dict[str, Any]:
         if prefix not in signature.parameters:
             fields = {field.name for field in dataclasses.fields(cls)} - set(signature.parameters)
             options = {field: given.pop(field) for field in fields & given.keys()}
-            config = settings(cls, options, given)
-            made.update(changes(config, settings(cls, {}, given)))
+            made.update(changes(settings(cls, options, given), settings(cls, {}, given)))
     for parameter, value in given.items():
         if isinstance(value, TrainConfig):
             made["recipe"] = value.recipe

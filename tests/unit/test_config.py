@@ -54,18 +54,12 @@ def test_wrong_types_raise_with_field_name(changes: dict[str, Any]) -> None:
     assert "Outer.inner" not in line or name == "Outer.inner"
 
 
-def test_int_converts_to_float_and_list_to_tuple() -> None:
+def test_values_are_converted_and_nested_fields_updated_by_name() -> None:
     changed = Outer().replace(inner={"rate": 1, "sizes": [4, 5]}, limit=7)
     assert (changed.inner.rate, changed.inner.sizes, changed.limit) == (1, (4, 5), 7)
-
-
-def test_unknown_field_error_suggests_closest() -> None:
     rejects(r"step: Outer has no such field; did you mean 'steps'", Outer().replace, step=1)
     rejects(r"inner\.ratee: Inner has no such field; did you mean 'rate'", Outer().replace, inner={"ratee": 1.0})
     rejects(r"qqq: Outer has no such field; it has name, steps", Outer().replace, qqq=1)
-
-
-def test_nested_dict_updates_named_fields_only() -> None:
     before = Outer(inner=Inner(rate=0.5))
     after = before.replace(inner={"sizes": (9,)}, name="b")
     assert (after.inner.rate, after.inner.sizes, after.name) == (0.5, (9,), "b")
@@ -75,15 +69,12 @@ def test_nested_dict_updates_named_fields_only() -> None:
         before.name = "c"  # type: ignore[misc]
 
 
-def test_yaml_round_trip_keeps_hash() -> None:
+def test_yaml_round_trip_keeps_hash_of_fields() -> None:
     config = Outer(name="ä: #1", limit=5, labels={"zone": "a"}, inner=Inner(rate=1e-7, sizes=()), other=Inner())
     stored = yaml.safe_load(config.to_yaml())
     assert list(stored) == ["class", *(field.name for field in dataclasses.fields(Outer))]
     again = Outer(other=Inner(rate=3.0)).updated(stored)
     assert (again, again.config_hash(), again.to_yaml()) == (config, config.config_hash(), config.to_yaml())
-
-
-def test_hash_depends_on_fields_only() -> None:
     base = Outer()
     assert base.config_hash() == Outer().config_hash()
     changes: list[dict[str, Any]] = [{"steps": 4}, {"limit": 1}, {"inner": {"rate": 0.2}}, {"other": Inner()}]
@@ -128,13 +119,15 @@ class Moved(Config):
     now: int = 1
 
 
-def test_old_field_name_warns() -> None:
+def test_old_names_warn() -> None:
     with pytest.warns(FutureWarning, match=r"Moved\.before is now now; the old name will be removed in the next release"):
         assert Moved().replace(before=2) == Moved(now=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # what a file of an earlier version says needs no notice
         assert Moved().updated({"before": 3}) == Moved(now=3)
     rejects("before: is the old name of now, which is set too", Moved().updated, {"before": 2, "now": 3})
+    with pytest.warns(FutureWarning, match=r"rayrec\.ReplicatedWorkload is now rayrec\.DataParallelWorkload"):
+        assert rayrec.ReplicatedWorkload is rayrec.DataParallelWorkload
 
 
 def test_config_tuple_items_are_validated() -> None:
@@ -145,11 +138,6 @@ def test_config_tuple_items_are_validated() -> None:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Several(Config):
     items: tuple[Moved, ...] = ()
-
-
-def test_old_public_name_warns() -> None:
-    with pytest.warns(FutureWarning, match=r"rayrec\.ReplicatedWorkload is now rayrec\.DataParallelWorkload"):
-        assert rayrec.ReplicatedWorkload is rayrec.DataParallelWorkload
 
 
 # Finding recipes by name or file, and loading of configurations -------------------------------------------------------
@@ -202,7 +190,7 @@ def test_published_recipes_match_settings(name: str) -> None:
     assert recipes.PUBLISHED[name] == "criteo_kaggle"
 
 
-def test_custom_recipe_loads_from_file(own: Path) -> None:
+def test_recipe_file_is_loaded_and_checked_and_its_errors_propagate(own: Path) -> None:
     recipe = recipes.find(f"{own}:small")
     assert recipe().batch_size == 7
     assert recipes.find(f"{own}:small") is recipe  # the file is run once
@@ -211,12 +199,12 @@ def test_custom_recipe_loads_from_file(own: Path) -> None:
     rejects(r"no recipe 'small'.*FILE.py:FUNCTION", recipes.load_config, text)
     with pytest.raises(InputError, match="belongs to recipe 'criteo_demo', got recipe 'small'"):
         recipes.load_config(recipes.criteo_demo().to_yaml(), recipe=recipe)
-
-
-def test_find_rejects_invalid_recipes(own: Path) -> None:
     wrong = r"wrong\(\) must return a rayrec.TrainConfig"
     for name, message in {"NUMBER": "function 'NUMBER' not found", "none": "function 'none' not found", "wrong": wrong}.items():
         rejects(message, recipes.find, f"{own}:{name}")
+    own.write_text("raise RuntimeError('in the file')")
+    fails_with(RuntimeError, "in the file", recipes.find, f"{own}:small")
+    assert own.stem not in sys.modules
 
 
 @pytest.mark.parametrize("name", ["json", "zipapp"])
@@ -232,9 +220,3 @@ def test_recipe_file_shadows_no_module(name: str, tmp_path: Path, monkeypatch: p
     with pytest.raises(InputError, match=r"another file with this name was already imported. Rename the file"):
         recipes.find(f"{tmp_path}/other/{name}.py:small")
     del sys.modules[f"recipe_file_{name}"]
-
-
-def test_recipe_file_error_propagates(own: Path) -> None:
-    own.write_text("raise RuntimeError('in the file')")
-    fails_with(RuntimeError, "in the file", recipes.find, f"{own}:small")
-    assert own.stem not in sys.modules

@@ -72,10 +72,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "quantize": (command("export run --out x --quantize int3"), "int3"),
     # configuration files
     "config absent": (command("train --config=FOLDER/none.yaml"), "none.yaml: no such file"),
-    "config of another type": (
-        command("train --config=FOLDER/a.yaml", a__yaml="recipe: clicks\nsteps: many"),
-        "steps: has the wrong type",
-    ),
+    "other type": (command("train --config=FOLDER/a.yaml", a__yaml="recipe: clicks\nsteps: many"), "steps: has the wrong type"),
     # data
     "no data": (command("train criteo_demo"), "--train-data.path"),
     "data absent": (train("--train-data.path FOLDER/none"), "none: no such file or folder"),

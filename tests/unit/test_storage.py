@@ -175,9 +175,8 @@ def test_folders_are_listed_copied_and_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("replaced", [0, 1])
 def test_write_replaces_only_one_linked_file(tmp_path: Path, prefix: str, replaced: int) -> None:
     (tmp_path / "other").write_bytes(b"other")
-    names = ["a", "new/b"]
-    urls = [f"{prefix}{tmp_path}/{name}" for name in names]
-    target, kept = urls[replaced], tmp_path / names[1 - replaced]
+    urls = [f"{prefix}{tmp_path}/a", f"{prefix}{tmp_path}/new/b"]
+    target, kept = urls[replaced], tmp_path / ("new/b", "a")[replaced]
 
     def write_locally() -> None:
         with storage.writing(target) as local:
@@ -203,9 +202,7 @@ def test_write_replaces_only_one_linked_file(tmp_path: Path, prefix: str, replac
     assert sorted(file.name for file in tmp_path.rglob("*") if file.is_file()) == [kept.name, "other"]
 
 
-# Errors of stores
-
-# As pyarrow says it, of a real store.
+# Errors of stores, as pyarrow says them, of a real one.
 _HEAD = "When getting information for key 'a' in bucket 'logs': AWS Error {} during HeadObject operation: {}"
 _REFUSED = "curlCode: 7, Could not connect to server; Details: Failed to connect to 127.0.0.1:9 after 0 ms: Could not"
 S3_TROUBLE: dict[str, list[tuple[str, str]]] = {
@@ -233,8 +230,6 @@ S3_TROUBLE: dict[str, list[tuple[str, str]]] = {
         ("NO_SUCH_UPLOAD", "The specified upload does not exist."),
     ],
 }
-
-
 # As pyarrow says it, of gcp-storage-emulator, Azurite and a server that gives these answers.
 _GOOGLE = "google::cloud::Status({} error_info={{reason=, domain=, metadata={{gcloud-cpp.retry.on-entry=false}}}})"
 _NO_ACCESS = 'PERMISSION_DENIED: with a last message of {"error": {"message": "no access"}}'
@@ -278,7 +273,7 @@ def test_errors_are_classified_by_text(url: str, error: Exception, expected: str
     assert str(raised).startswith(url.removesuffix("/a"))
 
 
-def test_retries_end_at_limit() -> None:
+def test_retries_end_at_limit_which_environment_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = OSError(_HEAD.format("NETWORK_CONNECTION", _REFUSED))
     with storage.retry_timeout(5):
         assert retry.retry("s3://logs/a", at_first([refused] * 2, lambda: 7), hint=str) == 7
@@ -286,9 +281,6 @@ def test_retries_end_at_limit() -> None:
     with storage.retry_timeout(0), pytest.raises(OSError, match=r"^s3://logs/a: the store was unavailable for 0 s \(could not"):
         retry.retry("s3://logs/a", once, hint=str)
     assert once() == 7  # it was called once
-
-
-def test_outage_limit_reads_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert retry.outage_s() == storage.OUTAGE_S
     monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "2.5")
     assert retry.outage_s() == 2.5
@@ -332,7 +324,7 @@ def test_google_and_azure_locations_match_their_tools(monkeypatch: pytest.Monkey
     assert "hush" not in rejects(r"^AZURE_STORAGE_CONNECTION_STRING: must be a list", AzureLocation.of, "az://logs/a")
 
 
-def test_s3_location_matches_aws_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_location_matches_aws_tools_and_url_options_stay_at_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     config = tmp_path / "config"
@@ -352,9 +344,6 @@ def test_s3_location_matches_aws_tools(tmp_path: Path, monkeypatch: pytest.Monke
     assert S3Location.of("s3://bucket?allow_bucket_creation=true").flags == ("allow_bucket_creation",)
     config.write_text("rubbish")
     rejects("must be an AWS config file", S3Location.of, "s3://bucket")
-
-
-def test_s3_url_options_stay_at_end() -> None:
     url = "s3://bucket/runs?region=x&scheme=http"
     assert storage.join(url, "demo", "events.jsonl") == "s3://bucket/runs/demo/events.jsonl?region=x&scheme=http"
     assert storage.join("s3://bucket?region=x", "a") == "s3://bucket/a?region=x"
@@ -474,7 +463,7 @@ def test_folders_of_killed_process_are_removed(tmp_path: Path) -> None:
     assert sorted(sweep(tmp_path)) == kept
 
 
-def test_folder_removed_as_abandoned_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_folder_is_replaced_and_all_folders_use_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Removed by another process between its creation and its lock."""
     make, made = tempfile.mkdtemp, []
 
@@ -488,9 +477,6 @@ def test_folder_removed_as_abandoned_is_replaced(tmp_path: Path, monkeypatch: py
     with Scratch("attempt", parent=str(tmp_path)) as folder:
         assert [str(path) for path in tmp_path.iterdir()] == [folder] == made[1:]
     assert not list(tmp_path.iterdir())
-
-
-def test_all_temporary_folders_use_scratch() -> None:
     source = Path(rayrec.__file__).parent
     own = [path for path in source.rglob("*.py") if re.search(r"TemporaryDirectory|mkdtemp", path.read_text())]
     assert own == [source / "storage" / "scratch.py"]
