@@ -81,7 +81,7 @@ def model_of(vocabulary_size: int = 30, *, seed: int = 0, scale: float = 5.0) ->
 
 
 # -- the arithmetic
-def test_row_losses_match_model_loss() -> None:
+def test_row_losses_match_model_loss_perplexity_and_score() -> None:
     model = model_of(scale=1.0)
     text_blocks = torch.randint(0, 30, (5, BLOCK))
     losses = row_losses(model, text_blocks)
@@ -89,9 +89,6 @@ def test_row_losses_match_model_loss() -> None:
     assert losses.mean().item() == pytest.approx(model(text_blocks, labels=text_blocks).loss.item(), rel=1e-6)
     for row, loss in zip(text_blocks, losses, strict=True):
         assert loss.item() == pytest.approx(model(row[None], labels=row[None]).loss.item(), rel=1e-5)
-
-
-def test_perplexity_and_score() -> None:
     workload = LanguageWorkload()
     assert workload.metrics({"loss": 2.0}) == {"loss": 2.0, "perplexity": pytest.approx(math.exp(2.0))}
     assert math.isfinite(workload.metrics({"loss": 1e6})["perplexity"])
@@ -124,28 +121,12 @@ def made(model: torch.nn.Module, *rows: list[int], count: int, temperature: floa
     return generate(model, prompts, lengths, chances=chances, temperature=temperature, **how).tolist()
 
 
-def test_greedy_text_matches_transformers() -> None:
+def test_greedy_text_matches_transformers_and_without_cache() -> None:
     model = model_of()
     prompt, greedy = torch.tensor([[3, 1, 4]]), {"max_new_tokens": BLOCK - 3, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **greedy)[0, 3:].tolist()
     assert made(model, [3, 1, 4], count=BLOCK - 3) == [expected]
 
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_continuation_is_independent_of_padding(temperature: float) -> None:
-    """Includes generation past the window, which continues from the latter half."""
-    model = model_of()
-    chances = torch.rand(3, 40, generator=torch.Generator().manual_seed(1))
-    rows = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [2]]
-    together = made(model, *rows, count=40, temperature=temperature, chances=chances)
-    for number, row in enumerate(rows):
-        # The longest has no padding in either; the others go on alike up to where windows end at other tokens.
-        count = 40 if number == 1 else 10
-        own = chances[number : number + 1, :count]
-        assert made(model, row, count=count, temperature=temperature, chances=own)[0] == together[number][:count]
-
-
-def test_generation_without_cache_matches() -> None:
     class Forgetful(torch.nn.Module):
         """Wrapper that passes all tokens in each call."""
 
@@ -162,7 +143,21 @@ def test_generation_without_cache_matches() -> None:
     assert made(Forgetful(), [3, 1, 4], count=40) == made(model_of(), [3, 1, 4], count=40)
 
 
-def test_sampling_follows_probabilities() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_continuation_is_independent_of_padding(temperature: float) -> None:
+    """Includes generation past the window, which continues from the latter half."""
+    model = model_of()
+    chances = torch.rand(3, 40, generator=torch.Generator().manual_seed(1))
+    rows = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [2]]
+    together = made(model, *rows, count=40, temperature=temperature, chances=chances)
+    for number, row in enumerate(rows):
+        # The longest has no padding in either; the others go on alike up to where windows end at other tokens.
+        count = 40 if number == 1 else 10
+        own = chances[number : number + 1, :count]
+        assert made(model, row, count=count, temperature=temperature, chances=own)[0] == together[number][:count]
+
+
+def test_sampling_follows_probabilities_and_depends_on_prompt_only() -> None:
     model = model_of(scale=2.0)
     probabilities = model(torch.tensor([[3, 1, 4]])).logits[0, -1].softmax(dim=0)
     rows = 4000
@@ -172,19 +167,6 @@ def test_sampling_follows_probabilities() -> None:
     assert (shares - probabilities).abs().max() < 0.03
     assert made(model, [3, 1, 4], count=1, temperature=1.0, chances=torch.tensor([[0.0]]))[0][0] >= 0
     assert made(model, [3, 1, 4], count=1, temperature=1.0, chances=torch.tensor([[1 - 2**-24]]))[0][0] < 30
-
-
-def test_generation_stops_at_end_token() -> None:
-    model = model_of(TextTokenizer(bytes_bpe([TEXT * 20], 280), "tokenizer").vocabulary_size)
-    free = made(model, [3, 1, 4], [5, 9], count=30)
-    end = free[0][4]
-    stopped = made(model, [3, 1, 4], [5, 9], count=30, end_token=end)
-    first = free[0].index(end)
-    assert (stopped[0][: first + 1], set(stopped[0][first:])) == (free[0][: first + 1], {end})
-    assert len(made(model, [3, 1, 4], count=30, end_token=end)[0]) == first + 1  # nothing is made after it
-
-
-def test_sampling_depends_on_prompt_only() -> None:
     model = model_of(TOKENIZER.vocabulary_size, scale=1.0)
     settings: dict[str, Any] = {"tokenizer": TOKENIZER, "window": BLOCK, "max_new_tokens": 8, "temperature": 1.0}
 
@@ -197,6 +179,16 @@ def test_sampling_depends_on_prompt_only() -> None:
     assert together[1] == texts("fox")[0]
     assert together[0] != together[1]
     assert all(len(text) == 8 for text in together)
+
+
+def test_generation_stops_at_end_token() -> None:
+    model = model_of(TextTokenizer(bytes_bpe([TEXT * 20], 280), "tokenizer").vocabulary_size)
+    free = made(model, [3, 1, 4], [5, 9], count=30)
+    end = free[0][4]
+    stopped = made(model, [3, 1, 4], [5, 9], count=30, end_token=end)
+    first = free[0].index(end)
+    assert (stopped[0][: first + 1], set(stopped[0][first:])) == (free[0][: first + 1], {end})
+    assert len(made(model, [3, 1, 4], count=30, end_token=end)[0]) == first + 1  # nothing is made after it
 
 
 def test_prompts_are_read_from_lines(tmp_path: Path) -> None:
@@ -229,7 +221,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return config, str(folder / "step"), model
 
 
-def test_checkpoint_stores_tied_weights_once(saved: Saved) -> None:
+def test_tied_weights_are_stored_once_and_export_loads_elsewhere(saved: Saved, tmp_path: Path) -> None:
     config, folder, model = saved
     names = list(checkpoint.Checkpoint(folder).manifest()["tensors"])
     assert "model.transformer.wte.weight" in names
@@ -237,6 +229,16 @@ def test_checkpoint_stores_tied_weights_once(saved: Saved) -> None:
     loaded = load_model(config.workload, config, checkpoint=folder)
     text_blocks = torch.randint(0, model.config.vocab_size, (2, BLOCK))
     assert torch.equal(loaded(text_blocks).logits, model.eval()(text_blocks).logits)
+    told = config.workload.export(config, checkpoint=folder, out=str(tmp_path / "out"))
+    assert told["bytes"] == (tmp_path / "out" / "model.safetensors").stat().st_size
+    other, problems = GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(problems.values())
+    text_blocks = torch.randint(0, model.config.vocab_size, (2, BLOCK))
+    assert torch.equal(other(text_blocks).logits, model.eval()(text_blocks).logits)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ours = load_tokenizer(f"{folder}/tokenizer")
+    assert tokenizer("the lazy fox")["input_ids"] == ours.encode("the lazy fox").tolist()
+    assert tokenizer.eos_token_id == ours.end_token == other.config.eos_token_id
 
 
 def test_predictions_continue_prompts(saved: Saved, tmp_path: Path) -> None:
@@ -257,7 +259,7 @@ def test_predictions_continue_prompts(saved: Saved, tmp_path: Path) -> None:
     assert all(columns["text"])
 
 
-def test_scoring_uses_checkpoint_tokenizer(saved: Saved, tmp_path: Path) -> None:
+def test_scoring_uses_tokenizer_and_cut_of_training(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, folder, _ = saved
     (tmp_path / "more.txt").write_text(TEXT * 3)
     source = config.workload.open_labelled(config, checkpoint=folder, path=str(tmp_path / "more.txt"))
@@ -267,10 +269,6 @@ def test_scoring_uses_checkpoint_tokenizer(saved: Saved, tmp_path: Path) -> None
     folder_of(tmp_path / "other", files=characters(set("other characters")))
     open_labelled = partial(config.workload.open_labelled, config, checkpoint=folder)
     rejects("tokenizer does not match the model", open_labelled, path=str(tmp_path / "other"))
-
-
-def test_scoring_cuts_text_as_training(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, folder, _ = saved
     reads = watched(monkeypatch, text_blocks, "read_texts")
     (tmp_path / "more.txt").write_text(TEXT * 3)
     older = tmp_path / "older"
@@ -283,21 +281,9 @@ def test_scoring_cuts_text_as_training(saved: Saved, tmp_path: Path, monkeypatch
     assert [part_bytes for _, part_bytes, _ in reads] == [PART_BYTES, 4 << 20]
 
 
-def test_export_loads_in_transformers(saved: Saved, tmp_path: Path) -> None:
-    config, folder, model = saved
-    told = config.workload.export(config, checkpoint=folder, out=str(tmp_path / "out"))
-    assert told["bytes"] == (tmp_path / "out" / "model.safetensors").stat().st_size
-    other, problems = GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(problems.values())
-    text_blocks = torch.randint(0, model.config.vocab_size, (2, BLOCK))
-    assert torch.equal(other(text_blocks).logits, model.eval()(text_blocks).logits)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    ours = load_tokenizer(f"{folder}/tokenizer")
-    assert tokenizer("the lazy fox")["input_ids"] == ours.encode("the lazy fox").tolist()
-    assert tokenizer.eos_token_id == ours.end_token == other.config.eos_token_id
-
-
-def test_training_starts_from_pretrained_weights(saved: Saved, tmp_path: Path) -> None:
+def test_training_starts_from_pretrained_weights_unless_mismatched(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Covers exports, save_pretrained, and hub weights without the name prefix and with masks."""
     from safetensors.torch import load_file, save_file
 
@@ -319,10 +305,6 @@ def test_training_starts_from_pretrained_weights(saved: Saved, tmp_path: Path) -
     rejects(r"ln_f.bias must have shape \[16\], as in the model, got None", load_weights, other, str(hub))
     (hub / "model.safetensors").rename(hub / "pytorch_model.bin")
     rejects("model.safetensors not found. Other formats may contain code", load_weights, other, str(hub))
-
-
-def test_pretrained_weights_reject_mismatch(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, folder, model = saved
     config.workload.export(config, checkpoint=folder, out=str(tmp_path / "export"))
     begun = config.replace(workload={"weights": str(tmp_path / "export")})
     torch.manual_seed(5)
@@ -411,7 +393,7 @@ def test_plain_text_error_names_preprocess_command(tmp_path: Path) -> None:
         rejects(message, prepare, small(path), tmp_path)
 
 
-def test_resume_and_evaluation_reject_other_tokens(tmp_path: Path) -> None:
+def test_evaluation_rejects_other_tokens_and_uses_all_blocks(tmp_path: Path) -> None:
     folder_of(tmp_path / "tokens")
     folder_of(tmp_path / "same")
     folder_of(tmp_path / "other", files=characters(set("others")), text="others")
@@ -420,9 +402,6 @@ def test_resume_and_evaluation_reject_other_tokens(tmp_path: Path) -> None:
     assert tokens == same != other
     apart = configs[0].replace(eval_data={"path": str(tmp_path / "other")})
     rejects("block size, tokenizer or vocabulary does not match", prepare, apart, tmp_path)
-
-
-def test_evaluation_folder_without_validation_uses_all_blocks(tmp_path: Path) -> None:
     for name, sets in (("tokens", {"train": 8}), ("held_out", {"train": 5})):
         folder_of(tmp_path / name, sets=sets)
     config = small(tmp_path / "tokens").replace(eval_data={"path": str(tmp_path / "held_out")})
@@ -448,15 +427,12 @@ def test_generation_settings_are_validated(fields: dict[str, float]) -> None:
 TINY = GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=24, dropout=0.0)
 
 
-def test_num_parameters_matches_model() -> None:
+def test_num_parameters_and_function_match_huggingface() -> None:
     model = TINY.build(50, end_of_text=49)
     assert sum(parameter.numel() for parameter in model.parameters()) == TINY.num_parameters(50)
     assert model.lm_head.weight is model.transformer.wte.weight
     assert (model.config.eos_token_id, model.config.n_positions) == (49, 24)
-
-
-def test_function_matches_huggingface_settings() -> None:
-    """The fused activation equals GPT-2's. All other settings are transformers' defaults."""
+    # The fused activation equals GPT-2's. All other settings are transformers' defaults.
     from transformers import GPT2Config as HuggingFaceConfig
     from transformers import GPT2LMHeadModel
 

@@ -64,7 +64,7 @@ def moved(images: torch.Tensor, *, seed: int = 0, **fields: float) -> torch.Tens
     return augmented(images, **AugmentationConfig(**fields).to_dict())
 
 
-def test_augmentation_follows_seed_and_keeps_range() -> None:
+def test_augmentation_follows_seed_and_applies_to_training_only() -> None:
     images = torch.from_numpy(pictures(np.arange(20) % 10, seed=0))
     how = {"max_shift": 3.0, "max_rotation_degrees": 15.0, "max_scale": 0.1}
     result = moved(images, **how)
@@ -79,6 +79,12 @@ def test_augmentation_follows_seed_and_keeps_range() -> None:
     torch.testing.assert_close(moved(images), images.float(), atol=1e-2, rtol=0)
     assert moved(images[:0], **how).shape == (0, 28, 28)
     assert not AugmentationConfig().moves
+    tensors = {"images": torch.full((2, 8, 8), 7, dtype=torch.uint8), "labels": torch.tensor([0, 2])}
+    assert VisionWorkload(model=SMALL).augment(tensors) is tensors
+    changed = VisionWorkload(model=SMALL, augmentation=AugmentationConfig(max_shift=4.0)).augment(tensors)
+    assert changed["images"].dtype == torch.float32
+    assert changed["labels"] is tensors["labels"]
+    assert tensors["images"].dtype == torch.uint8
 
 
 def centres(images: torch.Tensor) -> torch.Tensor:
@@ -96,35 +102,13 @@ def spots(rows: int, *places: tuple[int, int]) -> torch.Tensor:
     return images
 
 
-def test_shifts_are_pixels() -> None:
+def test_shifts_are_pixels_and_measures_cross_entropy_and_hits() -> None:
     images = spots(400, (11, 23))
     shift = centres(moved(images, max_shift=3.0)) - centres(images.float())
     assert shift.abs().max() <= 3.01
     assert shift.max(dim=0).values.min() > 2.8
     assert shift.min(dim=0).values.max() < -2.8
     assert shift.mean(dim=0).abs().max() < 0.3
-
-
-@pytest.mark.parametrize("fields", [{"max_rotation_degrees": 20.0}, {"max_scale": 0.2}])
-def test_rotation_and_scaling_are_centered(fields: dict[str, float]) -> None:
-    """Uses non-square images: the aspect ratio must not affect the angle."""
-    middle = torch.tensor([11.5, 23.5])
-    across = centres(moved(spots(400, (11, 33)), **fields)) - middle
-    up = centres(moved(spots(400, (3, 23)), **fields)) - middle
-    lengths = across.norm(dim=1) / 10, up.norm(dim=1) / 8
-    torch.testing.assert_close(*lengths, atol=0.02, rtol=0)  # the same chance in both calls
-    angles = torch.atan2(across[:, 0], across[:, 1]).rad2deg(), torch.atan2(-up[:, 1], up[:, 0]).rad2deg()
-    angles = angles[0], (angles[1] + 360) % 360 - 180
-    torch.testing.assert_close(*angles, atol=1.0, rtol=0)
-    if "max_scale" in fields:
-        assert angles[0].abs().max() < 0.5
-        assert (lengths[0].min().item(), lengths[0].max().item()) == pytest.approx((0.8, 1.2), abs=0.02)
-    else:
-        assert lengths[0].sub(1).abs().max() < 0.02
-        assert (angles[0].min().item(), angles[0].max().item()) == pytest.approx((-20, 20), abs=0.7)
-
-
-def test_measures_are_cross_entropy_and_hits() -> None:
     workload = VisionWorkload(model=SMALL, label_smoothing=0.2)
     table = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0]])
     tensors = {"images": torch.zeros(2, 8, 8, dtype=torch.uint8), "labels": torch.tensor([0, 2])}
@@ -144,13 +128,23 @@ def test_measures_are_cross_entropy_and_hits() -> None:
     assert workload.score({"accuracy": 0.5, "loss": 3.0}) == 0.5
 
 
-def test_augmentation_applies_to_training_only() -> None:
-    tensors = {"images": torch.full((2, 8, 8), 7, dtype=torch.uint8), "labels": torch.tensor([0, 2])}
-    assert VisionWorkload(model=SMALL).augment(tensors) is tensors
-    changed = VisionWorkload(model=SMALL, augmentation=AugmentationConfig(max_shift=4.0)).augment(tensors)
-    assert changed["images"].dtype == torch.float32
-    assert changed["labels"] is tensors["labels"]
-    assert tensors["images"].dtype == torch.uint8
+@pytest.mark.parametrize("fields", [{"max_rotation_degrees": 20.0}, {"max_scale": 0.2}])
+def test_rotation_and_scaling_are_centered(fields: dict[str, float]) -> None:
+    """Uses non-square images: the aspect ratio must not affect the angle."""
+    middle = torch.tensor([11.5, 23.5])
+    across = centres(moved(spots(400, (11, 33)), **fields)) - middle
+    up = centres(moved(spots(400, (3, 23)), **fields)) - middle
+    lengths = across.norm(dim=1) / 10, up.norm(dim=1) / 8
+    torch.testing.assert_close(*lengths, atol=0.02, rtol=0)  # the same chance in both calls
+    angles = torch.atan2(across[:, 0], across[:, 1]).rad2deg(), torch.atan2(-up[:, 1], up[:, 0]).rad2deg()
+    angles = angles[0], (angles[1] + 360) % 360 - 180
+    torch.testing.assert_close(*angles, atol=1.0, rtol=0)
+    if "max_scale" in fields:
+        assert angles[0].abs().max() < 0.5
+        assert (lengths[0].min().item(), lengths[0].max().item()) == pytest.approx((0.8, 1.2), abs=0.02)
+    else:
+        assert lengths[0].sub(1).abs().max() < 0.02
+        assert (angles[0].min().item(), angles[0].max().item()) == pytest.approx((-20, 20), abs=0.7)
 
 
 # -- from files to rows
@@ -173,7 +167,7 @@ def test_sets_match_file_rows(without_ray: None, folder: Path, tmp_path: Path) -
     assert elsewhere.workload.set_rows(prepare(elsewhere)) == {"train": 60, "validation": 10, "test": 10}
 
 
-def test_resume_rejects_changed_images(without_ray: None, folder: Path, tmp_path: Path) -> None:
+def test_resume_and_prepare_reject_other_images(without_ray: None, folder: Path, tmp_path: Path) -> None:
     def loader_of(path: Path, state: dict[str, Any] | None = None) -> Loader[Any, Any]:
         config = mnist_resnet18(str(path)).replace(batch_size=8)
         return config.workload.make_loader(on_worker(config), prepare(config), state=state, step=0)
@@ -188,6 +182,10 @@ def test_resume_rejects_changed_images(without_ray: None, folder: Path, tmp_path
     *images, last = gzip.decompress(path.read_bytes())
     path.write_bytes(gzip.compress(bytes([*images, last ^ 1])))  # as many rows
     rejects(r"^train_data: [^\n]* data_hash [^\n]* another --name\.$", loader_of, moved, state)
+    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(np.zeros((2, 8, 8), np.uint8)))
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.zeros(2, np.uint8)))
+    with pytest.raises(InputError, match=r"test images of \(8, 8\) pixels do not match training images of \(28, 28\)"):
+        prepare(mnist_resnet18(str(folder)).replace(eval_data={"path": str(tmp_path)}))
 
 
 @pytest.mark.parametrize(
@@ -207,13 +205,6 @@ def test_prepare_rejects_unusable_input(without_ray: None, folder: Path, change:
         config.workload.check(config)
         prepare(config)
     assert "\n" not in str(raised.value)
-
-
-def test_prepare_rejects_test_images_of_other_size(without_ray: None, folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(np.zeros((2, 8, 8), np.uint8)))
-    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.zeros(2, np.uint8)))
-    with pytest.raises(InputError, match=r"test images of \(8, 8\) pixels do not match training images of \(28, 28\)"):
-        prepare(mnist_resnet18(str(folder)).replace(eval_data={"path": str(tmp_path)}))
 
 
 @pytest.mark.parametrize(
@@ -336,7 +327,7 @@ def test_predictions_and_samples_match_softmax(without_ray: None, folder: Path) 
         assert sample["probability"] == pytest.approx(columns["probability"][place], abs=1e-5)
 
 
-def test_export_has_torchvision_names(tmp_path: Path) -> None:
+def test_export_has_torchvision_names_and_recipes_are_complete(tmp_path: Path) -> None:
     config = mnist_resnet18().replace(workload={"model": SMALL, "mean": 0.25})
     model = SMALL.build()
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
@@ -348,9 +339,6 @@ def test_export_has_torchvision_names(tmp_path: Path) -> None:
     described = (tmp_path / "out" / "config.json").read_text()
     assert '"mean": 0.25' in described
     assert '"blocks": [' in described
-
-
-def test_recipes_are_complete() -> None:
     plain, better = mnist_resnet18("digits"), mnist_resnet18_augmented("digits")
     assert (plain.batch_size * plain.scaling.max_workers, plain.epochs, plain.train_data.shuffle) == (128, 2, "full")
     assert (plain.workload.optimizer.kind, plain.workload.optimizer.learning_rate) == ("adam", 1e-5)

@@ -30,17 +30,14 @@ def _slice(rows: EncodedRows, start: int, stop: int) -> EncodedRows:
     return EncodedRows(rows.dense[start:stop], [ids[start:stop] for ids in rows.ids], {"label": rows.label[start:stop]})  # type: ignore[index]
 
 
-def test_targets_mix_labels_and_probabilities(both: tuple[Saved, Saved]) -> None:
+def test_targets_mix_labels_and_probabilities_also_after_resume(both: tuple[Saved, Saved]) -> None:
     rows = both[1].rows(300, labelled=True)
     probabilities = 1 / (1 + np.exp(-both[1].logits(rows)))
     for weight in (0.25, 1.0):
         targets = load_targets(Teacher((str(both[1].checkpoint),), weight), both[1].preprocessor)(rows)
         assert targets.dtype == np.float32
         np.testing.assert_allclose(targets, (1 - weight) * rows.label + weight * probabilities, atol=1e-6)
-
-
-def test_targets_match_after_resume(both: tuple[Saved, Saved]) -> None:
-    """Bit-identical because each batch is scored as a whole, not in the pieces it consists of."""
+    # Bit-identical because each batch is scored as a whole, not in the pieces it consists of.
     targets = load_targets(Teacher((str(both[0].checkpoint),), 0.5), both[0].preprocessor)
     rows = both[0].rows(500, labelled=True)
 
@@ -57,7 +54,7 @@ def test_targets_match_after_resume(both: tuple[Saved, Saved]) -> None:
     assert len(BatchSlicer(iter(()), SCHEMA, targets=targets).take(0, loss_weight=1)) == 0
 
 
-def test_resumed_run_keeps_teacher(both: tuple[Saved, Saved], tmp_path: Path) -> None:
+def test_resumed_run_keeps_teacher_with_weight_and_checkpoint(both: tuple[Saved, Saved], tmp_path: Path) -> None:
     teachers = Path(shutil.copytree(both[0].run, tmp_path / "teacher"))
     student = tmp_path / "student"
     config = TeacherConfig(checkpoint=str(teachers), weight=0.5)
@@ -73,9 +70,6 @@ def test_resumed_run_keeps_teacher(both: tuple[Saved, Saved], tmp_path: Path) ->
     assert open_teacher(TeacherConfig(), run=str(student)) is None
     with pytest.raises(InputError, match="contains no complete checkpoint"):
         open_teacher(TeacherConfig(checkpoint=str(tmp_path / "none"), weight=0.5), run=str(tmp_path / "other"))
-
-
-def test_teacher_requires_weight_and_checkpoint() -> None:
     distilled = recipes.criteo_kaggle_distilled("log.txt")
     rejects(r"Pass --workload.teacher.checkpoint RUN", distilled.workload.check, distilled)
     given = distilled.replace(workload={"teacher": {"checkpoint": "runs/teacher"}})

@@ -47,7 +47,7 @@ def test_plan_for_absent_gpus_needs_no_log() -> None:
     assert unchecked.endswith("--cluster gpus=N,gpu_memory_gb=N,... sets their memory.")
 
 
-def test_adagrad_doubles_table_memory() -> None:
+def test_adagrad_doubles_and_adam_triples_table_memory() -> None:
     adagrad, plan = recipes.mlperf_dcnv2(), partial(rayrec.plan, tables=MLPERF_NUM_EMBEDDINGS)
     two = adagrad.replace(scaling={"num_workers": 2})
     doubled = r"26 tables need 194.7 GiB \(weights and optimizer state\), but 2 workers"
@@ -55,9 +55,6 @@ def test_adagrad_doubles_table_memory() -> None:
     less = GPUS.replace("memory_gb=1000", "memory_gb=100", 1)
     rejects("host memory, 15% kept free, for a checkpoint's copy", plan, adagrad, cluster=less)
     assert "adagrad" in adagrad.to_yaml()
-
-
-def test_adam_triples_table_memory() -> None:
     config = recipes.criteo_demo()
     sizes = {}
     for kind in ("sgd", "adam", "sparse_adam"):
@@ -69,10 +66,16 @@ def test_adam_triples_table_memory() -> None:
     rejects(tripled, rayrec.plan, large, cluster="cpus=8,nodes=1,memory_gb=64", tables=[10_000_000] * 26)
 
 
-def test_plan_includes_bucketized_columns() -> None:
+def test_plan_includes_columns_of_preset_and_preprocessor(tmp_path: Path) -> None:
     config = recipes.criteo_demo().replace(workload={"preset": FUXICTR_X4.to_dict()})
     assert "int_12" in rayrec.plan(config, tables=[10] * 39)
     rejects("must have one table size per sparse column \(39\), got 26", rayrec.plan, config, tables=[10] * 26)
+    # A preset can bucketize integers, so model columns differ from log columns.
+    values = np.random.default_rng(0).integers(0, 9, (200, 26))
+    lines = ("\t".join(["1", *map(str, range(13)), *(f"{value:08x}" for value in row)]) for row in values)
+    (tmp_path / "log.txt").write_text("\n".join(lines) + "\n")
+    learn(open_index(tmp_path / "log.txt"), preset=FUXICTR_X4).save(str(tmp_path / "preprocessor"))
+    assert "int_12" in rayrec.plan(recipes.criteo_demo().replace(workload={"preprocessor": str(tmp_path / "preprocessor")}))
 
 
 @pytest.mark.parametrize(
@@ -108,12 +111,17 @@ def test_worker_memory_is_sum_of_parts() -> None:
     assert "tables 160 B" in moved.text("cuda")
 
 
-def test_local_memory_excludes_object_store_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_excludes_object_store_and_is_shared_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "available_host_bytes", lambda: 20 * GB)
     config = recipes.criteo_demo()
     assert planning.local_memory(config, workers=2) == 7 * GB - PROCESS_BYTES
     config = config.replace(cluster={"object_store_bytes": 2 * GB})
     assert planning.local_memory(config, workers=2) == 9 * GB - PROCESS_BYTES
+    monkeypatch.setattr(worker.host_resources, "memory", lambda: Memory(total=10 * GB, available=6 * GB))
+    ranks: Any = SimpleNamespace(all_gather=lambda value: ["a", "b", "a"] if isinstance(value, str) else [value])
+    context: Any = SimpleNamespace(node="a", device=torch.device("cpu"), object_store_bytes=2 * GB)
+    (place,) = worker.gather_rank_resources(context, ranks)
+    assert place == RankResources("a", "cpu", host_bytes=2 * GB, max_host_bytes=4 * GB, device_bytes=None)
 
 
 def test_plan_waits_for_memory_of_other_processes() -> None:
@@ -131,23 +139,6 @@ def test_plan_waits_for_memory_of_other_processes() -> None:
     assert planned(full, can_wait=True) is None
     for place, can_wait in ((full, False), (small, True)):
         rejects("Use at least 2 workers", planned, place, can_wait=can_wait)
-
-
-def test_node_memory_is_shared_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.host_resources, "memory", lambda: Memory(total=10 * GB, available=6 * GB))
-    ranks: Any = SimpleNamespace(all_gather=lambda value: ["a", "b", "a"] if isinstance(value, str) else [value])
-    context: Any = SimpleNamespace(node="a", device=torch.device("cpu"), object_store_bytes=2 * GB)
-    (place,) = worker.gather_rank_resources(context, ranks)
-    assert place == RankResources("a", "cpu", host_bytes=2 * GB, max_host_bytes=4 * GB, device_bytes=None)
-
-
-def test_plan_uses_preprocessor_columns(tmp_path: Path) -> None:
-    """A preset can bucketize integers, so model columns differ from log columns."""
-    values = np.random.default_rng(0).integers(0, 9, (200, 26))
-    lines = ("\t".join(["1", *map(str, range(13)), *(f"{value:08x}" for value in row)]) for row in values)
-    (tmp_path / "log.txt").write_text("\n".join(lines) + "\n")
-    learn(open_index(tmp_path / "log.txt"), preset=FUXICTR_X4).save(str(tmp_path / "preprocessor"))
-    assert "int_12" in rayrec.plan(recipes.criteo_demo().replace(workload={"preprocessor": str(tmp_path / "preprocessor")}))
 
 
 # Communication volumes against numbers computed by hand ---------------------------------------------------------------
@@ -208,29 +199,23 @@ def test_exchanges_depend_on_sharding(
     assert (found.sent_inside, found.sent_between, found.received_between) == (sent_inside, sent_between, received_between)
 
 
-def test_replicated_weights_reduce_in_float32_ring() -> None:
+def test_weights_reduce_in_float32_and_half_precision_halves_the_rest() -> None:
     found = traffic(table("a", "data_parallel", [0, 1, 2, 3]), dense_weights=1000, exchange_bytes=2)
     size = 2 * 3 / 4 * 4 * (1000 + 100 * 16)
     assert found.flows["all_reduce"].sent_between == found.flows["all_reduce"].received_between == [size, size]
     assert found.flows["all_reduce"].sent_inside == [size, 0, size, 0]
     assert not any(found.flows["embeddings"].sent_between)
-
-
-def test_half_precision_halves_embedding_bytes() -> None:
     found = traffic(table("a", "table_wise", [0]), lookup=Lookup(ids=3.0, weighted=True), exchange_bytes=2)
     assert found.flows["embeddings"].sent_between == [640, 0]
     assert found.flows["ids"].sent_between == [0, 2 * ROWS * (4 + 3 * 8)]
 
 
-def test_one_worker_sends_no_bytes() -> None:
+def test_links_bound_rows_per_s_of_several_workers() -> None:
     found = traffic(table("a", "table_wise", [0]), num_workers=1, workers_per_node=1, dense_weights=1000)
     assert found.bytes_per_row() == (0, 0)
     assert found.rows_per_s(LinkBandwidth(10.0, 10.0)) is None
     assert found.limit(5000.0, LinkBandwidth(10.0)) == (5000.0, "model")
     assert found.text(LinkBandwidth(10.0)) == "One worker exchanges nothing."
-
-
-def test_links_bound_rows_per_s() -> None:
     found = traffic(table("a", "table_wise", [0]))
     # A step of 40 rows: 1280 bytes forward, as many back, and 160 of ids, one exchange after the other.
     seconds = (1280 + 1280 + 160) * 8 / 1e9
@@ -240,7 +225,7 @@ def test_links_bound_rows_per_s() -> None:
     assert found.rows_per_s(LinkBandwidth()) is None
 
 
-def test_compute_and_exchange_alternate() -> None:
+def test_exchange_alternates_with_compute_and_has_lookups_of_row() -> None:
     found = traffic(table("a", "table_wise", [0]), dense_weights=1000)
     exchanged_s = (2560 + 160 + 6000) * 8 / 1e9
     rate, limit = found.limit(40 / (2 * exchanged_s), LinkBandwidth(1.0))
@@ -248,10 +233,6 @@ def test_compute_and_exchange_alternate() -> None:
     rate, limit = found.limit(40 / (0.5 * exchanged_s), LinkBandwidth(1.0))
     assert (rate, limit) == (pytest.approx(40 / (1.5 * exchanged_s)), "network")
     assert found.limit(1000.0, LinkBandwidth()) == (1000.0, "model")
-
-
-def test_text_describes_communication() -> None:
-    found = traffic(table("a", "table_wise", [0]), dense_weights=1000)
     text = found.text(LinkBandwidth())
     assert "Workers send 702 B a row (6 B ids, 48 B embeddings, 48 B gradients of embeddings, 600 B gradients" in text
     assert "334 B inside nodes, 368 B between them." in text
@@ -261,9 +242,6 @@ def test_text_describes_communication() -> None:
     assert "  network  5.73M rows/s in all, by network_gbit=10\n" in text
     assert "About 851k rows/s of the 1M that GPUs of gpu_rows_per_s would train; the model takes more" in text
     assert "no limit" not in text
-
-
-def test_lookups_of_row() -> None:
     inputs = ModelInputs(2, ("a", "b", "c"), vocabularies=("a", "a", "c"), lists=(("b", 7), ("c", None)), weighted=True)
     workload = recipes.criteo_demo().workload
     found = lookups_of(workload, inputs, None)

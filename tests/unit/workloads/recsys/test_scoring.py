@@ -63,7 +63,7 @@ def _rows(preprocessor: Preprocessor, rows: int, *, labelled: bool = True) -> En
     return preprocessor.encode(raw)
 
 
-def test_scores_match_saved_model(both: tuple[Saved, Saved], config: TrainConfig) -> None:
+def test_scores_and_weight_bytes_match_saved_model(both: tuple[Saved, Saved], config: TrainConfig) -> None:
     preprocessor = both[1].preprocessor
     rows = _rows(preprocessor, 100)
 
@@ -78,9 +78,6 @@ def test_scores_match_saved_model(both: tuple[Saved, Saved], config: TrainConfig
     np.testing.assert_allclose(loaded.score(_rows(preprocessor, 1)), scores[:1], atol=1e-6)
 
     assert not np.allclose(open_served(str(both[0].checkpoint), config=config).score(rows), scores)
-
-
-def test_weight_bytes_exclude_optimizer(both: tuple[Saved, Saved]) -> None:
     expected = sum(parameter.numel() * 4 for parameter in both[1].model.parameters())
     assert weight_bytes(checkpoints.Checkpoint(str(both[1].checkpoint))) == expected
 
@@ -154,7 +151,7 @@ def test_loading_never_unpickles(copied: Path, config: TrainConfig, monkeypatch:
     assert not mark.exists()
 
 
-def test_checkpoint_files_include_preprocessor(tmp_path: Path) -> None:
+def test_checkpoint_files_have_preprocessor_and_config_all_fields(tmp_path: Path) -> None:
     config = recipes.criteo_demo("none")
     made = hashed_preprocessor([7] * 26, config.workload.schema)  # type: ignore[attr-defined]
     made.save(str(tmp_path / "cache" / "abc"))
@@ -165,9 +162,6 @@ def test_checkpoint_files_include_preprocessor(tmp_path: Path) -> None:
     assert Preprocessor.load(storage.join(place, "preprocessor")).hash() == made.hash()
     for name, file in described.items():
         assert file == {"bytes": len(Path(place, name).read_bytes()), "sha256": sha256_of(storage.join(place, name))}
-
-
-def test_load_config_keeps_unnamed_fields() -> None:
     partial = recipes.load_config("recipe: criteo_demo\nsteps: 7\nworkload:\n  model:\n    top_mlp: [32, 1]\n")
     assert partial == recipes.criteo_demo().replace(steps=7, workload={"model": {"top_mlp": (32, 1)}})
 
@@ -209,13 +203,20 @@ def test_exported_program_matches_logits(interaction: str, precision: str) -> No
         torch.testing.assert_close(program(dense[:1], pooled[:1]), expected[:1], atol=tolerance, rtol=tolerance)
 
 
-def test_empty_model_draws_no_random_numbers() -> None:
+def test_empty_model_draws_no_random_numbers_and_keeps_constants() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     with torch.device("meta"):
         network = SMALL.build(INPUTS)
     assert all(parameter.is_meta for parameter in network.parameters())
     assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    model = empty_model(_OwnConfig(), preprocessor=make_preprocessor(), precision="fp32")
+    assert torch.equal(torch.get_rng_state(), before)
+    model.network.load_state_dict({"weight": torch.tensor([2.0])}, assign=True)
+    scorer = make_scorer(model, [], row_format=RowFormat("fp32", 16), device="cpu")
+    assert scorer.parts()[0](torch.tensor([[5.0, 7.0]]), torch.zeros(1, 0)).tolist() == [14.0]
 
 
 class _Own(nn.Module):
@@ -233,16 +234,6 @@ class _Own(nn.Module):
 class _OwnConfig(ClickModelConfig):
     def build(self, inputs: ModelInputs, *, precision: str = "fp32") -> nn.Module:
         return _Own(inputs)
-
-
-def test_custom_network_keeps_constants() -> None:
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    model = empty_model(_OwnConfig(), preprocessor=make_preprocessor(), precision="fp32")
-    assert torch.equal(torch.get_rng_state(), before)
-    model.network.load_state_dict({"weight": torch.tensor([2.0])}, assign=True)
-    scorer = make_scorer(model, [], row_format=RowFormat("fp32", 16), device="cpu")
-    assert scorer.parts()[0](torch.tensor([[5.0, 7.0]]), torch.zeros(1, 0)).tolist() == [14.0]
 
 
 def test_model_without_label_measures_and_predicts(tmp_path: Path) -> None:
@@ -317,20 +308,14 @@ def test_counts_show_last_evaluation_only() -> None:
     assert told["hashed"] == (None, np.mean(ids[2] == 1))
 
 
-def test_wrapped_ids_report_no_unknown() -> None:
+def test_wrapped_ids_report_no_unknown_and_bins_have_equal_rows() -> None:
     counts = EvaluationCounts({"colour": SparseColumn(num_embeddings=10, num_tokens=9)}, label_heads("label"))
     metrics, logits = counts.make_metrics(), torch.tensor([-40.0, 0.0, 0.0, 40.0])
     for _ in counts.counted("test", iter([batch(np.zeros((1, 4), np.int32))])):
         metrics.update(StepOutput(torch.tensor(0.0), {"label": logits}, {"label": torch.ones(4)}))
     _, categories = counts.shown()
     assert categories["columns"][0]["unknown"] is None
-
-
-def test_expanded_ids_are_not_counted() -> None:
     assert counted_columns(KEYS, COLUMNS, expanded=True) == {}
-
-
-def test_reliability_bins_have_equal_rows() -> None:
     by_logit = np.zeros((3, 512))
     by_logit[0] = 100
     by_logit[2] = np.linspace(0, 100, 512)

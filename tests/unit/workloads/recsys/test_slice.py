@@ -67,7 +67,9 @@ def test_passed_gpu_speed_is_not_measured(config: TrainConfig, monkeypatch: pyte
     assert "--cluster gpus=N,gpu_memory_gb=N,... sets their memory" in found.text()
 
 
-def test_probe_trains_with_training_loop(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_trains_with_training_loop_on_wrapped_ids(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(forecasts, "_MEASURED_S", 0.0)
     trained: list[Any] = []
 
@@ -84,9 +86,6 @@ def test_probe_trains_with_training_loop(config: TrainConfig, tmp_path: Path, mo
     ((rows, seconds, cpu_s),) = trained
     assert rows == 9 * 14  # eight steps, and the batch that the pipeline had pulled by then
     assert (found.rows_per_s, found.cpu_s_per_row) == (rows / seconds, cpu_s / rows)
-
-
-def test_ids_wrap_in_smaller_table() -> None:
     ids = (np.array([0, 5, 9]), np.array([[1, 7], [2, 8], [3, 3]]), JaggedIds(np.array([4, 6]), np.array([0, 2, 0])))
     one, two, bags = folded(EncodedRows(np.zeros((3, 1), np.float32), ids), [5, 4, 10]).ids
     assert one.tolist() == [0, 0, 4]

@@ -48,15 +48,12 @@ def test_rows_follow_categories(old: SparseColumn, new: SparseColumn, old_tokens
     assert joined(old, new, tokens(*old_tokens), tokens(*new_tokens)).row_map.of(0, len(rows)).tolist() == rows
 
 
-def test_extended_vocabulary_needs_no_row_table() -> None:
+def test_extended_vocabulary_needs_no_table_and_others_are_rejected() -> None:
     found = joined(OLD, SparseColumn(num_embeddings=7, num_tokens=5), tokens(9, 4, 7), tokens(9, 4, 7, 1, 2))
     assert found.row_map.sources is None
     assert found.counts() == {"kept": 3, "fresh": 2, "dropped": 0}
     found = joined(GAP, LAST, tokens(9, 4, 7, 1, 2), tokens(2, 7, 5))
     assert found.counts() == {"kept": 2, "fresh": 1, "dropped": 3}
-
-
-def test_hashed_and_shared_rows_reject_other_columns() -> None:
     wider = SparseColumn(num_embeddings=200, num_tokens=None)
     hashed_to = "column a: must be hashed to 100 rows by the checkpoint's rule, got 200 rows"
     rejects(hashed_to, joined, HASHED, wider, tokens(), tokens())

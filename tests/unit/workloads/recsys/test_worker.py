@@ -19,15 +19,12 @@ from rayrec.workloads.recsys import worker
 from rayrec.workloads.recsys.worker import TimedSparseDist, Unwrapped
 
 
-def test_single_worker_dense_part_is_on_device(single_rank: None) -> None:
+def test_single_worker_step_has_no_device_sync(single_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, meta = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)), torch.device("meta")
     alone = {"env": ShardingEnv.from_local(1, 0), "plan": ShardingPlan({}), "data_parallel_wrapper": Unwrapped()}
     sharded = DistributedModelParallel(model, device=meta, init_parameters=False, **alone)
     assert {tensor.device.type for tensor in sharded.state_dict().values()} == {"meta"}
-
-
-def test_single_worker_step_has_no_device_sync(single_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of these methods blocks the host on a GPU. torch's optimizers call them on host memory only."""
+    # Each of these methods blocks the host on a GPU. torch's optimizers call them on host memory only.
     waits: list[str] = []
 
     def counted(name: str) -> Any:
