@@ -126,4 +126,4 @@ def test_days_are_folders_or_files() -> None:
 )
 def test_split_rejects_invalid_parts(options: dict[str, Any], message: str) -> None:
     rows = (2, 3, 5, 1, 5) if "overlap" in message else (2, 3, 5, 0, 0)
-    rejects(message, Split(**options).rows, days_of(*rows))
+    rejects(message, lambda: Split(**options).rows(days_of(*rows)))
