@@ -94,7 +94,7 @@ def test_quartet_cancels_drift_in_both_orders(seed: int) -> None:
     assert {tuple(spent.wall_s for spent in mine), tuple(spent.wall_s for spent in other)} == {(1.0, 1.331), (1.1, 1.21)}
 
 
-# What the benchmark of one GPU computes from what it measured, and how it refuses a machine without one --------------
+# What the benchmark of one GPU computes from what it measured, and how it refuses a machine without one ---------------
 def test_missing_gpu_is_reported_and_parts_are_selected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAYREC_GPU_TESTS_ON", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -157,7 +157,7 @@ def test_speed_rows_have_roofline_and_peer(dry_run: DryRun, monkeypatch: pytest.
     assert speed["bytes_per_row"]["tables"] == 4 * 26 * 3 * 128
 
 
-# What the benchmark of preemptions reads from the steps that were begun ----------------------------------------------
+# What the benchmark of preemptions reads from the steps that were begun -----------------------------------------------
 STAMPS = "7 0 100.0\n7 1 101.0\n7 2 102.0\n9 1 110.0\n9 2 111.0\n3 3 130.0\n3 4 13"
 
 
@@ -182,7 +182,7 @@ def test_preemptions_are_seeded_and_cost_what_restarts_do() -> None:
     assert all(150 * part <= step < 150 * part + 60 for part, step in enumerate(chosen))
 
 
-# The benchmark of starts reads a run's events into stages that leave no gap, and emits a row for each command and end ---
+# The benchmark of starts reads a run's events into stages without gaps, and emits a row for each command and end ------
 def events() -> list[dict[str, Any]]:
     """Of a command that began at 100 s."""
 
@@ -275,7 +275,7 @@ def test_row_prints_once_both_sides_are_known(capsys: pytest.CaptureFixture[str]
     assert all(row["s"] for row in failed)
 
 
-# A benchmark whose peer fails prints a row with the error, measures everything else, and its command ends with status 1 ---
+# A benchmark whose peer fails prints a row with the error, measures all else, and its command ends with status 1 ------
 ABORTS = """import os, sys
 print("connecting to s3://user:word@store with SECRET_KEY=hidden-word", file=sys.stderr)
 print("terminate called, api_key=hidden-word", file=sys.stderr)

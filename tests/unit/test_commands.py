@@ -352,7 +352,7 @@ def test_result_prints_table_or_json(capsys: Capture, out: Any, as_json: bool, q
     assert (out.getvalue(), capsys.readouterr().err) == (printed, noted)
 
 
-# Command lines of the documentation, deploy/ and tests -----------------------------------------------------------------
+# Command lines of the documentation, deploy/ and tests ----------------------------------------------------------------
 LINES = json.loads((Path(__file__).parents[1] / "golden" / "command_lines.json").read_text())
 SCHEMA = "{label: y, dense: [a], sparse: [b]}"
 CONFIG = "recipe: criteo_demo\nsteps: 7\n"

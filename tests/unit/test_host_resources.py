@@ -78,7 +78,7 @@ def test_usable_cpus_respect_affinity_and_granted(tmp_path: Path, monkeypatch: p
     assert usable_cpus(granted=4.0, root=tmp_path) == 2
 
 
-# Numbers are shown as people read them -------------------------------------------------------------------------------
+# Numbers are shown as people read them --------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0, "0"), (1e-17, "0"), (0.0125, "0.0125"), (9500, "9500"), (20000, "20k"), (1.5e6, "1.5M"), (-3e9, "-3G")],

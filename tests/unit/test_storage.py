@@ -105,7 +105,7 @@ def test_json_round_trips_with_nan_as_null(tmp_path: Path) -> None:
         rejects(r"value\.json: damaged", storage.read_json, str(path))
 
 
-# Streams -------------------------------------------------------------------------------------------------------------
+# Streams --------------------------------------------------------------------------------------------------------------
 def test_write_stream_is_atomic(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "file"
 
@@ -432,7 +432,7 @@ def test_glob_matches_same_files_locally_and_at_url(tmp_path: Path, glob: str, e
         assert found_in(f"{prefix}{tmp_path}", glob) == [f"{prefix}{tmp_path}/{name}" for name in expected]
 
 
-# Temporary folders of killed processes ---------------------------------------------------------------------------------
+# Temporary folders of killed processes --------------------------------------------------------------------------------
 OWNER = """
 import sys
 from rayrec.storage.scratch import Scratch

@@ -68,7 +68,6 @@ def test_s3_saver_waits_out_outage(s3_server: S3Store, bucket: str, monkeypatch:
     saver.close()
     assert (run.kinds(), run.newest()) == (["checkpoint", "checkpoint_late", "checkpoint"], run.at(2))
     checkpoint.verify(run.at(2))
-
     saver = run.saver(**SETTINGS, max_outage_s=10)
     save(saver, 3, values(3))
     s3_server.kill()

@@ -521,7 +521,6 @@ def test_full_disk_delays_save_then_raises(hurried: Run, small_disk: Path) -> No
     saver.wait()  # it comes by itself
     assert_good(hurried, 2)
     saver.close()
-
     ballast.write_bytes(b"x" * (os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize - 500_000))
     with pytest.raises(InputError, match=r"step_00000004: no space left. Free some or choose another --storage-path"):
         save(hurried.saver(max_outage_s=0.5), 4, many(4))
@@ -548,8 +547,8 @@ def test_file_size_limit_delays_save(hurried: Run) -> None:
 
 def test_attempt_waits_for_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.01)
-    token, lease = partial(checkpoint.write_token, str(tmp_path)), partial(checkpoint.acquire_lease, str(tmp_path / "hurried"))
-    for name, begin in (("write_bytes", token), ("write_json", partial(save_retry.retry_write, lease, path="hurried"))):
+    token, lease = partial(checkpoint.write_token, str(tmp_path)), partial(checkpoint.acquire_lease, str(tmp_path / "run"))
+    for name, begin in (("write_bytes", token), ("write_json", partial(save_retry.retry_write, lease, path="run"))):
         no_space = OSError(28, "No space left on device")
         with monkeypatch.context() as patch:
             patch.setattr(storage, name, at_first([no_space] * 2, getattr(storage, name)))
@@ -587,7 +586,6 @@ def test_checkpoint_restores_at_other_world_sizes(tmp_path: Path) -> None:
     assert checkpoint.weights_sha256(one) == checkpoint.weights_sha256(two) == checkpoint.weights_sha256(three)
     with mock.patch.object(reader, "_WINDOW_BYTES", 24):  # a range of rows then lies in several chunks
         assert checkpoint.weights_sha256(one) == checkpoint.weights_sha256(two) == checkpoint.weights_sha256(three)
-
     shutil.copytree(two.path, folder_of(folder, 4))
     (chunk,) = two.manifest()["tensors"]["model.rows"]["chunks"]
     harmed = Path(folder_of(folder, 4), chunk["file"])

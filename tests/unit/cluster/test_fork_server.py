@@ -236,7 +236,6 @@ def test_node_has_one_fork_server_until_ray_ends(node_manager: NodeManager, tmp_
     assert found == ["old", True]
     assert started(**{MODULES: "changes"}) == [template, "old", True]
     assert not node_manager.errors()
-
     module.write_text("SAID = 'not old'")
     assert started(**{MODULES: "changes"})[1:] == [None, False], "its template ends"
     assert "rayrec: this worker imports its modules itself: the fork server ended" in node_manager.errors()

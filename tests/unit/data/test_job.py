@@ -154,7 +154,6 @@ def test_job_resumes_copy_to_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             patch.setattr(storage, "remove_file", lambda path: copy_some(path, path))
         fails_with(KeyboardInterrupt, "", killed.__exit__, None, None, None)
     assert (COMPLETE in storage.list_folder(url)) == (copies == 2)
-
     with resumable_job(url, MADE_OF, last_file=None) as job:
         assert job.resumed
     assert storage.list_folder(url) == [COMPLETE, "a", "b"]

@@ -125,7 +125,6 @@ def test_encode(schema: Schema, data: st.DataObject, rng: random.Random) -> None
 def test_encode_many_rows(schema: Schema, rows: int) -> None:
     """More rows than a tile and, with 5,000, than the table of small logarithms pays for."""
     rng = random.Random(rows)
-
     (first, second), bits = KNOWN[schema.tokens], 64 if schema is ANY else 32
 
     def cell() -> int:

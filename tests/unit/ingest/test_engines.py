@@ -65,7 +65,7 @@ def test_policy_blocks_tasks_without_room() -> None:
     assert [may_start(1, waiting) for waiting in range(6)] == [True, True, True, True, False, False]
 
 
-# What is said if Spark does not start, without Spark -----------------------------------------------------------------
+# What is said if Spark does not start, without Spark ------------------------------------------------------------------
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[str]]:
     """Stands for a driver that waits for an executor."""

@@ -186,7 +186,7 @@ def test_binary_metrics_match_scikit_learn(case: tuple[np.ndarray, np.ndarray]) 
     assert result["normalized_entropy"] == pytest.approx(loss / entropy, rel=1e-9)
     assert result["calibration"] == pytest.approx(probability.sum() / labels.sum(), rel=1e-9)
     assert result["expected_calibration_error"] == pytest.approx(_calibration_error(logits, labels, 15), abs=1e-12)
-    assert (result["two_classes"], result["label_rate"]) == (len(labels), pytest.approx(rate))
+    assert (result["rows"], result["label_rate"]) == (len(labels), pytest.approx(rate))
 
 
 @settings(max_examples=100, deadline=None)
@@ -250,8 +250,8 @@ def test_undefined_metrics_are_nan() -> None:
     assert math.isnan(positives["auroc"])
     assert positives["calibration"] < 1
     empty = metrics.binary_metrics([], [])
-    assert empty["two_classes"] == 0
-    assert all(math.isnan(value) for name, value in empty.items() if name != "two_classes")
+    assert empty["rows"] == 0
+    assert all(math.isnan(value) for name, value in empty.items() if name != "rows")
 
 
 def test_binary_metrics_reject_invalid_rows() -> None:
@@ -293,7 +293,7 @@ def test_distributed_metrics_match_one_process(world_size: int, tmp_path: Path) 
         for ranks_result in results:
             got = ranks_result[index]
             assert repr(got) == repr(results[0][index])  # Bit-identical on all ranks, including NaN
-            for name in ("auroc", "two_classes", "label_rate"):
+            for name in ("auroc", "rows", "label_rate"):
                 assert repr(got[name]) == repr(wanted[name])
             assert got == pytest.approx(wanted, rel=1e-12, nan_ok=True)
 
@@ -302,15 +302,15 @@ def test_distributed_metrics_match_one_process(world_size: int, tmp_path: Path) 
 FEW = Resampling(resamples=200)
 
 
-def _rows(two_classes: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def _rows(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Return calibrated logits, and labels drawn from them."""
     generator = np.random.default_rng(seed)
-    logits = generator.normal(-1, 1.2, two_classes).astype(np.float32)
-    return logits, (generator.random(two_classes) < 1 / (1 + np.exp(-logits))).astype(np.uint8)
+    logits = generator.normal(-1, 1.2, rows).astype(np.float32)
+    return logits, (generator.random(rows) < 1 / (1 + np.exp(-logits))).astype(np.uint8)
 
 
 def _delong_by_pairs(logits: np.ndarray, others: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """Return (difference, standard error) by DeLong et al. 1988 directly, over all pairs of two_classes."""
+    """Return (difference, standard error) by DeLong et al. 1988 directly, over all pairs of rows."""
     placed = []
     for values in (logits, others):
         positives, negatives = values[labels == 1][:, None], values[labels == 0][None, :]
@@ -339,7 +339,7 @@ def test_resamples_match_poisson_distribution() -> None:
 
 
 def test_intervals_contain_true_value() -> None:
-    """Calibrated scores have calibration 1. About 90 intervals of 100 logs with 400 two_classes should contain it."""
+    """Calibrated scores have calibration 1. About 90 intervals of 100 logs with 400 rows should contain it."""
     held = 0
     for seed in range(100):
         low, high = intervals(*_rows(400, seed), Resampling(confidence=0.9, resamples=100, seed=seed))["calibration"]
@@ -366,9 +366,9 @@ def test_intervals_shrink_with_rows_and_contain_metric() -> None:
 
 
 def test_intervals_depend_on_seed_only() -> None:
-    two_classes = _rows(1000)
-    assert intervals(*two_classes, FEW) == intervals(*two_classes, FEW)
-    assert intervals(*two_classes, FEW) != intervals(*two_classes, Resampling(resamples=200, seed=1))
+    rows = _rows(1000)
+    assert intervals(*rows, FEW) == intervals(*rows, FEW)
+    assert intervals(*rows, FEW) != intervals(*rows, Resampling(resamples=200, seed=1))
 
 
 @pytest.mark.parametrize("decimals", [7, 1])

@@ -230,7 +230,7 @@ def test_table_optimizer_uses_group_learning_rate() -> None:
 
 
 # The schedule's values, training of all optimizers, and fused kernels that match their formulas -----------------------
-# Schedule ------------------------------------------------------------------------------------------------------------
+# Schedule -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("fields", "base", "rates"),
     [
@@ -277,7 +277,7 @@ def test_decay_fraction_is_end_of_run() -> None:
     assert optim.LearningRateSchedule(warmup_steps=2).for_steps(100) == optim.LearningRateSchedule(warmup_steps=2)
 
 
-# Configurations ------------------------------------------------------------------------------------------------------
+# Configurations -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("config", "fields", "message"),
     [
@@ -304,7 +304,7 @@ def test_optimizer_configs_reject_invalid_settings(config: type, fields: dict[st
     rejects(message, config, **fields)
 
 
-# Dense ---------------------------------------------------------------------------------------------------------------
+# Dense ----------------------------------------------------------------------------------------------------------------
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
@@ -417,7 +417,7 @@ def test_learning_rates_update_every_group() -> None:
         optim.set_learning_rates(optimizer, base_rates=[1.0], schedule=optim.LearningRateSchedule(), step=0)
 
 
-# Sparse: through TorchRec into the fused CPU kernel ------------------------------------------------------------------
+# Sparse: through TorchRec into the fused CPU kernel -------------------------------------------------------------------
 def _sharded(config: optim.SparseOptimizerConfig) -> tuple[Any, Any]:
     """Return a table of 5 rows by 4, all 1, table-wise on one rank, and its fused kernel."""
     table = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=5, feature_names=["f"])

@@ -109,11 +109,9 @@ def test_split_by_rows_is_random_and_stable(tmp_path: Path) -> None:
     assert (found["rows"], shares) == (3000, pytest.approx([0.7, 0.2, 0.1], abs=0.03))
     assert json.loads((tmp_path / "out" / "split.json").read_text())["options"]["seed"] == 0
     assert {file.name.partition("-")[0] for file in (tmp_path / "out").iterdir()} == {"split.json", *sizes}
-
     # What is trained on: the files by their names.
     ranges = Split(kind="named_files").rows(open_index(tmp_path / "out", SCHEMA))
     assert {name: stop - start for name, (start, stop) in ranges.items()} == sizes
-
     # The parts depend on the rows' numbers and the seed, not on files, row groups or tasks.
     again = split(written(table, tmp_path / "one", files=1), tmp_path / "again", "rows", validation=0.2)
     assert again["parts"]["validation"]["rows"] == found["parts"]["validation"]["rows"]
@@ -149,7 +147,6 @@ def test_split_by_time_holds_out_latest_rows(tmp_path: Path) -> None:
     in_order = np.sort(table.column("at").cast(pa.int64()).to_numpy())
     assert times["train"].max() < times["validation"].min() == in_order[3000 - 1050]
     assert times["validation"].max() < times["test"].min() == in_order[2700]
-
     dates = {"validation_from": "1970-01-01T00:05:00", "test_from": "1970-01-01T00:10:00+00:00"}
     split(path, tmp_path / "dates", "time", **dates)
     dated = {name: part.column("at").cast(pa.int64()).to_numpy() for name, part in parts_of(tmp_path / "dates").items()}
@@ -204,7 +201,6 @@ def test_split_keeps_line_bytes_and_skips_invalid_lines(tmp_path: Path) -> None:
         assert [place[line] for line in of_part] == sorted(place[line] for line in of_part)
     assert sorted(line for of_part in parts.values() for line in of_part) == sorted(lines)
     rejects("more than max_bad_fraction", split, str(log), tmp_path / "strict", "rows", schema=CRITEO)
-
     # Bytes do not depend on blocks; a group of text.
     split(str(log), tmp_path / "again", "rows", **allowing, block_bytes=1 << 17)
     assert {name: lines_of("again", name) for name in parts} == parts

@@ -102,7 +102,7 @@ def test_preemption_overrides_scale_up_which_waits_unlike_signals() -> None:
         assert (watch.poll()[0], watch.urgent()) == expected
 
 
-# SIGTERM and Ctrl-C: at once, or noted while workers save ------------------------------------------------------------
+# SIGTERM and Ctrl-C: at once, or noted while workers save -------------------------------------------------------------
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
 def test_signals_raise_or_are_noted(number: signal.Signals, error: type[BaseException]) -> None:
     before = signal.getsignal(number)

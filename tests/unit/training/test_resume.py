@@ -124,7 +124,6 @@ def test_shared_checkpoint_file_is_repaired_from_run(tmp_path: Path) -> None:
     checkpoint.verify(found)
     with pytest.raises(DamagedError, match="damaged"):  # the link to the others is broken
         checkpoint.verify(Checkpoint(folder_of(resumed.folder, 2)))
-
     tear(resumed.folder, 3, "data_00000.safetensors")  # so that the one before is needed
     Path(folder_of(resumed.folder, 1), "more/tokens.npy").write_bytes(b"abc")  # shorter: seen without reading
     found, setup, *_ = resumed.start()

@@ -182,7 +182,6 @@ def test_rejected_settings_change_no_file(tmp_path: Path, failing: Failing, monk
     failing(InputError("no room"), seed=5, log_every=3)
     assert f"Resuming {tmp_path}/run with changed settings (log_every: 1 -> 3)" in NOTES
     assert b"log_every: 3" in settings.read_bytes()
-
     finished = CONFIGS[-1].replace(steps=20, log_every=3, seed=5)
     summary = {"config_hash": run_hash(finished), "steps": 20, "epochs": 0.4, "checkpoint": "c"}
     storage.write_json(str(tmp_path / "run" / "summary.json"), summary)

@@ -157,7 +157,6 @@ def test_warm_start_without_changes_matches_original_run(tmp_path: Path) -> None
     one, two = train(runs[0]).summary, train(runs[1]).summary
     assert one["weights_sha256"] == two["weights_sha256"] != first["weights_sha256"]
     assert (one["steps"], one["rows"]) == (4, 400)
-
     # What resumes has its own checkpoint, and does not start with the old one again, which may be gone.
     train(runs[2].replace(steps=2))
     shutil.move(old, tmp_path / "moved")

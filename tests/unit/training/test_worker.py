@@ -161,7 +161,6 @@ def test_failed_matrix_product_is_skipped_or_returns_zero(
 ) -> None:
     monkeypatch.setattr(step_log, "_WINDOW_S", 0.001)
     whole = multiply_adds_per_s(CPU, precision="fp32")
-
     monkeypatch.setattr(torch.nn.functional, "linear", raising(NotImplementedError("no such operation")))
     if torch.backends.mkldnn.is_available():
         assert multiply_adds_per_s(CPU, precision="fp32") > 0

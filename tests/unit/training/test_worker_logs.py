@@ -77,7 +77,7 @@ def test_worker_logs_restores_caller_logging(tmp_path: Path, monkeypatch: pytest
     assert [line.rpartition(": ")[2] for line in lines] == ["a detail", "within", "a plan"] * 2
 
 
-# Events of kind data: when there is one, and what it says ------------------------------------------------------------
+# Events of kind data: when there is one, and what it says -------------------------------------------------------------
 def test_data_fields_returns_stage_shares() -> None:
     sums = dict.fromkeys(StageTimes.FIELDS, 0.0)
     sums |= {"cpus": 2.0, "rows": 1000.0, "blocks": 4.0, "waited_row_s": 500.0, "waited_block_s": 2.0}

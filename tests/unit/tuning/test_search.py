@@ -126,7 +126,6 @@ def test_killed_search_matches_uninterrupted_one(
     again = rayrec.tune(searched, search=SEARCH, console=QUIET)
     assert sorted(set(parts)) == [(0, 54), (1, 2), (1, 6), (1, 18), (1, 54), (3, 2), (3, 6), (4, 2)]
     assert len(parts) == len(set(parts)) + 1
-
     assert outcomes(again) == outcomes(found)
     assert again["compared"] == found["compared"]
 

@@ -100,7 +100,7 @@ def test_tune_config_rejects_invalid_values() -> None:
 
 
 # Table and page of a search -------------------------------------------------------------------------------------------
-def result(**changes: Any) -> dict[str, Any]:
+def search_result(**changes: Any) -> dict[str, Any]:
     def trial(number: int, values: dict[str, Any], best: float | None, **others: Any) -> dict[str, Any]:
         curve = [] if best is None else [[10, best - 0.01], [20, best]]
         told = {"state": "finished", "error": None, "step": 20, "rows": 2000, "seconds": 3.4, "checkpoint": "c"}
@@ -115,7 +115,7 @@ def result(**changes: Any) -> dict[str, Any]:
 
 
 def test_table_has_one_line_per_trial() -> None:
-    lines = table_text(result()).splitlines()
+    lines = table_text(search_result()).splitlines()
     assert lines[0].split() == ["trial", "dropout", "batch_size", "auroc", "step", "rows", "seconds", "state"]
     assert lines[1].split() == ["1", "0.25", "512", "0.75000", "20", "2,000", "3", "finished"]
     assert lines[2].split()[:4] == ["0", "recipe", "recipe", "0.74000"]
@@ -129,14 +129,14 @@ def test_table_has_one_line_per_trial() -> None:
 
 def test_search_table_omits_unknown_values_and_page_shows_trials() -> None:
     text = table_text(
-        result(best={"number": 0, "values": {}, "auroc": 0.74, "checkpoint": "c"}, compared=None, trained_share=1.0)
+        search_result(best={"number": 0, "values": {}, "auroc": 0.74, "checkpoint": "c"}, compared=None, trained_share=1.0)
     )
     assert "It has the settings of the recipe." in text
     assert "differs by" not in text
     assert "stopped early" not in text
     nothing = dict.fromkeys(("difference", "low", "high", "p_value"))
-    assert "1,428 test rows are too few" in table_text(result(compared={"auroc": nothing}))
-    page = render("first", result())
+    assert "1,428 test rows are too few" in table_text(search_result(compared={"auroc": nothing}))
+    page = render("first", search_result())
     words = ["Search first", "Validation auroc", "auroc by workload.model.dropout", "InputError: &lt;too&gt; large"]
     assert [text for text in words if text not in page] == []
     assert "<script" not in page

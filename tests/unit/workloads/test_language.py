@@ -215,7 +215,6 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     torch.manual_seed(0)
     model = config.workload.build(prepared)
     tensors = {f"model.{name}": value for name, value in checkpoint.drop_tied_tensors(model.state_dict()).items()}
-
     extra = ExtraFiles(config.workload.checkpoint_files(prepared))
     checkpoint.save(str(folder / "step"), tensors, state={}, extra_files=extra.write)
     return config, str(folder / "step"), model

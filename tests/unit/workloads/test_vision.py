@@ -314,7 +314,6 @@ def test_predictions_and_samples_match_softmax(without_ray: None, folder: Path) 
     assert np.array_equal(columns["prediction"], likely.argmax(axis=1))
     assert np.array_equal(columns["probability"], likely.max(axis=1))
     assert "label" not in workload.predict(model, {"images": tensors["images"]})
-
     prepared = prepare(config)
     sets = {name: workload.open_set(on_worker(config), prepared, name) for name in ("validation", "test")}
     samples = workload.samples(model, prepared=prepared, sets=sets, device=torch.device("cpu"))

@@ -184,7 +184,7 @@ def test_preset_rejects_invalid_values(make: Callable[[], Preset], why: str) -> 
     rejects(why, make)
 
 
-# TorchRec's own code -------------------------------------------------------------------------------------------------
+# TorchRec's own code --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("min_count", [1, 3])
 @pytest.mark.usefixtures("capsys")
 def test_against_torchrec_itself(click_log: Path, tmp_path: Path, min_count: int) -> None:
@@ -210,7 +210,7 @@ def test_against_torchrec_itself(click_log: Path, tmp_path: Path, min_count: int
     assert (ours.label == labels[:, 0]).all()
 
 
-# Multi-hot -----------------------------------------------------------------------------------------------------------
+# Multi-hot ------------------------------------------------------------------------------------------------------------
 def test_multi_hot_bags_start_with_id_and_are_deterministic() -> None:
     bags = MultiHot(sizes=(3, 1, 5))
     ids = [np.array([7, 9, 7], np.int32), np.array([1, 2, 3], np.int32), np.array([0, 2**24 + 1, 5], np.int32)]

@@ -171,7 +171,7 @@ def test_several_files_are_one_log(tmp_path: Path) -> None:
     assert LogIndex.from_dict(index.to_dict()) == index
 
 
-# Criteo --------------------------------------------------------------------------------------------------------------
+# Criteo ---------------------------------------------------------------------------------------------------------------
 def criteo_text(rows: int, seed: int) -> bytes:
     rng = random.Random(seed)
     lines = []
@@ -239,7 +239,7 @@ def test_table_sources_match_text(tmp_path: Path) -> None:
     assert ranges == {"day_0": list(range(20)), "day_1.csv": list(range(20, 29))}
 
 
-# Segments ------------------------------------------------------------------------------------------------------------
+# Segments -------------------------------------------------------------------------------------------------------------
 def test_small_row_groups_are_joined_and_large_ones_rewritten(tmp_path: Path) -> None:
     pq.write_table(as_table(movies(1000)), tmp_path / "a.parquet", row_group_size=10)
     index = index_of([tmp_path / "a.parquet"], MOVIES, tmp_path / "cache", 10_000)
@@ -318,7 +318,7 @@ def test_changed_file_is_rejected(tmp_path: Path) -> None:
     rejects("no such file", read_tables, segments, MOVIES)
 
 
-# Faults --------------------------------------------------------------------------------------------------------------
+# Faults ---------------------------------------------------------------------------------------------------------------
 GOOD = {"y": "1", "w": "1.5", "d": "2.5", "s": "a", "l": "b|c"}
 ANY = Schema(label="y", weight="w", dense=("d",), sparse=("s", "l"), lists=("l",), tokens="any", delimiter=",")
 BAD_CELLS: list[tuple[str, str, list[bytes]]] = [
@@ -415,7 +415,7 @@ def test_first_fault_per_row_is_counted(tmp_path: Path) -> None:
     rejects(r"96\.15%.*25 x label is not 0 or 1", index_of([tmp_path / "a.parquet"], ANY, tmp_path, 10).check, 0.5, "log")
 
 
-# Types ---------------------------------------------------------------------------------------------------------------
+# Types ----------------------------------------------------------------------------------------------------------------
 def one_column(array: pa.Array, role: str, **changes: Any) -> tuple[Any, Faults]:
     return parse_table(pa.table({"c": array}), Schema(**{"label": None, "tokens": "any", role: ("c",), **changes}), path="p")
 
@@ -691,7 +691,7 @@ def test_damaged_files_are_rejected(tmp_path: Path) -> None:
         assert not list(tmp_path.rglob("manifest.json"))
 
 
-# Splitting CSV against Python's reader -------------------------------------------------------------------------------
+# Splitting CSV against Python's reader --------------------------------------------------------------------------------
 def split_by_rule(text: str, columns: int, *, trim: bool, max_bytes: int, max_lines: int) -> Iterator[tuple[int, list[str]]]:
     """Return the kind (0, TOO_FEW, TOO_MANY, UNMATCHED) and fields of every row by the documented rule."""
     place = 0

@@ -137,7 +137,7 @@ def test_delivery_order_does_not_change_results(config: ClickModelConfig) -> Non
     torch.testing.assert_close(close, expected, atol=0.05 * expected.abs().max().item(), rtol=0.05)
 
 
-# With lists ----------------------------------------------------------------------------------------------------------
+# With lists -----------------------------------------------------------------------------------------------------------
 ROWS = 24
 
 
@@ -181,7 +181,7 @@ def test_replacement_model_learns_lists(name: str, members: int) -> None:
     assert network_cost(model.head.network, inputs, config).multiply_adds > 0
 
 
-# Settings ------------------------------------------------------------------------------------------------------------
+# Settings -------------------------------------------------------------------------------------------------------------
 DIN = DINConfig(embedding_dim=DIM, attention=(6, 3), mlp=(8, 5))
 REFUSED: list[tuple[ClickModelConfig, dict[str, object], str]] = [
     (networks.AUTOINT, {"heads": 4}, "attention_dim: must be a multiple of heads 4, got 6"),

@@ -52,7 +52,6 @@ STATE = SimpleNamespace(number=0, act=lambda number: None)
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forbid Ray, poll quickly, and check that the process is restored."""
-
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", raising(AssertionError("a run in this process starts no Ray")))
     monkeypatch.setattr(stop_monitor, "POLL_S", 0.01)
