@@ -93,9 +93,7 @@ def _read(folder: str, rows: tuple[int, int], columns: tuple[int, int], range_by
     range_bytes=st.sampled_from([1, 12, 100, 300, 10_000]),
     scheme=st.sampled_from(["", "file://"]),
 )
-def test_reader_returns_any_rows(
-    saved: Saved, first: int, count: int, columns: tuple[int, int], range_bytes: int, scheme: str
-) -> None:
+def test_reader_returns_any_rows(saved: Saved, first: int, count: int, columns: Any, range_bytes: int, scheme: str) -> None:
     folder, values = saved
     count = min(count, 83 - first)
     got = _read(scheme + folder, (first, count), columns, range_bytes)
@@ -704,9 +702,7 @@ def test_old_leases_are_removed_and_numbering_continues(tmp_path: Path) -> None:
 
 # Host memory of a checkpoint's copy next to a GPU: pinned, or not if the system refuses -------------------------------
 @pytest.mark.parametrize(("code", "unpinned"), [(0, 1), (2, 0)])
-def test_unpinnable_memory_is_logged_and_used(
-    code: int, unpinned: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unpinnable_memory_is_logged_and_used(code: int, unpinned: int, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     register, unregister = Mock(return_value=code), Mock(return_value=700)  # an error of the device, which is reported elsewhere
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)

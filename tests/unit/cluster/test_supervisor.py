@@ -255,9 +255,7 @@ def test_environment_variables_are_passed_but_not_logged(
 
 
 @pytest.mark.parametrize("detach", [False, True])
-def test_ctrl_c_stops_job_unless_detached(
-    head: FakeHead, supervise: Supervise, monkeypatch: pytest.MonkeyPatch, detach: bool
-) -> None:
+def test_ctrl_c_stops_attached_job(head: FakeHead, supervise: Supervise, monkeypatch: pytest.MonkeyPatch, detach: bool) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(supervisor._Supervisor, "_see", raising(KeyboardInterrupt()))
         fails_with(KeyboardInterrupt, "", supervise, detach_on_signal=detach)

@@ -197,9 +197,7 @@ def test_parquet_stores_lists_and_weights(tmp_path: Path, lists: tuple[LogIndex,
     assert set(read.column_names) == {"clicked", "w", "price", "shop", "seen", "set"}
 
 
-def test_write_rejects_unsupported_columns(
-    days: LogIndex, lists: tuple[LogIndex, Preprocessor], preprocessor: Preprocessor, tmp_path: Path
-) -> None:
+def test_write_rejects_unsupported_columns(days: LogIndex, lists: Any, preprocessor: Preprocessor, tmp_path: Path) -> None:
     unweighted = lists[1].schema.replace(weight=None)
     single = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")
     missing = replace(hashed(SCHEMA, 9), dense=(DenseColumn(missing_value=3.0),) * 13)
@@ -294,9 +292,7 @@ def test_row_stream_reads_mapped_rows(days: LogIndex, preprocessor: Preprocessor
     assert_same(next(RowStream(MappedSource(preprocessor, in_memory=True), block_ranges)), expected[0])
 
 
-def test_load_rejects_rows_beyond_memory(
-    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_rejects_rows_beyond_memory(days: Any, preprocessor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = write(days, preprocessor, tmp_path / "out", "binary")
     monkeypatch.setattr(host_resources, "memory", lambda: host_resources.Memory(2000, 1000))
     (block,) = order_of(made.index, 0, 5).blocks(0)

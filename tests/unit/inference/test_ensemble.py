@@ -312,9 +312,7 @@ def test_compare_command_output_and_exit_status(compared: list[Saved], log: Path
     assert "gates.min_auroc_gain: b gains" in captured.err.splitlines()[-1]
 
 
-def test_invalid_comparison_is_rejected_before_scoring(
-    compared: list[Saved], log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_comparison_is_rejected_first(compared: list, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrec.inference.compare.scored_rows", lambda *_: pytest.fail("rows are scored"))
     schema = compared[0].preprocessor.schema
     swapped = schema.replace(dense=(schema.dense[1], schema.dense[0], *schema.dense[2:]))

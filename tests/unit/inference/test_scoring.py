@@ -69,9 +69,7 @@ def _node(cpus: float, memory: int = 64 * GIB, gpus: float = 0) -> Node:
         ([_node(8), _node(8, 2 * GIB)], 9 * GIB, 100, 0, Pool(4, 2, 0)),  # the second holds none, the first six
     ],
 )
-def test_pool_size_fits_memory_and_cores(
-    nodes: list[Node], weight_bytes: int, blocks: int, spare_cpus: int, expected: Pool
-) -> None:
+def test_pool_size_fits_memory_and_cores(nodes: list, weight_bytes: int, blocks: int, spare_cpus: int, expected: Pool) -> None:
     pool = plan_pool(nodes, weight_bytes=weight_bytes, blocks=blocks, spare_cpus=spare_cpus, device="cpu")
     assert pool == expected
     assert pool.num_actors * pool.cpus_per_actor <= sum(node.resources["CPU"] for node in nodes)
@@ -342,9 +340,7 @@ def test_damaged_entry_ends_journal(tmp_path: Path, expected: dict[str, bytes]) 
     assert _complete(tmp_path, 100, start=300) == expected
 
 
-def test_resumes_after_kill_between_file_and_journal(
-    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumes_after_kill_between_file_and_journal(tmp_path: Path, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(module._Journal, "remove", raising(KeyboardInterrupt()))
         killed = Parts(JobFolder(str(tmp_path)))

@@ -157,9 +157,7 @@ FOURS = (4, 4, 4, 4)
         (FOURS, {}, FOURS, {"chunks_per_window": 3}, None),
     ],
 )
-def test_position_rejects_other_order(
-    chunks: tuple[int, ...], options: dict[str, Any], others: tuple[int, ...], changes: dict[str, Any], why: str | None
-) -> None:
+def test_position_rejects_other_order(chunks: tuple[int, ...], options: Any, others: Any, changes: Any, why: str | None) -> None:
     source, other = Shards(*chunks), Shards(*others)
     state = _loader(source, order=_order(source, **options)).state()
     order = _order(other, **{**options, **changes})

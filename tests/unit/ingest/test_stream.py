@@ -431,9 +431,7 @@ def taken(rows: EncodedRows, which: Any) -> EncodedRows:
     ids=["none", "a row is dropped", "a row is repeated", "one in place of another", "a block is repeated"],
 )
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_lost_and_repeated_rows_are_counted(
-    prepared: Prepared, fault: Callable[..., list[EncodedRows]], expected: tuple[int, int] | None, epochs: int
-) -> None:
+def test_lost_and_repeated_rows_are_counted(prepared: Prepared, fault: Any, expected: Any, epochs: int) -> None:
     """A data task that makes other rows than it was asked for: the position says nothing of it, and the count does."""
     tasks = []
 

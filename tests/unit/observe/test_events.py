@@ -373,9 +373,7 @@ def test_outage_loses_no_events_and_never_blocks(url: str, store: Store, caplog:
     assert "the store was out" in caplog.text
 
 
-def test_close_counts_losses_of_long_outage(
-    url: str, store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_close_counts_losses_of_long_outage(url: str, store: Store, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with caplog.at_level(logging.WARNING):
         writer = EventWriter(url)
         writer.write("start", step=1)

@@ -150,9 +150,7 @@ def now(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**event, "time": event["time"] + later_s} for event in events]
 
 
-def test_console_prints_plain_lines_of_new_events_unless_quiet(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_console_prints_plain_lines_of_new_events_unless_quiet(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     text = console_lines(now(measured()), capsys)
     assert text.count("train: step") == 1  # The next is due in ten seconds.
     assert "worker 1 died" in text

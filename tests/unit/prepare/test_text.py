@@ -161,9 +161,7 @@ def test_in_memory_text_matches_shards(beer: Path, tmp_path: Path) -> None:
 
 # -- what happens on the way
 @pytest.mark.parametrize(("tokenizer", "tasks_a_call"), [("bytes_bpe", 5), ("characters", 15)])
-def test_interrupted_text_job_resumes_to_same_bytes(
-    here: LoopEngine, beer: Path, tmp_path: Path, tokenizer: str, tasks_a_call: int
-) -> None:
+def test_interrupted_text_job_ends_alike(here: LoopEngine, beer: Path, tmp_path: Path, tokenizer: str, tasks_a_call: int) -> None:
     prepared(beer, tmp_path / "whole", tokenizer=tokenizer)
     tasks, here.tasks = here.tasks, 0
     calls = 0

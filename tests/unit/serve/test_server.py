@@ -43,9 +43,7 @@ def _instance(*applications: str, with_proxies: bool = True) -> ServeInstance:
         ("direct", _instance("other"), False, "direct", 8000),
     ],
 )
-def test_ingress_is_resolved_for_cluster(
-    asked: Any, instance: ServeInstance | None, private_ray: bool, ingress: str, port: int
-) -> None:
+def test_ingress_is_resolved_for_cluster(asked: Any, instance: Any, private_ray: bool, ingress: str, port: int) -> None:
     settled = settle(ServeConfig(ingress=asked), instance, private_ray=private_ray)
     assert (settled.ingress, settled.port) == (ingress, port)
 
@@ -245,9 +243,7 @@ def test_followed_checkpoint_is_newest_or_best(tmp_path: Path) -> None:
     assert (choose(str(tmp_path), "newest"), choose(os.path.relpath(tmp_path), "best")) == (best, best)
 
 
-def test_following_skips_damaged_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_following_skips_damaged_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     good = _save(tmp_path, 10, 0.5)
     for step, name in enumerate(("score", "files"), start=20):
         _save(tmp_path, step, 0.9, without=name)
@@ -333,9 +329,7 @@ def test_failed_checkpoint_is_retried(watched: Watched, tmp_path: Path, capsys: 
     assert capsys.readouterr().err.count("Keeping the model: the store was out") == 4
 
 
-def test_following_survives_outages(
-    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_following_survives_outages(watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     watch = watched.watch
     for error in (OSError("the store was out for 5 s"), InputError("access denied"), None):
         monkeypatch.setattr(server, "choose", raising(error) if error else choose)

@@ -341,9 +341,7 @@ OPTIMIZERS = {"rowwise_adagrad": "adam", "adagrad": "adagrad", "adam": "adamw", 
 
 
 @pytest.mark.parametrize(("sparse", "dense"), OPTIMIZERS.items())
-def test_warm_start_keeps_known_rows_and_initializes_new_ones(
-    tmp_path: Path, captured: Captured, sparse: Any, dense: Any
-) -> None:
+def test_warm_start_keeps_known_rows_and_starts_new_ones(tmp_path: Path, captured: Captured, sparse: Any, dense: Any) -> None:
     decay = {"weight_decay": 0.01} if sparse in ("adam", "adamw") else {}
     optimizers = {"sparse_optimizer": {"kind": sparse, "learning_rate": 0.1, **decay}}
     optimizers["dense_optimizer"] = {"kind": dense, "learning_rate": 0.02}
@@ -420,9 +418,7 @@ def test_warm_start_is_independent_of_sharding_plan(tmp_path: Path, captured: Ca
     assert same(found[0], found[2])
 
 
-def test_warm_start_supports_sequences_and_ensembles(
-    tmp_path: Path, captured: Captured, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warm_start_supports_sequences_and_ensembles(tmp_path: Path, captured: Captured, capsys: Any) -> None:
     model = {"model": DINConfig(embedding_dim=4, attention=(8,), mlp=(8,), members=2)}
     train(warm_config(day(tmp_path, 0), tmp_path, "old", **model))
     rayrec.vocabulary(day(tmp_path, 1), out=str(tmp_path / "extended"), extend=str(tmp_path / "old"), console=QUIET)

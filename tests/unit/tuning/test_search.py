@@ -179,9 +179,7 @@ def own_config(log: str, schema: Schema, storage_path: str) -> TrainConfig:
     ("name", "schema", "format"),
     [("log.csv", TWO_LABELS, "parquet"), ("log.parquet", TWO_LABELS, "parquet"), ("log.csv", ONE_LABEL, "npy")],
 )
-def test_own_log_search_matches_training_from_raw_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, schema: Schema, format: str
-) -> None:
+def test_search_matches_training_from_raw_rows(tmp_path: Path, monkeypatch: Any, name: str, schema: Schema, format: str) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     config = own_config(own_log(str(tmp_path / name)), schema, str(tmp_path / "runs"))
     found = rayrec.tune(config, search=OWN_SEARCH, console=QUIET)

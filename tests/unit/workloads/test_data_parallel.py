@@ -278,9 +278,7 @@ def test_loaded_model_matches_saved(saved: Saved) -> None:
         ("outer", torch.nn.Linear(4, 4), r": outer.weight: shape must be \[4, 4\], got absent"),
     ],
 )
-def test_load_model_rejects_other_weights(
-    saved: Saved, monkeypatch: pytest.MonkeyPatch, part: str, module: Any, message: str
-) -> None:
+def test_model_rejects_other_weights(saved: Saved, monkeypatch: pytest.MonkeyPatch, part: str, module: Any, message: str) -> None:
     config, other = scored(), Net()
     setattr(other, part, module)
     monkeypatch.setattr(type(config.workload), "build_from", lambda *_, **__: other)

@@ -280,9 +280,7 @@ def test_scoring_uses_tokenizer_and_cut_of_training(saved: Saved, tmp_path: Path
     assert [part_bytes for _, part_bytes, _ in reads] == [PART_BYTES, 4 << 20]
 
 
-def test_training_starts_from_pretrained_weights_unless_mismatched(
-    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_starts_from_matching_pretrained_weights(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Covers exports, save_pretrained, and hub weights without the name prefix and with masks."""
     from safetensors.torch import load_file, save_file
 

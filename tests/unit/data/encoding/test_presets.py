@@ -92,9 +92,7 @@ EXPECTED: list[tuple[Preset, dict[str, Any], Any, list[list[int]], list[int]]] =
 
 
 @pytest.mark.parametrize(("preset", "changes", "numbers", "ids", "tables"), EXPECTED)
-def test_rows_of_presets(
-    tmp_path: Path, preset: Preset, changes: dict[str, Any], numbers: Any, ids: Any, tables: list[int]
-) -> None:
+def test_rows_of_presets(tmp_path: Path, preset: Preset, changes: Any, numbers: Any, ids: Any, tables: list[int]) -> None:
     preprocessor, dense, found = encoded(preset.replace(**changes), tmp_path)
     np.testing.assert_allclose(dense, numbers, rtol=2e-7)
     assert (found, preprocessor.num_embeddings) == (ids, tables)

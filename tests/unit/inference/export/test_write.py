@@ -49,9 +49,7 @@ from rayrec.serve.row_readers import make_reader
 
 
 @pytest.mark.parametrize(("quantization", "tolerance"), [("fp32", 1e-6), ("fp16", 2e-3), ("int8", 0.03), ("int4", 0.5)])
-def test_export_scores_match_checkpoint(
-    saved: Saved, exported: Callable[[str], Path], quantization: Quantization, tolerance: float
-) -> None:
+def test_export_scores_match_checkpoint(saved: Saved, exported: Any, quantization: Quantization, tolerance: float) -> None:
     """So do the scores of the README's program."""
     folder = exported(quantization)
     served, checkpoint = open_served(str(folder)), open_served(str(saved.run))
@@ -71,9 +69,7 @@ def test_export_scores_match_checkpoint(
         np.testing.assert_allclose(score(some.dense, list(some.ids)), served.score(some), rtol=0, atol=2e-5)
 
 
-def test_raw_rows_are_scored_without_rayrec(
-    saved: Saved, exported: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_raw_rows_are_scored_without_rayrec(saved: Saved, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = shutil.copytree(exported("fp32"), tmp_path / "moved")
     assert saved.config.train_data.path is not None
     lines = Path(saved.config.train_data.path).read_text().splitlines()[:50]
@@ -508,9 +504,7 @@ def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
         ("def __init__(self, folder: str) -> None:", "def __init__(self, folder):\n        raise ValueError('y')", "y"),
     ],
 )
-def test_export_rejects_different_encoder(
-    old: str, new: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_rejects_other_encoder(old: str, new: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built, program = _own_log(tmp_path), encoder_program()
     assert old in program
     monkeypatch.setattr("rayrec.inference.export.write.encoder_program", lambda: program.replace(old, new))

@@ -209,9 +209,7 @@ def first_missing_s(monkeypatch: pytest.MonkeyPatch, *parts: Any) -> int | None:
 @pytest.mark.parametrize(
     ("nodes_left", "other_layout", "missing"), [(False, True, True), (True, True, False), (False, False, False)]
 )
-def test_missing_data_nodes_end_attempt_if_replaceable(
-    monkeypatch: pytest.MonkeyPatch, nodes_left: bool, other_layout: bool, missing: bool
-) -> None:
+def test_missing_data_nodes_end_attempt(monkeypatch: Any, nodes_left: bool, other_layout: bool, missing: bool) -> None:
     here = [Node("data", {"CPU": 8.0}), Node("worker", {"CPU": 8.0, "slot": 2.0})]
     monkeypatch.setattr(connection, "alive_nodes", lambda **_: here)
     wanted = config().replace(scaling={"num_workers": 2}, cluster={"data_nodes": "separate"})
@@ -281,9 +279,7 @@ def test_object_store_monitor_survives_nine_failures(watch: Callable[..., Object
     until(lambda: bool(ready[0].latest()))
 
 
-def test_object_store_monitor_stops_after_ten_failures(
-    watch: Callable[..., ObjectStoreMonitor], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_store_monitor_stops_after_ten_failures(watch: Callable, caplog: pytest.LogCaptureFixture) -> None:
     asked: list[int] = []
 
     def answer(number: int) -> Any:

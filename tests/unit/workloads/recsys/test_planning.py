@@ -303,9 +303,7 @@ def test_passed_gpu_speed_is_not_measured(config: TrainConfig, monkeypatch: pyte
     assert "--cluster gpus=N,gpu_memory_gb=N,... sets their memory" in found.text()
 
 
-def test_probe_trains_with_training_loop_on_wrapped_ids(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_probe_trains_with_loop_on_wrapped_ids(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecasts, "_MEASURED_S", 0.0)
     trained: list[Any] = []
 
