@@ -119,7 +119,7 @@ class Moved(Config):
     now: int = 1
 
 
-def test_old_names_warn() -> None:
+def test_old_names_warn_and_tuple_items_are_validated() -> None:
     with pytest.warns(FutureWarning, match=r"Moved\.before is now now; the old name will be removed in the next release"):
         assert Moved().replace(before=2) == Moved(now=2)
     with warnings.catch_warnings():
@@ -128,9 +128,6 @@ def test_old_names_warn() -> None:
     rejects("before: is the old name of now, which is set too", Moved().updated, {"before": 2, "now": 3})
     with pytest.warns(FutureWarning, match=r"rayrec\.ReplicatedWorkload is now rayrec\.DataParallelWorkload"):
         assert rayrec.ReplicatedWorkload is rayrec.DataParallelWorkload
-
-
-def test_config_tuple_items_are_validated() -> None:
     assert Several().updated({"items": [{"now": 2}]}) == Several(items=(Moved(now=2),))
     rejects(r"items\[0\]\.later: Moved has no such field", Several().updated, {"items": [{"later": 2}]})
 

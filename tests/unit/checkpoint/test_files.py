@@ -288,15 +288,11 @@ def table(kind: Any = "rowwise_adagrad") -> tuple[torch.nn.Module, Any]:
     return model, data_parallel_optimizer(SparseOptimizerConfig(kind=kind), dict(model.named_parameters()))
 
 
-def test_state_names_have_parameter_and_state() -> None:
+def test_state_names_have_parameter_and_equal_columns_are_restored() -> None:
     model, optimizer = table()
     shapes = {name: tuple(tensor.shape) for name, tensor in all_tensors(model, optimizer).items()}
     assert shapes == {"model.weight": (3, 8), NAME: (3,)}
     assert set(optimizer_tensors(table("sgd")[1])) == set()
-
-
-def test_equal_columns_are_restored_directly() -> None:
-    model, optimizer = table()
     targets = Targets(model, optimizer, stored=["model.weight", NAME, f"{NAME}.columns_0_4"])
     assert targets.tensors.keys() == {"model.weight", NAME}
     targets.tensors[NAME].fill_(5.0)
@@ -304,7 +300,7 @@ def test_equal_columns_are_restored_directly() -> None:
     assert torch.equal(optimizer_tensors(optimizer)[NAME], torch.full((3,), 5.0))
 
 
-def test_parts_are_weighted_by_width() -> None:
+def test_parts_are_weighted_by_width_and_missing_state_is_requested() -> None:
     model, optimizer = table()
     parts = [f"{NAME}.columns_0_6", f"{NAME}.columns_6_8"]
     targets = Targets(model, optimizer, stored=["model.weight", *parts, "optimizer.weights.momentum1.columns_0_8"])
@@ -313,10 +309,6 @@ def test_parts_are_weighted_by_width() -> None:
     targets.tensors[parts[1]].copy_(torch.tensor([5.0, 0.1, 0.0]))
     targets.loaded()
     assert torch.equal(optimizer_tensors(optimizer)[NAME], torch.tensor([2.0, 0.1, 3.0]))
-
-
-def test_missing_state_is_requested_by_name() -> None:
-    model, optimizer = table()
     for stored in (["model.weight"], [f"{NAME}.columns_0_4"], [f"{NAME}.columns_0_2", f"{NAME}.columns_4_8"]):
         assert Targets(model, optimizer, stored=stored).tensors.keys() == {"model.weight", NAME}
 
@@ -678,14 +670,10 @@ def test_latest_lease_is_valid(tmp_path: Path, scheme: str) -> None:
     rejects("another process acquired the lease of this run", first.check)
 
 
-def test_one_of_two_simultaneous_leases_is_valid(tmp_path: Path) -> None:
+def test_other_files_are_no_leases_and_one_of_two_is_valid(tmp_path: Path) -> None:
     mine = acquire_lease(str(tmp_path))
     (tmp_path / "claims" / ("000001-" + "f" * 32)).touch()
     assert not mine.valid()
-
-
-def test_other_files_are_not_leases(tmp_path: Path) -> None:
-    mine = acquire_lease(str(tmp_path))
     for name in ("zzz", "000009-" + "f" * 32 + ".abc.partial", "9-x"):
         (tmp_path / "claims" / name).touch()
     assert mine.valid()

@@ -229,7 +229,7 @@ def test_begin_rejects_invalid_values(run: Run) -> None:
     assert run.steps() == [1]
 
 
-def test_byte_count_grows_during_save(run: Run) -> None:
+def test_byte_count_grows_during_save_also_of_empty_model(run: Run) -> None:
     saver, gate = run.saver(), threading.Event()
     block = checkpoint.writer.BLOCK_BYTES
     with writes(gate.wait):
@@ -240,9 +240,6 @@ def test_byte_count_grows_during_save(run: Run) -> None:
         saver.wait()
     assert saver.written_bytes == 3 * block
     assert saver.write_s > 0
-
-
-def test_saver_saves_empty_model(run: Run) -> None:
     saved = save(run.saver(), 1, {}, a=1)
     assert os.listdir(saved.path) == ["manifest.json"]
     assert saved.manifest()["state"] == {"a": 1}

@@ -59,14 +59,11 @@ def test_data_tasks_separate_if_other_nodes_suffice(others: list[Any], data_node
     assert f"{cpus_each:.3g} CPUs for each worker" in shares.text()
 
 
-def test_fewer_workers_need_fewer_other_nodes() -> None:
+def test_fewer_workers_need_fewer_nodes_and_data_tasks_avoid_them() -> None:
     """An elastic run decides by the number of workers that fit."""
     nodes: tuple[dict[str, float], ...] = ({"CPU": 16.0}, *GPU_NODES)
     assert not shared(*nodes, num_workers=(1, 32), use_gpu=True).workers_only
     assert shared(*nodes[:1], {"CPU": 96.0, "GPU": 4.0}, num_workers=(1, 32), use_gpu=True).workers_only == {"1"}
-
-
-def test_data_tasks_avoid_worker_nodes() -> None:
     shares = shared({"CPU": 8.0}, *GPU_NODES, num_workers=32, use_gpu=True)
     assert shares.text() == (
         "32 workers, each with 1 CPU, 1 GPU; data tasks on all 5 nodes, 11.2 CPUs for each worker (nodes without workers have "
@@ -196,7 +193,7 @@ def test_hook_imports_available_modules(tmp_path: Path, monkeypatch: pytest.Monk
     assert "breaks_when_imported" not in sys.modules
 
 
-def test_preloads_modules_depends_on_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preloads_modules_depends_on_environment_and_prestart_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prestart, "train_environment", dict)
     monkeypatch.setattr(prestart, "_of_job", lambda: {"py_executable": "python"})
     of_workers = prestart.of_train_workers({"GLOO_SOCKET_IFNAME": "eth1", **prestart.importing(["torch"])})
@@ -208,9 +205,6 @@ def test_preloads_modules_depends_on_environment(monkeypatch: pytest.MonkeyPatch
     assert not prestart.preloads_modules({**variables, **prestart.for_tasks_of(variables)})
     assert not prestart.preloads_modules({})
     assert prestart.for_tasks_of({prestart.HOOK: "the job's own"}) == {}
-
-
-def test_prestart_returns_false_without_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "01000000"))
     node = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": free_ports(1)}
     assert not prestart.prestart(node, "{}", num_processes=1, keep_s=1.0)

@@ -152,13 +152,10 @@ def test_replaced_modules_with_same_time_are_old(tmp_path: Path, monkeypatch: py
     assert imported.is_old()
 
 
-def test_worker_starts_normally_without_fork_server(program: Path, tmp_path: Path) -> None:
+def test_workers_start_without_server_and_closed_ones_leave_nothing(program: Path, tmp_path: Path) -> None:
     found, said = started(program, str(tmp_path / "none"))
     assert "rayrec: this worker imports its modules itself: the fork server does not answer" in said
     assert (found["arguments"], found["imported"]) == ([str(program), "--one"], [])
-
-
-def test_closed_and_killed_fork_servers_leave_nothing(program: Path) -> None:
     server = ForkServer(libraries=["colorsys"])
     found, _ = started(program, server.address, added={MODULES: "chunk"})
     server.close()

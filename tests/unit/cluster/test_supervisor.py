@@ -281,7 +281,7 @@ def test_invalid_state_file_is_rejected(supervise: Supervise, tmp_path: Path) ->
     rejects("must be a supervisor's state file", supervise)
 
 
-def test_dashboard_url_accepts_and_rejects_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dashboard_url_is_checked_and_state_is_in_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
     assert dashboard_url(None) == "http://127.0.0.1:8265"
     assert dashboard_url("head:8265") == "http://head:8265"
@@ -290,9 +290,6 @@ def test_dashboard_url_accepts_and_rejects_addresses(monkeypatch: pytest.MonkeyP
     assert dashboard_url(None) == "http://there:1"
     for wrong in ("ray://head:10001", "http://", "http://head:port"):
         rejects("must be the URL of a Ray dashboard", dashboard_url, wrong)
-
-
-def test_state_path_is_in_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_CACHE", "/there")
     assert state_path("run") == "/there/supervise/run.json"
 
@@ -355,7 +352,7 @@ def run_through(policy: Policy, endings: list[AttemptResult]) -> tuple[int, Quit
     return len(endings), None
 
 
-def test_judge_quits_after_max_short_attempts_in_a_row() -> None:
+def test_judge_quits_after_short_attempts_and_retries_flags() -> None:
     attempts, decision = run_through(POLICY, [ended(1)] * 10)
     assert attempts == 3
     failed = "ran for less than 100 s or ended with an error of yours"
@@ -364,22 +361,16 @@ def test_judge_quits_after_max_short_attempts_in_a_row() -> None:
     assert run_through(Policy(max_failures=-1), [ended(1)] * 1000) == (1000, None)
     healthy, short = ended(1, duration_s=200.0), ended(1)
     assert run_through(POLICY, [short, short, healthy] * 50) == (150, None)
-
-
-def test_accepted_flags_are_retried() -> None:
-    """A recovering cluster may lack nodes or file systems, which fails an attempt like an invalid flag."""
+    # A recovering cluster may lack nodes or file systems, which fails an attempt like an invalid flag.
     attempts, decision = run_through(POLICY, [ended(143, duration_s=500.0), *[ended(2)] * 10])
     assert (attempts, decision.status) == (4, 2)
     assert run_through(POLICY, [ended(None), ended(2)])[0] == 2  # Ray ended the first before the command ran
 
 
-def test_judge_quits_if_finished_run_has_other_data() -> None:
+def test_judge_quits_with_other_data_and_long_attempts_accept_flags() -> None:
     changed = AttemptResult("failed", status=2, duration_s=500.0, ran=True, run_finished=True)
     assert judge(POLICY, AttemptHistory(attempts=2, accepted=True), changed, jitter=0.5)[1] == Quit(2, describe(changed))
-
-
-def test_long_attempt_accepts_flags_up_to_max_failures() -> None:
-    """A remaining problem, such as a full disk, either disappears or ends every attempt after hours of training."""
+    # A remaining problem, such as a full disk, either disappears or ends every attempt after hours of training.
     late = ended(2, duration_s=500.0)
     tally, decision = judge(POLICY, AttemptHistory(attempts=1), late, jitter=0.5)
     assert (tally, decision) == (AttemptHistory(1, short_lived=1, accepted=True), 5.0)
@@ -398,15 +389,12 @@ def test_pauses_double_to_limit_with_jitter() -> None:
     assert pause_s(100_000, first_s=1.0, longest_s=30.0, jitter=0.5) == 30.0
 
 
-def test_exit_statuses_are_described() -> None:
+def test_exit_statuses_are_described_and_invalid_limits_rejected() -> None:
     assert [shell_status(status) for status in (None, 0, 2, -9, -15, 143)] == [None, 0, 2, 137, 143, 143]
     assert describe(ended(137)) == "was killed by SIGKILL"
     assert describe(ended(143)) == "was preempted (exit status 143)"
     assert describe(ended(255)) == "ended with exit status 255"
     assert "--python" in describe(ended(127))
     assert describe(AttemptResult("lost")) == "was lost with the head"
-
-
-def test_policy_rejects_invalid_limits() -> None:
     for wrong in ({"max_failures": -2}, {"healthy_after_s": -1.0}, {"max_wait_s": -1.0}):
         rejects("", Policy, **wrong)

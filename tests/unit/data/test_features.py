@@ -202,7 +202,7 @@ def test_times_in_text(text: str, microseconds: int) -> None:
     assert parsed(column("at", pa.array([text, "0", text, "1"]))).times.tolist() == [microseconds, 0, microseconds, 1_000_000]
 
 
-def test_other_types_of_time() -> None:
+def test_other_types_of_time_and_all_fields_of_taken_rows() -> None:
     for values in (
         pa.array([0, 1, 2, 3], pa.timestamp("s", "UTC")),
         pa.array([0, 1000, 2000, 3000], pa.timestamp("ms")),
@@ -211,9 +211,6 @@ def test_other_types_of_time() -> None:
     ):
         assert parsed(column("at", values)).times.tolist() == [0, 1_000_000, 2_000_000, 3_000_000]
     rejects("a time must be a date", parse_table, column("at", pa.array([True] * 4)), SCHEMA)
-
-
-def test_take_and_concatenate_keep_all_fields() -> None:
     raw = parsed()
     order = np.array([3, 0, 0, 2])
     parts = RawBlock.concatenated([raw.take(order[:1]), raw.take(order[1:])])

@@ -506,7 +506,7 @@ def test_rows_outside_sets_are_stored(log: Path, tmp_path: Path) -> None:
     assert open_preprocessed(str(tmp_path / "out")).sets == {"train": (100, 1500), "test": (1600, 1999)}
 
 
-def test_preprocess_writes_to_urls(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preprocess_writes_to_urls_and_small_disk_raises(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """file:// stands for any URL: parquet goes straight below it, dataset.json last."""
     out = f"file://{tmp_path}/remote"
     for format in ("binary", "npy"):
@@ -518,9 +518,6 @@ def test_preprocess_writes_to_urls(log: Path, tmp_path: Path, monkeypatch: pytes
     run(log, tmp_path / "local", format="parquet")
     assert files_in(tmp_path / "remote") == files_in(tmp_path / "local")
     assert len(read_preprocessed(open_preprocessed(out, verify=True).index.segments, np.arange(LOG_ROWS), make())) == LOG_ROWS
-
-
-def test_small_disk_raises(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
     rejects(r"out\.partial: about 0\.0 GB are needed and 0\.0 GB are free there\. Free space or", run, log, tmp_path / "out")
     assert not Path(f"{tmp_path / 'out'}.partial").exists()

@@ -36,7 +36,7 @@ def planted() -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([p.logits for p in pieces]), np.concatenate([p.labels for p in pieces])
 
 
-def test_bytes_are_independent_of_parallelism_and_later_rows(kaggle: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_bytes_depend_on_seed_not_on_parallelism_or_later_rows(kaggle: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out, truth = kaggle
     assert synthetic.generate(str(tmp_path), rows=ROWS, days=3, seed=5, parallelism=1) == truth
     for name in ("train.txt", "truth.json"):
@@ -45,9 +45,6 @@ def test_bytes_are_independent_of_parallelism_and_later_rows(kaggle: tuple[Path,
     (short,), long = all_rows(plan, 5_000, 1), all_rows(plan, 20_000, 1)
     for name in ("labels", "logits", "missing", "tokens"):
         assert (np.concatenate([getattr(piece, name) for piece in long], axis=-1)[..., :5_000] == getattr(short, name)).all()
-
-
-def test_seeds_differ() -> None:
     one, other = (all_rows(GroundTruth("kaggle", seed), 1_000, 1)[0] for seed in (0, 1))
     both = (one.tokens != 0) & (other.tokens != 0)  # 0 stands where a token is missing
     assert (one.tokens[both] != other.tokens[both]).mean() > 0.99
@@ -145,13 +142,10 @@ def test_dated_folders_apply_drift(tmp_path: Path) -> None:
         rejects("must be a date such as 2026-01-31", synthetic.generate, str(tmp_path / "wrong"), first_date=wrong, **arguments)
 
 
-def test_failed_dated_log_leaves_no_folder(tmp_path: Path) -> None:
+def test_failed_dated_log_leaves_no_folder_and_tokens_drift(tmp_path: Path) -> None:
     options: dict[str, Any] = {"days": 2, "first_date": "2026-01-01", "progress": lambda *_: 1 // 0}
     fails_with(ZeroDivisionError, "", synthetic.generate, str(tmp_path / "log"), rows=100, **options)
     assert list((tmp_path / "log").iterdir()) == []
-
-
-def test_tokens_drift_and_new_ones_appear() -> None:
     plan = GroundTruth("kaggle", 0)
     first, same, later = (plan._tables(day).tokens[2][:-1] for day in (0, 0, 6))
     assert (first == same).all()

@@ -71,7 +71,7 @@ def test_valid_and_unneeded_requirements_have_no_findings() -> None:
     assert diagnose(_without(with_it, "xxhash", "mosaicml-streaming"), WORKS, MACHINE) == []
 
 
-def test_missing_extra_is_listed_and_partial_extra_is_problem() -> None:
+def test_missing_extra_partial_extra_and_cuda_fbgemm_are_told() -> None:
     report = doctor(installed=CPU, probes=WORKS, machine=MACHINE, pip="pip")
     assert report.ok
     assert report.extras == {"onnx": "pip install 'rayrec[onnx]'"}
@@ -81,9 +81,6 @@ def test_missing_extra_is_listed_and_partial_extra_is_problem() -> None:
     text = "not installed: onnxruntime; rayrec needs onnxruntime>=1.20"
     assert diagnose(in_part, WORKS, MACHINE) == [Finding("problem", text, ("pip install 'onnxruntime>=1.20'",))]
     assert diagnose({**in_part, "onnxruntime": Installed("1.30")}, WORKS, MACHINE) == []
-
-
-def test_cuda_fbgemm_with_cpu_torch_is_problem() -> None:
     probes = {**WORKS, **dict.fromkeys(("fbgemm_gpu", "torchrec"), Probe(ok=False, error="OSError: undefined symbol"))}
     finding, *_ = diagnose({**CUDA, "torch": CPU["torch"]}, probes, GPU_MACHINE)
     text = "fbgemm-gpu is the CUDA build, torch 2.13.0+cpu a CPU build: they do not import together"
@@ -175,16 +172,13 @@ def test_transitive_requirements_are_checked_also_in_cycles() -> None:
     assert sorted(asked) == [("", "a"), ("a", "b"), ("b", "a"), ("b", "c[x]")]
 
 
-def test_rayrec_and_machine_are_checked() -> None:
+def test_rayrec_machine_and_shm_are_checked() -> None:
     finding = _only(diagnose(CPU, WORKS, MACHINE, kernels="no such file"))
     assert (finding.kind, finding.text) == ("problem", "the compiled kernels do not load: no such file")
     assert "only found on the path" in diagnose(_without(CPU, "rayrec"), WORKS, MACHINE)[0].text
     spaced, note = diagnose(CPU, WORKS, replace(MACHINE, shm_bytes=0, interpreter="/my work/.venv/bin/python"))
     assert (spaced.kind, note.kind) == ("problem", "note")
     assert spaced.text.startswith("/my work/.venv/bin/python: ")
-
-
-def test_small_shm_is_noted() -> None:
     shm = _only(diagnose(CPU, WORKS, replace(MACHINE, shm_bytes=64 << 20)))
     assert (shm.kind, shm.remedy[0]) == ("note", "docker run --shm-size=6.0g …")
     large = replace(MACHINE, free_memory_bytes=500 * GIB, memory_bytes=512 * GIB)

@@ -277,15 +277,12 @@ def test_costs_match_checkpoints(found: dict[str, Any], compared: list[Saved]) -
         assert told_of[3][name] == sum(report[name] for report in told_of[:3])
 
 
-def test_model_does_not_differ_from_itself(compared: list[Saved], log: Path) -> None:
+def test_model_equals_itself_and_gates_compare_last_and_first(compared: list[Saved], log: Path) -> None:
     place = str(compared[0].run)
     found = rayrec.compare([place, place], str(log), **QUIET)
     assert [model["name"] for model in found["models"]] == [f"1: {place}", f"2: {place}"]
     assert found["differences"][0]["auroc"]["p_value"] == 1
     assert found["differences"][0]["logloss"]["difference"] == 0
-
-
-def test_gates_compare_last_and_first_model(compared: list[Saved], log: Path) -> None:
     places = [str(saved.run) for saved in compared[::2]]
     found = rayrec.compare(places, str(log), gates=ComparisonGates(min_auroc_gain=0.5, max_p_value=1e-9), **QUIET)
     gain = found["differences"][0]["auroc"]

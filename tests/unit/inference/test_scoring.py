@@ -92,14 +92,11 @@ def test_threads_match_cores(cpus: float, memory: int, blocks: int, expected: in
     assert result == Pool(expected, 1, 0)
 
 
-def test_oversized_weights_are_rejected() -> None:
+def test_oversized_weights_are_rejected_and_sigmoid_is_exact() -> None:
     plan = functools.partial(plan_pool, blocks=9, spare_cpus=0, device="cpu")
     rejects(r"108 GB.*got at most 68\.7 GB from Ray", plan, [_node(8)], weight_bytes=100 * GIB)
     with pytest.raises(InputError, match=r"scoring needs 65\.5 GB of memory for the weights, got 65 GB of free memory"):
         plan([_node(8, int(60.5 * GIB))], weight_bytes=60 * GIB, shared_weights=True)
-
-
-def test_sigmoid_is_exact() -> None:
     scores = sigmoid(np.array([-200, -1, 0, 1, 200], np.float32))
     assert scores.dtype == np.float32
     np.testing.assert_allclose(scores, [0, 0.26894143, 0.5, 0.7310586, 1], atol=1e-7)
@@ -129,13 +126,10 @@ def test_has_labels_detects_label_column(tmp_path: Path, text: bytes, expected: 
         assert LogSource.at(str(path)).is_labelled(SCHEMA) is expected
 
 
-def test_has_labels_skips_empty_file(tmp_path: Path) -> None:
+def test_empty_file_has_no_labels_and_cache_is_next_to_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.tsv").touch()
     (tmp_path / "b.tsv").write_bytes(UNLABELLED)
     assert LogSource.at(str(tmp_path)).is_labelled(SCHEMA) is False
-
-
-def test_cache_folder_depends_on_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAYREC_CACHE", raising=False)
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
     assert cache_folder(str(checkpoint)).endswith(".cache/rayrec")

@@ -154,14 +154,10 @@ class Source:
             self.closed = True
 
 
-def test_prefetcher_returns_values_in_order() -> None:
+def test_prefetcher_returns_few_values_in_order_and_closes_source() -> None:
     source = Source(50)
     assert list(Prefetcher(source.values(), max_prefetch=2)) == list(range(50))
     assert threading.get_ident() not in source.threads
-
-
-def test_prefetcher_limits_values_and_closes_source() -> None:
-    source = Source(50)
     ahead = Prefetcher(source.values(), max_prefetch=2)
     assert [next(ahead), next(ahead)] == [0, 1]
     until(lambda: source.made >= 5, timeout_s=5)
@@ -467,7 +463,7 @@ def test_max_steps_limits_batches(prepared: Prepared) -> None:
         assert short.rows(short.steps) == sum(len(batch) for batch in batches)
 
 
-def test_stream_requests_needed_rows_only(prepared: Prepared) -> None:
+def test_stream_requests_needed_rows_and_epoch_end_is_next_start(prepared: Prepared) -> None:
     asked: list[int] = []
 
     class Counting(TaskSource):
@@ -477,10 +473,7 @@ def test_stream_requests_needed_rows_only(prepared: Prepared) -> None:
 
     assert len(list(loader(prepared, source=Counting(**vars(source_of(prepared))), max_steps=1))) == 1
     assert len(asked) == 1
-
-
-def test_epoch_end_equals_next_start(prepared: Prepared) -> None:
-    """Also where the position says so with a step number, as no loader does."""
+    # Also where the position says so with a step number, as no loader does.
     end = loader(prepared, epochs=2, position=Position(0, 11, 1, 64, None))
     assert end.steps == 11
     assert dataclasses.replace(Position.from_dict(end.state()), order=None) == Position(1, 0, 1, 64, None)
@@ -512,14 +505,11 @@ def test_resume_rejects_changed_order(prepared: Prepared, tmp_path: Path) -> Non
     rejects("rows or their order changed", loader, prepared, order_of(grown, 0, grown.rows), position=position)
 
 
-def test_position_without_order_resumes(prepared: Prepared) -> None:
+def test_position_without_order_resumes_and_close_stops_reading(prepared: Prepared) -> None:
     stored = {"epoch": 0, "step_in_deal": 2, "world_size": 1, "batch_size": 64, "pieces": None}
     going_on = loader(prepared, position=Position.from_dict(stored))
     assert all(same(one, other) for one, other in zip(going_on, list(loader(prepared))[2:], strict=True))
     assert going_on.state()["order"] == order_of(prepared[0]).identity
-
-
-def test_close_stops_reading(prepared: Prepared) -> None:
     loading = loader(prepared)
     next(loading)
     loading.close()

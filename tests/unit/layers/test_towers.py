@@ -147,15 +147,12 @@ def test_input_major_weight_gradient_matches_output_major(in_features: int, out_
         assert got.is_contiguous()  # No copy into the parameter's layout needed
 
 
-def test_export_uses_plain_operators() -> None:
+def test_export_uses_plain_operators_and_empty_layer_learns_bias() -> None:
     mlp = MLP(13, (32, 1), final_activation=False).eval()
     inputs = torch.randn(4, 13)
     program = torch.export.export(mlp, (inputs,))
     torch.testing.assert_close(program.module()(inputs), mlp(inputs), atol=1e-5, rtol=1e-4)
     assert "mkldnn" not in program.graph_module.code
-
-
-def test_layer_without_inputs_learns_bias() -> None:
     mlp = MLP(0, (16, 8), final_activation=True)
     output = mlp(torch.zeros(20, 0))
     torch.testing.assert_close(output[0], mlp.layers[1](mlp.layers[0].bias.relu()).relu())
@@ -295,7 +292,7 @@ def test_vectorized_selects_kernel_for_cpu(capability: str, monkeypatch: pytest.
         kernel_threads.vectorized.cache_clear()
 
 
-def test_run_kernel_uses_several_threads_and_raises_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_raises_memory_error_and_torch_counts_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel_threads.openmp_parallel() is not None
     dense, sparse = torch.zeros(1, 1), torch.zeros(1, 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
@@ -303,9 +300,6 @@ def test_run_kernel_uses_several_threads_and_raises_memory_error(monkeypatch: py
     arguments.vectors = 1 << 26  # Their products exceed the address space
     with pytest.raises(MemoryError, match="rayrec_pairwise_dots"):
         kernel_threads.run_kernel(kernel_threads.vectorized("rayrec_pairwise_dots"), arguments, 1, at_once=1)
-
-
-def test_torch_counts_dots_operations() -> None:
     dense, sparse, order = drawn(8, 26, 16, (FLOAT, FLOAT))
     with FlopCounterMode(display=False) as counter:
         pairwise_dots(dense, sparse, order).sum().backward()

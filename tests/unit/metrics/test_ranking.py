@@ -254,14 +254,11 @@ def test_undefined_metrics_are_nan() -> None:
     assert all(math.isnan(value) for name, value in empty.items() if name != "rows")
 
 
-def test_binary_metrics_reject_invalid_rows() -> None:
+def test_binary_metrics_reject_invalid_rows_and_import_no_torch() -> None:
     rejects("1 of 2 logits are NaN", metrics.auroc, [math.nan, 0.0], [0, 1])
     rejects("labels: must be 0 or 1, got 2 in row 1", metrics.binary_metrics, [0.0, 0.0], [0, 2])
     rejects("got nan in row 0", metrics.binary_metrics, [0.0], [math.nan])
     rejects("labels: must have one per logit", metrics.auroc, [0.0, 0.0], [1])
-
-
-def test_metrics_do_not_import_torch() -> None:
     code = "import sys, rayrec.metrics.binary; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -332,14 +329,11 @@ def test_weighted_metrics_match_repeated_rows(decimals: int) -> None:
     np.testing.assert_allclose(_Model(logits, labels).metrics(weights), [expected[name] for name in METRICS], rtol=1e-12)
 
 
-def test_resamples_match_poisson_distribution() -> None:
+def test_poisson_resamples_give_intervals_with_true_value() -> None:
     table = _poisson_table()
     assert (len(table), table.mean()) == (65536, pytest.approx(1, abs=5e-5))
     assert table.var() == pytest.approx(1, abs=5e-4)
-
-
-def test_intervals_contain_true_value() -> None:
-    """Calibrated scores have calibration 1. About 90 intervals of 100 logs with 400 rows should contain it."""
+    # Calibrated scores have calibration 1. About 90 intervals of 100 logs with 400 rows should contain it.
     held = 0
     for seed in range(100):
         low, high = intervals(*_rows(400, seed), Resampling(confidence=0.9, resamples=100, seed=seed))["calibration"]
@@ -404,7 +398,7 @@ def test_compare_finds_no_difference_of_equal_models() -> None:
         assert (found.difference, found.low, found.high, found.p_value) == (0, 0, 0, 1)
 
 
-def test_single_class_has_no_intervals() -> None:
+def test_single_class_and_invalid_arguments_have_no_intervals() -> None:
     found = intervals(np.tile([0.5, 1.0, 2.0], 10), [0] * 30, FEW)
     assert all(map(math.isnan, [*found["auroc"], *found["normalized_entropy"], *found["calibration"]]))
     assert found["logloss"][0] < found["logloss"][1]
@@ -412,9 +406,6 @@ def test_single_class_has_no_intervals() -> None:
     assert math.isnan(differences["auroc"].p_value)
     assert 0 < differences["logloss"].p_value <= 1
     assert all(map(math.isnan, intervals([], [], FEW)["logloss"]))
-
-
-def test_significance_rejects_invalid_arguments() -> None:
     rejects(r"confidence: must be between 0 and 1, .* got 95", Resampling, confidence=95)
     rejects("resamples: must be at least 2, got 1", Resampling, resamples=1)
     rejects("NaN", compare, [0.0, 1.0], [math.nan, 1.0], [0, 1], FEW)

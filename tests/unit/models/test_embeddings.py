@@ -65,15 +65,12 @@ def test_initial_values_match_distribution_and_differ_between_blocks() -> None:
     rejects(r"std: must be above 0 .*, got 0\.0", TableInit, kind="normal", std=0.0)
 
 
-def test_default_initial_values_keep_bits() -> None:
+def test_initial_values_keep_bits_and_depend_on_seed_and_name() -> None:
     """Runs and golden curves of earlier versions start with these values."""
     part = torch.empty(2, 3)
     TableValues(3, "cat_1", 100, 3).fill(part)
     expected = [-1114835955, -1127736896, 1027692397, -1116264761, -1120535357, 1014909978]
     assert part.view(torch.int32).flatten().tolist() == expected
-
-
-def test_initial_values_depend_on_seed_and_table_name_only() -> None:
     one = build_embeddings([100, 50], embedding_dim=4, seed=1, device="cpu")
     torch.manual_seed(99)
     two = build_embeddings([100, 50, 7], embedding_dim=4, seed=1, device="cpu")

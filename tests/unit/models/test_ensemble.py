@@ -145,11 +145,8 @@ def test_heads_reject_invalid_outputs(returns: Callable[[torch.Tensor], Any], me
     rejects(f"^Network: .*{message}", step, Network(returns))
 
 
-def test_single_tensor_is_value_of_only_head() -> None:
+def test_single_tensor_is_value_and_row_losses_are_weighted() -> None:
     assert step(Network(lambda logits: logits)) == step(Network(lambda logits: {"label": logits}))
-
-
-def test_network_row_losses_are_weighted_and_must_not_be_averaged() -> None:
     network = WithLoss(lambda logits, labels: (logits - labels) ** 2)  # 1, 1, 4
     assert step(network).item() == 6
     assert step(network, loss_weight=0.5, weights=torch.tensor([2.0, 1.0, 0.5])).item() == 2.5

@@ -254,7 +254,7 @@ def use(console: Console) -> list[str]:
     return done
 
 
-def test_console_survives_full_disk_and_closed_stream(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_survives_full_disk_closed_and_missing_stream(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
     stream.full, console = True, Console()
     assert use(console) == ["prepared", "trained"]
@@ -267,9 +267,6 @@ def test_console_survives_full_disk_and_closed_stream(stream: Stream, monkeypatc
     console = Console()
     stream.close()
     assert use(console) == ["prepared", "trained"]
-
-
-def test_console_survives_missing_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     assert use(Console()) == ["prepared", "trained"]
 

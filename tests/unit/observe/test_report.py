@@ -93,15 +93,12 @@ def test_page_is_valid_self_contained_and_deterministic(finished: str) -> None:
     assert report.render(FINISHED) == finished
 
 
-def test_page_shows_key_figures_and_escapes_events(finished: str) -> None:
+def test_page_shows_key_figures_and_charts_of_step_events(finished: str) -> None:
     words = ["<script>alert(1)</script>", "<b>bold</b> & more", "worker 1 died of SIGKILL & <more>"]
     assert _lacking(_Page(finished).text, *words, "What <light> through\nyonder") == []
     wanted = ["finished", "0123456789abcdef", "torch 2.13.0", "1.6487", "0.25", "75 s", "0.4%", "44 MB", "cut short"]
     wanted += ["2026-09-21 14:13:21 UTC", "0:00:02", "20repeated steps"]  # The first attempt began at 0:00:02.
     assert _lacking(_Page(finished).text, *wanted) == []
-
-
-def test_step_charts_match_step_event_fields() -> None:
     log = (Path(rayrec.__file__).parent / "training" / "step_log.py").read_text()
     for title, name in STEP_CHARTS:
         assert f'"{name}"' in log, title
@@ -217,7 +214,7 @@ def test_data_section_covers_full_run() -> None:
     assert "read200100.0%50.0%10.0%" in _text(events)
 
 
-def test_page_shows_calibration_categories_and_tables() -> None:
+def test_page_shows_calibration_categories_tables_and_cost() -> None:
     page = report.render(_click())
     calibration = _chart(page, "Share of clicks in the test rows")
     assert "observed 0.81 (predicted probability 0.8)" in [circle.findtext("title") for circle in calibration.iter("circle")]
@@ -225,9 +222,6 @@ def test_page_shows_calibration_categories_and_tables() -> None:
     first = ["worker 0, table_wise: 68 kB (51.5%)", "worker 0, row_wise: 64 kB (48.5%)"]
     second = ["worker 1, table_wise: 136 kB (68.0%)", "worker 1, row_wise: 64 kB (32.0%)"]
     assert _tips(_chart(page, "Weights and optimizer state")) == first + second
-
-
-def test_page_shows_cost_if_price_is_set() -> None:
     run = _click(seconds=360.0)
     assert f"cost{run.sums.cost(Price(2.5, nodes=4)).total:.4g}" in _text(run, price=Price(2.5, nodes=4))
     assert "Cost" not in _text(run)
@@ -257,7 +251,7 @@ def test_comparison_averages_over_seeds() -> None:
     assert "Mean over seeds" not in _Page(comparison.render(runs[:1])).text
 
 
-def test_page_shows_provenance_and_early_stop() -> None:
+def test_page_shows_provenance_and_several_runs_require_out(tmp_path: Path) -> None:
     events = run_events.click_run()
     events[0] |= {"commit": "0123abcd+", "machine": "host, 8 CPUs", "command": "rayrec train criteo_demo"}
     early = {"time": events[-1]["time"], "kind": "early_stop", "step": 100, "best_step": 50, "best_score": 0.8}
@@ -266,9 +260,6 @@ def test_page_shows_provenance_and_early_stop() -> None:
     wanted = ["commit0123abcd+", "machinehost, 8 CPUs", "commandrayrec train criteo_demo", "weights to usestep 50"]
     wanted += ["early stopat step 100 of 100: no improvement since step 50"]
     assert _lacking(text, *wanted, "95.3% of the way from 0.5 to the best possible 0.8123") == []
-
-
-def test_report_of_several_runs_requires_out(tmp_path: Path) -> None:
     (one, two), out = (run_events.write_run(tmp_path / name) for name in ("one", "two")), str(tmp_path / "both.html")
     assert rayrec.report(one, two, out=out) == out
     assert "2 runs" in _Page(Path(out).read_text()).text

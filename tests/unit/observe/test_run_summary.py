@@ -120,14 +120,11 @@ def test_attempts_have_end_and_cost_or_were_lost() -> None:
     assert [(each.end, each.first_step, each.restart is not None) for each in found] == expected
 
 
-def test_driver_error_keeps_end_of_previous_attempt() -> None:
+def test_standing_follows_last_event_and_keeps_end_of_attempts() -> None:
     failed = ((60, "run", {}), (61, "failure", {"cause": "no such log", "last": True}))
     run = summary(*BEGIN, (6, "stop", {"cause": "SIGTERM"}), *failed)
     assert [attempt.end for attempt in run.attempts] == ["stopped: SIGTERM"]
     assert run.standing() == "failed (no such log) at step 20 of 40"
-
-
-def test_standing_follows_last_event() -> None:
     run = summary(*BEGIN[:3])
     assert run.standing() == "not finished before its first step"
     for described, told in (
@@ -196,16 +193,13 @@ def test_dataframe_has_one_row_per_step_and_needs_pandas(tmp_path: Path, monkeyp
     rejects("pip install pandas", metrics_dataframe, "events.jsonl")
 
 
-def test_interval_restarts_after_restart() -> None:
+def test_interval_restarts_and_repeated_steps_are_marked() -> None:
     log = (1, "step", {"step": 20, "rows": 1280, "rows_per_s": 320.0})
     run = summary((0, "start", {"step": 0}), log)
     assert (run.interval, run.steps_redone) == (Interval(20, 1280, 4.0), 0)
     again = ((2, "start", {"step": 10, "rows": 640}), (3, "step", {"step": 15, "rows": 960, "rows_per_s": 160.0}))
     run = summary((0, "start", {"step": 0}), log, *again)
     assert (run.interval, run.steps_redone) == (Interval(5, 320, 2.0), 10)
-
-
-def test_repeated_step_is_marked_in_its_series() -> None:
     run = RunSummary()
     for kind, step, is_repeat in (("step", 10, 0), ("step", 20, 0), ("evaluate", 20, 0), ("step", 20, 1), ("step", 30, 0)):
         run.update({"set": "validation", "time": step, "kind": kind, "step": step})

@@ -197,15 +197,12 @@ def summary_of(run: Path) -> dict[str, Any]:
     return json.loads((run / "summary.json").read_text())
 
 
-def test_adopted_training_matches_raw_training(runs: tuple[Path, Path]) -> None:
+def test_adopted_training_matches_raw_training(runs: tuple[Path, Path], adopted: Path, tmp_path: Path) -> None:
     mine, other = map(summary_of, runs)
     assert mine["weights_sha256"] == other["weights_sha256"]
     for name in ("preprocessor", "rows_of_sets", "metrics", "validation", "rows"):
         assert mine[name] == other[name], name
-
-
-def test_adopted_run_resumes_exactly(runs: tuple[Path, Path], adopted: Path, tmp_path: Path) -> None:
-    """Resumes from the second last checkpoint, in the middle of the epoch."""
+    # Resumes from the second last checkpoint, in the middle of the epoch.
     run = shutil.copytree(runs[0], tmp_path / "adopted")
     shutil.rmtree(run / "checkpoints" / "step_00000016")
     (run / "summary.json").unlink()

@@ -239,15 +239,12 @@ def test_stop_at_due_evaluation_defers_to_next_start(stop_at: int, step: int, ev
     assert not again.progress.evaluation_due
 
 
-def test_preemption_notice_saves_once_and_continues() -> None:
+def test_preemption_saves_once_and_early_stopping_best_and_last() -> None:
     run = Run(ahead=3, preempt_at=10)
     assert run.run()
     assert run.saved() == [8, 14, 16, 20]
     assert run.saves[1] == (14, 140, None, True, True)
     assert run.pipeline.trained == list(range(20))
-
-
-def test_early_stopping_saves_best_and_last() -> None:
     run = Run(early_stopping={"patience": 1, "min_improvement": 0.2}, evaluate_every=5, checkpoint={"every": 50})
     assert run.run()
     # Better at every evaluation, though never by enough: the second ends it.

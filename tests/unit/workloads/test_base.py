@@ -111,14 +111,11 @@ def test_out_of_memory_error_names_tables_and_remedies() -> None:
     )
 
 
-def test_cached_table_counts_cache_only() -> None:
+def test_memory_errors_count_cache_and_suit_other_errors() -> None:
     text = told({"tables": [placed("items", 40_000_000, ranks={1: 20_480_000_000}, share=0.1)]})
     assert "its tables take 2.05 GB" in text
     assert "--workload.sharding.uvm-cache-fraction" in text
     assert "--workload.sharding.uvm-caching)" not in text
-
-
-def test_memory_error_without_tables_and_other_errors() -> None:
     assert "--workload.parallel fsdp" in told({"parallel": "ddp", "batch_size": 8})
     assert told({}).endswith("cuda:3 is out of memory for 20.00 GiB more. Try to use a GPU with more memory.")
     assert "is out of memory. " in told({}, RuntimeError("CUDA error: out of memory"))  # of a library under torch

@@ -144,15 +144,12 @@ def test_two_workers_match_one(kind: str, alone: tuple[Path, list[dict[str, Any]
     assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
 
 
-def test_fsdp_rejects_full_parameter_optimizers() -> None:
+def test_fsdp_with_onednn_matches_and_full_parameters_are_rejected(tmp_path: Path) -> None:
     workload = data_parallel.config(1).workload
     for kind in ("lamb", "lars"):
         workload.replace(optimizer={"kind": kind})
         rejects(f"kind: {kind} requires norms of full parameters", workload.replace, optimizer={"kind": kind}, parallel="fsdp")
-
-
-def test_fsdp_with_onednn_matches_one_worker(tmp_path: Path) -> None:
-    """FSDP shards and gathers the oneDNN layers of a GPT-2."""
+    # FSDP shards and gathers the oneDNN layers of a GPT-2.
     data_parallel.train(str(tmp_path / "alone"), 0, data_parallel.next_token_config(1))
     run_ranks(data_parallel.fsdp_by_onednn, 2, str(tmp_path / "fsdp"))
     assert _close(_tensors(tmp_path / "alone" / "6"), _tensors(tmp_path / "fsdp" / "6"))
@@ -171,14 +168,11 @@ def test_repeated_step_is_identical_and_statistics_match(tmp_path: Path) -> None
     run_ranks(data_parallel.statistics, 2, str(tmp_path))
 
 
-def test_resume_without_steps_keeps_weights(alone: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_resume_without_steps_keeps_weights_and_means_weight_rows(alone: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, _ = alone
     before = weights_sha256(Checkpoint(str(folder / "12")))
     data_parallel.train(str(folder), 0, data_parallel.config(1), from_step=12)
     assert weights_sha256(Checkpoint(str(folder / "12"))) == before
-
-
-def test_means_weight_rows_equally_and_settings_are_checked() -> None:
     metrics = RowMetrics(lambda means: {**means, "double": 2 * means["loss"]})
     for values in ([1.0, 1.0, 1.0], [5.0], []):
         tensor = torch.tensor(values)

@@ -334,7 +334,7 @@ def test_spill_files_are_removed(clicks: list[SegmentRange], tmp_path: Path) -> 
     assert open_spill_files(folder) == 0
 
 
-def test_spill_rejects_full_disk(clicks: list[SegmentRange], tmp_path: Path) -> None:
+def test_spill_rejects_full_disk_and_url_and_creates_folder(clicks: list[SegmentRange], tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a disk as small as that
     try:
@@ -342,9 +342,6 @@ def test_spill_rejects_full_disk(clicks: list[SegmentRange], tmp_path: Path) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert open_spill_files(tmp_path) == 0
-
-
-def test_spill_creates_local_folder_and_rejects_url(tmp_path: Path) -> None:
     rejects("must be local", Spill, "s3://bucket/x", 1)
     (tmp_path / "file").write_bytes(b"")
     spill = Spill(str(tmp_path / "file" / "folder"), 1)

@@ -354,7 +354,7 @@ def test_extension_keeps_last_row_of_unknown_categories(tmp_path: Path, preset: 
     assert again.sparse[0].ids().tolist() == [*after.sparse[0].ids().tolist(), unknown + 3]
 
 
-def test_extension_adds_frequent_empty_field(tmp_path: Path) -> None:
+def test_extension_adds_frequent_empty_field_and_hashed_stay(tmp_path: Path) -> None:
     before, after = extended(RAY_TEMPLATE, "aaabbb", "cccc...ddd", tmp_path)
     assert before.sparse[0].missing_id == before.sparse[0].unknown_id
     assert after.sparse[0].ids().tolist() == [2, 3, 4, 6]  # the empty field comes before those as frequent
@@ -362,9 +362,6 @@ def test_extension_adds_frequent_empty_field(tmp_path: Path) -> None:
     before, after = extended(MLPERF_V1, "aab", "c..d", tmp_path / "zero")
     assert before.sparse[0].missing_id == before.sparse[0].unknown_id
     assert after.vocabulary(0)[after.sparse[0].ids() == after.sparse[0].missing_id].tolist() == [0]
-
-
-def test_hashed_columns_stay(tmp_path: Path) -> None:
     nvt = NVT.replace(num_embeddings=(11, 7))
     before = made_from(read(lines("aab"), tmp_path / "old"), ONE_NUMBER, nvt)
     after = extend(before, nvt, counted(nvt, lines("ccdd"), tmp_path / "new"))

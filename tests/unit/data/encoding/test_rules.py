@@ -354,14 +354,11 @@ def make() -> Preprocessor:
     return Preprocessor("test", SCHEMA, dense, sparse, tokens, constants={"min_count": 2})
 
 
-def test_lookup_returns_largest_int32_id() -> None:
+def test_lookup_has_largest_int32_id_and_is_two_thirds_full() -> None:
     first_id = 2**31 - 10
     slots, known = np.zeros(16, np.uint64), np.arange(3, dtype=np.uint32)
     assert build_slots(known, (first_id + known).astype(np.int32), slots)
     assert find_ids(np.array([2, 3, 0], np.uint32), slots, 0).tolist() == [first_id + 2, 0, first_id]
-
-
-def test_lookup_tables_are_at_most_two_thirds_full() -> None:
     for count in [*range(200), 10_000, 1 << 20]:
         slots = num_slots(count)
         assert slots & (slots - 1) == 0

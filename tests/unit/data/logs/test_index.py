@@ -108,7 +108,7 @@ def test_odd_files(tmp_path: Path, text: bytes, chunk_bytes: int) -> None:
     check_cutting(tmp_path, text, chunk_bytes, 10)
 
 
-def test_chunks_cover_files_in_order_and_partition_lines(tmp_path: Path) -> None:
+def test_chunks_cover_files_in_order_and_segments_match_request(tmp_path: Path) -> None:
     files = [storage.File("a", 10, 0), storage.File("empty", 0, 0), storage.File("b", 4, 0)]
     found = [(chunk.path, chunk.start, chunk.stop, chunk.file_size) for chunk in cut(files, 4)]
     assert found == [("a", 0, 4, 10), ("a", 4, 8, 10), ("a", 8, 10, 10), ("b", 0, 4, 4)]
@@ -120,9 +120,6 @@ def test_chunks_cover_files_in_order_and_partition_lines(tmp_path: Path) -> None
         assert text[:length].tobytes() == own
         assert not own or byte == start
         assert not text[length : length + 64].any()
-
-
-def test_segment_sizes_match_request(tmp_path: Path) -> None:
     *sizes, last = (s.stop - s.start for s in index(write(tmp_path, b"\n".join(LINES * 500)), 1 << 20, 1000).segments)
     assert all(900 <= size <= 1000 for size in sizes)
     assert last <= 1500

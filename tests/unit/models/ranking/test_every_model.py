@@ -322,16 +322,13 @@ def test_widedeep_learns_one_logit_bias() -> None:
     torch.testing.assert_close(_clicks(net, dense, values), before + 0.75)
 
 
-def test_table_row_width_includes_linear_weight() -> None:
+def test_row_width_has_linear_weight_and_unknown_context_is_rejected() -> None:
     assert [width_with_weight(dim) for dim in (1, 3, 4, 10, 16)] == [4, 4, 8, 12, 20]
     assert DEEPFM.replace(members=2).table_width == 16
     net, dense, values = _widedeep()
     changed = values.clone()
     changed[:, :, DIM + 1 :] = torch.nan  # The rest of a row must not affect anything
     assert torch.equal(_clicks(net, dense, changed), _clicks(net, dense, values))
-
-
-def test_finalmlp_context_rejects_unknown_features() -> None:
     gated = FINALMLP.replace(feature_gates=True, first_context=("c", "numbers"))
     with pytest.raises(InputError, match=r"first_context: feature 'd' not found\. Features are a, b, c, numbers"):
         gated.replace(first_context=("d",)).sequences(INPUTS)
@@ -479,7 +476,7 @@ def test_aligned_lists_use_one_attention_unit() -> None:
     assert SMALL_DIN.units(dataclasses.replace(inputs, aligned=())) == (("items",), ("shops",))
 
 
-def test_din_bf16_is_close_and_empty_batches_return_no_logits() -> None:
+def test_din_bf16_is_close_and_cost_uses_maximum_length() -> None:
     values, item, tags = torch.randn(int(LENGTHS.sum()), WIDTH), torch.randn(DIN_ROWS, WIDTH), torch.randn(DIN_ROWS, WIDTH)
     dense, nothing = torch.randn(DIN_ROWS, 2), torch.zeros(0, WIDTH)
     exact, rough = (din_network(precision=kind).eval() for kind in ("fp32", "bf16"))
@@ -489,8 +486,5 @@ def test_din_bf16_is_close_and_empty_batches_return_no_logits() -> None:
     no_rows = embedded(nothing, nothing, nothing, lengths=LENGTHS[:0])
     for net in (exact.train(), rough.train()):
         assert net(dense[:0], no_rows)["click"].shape == (0,)
-
-
-def test_cost_uses_maximum_list_length() -> None:
     attention = 5 * (2 * WIDTH * 6 + 6 * 3 + 3) + WIDTH * 6
     assert network_multiply_adds(din_network(), LISTED, SMALL_DIN) == attention + 5 * WIDTH * 8 + 8 * 5 + 5
