@@ -18,16 +18,13 @@ def _last_stage() -> list[Instruction]:
     return STEPS[max(number for number, step in enumerate(STEPS) if step.word == "FROM") :]
 
 
-def test_instructions_and_ignored_files_are_read() -> None:
+def test_instructions_are_read_and_image_runs_demo_unprivileged() -> None:
     text = "# a\nFROM x AS y\nRUN a \\\n # in between\n && b\n\ncopy c d\n"
     assert instructions(text) == [Instruction("FROM", "x AS y"), Instruction("RUN", "a && b"), Instruction("COPY", "c d")]
     kept = ["src/rayrec/cli.py", "requirements.lock"]
     left = ["src/rayrec/native/_kernels.abi3.so", "src/rayrec/__pycache__", "src/rayrec/__pycache__/cli.pyc", ".git/config"]
     left += ["src/rayrec.egg-info/PKG-INFO", "tests/conftest.py", ".venv"]
     assert [path for path in (*kept, *left) if not ignored(path, RULES)] == kept
-
-
-def test_image_runs_demo_unprivileged_without_compilers() -> None:
     stage = _last_stage()
     (user,) = (step.rest for step in stage if step.word == "USER")
     assert int(user) > 0  # a number, so that Kubernetes can tell that it is not root's

@@ -53,7 +53,7 @@ def test_every_table_is_fused_and_none_data_parallel(world_size: int, device: Li
     assert sum(row.total_bytes for row in rows) == sum(SIZES) * 17 * 4
 
 
-def test_plan_is_balanced_deterministic_fast_and_described() -> None:
+def test_plan_is_balanced_deterministic_and_splits_tables() -> None:
     counts = Counter(rank for row in rows_of(plan()) for rank in row.bytes_of_rank)
     assert abs(counts[0] - counts[1]) <= 2
     first = describe(plan(), Model(SIZES), state_bytes=STATE)
@@ -66,9 +66,6 @@ def test_plan_is_balanced_deterministic_fast_and_described() -> None:
     assert lines[3].endswith("64.8 MiB")
     assert lines[-2].startswith("worker 0: ")
     assert lines[-1].startswith("worker 1: ")
-
-
-def test_column_wise_tables_are_split_and_data_parallel_ones_copied() -> None:
     model = Model([1_000_000], dim=64)
     config = only("column_wise", min_column_width=32)
     made = plan_sharding(model, Site(2, "cpu", 640 * MIB), batch_size=128, state_bytes=STATE, config=config)

@@ -352,7 +352,7 @@ def run_through(policy: Policy, endings: list[AttemptResult]) -> tuple[int, Quit
     return len(endings), None
 
 
-def test_judge_quits_after_short_attempts_and_retries_flags() -> None:
+def test_judge_quits_after_short_attempts_or_with_other_data() -> None:
     attempts, decision = run_through(POLICY, [ended(1)] * 10)
     assert attempts == 3
     failed = "ran for less than 100 s or ended with an error of yours"
@@ -365,9 +365,6 @@ def test_judge_quits_after_short_attempts_and_retries_flags() -> None:
     attempts, decision = run_through(POLICY, [ended(143, duration_s=500.0), *[ended(2)] * 10])
     assert (attempts, decision.status) == (4, 2)
     assert run_through(POLICY, [ended(None), ended(2)])[0] == 2  # Ray ended the first before the command ran
-
-
-def test_judge_quits_with_other_data_and_long_attempts_accept_flags() -> None:
     changed = AttemptResult("failed", status=2, duration_s=500.0, ran=True, run_finished=True)
     assert judge(POLICY, AttemptHistory(attempts=2, accepted=True), changed, jitter=0.5)[1] == Quit(2, describe(changed))
     # A remaining problem, such as a full disk, either disappears or ends every attempt after hours of training.
@@ -379,7 +376,7 @@ def test_judge_quits_with_other_data_and_long_attempts_accept_flags() -> None:
     assert run_through(POLICY, [late, late, ended(1, duration_s=500.0)] * 5) == (15, None)
 
 
-def test_pauses_double_to_limit_with_jitter() -> None:
+def test_pauses_double_with_jitter_and_exit_statuses_are_described() -> None:
     def pauses(jitter: float) -> list[float]:
         return [pause_s(times, first_s=1.0, longest_s=30.0, jitter=jitter) for times in range(9)]
 
@@ -387,9 +384,6 @@ def test_pauses_double_to_limit_with_jitter() -> None:
     assert (pauses(0.0)[1:3], pauses(1.0)[1:3]) == ([0.75, 1.5], [1.25, 2.5])
     assert all(before <= after for before, after in itertools.pairwise(pauses(0.3)))
     assert pause_s(100_000, first_s=1.0, longest_s=30.0, jitter=0.5) == 30.0
-
-
-def test_exit_statuses_are_described_and_invalid_limits_rejected() -> None:
     assert [shell_status(status) for status in (None, 0, 2, -9, -15, 143)] == [None, 0, 2, 137, 143, 143]
     assert describe(ended(137)) == "was killed by SIGKILL"
     assert describe(ended(143)) == "was preempted (exit status 143)"

@@ -62,7 +62,7 @@ def test_private_function_accepts_arguments(call: str) -> None:
     inspect.signature(function()).bind(*arguments, **named)
 
 
-def test_ray_answers_private_requests_and_callbacks_are_replaceable() -> None:
+def test_ray_answers_private_requests_and_constants_match() -> None:
     request = ray_compat.node_manager_pb2.PrestartWorkersRequest(  # type: ignore[attr-defined]
         language=ray_compat.common_pb2.PYTHON,  # type: ignore[attr-defined]
         job_id=b"1",
@@ -77,9 +77,6 @@ def test_ray_answers_private_requests_and_callbacks_are_replaceable() -> None:
     for name in ("DataParallelTrainer", "PlacementGroupCleanerCallback", "DatasetsCallback"):
         assert hasattr(ray_compat.data_parallel_trainer, name)
     assert ray_compat.WorkerGroupCallback is not ray_compat.ControllerCallback
-
-
-def test_ray_constants_match() -> None:
     from ray._private import ray_constants, worker
 
     assert ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR == ray_compat.SETUP_HOOK_VARIABLE

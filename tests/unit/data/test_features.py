@@ -124,7 +124,7 @@ def test_schema_rejects_invalid_features(text: str, message: str) -> None:
     rejects(message, load_schema, f"sparse: [user, item, history]\nlists: [history]\n{text}", "schema.yaml")
 
 
-def test_aligned_lists_require_matching_positions() -> None:
+def test_aligned_lists_match_positions_and_keep_last_items() -> None:
     schema = load_schema(
         "label: click\nsparse: [items, shops]\nlists: [items, shops]\n"
         "features: [{name: items, max_length: 2}, {name: shops, aligned_with: items, max_length: 2}]",
@@ -140,13 +140,12 @@ def test_aligned_lists_require_matching_positions() -> None:
         ("categories are not at the places of the list that it is aligned with", "shops", row) for row in (3, 4, 5)
     ]
     assert [column.lengths.tolist() for column in raw.lists] == [[2, 0, 1, 1]] * 2
-
-
-# Reading --------------------------------------------------------------------------------------------------------------
-def test_max_length_keeps_last_items_and_weights() -> None:
     history, tags = parsed().lists
     assert (history.values.tolist(), history.lengths.tolist()) == ([20, 20, 30, 40], [1, 0, 3, 0])
     assert (tags.lengths.tolist(), tags.weights.tolist()) == ([2, 1, 0, 2], [0.5, 2.0, 1.0, 3.0, 4.0])
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
 
 
 def column(name: str, values: pa.Array) -> pa.Table:
@@ -234,7 +233,7 @@ def test_shared_vocabulary_returns_same_ids(encoded: tuple[Preprocessor, Encoded
     assert len(preprocessor.tokens) == 3 + 4 + 3
 
 
-def test_shared_vocabulary_counts_all_columns() -> None:
+def test_shared_vocabulary_counts_and_transform_has_every_column() -> None:
     """20 occurs once as an item and twice in a history: only the sum reaches three."""
     job = Preset(min_count=3).counting(SCHEMA)
     counts, merged = job.empty(), job.empty()
@@ -243,9 +242,6 @@ def test_shared_vocabulary_counts_all_columns() -> None:
     assert make_preprocessor(Preset(min_count=3), SCHEMA, merged).vocabulary(2).tolist() == [20]
     unshared = SCHEMA.unshared()
     assert preprocessor_of(parsed(schema=unshared), unshared, 3).vocabulary(2).tolist() == []
-
-
-def test_transform_gives_every_column() -> None:
     frame = ROWS.to_pandas()
     inputs = transform(preprocessor_of(parsed()), frame)
     assert list(inputs) == [*("click", "price", "user", "item", "history", "tags", "tag_weights", "like", "seconds", "at")]

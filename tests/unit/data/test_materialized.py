@@ -605,7 +605,7 @@ def test_permutation_is_bijective(size: int, seed: int) -> None:
     assert (np.sort(places) == np.arange(size)).all()
 
 
-def test_permutations_are_uniform_and_computed_for_distant_rows() -> None:
+def test_permutations_are_uniform_also_of_distant_rows_and_neighbours() -> None:
     large = Permutation(4_195_197_692, seed=7)
     rows = np.array([0, 1, 2**31, 4_195_197_691])
     places = large(rows)
@@ -618,9 +618,6 @@ def test_permutations_are_uniform_and_computed_for_distant_rows() -> None:
     counts = Counter(tuple(Permutation(4, seed=seed)(np.arange(4)).tolist()) for seed in range(tries))
     assert len(counts) == 24
     assert sum((count - tries / 24) ** 2 / (tries / 24) for count in counts.values()) < 49.7
-
-
-def test_permutation_separates_neighbours() -> None:
     places = Permutation(1_000_000, seed=0)(np.arange(1_000_000))
     assert abs(np.corrcoef(np.arange(len(places)), places)[0, 1]) < 0.005
     assert abs(np.corrcoef(places[:-1], places[1:])[0, 1]) < 0.005

@@ -100,15 +100,12 @@ def test_kaggle_split_is_seven_near_equal_parts(rows: int) -> None:
     assert (test - validation, rows - test) == (-(-sizes[6] // 2), sizes[6] // 2)
 
 
-def test_auroc_counts_ties_half() -> None:
+def test_auroc_counts_ties_half_and_terabyte_has_daily_files(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     scores, labels = rng.integers(-3, 4, 2_000).astype(np.float32), rng.integers(0, 2, 2_000).astype(np.uint8)
     scores[:10] = -0.0
     assert synthetic.exact_auroc(scores, labels) == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
     assert synthetic.exact_auroc(scores, np.ones(2_000, dtype=np.uint8)) is None
-
-
-def test_terabyte_writes_one_file_per_day(tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
     options: dict[str, Any] = {"dialect": "terabyte", "days": 3, "progress": lambda *of_rows: calls.append(of_rows)}
     truth = synthetic.generate(str(tmp_path / "new"), rows=1_001, **options)

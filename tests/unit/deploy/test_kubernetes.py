@@ -103,7 +103,7 @@ def test_leaving_trainer_has_time_for_notice(kind: str) -> None:
     assert notice_s > _config_of_the_job().failure.grace_s
 
 
-def test_serve_configuration_round_trips() -> None:
+def test_serve_configuration_and_service_names_are_valid() -> None:
     checked = ServeDeploySchema.model_validate(yaml.safe_load(_manifest("RayService")["spec"]["serveConfigV2"]))
     (application,) = checked.applications
     assert application.import_path == "rayrec.serve:build"
@@ -115,9 +115,6 @@ def test_serve_configuration_round_trips() -> None:
     autoscaling = application.args["autoscaling"]
     cpus = float(groups["replicas"]["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"])
     assert autoscaling["max_replicas"] * application.args["cpus_per_replica"] <= cpus * groups["replicas"]["maxReplicas"]
-
-
-def test_service_names_are_allowed_and_upgrades_are_declined() -> None:
     (application,) = yaml.safe_load(_manifest("RayService")["spec"]["serveConfigV2"])["applications"]
     config = build_application(application["args"])._bound_deployment.init_args[0]
     service, namespace = f"{_manifest('RayService')['metadata']['name']}-serve-svc", "rayrec"

@@ -139,7 +139,7 @@ def test_problem_names_fix(
     assert _only(diagnose(installed, probes, machine)) == Finding("problem", text, commands)
 
 
-def test_cpu_builds_with_cuda_device_are_noted() -> None:
+def test_cpu_builds_and_cuda_torch_without_libraries_are_noted() -> None:
     fbgemm, torch = diagnose(CPU, WORKS, GPU_MACHINE)
     assert (fbgemm.kind, torch.kind) == ("note", "note")
     assert "CPU build" in fbgemm.text
@@ -147,9 +147,6 @@ def test_cpu_builds_with_cuda_device_are_noted() -> None:
     assert torch.text.startswith("torch is a CPU build and sees none")
     built_for = replace(WORKS["torch"], cuda_build="13.0")
     assert "built for CUDA 13.0" in diagnose(CUDA, {**WORKS, "torch": built_for}, GPU_MACHINE)[0].text
-
-
-def test_cuda_torch_without_libraries_suggests_cpu_index() -> None:
     error = "ImportError: libcudart.so.13: cannot open shared object file: No such file or directory"
     probes = {**{name: Probe(ok=False, error=error) for name in WORKS}, "ray": WORKS["ray"]}
     finding = _only(diagnose(CPU, probes, MACHINE))  # one cause, one finding
@@ -161,7 +158,7 @@ def test_cuda_torch_without_libraries_suggests_cpu_index() -> None:
     assert "CPU" not in on_gpu.text
 
 
-def test_transitive_requirements_are_checked_also_in_cycles() -> None:
+def test_transitive_requirements_rayrec_and_machine_are_checked() -> None:
     assert [finding.text for finding in diagnose(_without(CPU, "click", "tqdm", "pyarrow"), WORKS, MACHINE)] == [
         "not installed: click; ray needs click>=7",
         "not installed: pyarrow; ray needs pyarrow>=9",  # by ray[data]; fastapi, of another extra, is not asked for
@@ -170,9 +167,6 @@ def test_transitive_requirements_are_checked_also_in_cycles() -> None:
     installed = {"a": Installed("1", requires=("b",)), "b": Installed("1", requires=("a", "c[x]")), "c": Installed("1")}
     asked = [(asker, str(requirement)) for asker, requirement in closure([Requirement("a")], installed)]
     assert sorted(asked) == [("", "a"), ("a", "b"), ("b", "a"), ("b", "c[x]")]
-
-
-def test_rayrec_machine_and_shm_are_checked() -> None:
     finding = _only(diagnose(CPU, WORKS, MACHINE, kernels="no such file"))
     assert (finding.kind, finding.text) == ("problem", "the compiled kernels do not load: no such file")
     assert "only found on the path" in diagnose(_without(CPU, "rayrec"), WORKS, MACHINE)[0].text
@@ -186,7 +180,7 @@ def test_rayrec_machine_and_shm_are_checked() -> None:
     assert diagnose(CPU, WORKS, replace(MACHINE, shm_bytes=None)) == []
 
 
-def test_report_is_readable_and_plain() -> None:
+def test_report_is_readable_and_missing_packaging_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     good = doctor(installed=CPU, probes=WORKS, machine=MACHINE, pip="pip")
     lines = [" ".join(line.split()) for line in good.lines()]
     assert (good.ok, lines[-1]) == (True, "all fits together")
@@ -200,9 +194,6 @@ def test_report_is_readable_and_plain() -> None:
     noted = doctor(installed=CPU, probes=WORKS, machine=replace(MACHINE, shm_bytes=0))
     assert noted.ok
     assert any(line.startswith("note: ") for line in noted.lines())
-
-
-def test_missing_packaging_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "packaging.requirements", None)
     rejects("install packaging", doctor, installed=CPU, probes=WORKS, machine=MACHINE)
 

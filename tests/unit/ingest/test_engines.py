@@ -126,7 +126,7 @@ def items(tables: Iterator[pa.Table]) -> Iterator[int]:
     return (table["item"][0].as_py() for table in tables)
 
 
-def test_datasets_start_early_close_and_raise_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_datasets_start_early_and_small_close_and_raise_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_engine, "_EARLY_START_ITEMS", 2)
     datasets, groups = Datasets(), [range(0, 5), range(5, 10), range(10, 12)]
     found = items(ray_engine._chain_groups(groups, datasets.tables_of))
@@ -147,9 +147,6 @@ def test_datasets_start_early_close_and_raise_in_order(monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="broken"):
         next(found)
     assert list(ray_engine._chain_groups([], Datasets().tables_of)) == []
-
-
-def test_first_datasets_are_small() -> None:
     groups = list(ray_engine._groups(range(4000)))
     assert [len(group) for group in groups] == [64, 256, 1024, 1024, 1024, 608]
     assert [item for group in groups for item in group] == list(range(4000))

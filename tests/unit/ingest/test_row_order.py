@@ -117,7 +117,7 @@ def test_every_row_trains_once_across_reshards(
     assert seen == whole
 
 
-def test_short_rest_joins_previous_batch_or_leaves_filler() -> None:
+def test_short_rest_joins_batch_and_windows_are_announced() -> None:
     source = Shards(17)
     for small_steps, sizes in ((False, [8, 9]), (True, [8, 8, 1])):
         assert list(map(len, _all_workers(source, 2, batch_size=4, order=_order(source, small_steps=small_steps)))) == sizes
@@ -127,9 +127,6 @@ def test_short_rest_joins_previous_batch_or_leaves_filler() -> None:
     assert [len(batch) for batch in batches[0]] == [2, 1]
     assert [batch.loss_weight for batch in batches[0]] == [0.5, 2.0]
     assert (batches[1][1].loss_weight, len(batches[1][1])) == (0.0, 1)
-
-
-def test_windows_are_announced_before_reading() -> None:
     source = Shards(4, 4, 4, 4)
     order = _order(source, "window", chunks_per_window=2)
     windows = list(order.numbers(0, 0))
@@ -167,7 +164,7 @@ def test_position_rejects_other_order(chunks: tuple[int, ...], options: Any, oth
         rejects(f"^train_data: .*{why}", _loader, other, order=order, state=state)
 
 
-def test_old_position_without_hashes_resumes() -> None:
+def test_old_position_resumes_and_loader_raises_row_errors() -> None:
     source = Shards(4, 4, 4, 4)
     order = _order(source, "window", data_hash="0a")
     stored = {"epoch": 0, "offset": 8, "rows": 16, "chunks": 4, "shuffle": "window", "seed": 0}
@@ -175,8 +172,6 @@ def test_old_position_without_hashes_resumes() -> None:
     assert _numbers(list(loader)) == _numbers(list(_loader(source, order=order)))[2:]
     assert loader.state()["data_hash"] == "0a"
 
-
-def test_loader_raises_row_errors_and_rejects_empty_data() -> None:
     class Damaged(Shards):
         def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
             if 9 in indices:
@@ -274,7 +269,7 @@ def test_every_row_once_across_reshards(shuffle: str, sizes: list[int], moves: l
     assert sorted(used) == rows_of(full_epoch(blocks))
 
 
-def test_same_world_size_keeps_shards_and_finished_epoch_has_none() -> None:
+def test_same_world_size_keeps_shards_and_files_stay_together() -> None:
     blocks = make_order([10, 20, 30], "window").blocks(0)
     position = Position(0, 3, 2, 4, None)
     assert position.for_workers(blocks, world_size=2, batch_size=4) is position
@@ -287,9 +282,6 @@ def test_same_world_size_keeps_shards_and_finished_epoch_has_none() -> None:
     done = Position(0, 5, 1, 2, None).for_workers(blocks, world_size=3, batch_size=2)
     assert done.pieces == ()
     assert done.shards(blocks) == [[], [], []]
-
-
-def test_shuffle_files_keeps_files_together() -> None:
     order = make_order([3] * 12, "files", files=4)
     seen = set()
     for epoch in range(8):

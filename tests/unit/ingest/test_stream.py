@@ -154,7 +154,7 @@ class Source:
             self.closed = True
 
 
-def test_prefetcher_returns_few_values_in_order_and_closes_source() -> None:
+def test_prefetcher_returns_few_values_in_order_before_errors() -> None:
     source = Source(50)
     assert list(Prefetcher(source.values(), max_prefetch=2)) == list(range(50))
     assert threading.get_ident() not in source.threads
@@ -166,9 +166,6 @@ def test_prefetcher_returns_few_values_in_order_and_closes_source() -> None:
     ahead.close()
     assert source.closed
     assert next(ahead, None) is None
-
-
-def test_prefetcher_raises_error_after_values() -> None:
     ahead = Prefetcher(Source(5, fails_at=2).values(), max_prefetch=4)
     assert [next(ahead), next(ahead)] == [0, 1]
     fails_with(ValueError, "broken", next, ahead)
@@ -453,7 +450,7 @@ def test_skipped_and_repeated_batches_are_counted(prepared: Prepared, calls: Seq
     assert trained.lost_and_repeated(loading.trained_rows()) == expected
 
 
-def test_max_steps_limits_batches(prepared: Prepared) -> None:
+def test_max_steps_limit_requests_and_epoch_end_is_next_start(prepared: Prepared) -> None:
     whole = list(loader(prepared, epochs=2))
     for max_steps in (0, 1, 5, 12, 1000):
         short = loader(prepared, epochs=2, max_steps=max_steps)
@@ -461,9 +458,6 @@ def test_max_steps_limits_batches(prepared: Prepared) -> None:
         assert len(batches) == short.steps == min(max_steps, len(whole))
         assert all(same(one, other) for one, other in zip(batches, whole, strict=False))
         assert short.rows(short.steps) == sum(len(batch) for batch in batches)
-
-
-def test_stream_requests_needed_rows_and_epoch_end_is_next_start(prepared: Prepared) -> None:
     asked: list[int] = []
 
     class Counting(TaskSource):

@@ -312,7 +312,7 @@ VALUES = torch.arange(24.0).view(2, 12)
 ORDER = (2, 0, 1)
 
 
-def test_embedding_order_does_not_depend_on_delivery() -> None:
+def test_embeddings_have_one_order_and_are_awaited_on_first_use() -> None:
     plain = KeyedEmbeddings.in_order(DOTTED, 4, VALUES)
     moved = torch.cat([VALUES[:, 4 * number : 4 * number + 4] for number in ORDER], dim=1)
     delivered = KeyedEmbeddings(DOTTED, 4, lambda: (moved, ORDER))
@@ -325,9 +325,6 @@ def test_embedding_order_does_not_depend_on_delivery() -> None:
         assert torch.equal(delivered[feature], VALUES[:, 4 * number : 4 * number + 4])
         assert torch.equal(plain[feature], delivered[feature])
     fails_with(KeyError, "d", delivered.__getitem__, "d")
-
-
-def test_embeddings_are_awaited_on_first_use() -> None:
     calls = []
 
     def deliver() -> Delivery:
@@ -360,7 +357,7 @@ def decisions(policy: WaitPolicy, shares: list[float], *, start_s: float = 0.0) 
     return [policy.update(share, start_s + place * 0.1) for place, share in enumerate(shares)]
 
 
-def test_wait_policy_follows_consecutive_contention() -> None:
+def test_wait_policy_and_ratio_follow_contention() -> None:
     assert decisions(WaitPolicy(), [0.9, 0.9, 0.9, 0.9, 0.1] * 3) == [False] * 15
     assert decisions(WaitPolicy(), [*ROW, 0.0]) == [False, False, False, False, True, True]
     policy, now_s, short_s = WaitPolicy(), 0.0, []
@@ -378,9 +375,6 @@ def test_wait_policy_follows_consecutive_contention() -> None:
     assert decisions(policy, ROW, start_s=6.0) == [False, False, False, False, True]
     assert policy.update(1.0, 7.3)
     assert not policy.update(1.0, 7.5)  # Initial duration again
-
-
-def test_waiting_ratio_uses_slowest_runnable_thread() -> None:
     before = [(0, 0), (5 * _MS, 5 * _MS), (0, 0)]
     assert waiting_share(before, [(90 * _MS, 10 * _MS), (6 * _MS, 9 * _MS), (1 * _MS, 3 * _MS)]) == 0.1
     assert waiting_share(before, [(90 * _MS, 10 * _MS), (10 * _MS, 95 * _MS), (0, 0)]) == pytest.approx(90 / 95)

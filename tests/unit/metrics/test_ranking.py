@@ -206,7 +206,7 @@ def _calibration_error(logits: np.ndarray, labels: np.ndarray, bins: int) -> flo
     return sum(own.mean() * abs(probability[own].mean() - labels[own].mean()) for own in found if own.any())
 
 
-def test_expected_calibration_error() -> None:
+def test_calibration_error_auroc_and_logloss_of_extreme_logits() -> None:
     def error(logits: Any, labels: list[int]) -> float:
         return metrics.binary_metrics(logits, labels)["expected_calibration_error"]
 
@@ -215,9 +215,6 @@ def test_expected_calibration_error() -> None:
     # In fifteen bins, opposite errors do not cancel.
     assert error(np.log([1 / 9, 1 / 9, 9.0, 9.0]), [1, 0, 0, 1]) == pytest.approx(0.4)
     assert math.isnan(error([], []))
-
-
-def test_auroc_and_logloss_of_extreme_logits() -> None:
     values = [-np.inf, -3e38, -1.0, -1e-45, 0.0, 1e-45, 1.0, 3e38, np.inf]
     for cut in range(1, len(values)):
         assert metrics.auroc(values, [0] * cut + [1] * (len(values) - cut)) == 1.0
@@ -231,16 +228,13 @@ def test_auroc_and_logloss_of_extreme_logits() -> None:
     assert logloss([-100.0], [0]) == pytest.approx(math.exp(-100), rel=1e-12)
 
 
-def test_block_size_does_not_change_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_ignore_block_size_and_undefined_ones_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = np.random.default_rng(1)
     logits, labels = generator.normal(size=1000).round(1), generator.integers(0, 2, 1000)
     whole = metrics.binary_metrics(logits, labels)
     monkeypatch.setattr(metrics, "_BLOCK_ROWS", 7)
     blocks = metrics.binary_metrics(logits, labels)
     assert (blocks["auroc"], blocks) == (whole["auroc"], pytest.approx(whole, rel=1e-13))
-
-
-def test_undefined_metrics_are_nan() -> None:
     negatives = metrics.binary_metrics([1.0, 2.0], [0, 0])
     assert math.isnan(negatives["auroc"])
     assert math.isnan(negatives["calibration"])
@@ -329,7 +323,7 @@ def test_weighted_metrics_match_repeated_rows(decimals: int) -> None:
     np.testing.assert_allclose(_Model(logits, labels).metrics(weights), [expected[name] for name in METRICS], rtol=1e-12)
 
 
-def test_poisson_resamples_give_intervals_with_true_value() -> None:
+def test_poisson_intervals_contain_true_value_and_shrink() -> None:
     table = _poisson_table()
     assert (len(table), table.mean()) == (65536, pytest.approx(1, abs=5e-5))
     assert table.var() == pytest.approx(1, abs=5e-4)
@@ -339,9 +333,6 @@ def test_poisson_resamples_give_intervals_with_true_value() -> None:
         low, high = intervals(*_rows(400, seed), Resampling(confidence=0.9, resamples=100, seed=seed))["calibration"]
         held += low <= 1 <= high
     assert 82 <= held <= 97
-
-
-def test_intervals_shrink_with_rows_and_contain_metric() -> None:
     logits, labels = _rows(20_000)
     found = intervals(logits, labels, FEW)
     metrics = binary_metrics(logits, labels)
@@ -376,7 +367,7 @@ def test_auroc_difference_matches_delong(decimals: int) -> None:
     assert found.p_value == pytest.approx(math.erfc(difference / error / math.sqrt(2)), rel=1e-9)
 
 
-def test_compare_detects_worse_model() -> None:
+def test_compare_detects_worse_but_no_equal_model() -> None:
     logits, labels = _rows(20_000)
     noise = np.random.default_rng(3).normal(0, 0.5, 20_000).astype(np.float32)
     metrics, others = binary_metrics(logits, labels), binary_metrics(logits + noise, labels)
@@ -387,9 +378,6 @@ def test_compare_detects_worse_model() -> None:
             assert found.p_value < 0.01
             assert found.low * found.high > 0
     assert compare(logits, logits + noise, labels, FEW)["auroc"].low > 0
-
-
-def test_compare_finds_no_difference_of_equal_models() -> None:
     logits, labels = _rows(5000)
     noise = np.random.default_rng(4).normal(0, 0.3, (40, 2, 5000)).astype(np.float32)
     found = [compare(*(logits + each), labels, Resampling(resamples=100))["logloss"].p_value for each in noise]

@@ -50,7 +50,7 @@ def test_shard_values_match_full_table(start: TableInit | None) -> None:
     assert torch.equal(by_threads, whole)
 
 
-def test_initial_values_match_distribution_and_differ_between_blocks() -> None:
+def test_initial_values_match_distribution_and_keep_bits() -> None:
     whole = torch.empty(150_000, 8)
     TableValues(**TABLE).fill(whole)
     bound = 150_000**-0.5
@@ -63,10 +63,7 @@ def test_initial_values_match_distribution_and_differ_between_blocks() -> None:
     assert whole.abs().max() > 4e-4
     assert not torch.equal(whole[:100], whole[65_536:65_636])
     rejects(r"std: must be above 0 .*, got 0\.0", TableInit, kind="normal", std=0.0)
-
-
-def test_initial_values_keep_bits_and_depend_on_seed_and_name() -> None:
-    """Runs and golden curves of earlier versions start with these values."""
+    # Runs and golden curves of earlier versions start with these values.
     part = torch.empty(2, 3)
     TableValues(3, "cat_1", 100, 3).fill(part)
     expected = [-1114835955, -1127736896, 1027692397, -1116264761, -1120535357, 1014909978]
@@ -114,7 +111,7 @@ def batch(*numbers: float) -> Batch:
     return Batch({"dense": torch.tensor(numbers).unsqueeze(1)}, 1.0, weights=torch.full((rows,), 2.0), sequence_features=ids)
 
 
-def test_unlabeled_model_learns_and_reports_measures() -> None:
+def test_unlabeled_model_learns_and_predicts_columns_and_fields() -> None:
     model, metrics = whole_model(CONFIG, [4], inputs=INPUTS), RowMetrics()
     loss, output = model(batch(0.0, 1.0, 2.0))
     assert (loss.item(), dict(output.measures)) == (6.0, {})
@@ -123,9 +120,6 @@ def test_unlabeled_model_learns_and_reports_measures() -> None:
         metrics.update(model(rows)[1])
     assert metrics.compute() == {"loss": 2.0, "large": 3.5}
     assert CONFIG.score(metrics.compute()) == -2.0
-
-
-def test_predictions_become_columns_and_fields() -> None:
     heads = CONFIG.output_heads(INPUTS)
     model = PlainModel(build_network(CONFIG, INPUTS), INPUTS, heads, width=4, sequences=("item",))
     tensors = model.predict(torch.ones(3, 1), torch.zeros(3, 0), torch.rand(3, 4), torch.ones(3, dtype=torch.int64))
@@ -138,7 +132,7 @@ def test_predictions_become_columns_and_fields() -> None:
     assert columns["best"].tolist() == [[30, 10]] * 3
 
 
-def test_label_fields_match_json_schema() -> None:
+def test_label_fields_match_schema_and_counts_have_poisson_loss() -> None:
     heads = label_heads("click", (Label(name="like"), Label(name="seconds", kind="number")))
     values: dict[str, Any] = {head.name: np.zeros(2, np.float32) for head in heads}
     fields = [list(head.answer(values, np.array)) for head in heads]
@@ -146,9 +140,6 @@ def test_label_fields_match_json_schema() -> None:
     columns = [name for head in heads for name in head.columns(values, np.array)]
     assert columns == ["score", "logit", "score_like", "logit_like", "score_seconds", "logit_seconds"]
     assert isinstance(heads[2], NumberHead)
-
-
-def test_count_head_uses_poisson_loss_and_metrics() -> None:
     (head,) = label_heads("views", kind="count")
     logs, counts, weights = torch.tensor([0.0, 1.0, -1.0]), torch.tensor([2.0, 0.0, 1.0]), torch.tensor([1.0, 0.5, 2.0])
     expected = functional.poisson_nll_loss(logs, counts, reduction="none") * weights
@@ -204,7 +195,7 @@ def test_stored_model_rejects_other_classes(name: object, capsys: pytest.Capture
     assert capsys.readouterr().out == ""
 
 
-def test_stored_class_replaces_recipe_class() -> None:
+def test_stored_class_replaces_recipe_class_of_every_family() -> None:
     """By model name or stored class path. Keeps the settings that all click models share."""
     recipe = recipes.criteo_demo()
     model = recipe.replace(workload={"model": {"class": "finalnet", "first_tower": [8]}}).workload.model
@@ -216,9 +207,6 @@ def test_stored_class_replaces_recipe_class() -> None:
     for unknown in ("deepest", "os.system", "rayrec.models.base.ClickModelConfig"):
         with pytest.raises(InputError, match=rf"model\.class: .*; rayrec's models are {', '.join(models.names())}"):
             recipe.replace(workload={"model": {"class": unknown}})
-
-
-def test_every_file_in_families_is_model() -> None:
     for name in models.names():
         cls = models.config_class(name)
         assert cls is not None, name

@@ -69,14 +69,11 @@ def test_ensemble_members_learn_independently(config: ClickModelConfig, inputs: 
     assert not torch.equal(logits[0], logits[1])
 
 
-def test_single_member_builds_plain_network_and_zero_are_rejected() -> None:
+def test_single_member_is_plain_and_several_use_own_parts() -> None:
     one, plain = whole_model(DLRM.replace(members=1), [5, 5]), whole_model(DLRM, [5, 5])
     assert one.state_dict().keys() == plain.state_dict().keys()
     assert DLRM.replace(members=3).table_width == 3 * DIM
     rejects(r"DLRMConfig.members: must be at least 1, got 0", DLRM.replace, members=0)
-
-
-def test_members_use_separate_parts_of_sequences() -> None:
     inputs = ModelInputs(0, ("item", "history"), "click", vocabularies=("item", "item"), lists=(("history", None),))
     network = build_network(DINConfig(embedding_dim=DIM, attention=(), mlp=(), members=2), inputs).eval()
     item, values = torch.rand(ROWS, 2 * DIM), torch.rand(3 * ROWS, 2 * DIM)

@@ -49,7 +49,7 @@ def measured() -> list[dict[str, Any]]:
     return [*events, {"time": events[-1]["time"], "kind": "data", "step": 150, **data, **store}]
 
 
-def test_figures_match_running_job() -> None:
+def test_figures_match_running_and_finished_jobs() -> None:
     run = RunSummary(measured())
     assert (run.step, run.steps, run.status) == (150, 200, "training")
     # After its first logged step, the attempt took 6 s for 40 steps.
@@ -60,9 +60,6 @@ def test_figures_match_running_job() -> None:
     assert dict(figures(run))["of peak"] == "above measurement"
     run.update({"time": 1e9, "kind": "finish", "step": 200})
     assert run.status == "finishing"  # It evaluates its test rows.
-
-
-def test_figures_of_finished_run_show_selected_weights() -> None:
     events = measured()
     early = {"time": 2e9, "kind": "early_stop", "step": 150, "best_step": 100, "best_score": 0.8}
     finish = {"time": 2e9, "kind": "finish", "step": 150, "chosen_step": 100, "metrics": {"perplexity": 1.5, "rows": 9}}
@@ -79,7 +76,7 @@ def test_figures_of_finished_run_show_selected_weights() -> None:
     assert (run.status.startswith("finished"), run.steps, dict(figures(run))["perplexity"]) == (False, 400, "2.0000")
 
 
-def test_figures_grow_with_events() -> None:
+def test_figures_grow_with_events_and_panel_shows_phases() -> None:
     run = RunSummary()
     assert figures(run) == []
     assert "preparing" in shown(run)
@@ -90,9 +87,6 @@ def test_figures_grow_with_events() -> None:
     assert run.left_s() is None
     assert ("restarts", "0") not in figures(run)
     assert "step 1 of 10" in shown(run)
-
-
-def test_panel_shows_phases_stages_and_age() -> None:
     run = RunSummary(measured())
     assert run.last_time_s is not None
     text = shown(run, full=True, now_s=run.last_time_s + 1)
@@ -150,7 +144,7 @@ def now(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**event, "time": event["time"] + later_s} for event in events]
 
 
-def test_console_prints_plain_lines_of_new_events_unless_quiet(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_prints_plain_lines_unless_quiet(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = console_lines(now(measured()), capsys)
     assert text.count("train: step") == 1  # The next is due in ten seconds.
     assert "worker 1 died" in text
@@ -163,9 +157,6 @@ def test_console_prints_plain_lines_of_new_events_unless_quiet(capsys: Any, monk
     assert "saved runs/run" in console_lines(now(measured()), capsys, verbose=True)
     assert console_lines(now(measured()), capsys, quiet=True) == ""
     assert console_lines([{**event, "time": 1.0} for event in measured()], capsys) == ""
-
-
-def test_top_prints_once_without_terminal(tmp_path: Path) -> None:
     run_events.write_run(tmp_path, measured())
     out = io.StringIO()
     assert top(str(tmp_path), console=screen(out)).step == 150

@@ -183,7 +183,7 @@ def test_time_section_sums_phases_and_fifths() -> None:
     assert _lacking(_Page(page).text, *wanted) == []
 
 
-def test_time_section_without_phases_and_with_all() -> None:
+def test_time_section_has_all_phases_and_data_section_full_run() -> None:
     events = run_events.click_run()
     for event in events:
         event.pop("times_s", None)
@@ -197,10 +197,6 @@ def test_time_section_without_phases_and_with_all() -> None:
     assert '<rect class="dot series-9"' in page
     assert ".dot.series-9 { fill: var(--series-9); }" in page
     assert page.count("--series-9: #") == 2  # by day and by night
-
-
-def test_data_section_covers_full_run() -> None:
-    events = run_events.click_run()
     data = next(event for event in events if event["kind"] == "data")
     stage = {**data["stages"][0], "cpu_share": 0.5}
     # A block made in half a minute is consumed in the last second.
@@ -214,7 +210,7 @@ def test_data_section_covers_full_run() -> None:
     assert "read200100.0%50.0%10.0%" in _text(events)
 
 
-def test_page_shows_calibration_categories_tables_and_cost() -> None:
+def test_page_shows_calibration_tables_and_cost_or_runs_in_columns() -> None:
     page = report.render(_click())
     calibration = _chart(page, "Share of clicks in the test rows")
     assert "observed 0.81 (predicted probability 0.8)" in [circle.findtext("title") for circle in calibration.iter("circle")]
@@ -225,9 +221,6 @@ def test_page_shows_calibration_categories_tables_and_cost() -> None:
     run = _click(seconds=360.0)
     assert f"cost{run.sums.cost(Price(2.5, nodes=4)).total:.4g}" in _text(run, price=Price(2.5, nodes=4))
     assert "Cost" not in _text(run)
-
-
-def test_comparison_shows_runs_in_columns() -> None:
     runs = [_click("first"), _click("second", auroc=0.8, seconds=2.0, config="seed: 1\nmodel:\n  dim: 8\n"), FINISHED]
     page = comparison.render(runs, price=Price(1.0))
     assert len(_chart(page, "Validation auroc").findall("polyline")) == 2
@@ -241,7 +234,7 @@ def test_comparison_shows_runs_in_columns() -> None:
     assert _lacking(same, "All configurations are equal.", "clicks (1)clicks (2)") == []
 
 
-def test_comparison_averages_over_seeds() -> None:
+def test_comparison_averages_over_seeds_and_shows_provenance(tmp_path: Path) -> None:
     runs = [
         _click(f"seed-{seed}", auroc=auroc, config=f"name: seed-{seed}\nseed: {seed}\nsteps: 9\n")
         for seed, auroc in enumerate((0.78, 0.80, 0.79))
@@ -249,9 +242,6 @@ def test_comparison_averages_over_seeds() -> None:
     text = _Page(comparison.render([*runs, _click("other", config="seed: 0\nsteps: 10\n")])).text
     assert "criteo_demo (seed-0, ...)30.79000 ± 0.01000" in text
     assert "Mean over seeds" not in _Page(comparison.render(runs[:1])).text
-
-
-def test_page_shows_provenance_and_several_runs_require_out(tmp_path: Path) -> None:
     events = run_events.click_run()
     events[0] |= {"commit": "0123abcd+", "machine": "host, 8 CPUs", "command": "rayrec train criteo_demo"}
     early = {"time": events[-1]["time"], "kind": "early_stop", "step": 100, "best_step": 50, "best_score": 0.8}
@@ -267,7 +257,7 @@ def test_page_shows_provenance_and_several_runs_require_out(tmp_path: Path) -> N
         rejects(message, rayrec.report, *runs, out=place)
 
 
-def test_page_is_accessible() -> None:
+def test_page_is_accessible_with_distinct_dashes() -> None:
     page = _Page(report.render(_click()))
     places = {attributes["id"] for _, attributes in page.elements if attributes.get("id")}
     links = {str(attributes["href"]).removeprefix("#") for attributes in page.all("a")}
@@ -285,9 +275,6 @@ def test_page_is_accessible() -> None:
     for name in named:
         assert f"Numbers: {name}" in page.text
     assert "checkpoints0:00:" in page.text  # Values of the timeline's ticks.
-
-
-def test_lines_have_distinct_dashes() -> None:
     style = report.render(FINISHED)
     dashes = re.findall(r"\.line\.series-\d {[^}]*stroke-dasharray: ([^;]*);", style)
     assert len(dashes) == len(set(dashes)) == NUM_SERIES

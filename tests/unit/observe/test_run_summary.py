@@ -80,15 +80,12 @@ def test_restart_has_cause_time_and_steps(between: tuple[Described, ...], expect
     assert summary(*BEGIN, *between, *END).restarts == expected
 
 
-def test_restart_lasts_until_training_continues_and_needs_training() -> None:
+def test_restart_lasts_until_training_continues_unlike_pauses() -> None:
     begun = (*BEGIN, (6, "failure", {"cause": "x"}), (9, "start", {"step": 20}))
     assert summary(*begun).restarts == [Restart("x", 4, 0)]
     assert summary(*begun, (15, "evaluate", {"step": 20, "set": "test"})).restarts == [Restart("x", 10, 0)]
     assert summary(*BEGIN, (6, "failure", {"cause": "the loss is nan", "last": True})).restarts == []
     assert summary((0, "run", {}), (1, "failure", {"cause": "x"}), *BEGIN[2:], *END).restarts == []
-
-
-def test_extended_and_paused_runs_are_not_restarts() -> None:
     longer = ((90, "run", {}), (95, "start", {"step": 40, "steps": 60}), (97, "step", {"step": 50, "steps": 60}))
     run = summary(*BEGIN, *END, (31, "summary", {}), *longer)
     assert (run.restarts, run.standing()) == ([], "not finished at step 50 of 60")
@@ -105,7 +102,7 @@ def test_extended_and_paused_runs_are_not_restarts() -> None:
     assert found == [(0, "stopped: a planned pause", None), (20, None, None)]
 
 
-def test_attempts_have_end_and_cost_or_were_lost() -> None:
+def test_attempts_have_end_and_cost_and_standing_follows_events() -> None:
     first, second = RunSummary(run_events.run()).attempts
     assert (first.num_workers, first.first_step, first.last_step) == (2, 0, 120)
     assert (first.end, first.restart) == ("worker 1 died of SIGKILL & <more>", None)
@@ -118,9 +115,6 @@ def test_attempts_have_end_and_cost_or_were_lost() -> None:
     found = summary(*BEGIN, *lost, (14, "start", {"step": 0}), (15, "stop", {"cause": "SIGTERM"})).attempts
     expected = [("the driver was lost", 0, False), ("no room", None, False), ("stopped: SIGTERM", 0, True)]
     assert [(each.end, each.first_step, each.restart is not None) for each in found] == expected
-
-
-def test_standing_follows_last_event_and_keeps_end_of_attempts() -> None:
     failed = ((60, "run", {}), (61, "failure", {"cause": "no such log", "last": True}))
     run = summary(*BEGIN, (6, "stop", {"cause": "SIGTERM"}), *failed)
     assert [attempt.end for attempt in run.attempts] == ["stopped: SIGTERM"]
@@ -137,7 +131,7 @@ def test_standing_follows_last_event_and_keeps_end_of_attempts() -> None:
         assert run.standing() == told
 
 
-def test_costs_of_restarts_and_saves() -> None:
+def test_cost_counts_restarts_saves_hours_epochs_and_auroc() -> None:
     died = ((7, "failure", {"cause": "worker 0 died"}), (9, "start", {"step": 8}), (10, "step", {"step": 20}))
     first, second = ((at, "checkpoint", {"step": 20, "stall_s": stall_s}) for at, stall_s in ((6, 0.5), (11, 1.5)))
     costs = {"lost_s": 4, "steps_redone": 12}
@@ -145,9 +139,6 @@ def test_costs_of_restarts_and_saves() -> None:
     found = summary(*BEGIN, first, *died, second, *END).costs(train_s=98.0)
     assert found == {"restarts": 1, "restart_causes": [{"cause": "worker 0 died", **costs}], **costs, **stalls}
     assert RunSummary().costs(train_s=0.0)["checkpoint_stall_fraction"] == 0.0
-
-
-def test_cost_counts_working_hours_epochs_and_auroc() -> None:
     events = run_events.click_run(seconds=360.0)
     hours = (events[-1]["time"] - events[0]["time"]) / 3600
     spent = RunSummary(events).cost(Price(2.5, nodes=4))
@@ -206,7 +197,7 @@ def test_interval_restarts_and_repeated_steps_are_marked() -> None:
         assert run.is_repeat == is_repeat
 
 
-def test_startup_times_group_by_attempt_and_command() -> None:
+def test_startup_times_group_by_attempt_and_stages_are_timed() -> None:
     def start_up(**stages: float) -> Described:
         return 0, "start_up", {"process": "worker", "stages": stages}
 
@@ -220,10 +211,6 @@ def test_startup_times_group_by_attempt_and_command() -> None:
     assert in_order(found) == ["imports", "set_up", "restore", "first_step"]
     assert in_order([{"of a later version": 1.0, "first_step": 1.0}]) == ["first_step", "of a later version"]
     assert summary((0, "run", {})).starts == []
-
-
-# Stopwatch of startup stages, and process age -------------------------------------------------------------------------
-def test_stopwatch_times_consecutive_stages_until_now() -> None:
     watch = Stopwatch(last_s=100.0)
     laps = (("imports", 102.5), ("index", 103.0), ("imports", 104.0), ("clock of another machine", 103.0), ("folder", 103.5))
     for name, at_s in laps:
@@ -234,6 +221,9 @@ def test_stopwatch_times_consecutive_stages_until_now() -> None:
     watch.lap("b")
     assert 2.0 <= watch.stages["a"] < 60.0
     assert 0.0 <= watch.stages["b"] < 60.0
+
+
+# Stopwatch of startup stages, and process age -------------------------------------------------------------------------
 
 
 def test_process_age_counts_from_start(tmp_path: Path) -> None:
@@ -449,7 +439,7 @@ def data_side(events: list[dict[str, Any]]) -> PipelineStats:
     return side
 
 
-def test_pipeline_stats_sum_stages_and_intervals_without_blocks() -> None:
+def test_pipeline_stats_sum_stages_and_weigh_attempts_by_cpus() -> None:
     assert RunSummary([]).data.side() is None
     side = data_side(run({"data": 0.2}, stages=CPU_BOUND))
     assert (side.busy, side.capacity_rows_per_s) == (pytest.approx(0.95), pytest.approx(1000 / 0.95))
@@ -464,10 +454,7 @@ def test_pipeline_stats_sum_stages_and_intervals_without_blocks() -> None:
     whole = {**block, "seconds": 30.0, "stages": [{**told[0], "busy": 0.2}]}
     apart, together = data_side([start, first, nothing, nothing, block]), data_side([start, first, whole])
     assert (apart, apart.busy) == (together, pytest.approx(0.2))
-
-
-def test_pipeline_stats_weigh_attempts_by_cpus() -> None:
-    """Eight busy CPUs, then two: no CPU paused."""
+    # Eight busy CPUs, then two: no CPU paused.
     all_busy = {"parse": (1.0, 1.0, 0.0)}
     events = run({"data": 0.2}, stages=all_busy, cpus=8.0, rows=80_000)
     fewer = run({"data": 0.2}, stages=all_busy, cpus=2.0, rows=20_000)

@@ -152,7 +152,7 @@ def test_row_gradients_match_autograd(threads: int, pooled: bool, weighted: bool
         torch.testing.assert_close(dense, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_row_gradients_separate_tables_of_unequal_width() -> None:
+def test_row_gradients_separate_tables_and_add_backward_passes() -> None:
     generator = torch.Generator().manual_seed(2)
     bags, features = 6, [TableFeatures(0, 1, 0, 4, 5), TableFeatures(1, 1, 4, 8, 7), TableFeatures(2, 1, 12, 4, 3)]
     features.append(TableFeatures(3, 1, 16, 4, 6))
@@ -167,9 +167,6 @@ def test_row_gradients_separate_tables_of_unequal_width() -> None:
         torch.testing.assert_close(dense[1], dense[0])
         assert operators.values.is_contiguous()
     assert [len(one.ids) for one in found] == [len(one.ids) for one in expected]
-
-
-def test_row_gradients_add_several_backward_passes() -> None:
     one = RowGradients(torch.tensor([4, 1]), torch.tensor([[1.0], [2.0]]))
     found = RowGradients.sum([one, RowGradients(torch.tensor([1, 3]), torch.tensor([[10.0], [20.0]]))])
     assert dict(zip(found.ids.tolist(), found.values[:, 0].tolist(), strict=True)) == {1: 12.0, 3: 20.0, 4: 1.0}

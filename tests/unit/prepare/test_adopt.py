@@ -232,7 +232,9 @@ def test_adopted_scores_match_raw_scores(runs: tuple[Path, Path], adopted: Path,
         assert (wrong.status, wrong.json()["error"]["field"]) == (400, "cat_3")
 
 
-def test_adopt_reuses_preprocessor_of_run(runs: tuple[Path, Path], arrays: Path, adopted: Path, tmp_path: Path) -> None:
+def test_adopt_reuses_preprocessor_of_run_and_plans_its_tables(
+    runs: tuple[Path, Path], arrays: Path, adopted: Path, tmp_path: Path
+) -> None:
     """IDs missing from the run's tables are taken modulo their rows."""
     folder = shutil.copytree(arrays, tmp_path / "more", ignore=shutil.ignore_patterns("day_[01]*"))
     assert adopt(str(folder), out=str(tmp_path / "own"))["preprocessor"]
@@ -241,9 +243,6 @@ def test_adopt_reuses_preprocessor_of_run(runs: tuple[Path, Path], arrays: Path,
     assert rayrec.evaluate(str(runs[0]), str(folder))["rows"] == ROWS[2]
     changed = config_of(adopted, tmp_path, "two").updated({"eval_data": {"path": str(folder), "files": ()}})
     assert train(changed).summary["rows_of_sets"] == {"train": sum(ROWS), "validation": ROWS[2]}
-
-
-def test_adopted_plan_has_array_tables(adopted: Path, tmp_path: Path) -> None:
     size = Preprocessor.load(str(adopted / "preprocessor")).num_embeddings[9]
     assert re.search(rf"^cat_9 +{size:,} ", rayrec.plan(config_of(adopted, tmp_path, "planned")), re.MULTILINE)
 

@@ -525,7 +525,7 @@ def test_equal_rows_have_equal_hashes(rows: list[Row]) -> None:
     assert len(set(zip(plain, hashes, strict=True))) == len(set(plain))
 
 
-def test_row_hashes_distinguish_columns_and_sample_keeps_all_copies() -> None:
+def test_row_hashes_distinguish_columns_and_edges_are_values() -> None:
     rows: list[Row] = [(label, a, s, [], 0.0) for label, a, s in ((0, None, None), (0, 0.0, None), (0, None, 0), (1, None, None))]
     rows += [(0, None, None, tags, 0.0) for tags in ([0], [0, 0], [1, 2], [2, 1])]
     hashes = row_hashes(block_of_rows(rows)).tolist()
@@ -538,9 +538,6 @@ def test_row_hashes_distinguish_columns_and_sample_keeps_all_copies() -> None:
     assert 300 < len(tally.hashes) < 700  # a quarter
     assert set(Counter(tally.hashes.tolist()).values()) == {4}
     assert data_report.duplicate_rate(tally.hashes) == 0.75
-
-
-def test_quantile_edges_are_column_values() -> None:
     edges = quantile_edges([np.arange(1000.0), np.zeros(0), np.array([5.0])])
     assert edges.shape == (3, 39)
     assert edges[0, [3, 19, 35]].tolist() == [99, 499, 899]
@@ -587,14 +584,12 @@ def test_auroc_of_rates_matches_scored_rows(seed: int) -> None:
         assert data_report.auroc_of_rates(outcomes) == pytest.approx(roc_auc_score(labels, of_rows))
 
 
-def test_auroc_of_rates_handles_leak_and_few_rows() -> None:
+def test_auroc_of_rates_concentration_and_top_match_reference() -> None:
     assert data_report.auroc_of_rates(np.array([[300, 0, 100, 0], [0, 300, 0, 100]])) == 1
     assert data_report.auroc_of_rates(np.full((2, 4), 100)) == 0.5
     assert data_report.auroc_of_rates(np.array([[300, 0, 19, 0], [0, 300, 0, 100]])) is None
     assert data_report.auroc_of_rates(np.zeros((2, 4), np.int64)) is None
 
-
-def test_concentration_matches_reference() -> None:
     def rates(repeated: list[int], distinct: int) -> list[float | None]:
         found = data_report.concentration(np.array(repeated, np.int64), distinct)
         return [found[f"{name}_rate"] for name in ("top_1", "top_10", "top_100", "once")]
@@ -602,9 +597,6 @@ def test_concentration_matches_reference() -> None:
     assert rates([2, 9, 4], 8) == [0.45, 1.0, 1.0, 0.25]  # and 5 that come once
     assert rates([3] * 250 + [100] * 2, 302) == [0.1, (200 + 24) / 1000, (200 + 98 * 3) / 1000, 0.05]
     assert rates([], 0) == [None] * 4
-
-
-def test_top_categories_ignore_order() -> None:
     rng = np.random.default_rng(3)
     tokens, counts = rng.permutation(1000).astype(np.uint32), rng.integers(1, 20, 1000)
     expected = tokens[np.lexsort((tokens, -counts))][:TOP]

@@ -48,13 +48,10 @@ def test_ingress_is_resolved_for_cluster(asked: Any, instance: Any, private_ray:
     assert (settled.ingress, settled.port) == (ingress, port)
 
 
-def test_conflicting_ingress_is_rejected() -> None:
+def test_ingress_conflicts_are_rejected_and_urls_told() -> None:
     with pytest.raises(InputError, match="without HTTP proxies, for other"):
         settle(ServeConfig(ingress="serve"), _instance("other", with_proxies=False), private_ray=False)
     rejects("proxies listen at 9000", settle, ServeConfig(ingress="direct", port=9000), _instance("other"), private_ray=False)
-
-
-def test_urls_of_proxies_and_replicas() -> None:
     assert urls(ServeConfig(ingress="serve", host="::1"), _instance()) == ["http://[::1]:8000"]
     assert urls(ServeConfig(ingress="serve", host="0.0.0.0"), _instance()) == ["http://10.0.0.1:8000"]
     direct = ServeConfig(ingress="direct", host="::", port=7000)
@@ -105,7 +102,7 @@ def test_invalid_application_is_rejected(args: dict[str, Any], message: str) -> 
     rejects(message, build, args)
 
 
-def test_port_has_one_server() -> None:
+def test_port_has_one_server_until_process_ends() -> None:
     """Replicas of the owner share the port. A second server, or one next to another program, cannot use it."""
     port, owner = free_ports(1), rf"by process {os.getpid()} \(.+\)\. Choose another --port"
     with lock_port("127.0.0.1", port):
@@ -120,9 +117,6 @@ def test_port_has_one_server() -> None:
         with bind("0.0.0.0", port, shared=shared) as other:
             other.listen()
             rejects(owner, lock_port("127.0.0.1", port).__enter__)
-
-
-def test_port_lock_ends_with_process() -> None:
     port = free_ports(1)
     child = os.fork()
     if not child:
@@ -163,13 +157,11 @@ def test_host_header_matches_server_names(value: str, host: str, allowed: tuple[
     assert ServeConfig(host=host, allowed_hosts=allowed).is_allowed_host(value) is own
 
 
-def test_allowed_hosts_must_be_names() -> None:
+def test_ray_inherits_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http://a", "a:80", "a/b", "*a", ""):
         rejects("allowed_hosts", ServeConfig, allowed_hosts=(name,))
     ServeConfig(allowed_hosts=("fd00::1", "a", "*", "*.b-c.d"))
 
-
-def test_ray_inherits_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(*_: object, **__: object) -> None:
         raise InputError(f"inherited: {set(os.environ.values())}")
 

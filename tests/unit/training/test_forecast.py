@@ -58,7 +58,7 @@ def test_forecast_scales_and_names_data_or_shared_cpu_bottleneck() -> None:
         assert (found.bottleneck, found.rows_per_s) == (bottleneck, pytest.approx(rows_per_s))
 
 
-def test_forecast_includes_network_between_nodes() -> None:
+def test_forecast_includes_network_and_returns_cpus_per_gpu() -> None:
     names: tuple[Exchange, ...] = ("ids", "embeddings", "gradients", "all_reduce")
     flows = {name: ExchangeBytes(2, 1) for name in names}
     flows["embeddings"].add_all_to_all([500_000.0] * 2, to_owner=False)  # 4 Mbit from each node
@@ -73,9 +73,6 @@ def test_forecast_includes_network_between_nodes() -> None:
     assert (slow.bottleneck, slow.rows_per_s) == ("network", pytest.approx(1000 / 0.105))
     assert "  network  12.5k rows/s in all, by network_gbit=0.1\n" in slow.text()
     assert "About 9520 rows/s, limited by the network between workers" in slow.text()
-
-
-def test_forecast_returns_cpus_per_gpu() -> None:
     found = of(replace(MEASURED, device="cuda", num_workers=1, rows_per_s=1_000_000.0), "cpus=16,gpus=1,nodes=2,cpu_nodes=3")
     assert found.model_rows_per_s == pytest.approx(2e6)
     assert found.cpu_rows_per_s is None

@@ -270,7 +270,7 @@ def test_patience_counts_from_last_sufficient_improvement(scores: list[float], s
     assert (progress.since_best, progress.best, progress.best_step) == (since_best, best, 3)
 
 
-def test_learning_rates_fall_without_improvement() -> None:
+def test_learning_rates_fall_without_improvement_and_scale_schedule() -> None:
     plateau = PlateauConfig(patience=2, factor=0.1, min_improvement=0.01)
     progress, lowered = Progress(), []
     for step, score in enumerate([0.5, 0.505, 0.52, 0.53, 0.51, 0.525, 0.52, 0.6]):
@@ -281,9 +281,6 @@ def test_learning_rates_fall_without_improvement() -> None:
     assert lowered == [(4, pytest.approx(0.1)), (6, pytest.approx(0.01))]
     assert (progress.plateau_reference, progress.plateau_evaluations) == (0.6, 0)
     assert not lower_on_plateau(Progress(plateau_reference=1.0), 0.0, PlateauConfig())
-
-
-def test_lowered_rates_scale_schedule() -> None:
     optimizer = SimpleNamespace(param_groups=[{"lr": 0.0}, {"lr": 0.0}, {"lr": 0.0}])
 
     def begin_step(step: int, total: int) -> None:

@@ -236,7 +236,7 @@ def test_compare_settings_classifies_changes(changes: dict[str, Any], expected: 
     assert not compare_settings(stored(first), with_old(then, found.accepted)).accepted
 
 
-def test_compare_settings_handles_fields_of_other_versions() -> None:
+def test_compare_settings_handles_versions_members_and_class() -> None:
     settings = stored(config())
     del settings["min_steps_per_epoch"], settings["workload"]["dense_optimizer"]["momentum"]
     settings["gone"] = settings["workload"]["gone"] = 3
@@ -245,9 +245,6 @@ def test_compare_settings_handles_fields_of_other_versions() -> None:
         Change("workload.gone", 3, "not set"), Change("min_steps_per_epoch", "not set", 2), Change("gone", 3, "not set")
     )  # fmt: skip
     assert found.accepted == ()
-
-
-def test_compare_settings_compares_ensemble_members_and_model_class() -> None:
     first = recipes.criteo_ensemble("log")
     settings = stored(first)
     del settings["workload"]["model"]["models"][1]["tower_losses"]  # added by a later version

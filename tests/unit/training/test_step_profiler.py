@@ -309,16 +309,13 @@ def test_invalid_profile_request_is_removed(tmp_path: Path, request_: str) -> No
     assert heard == [{"name": "good", "first": 1, "end": 2}]
 
 
-def test_kineto_variables_reach_workers() -> None:
+def test_kineto_variables_reach_workers_and_settings_are_checked() -> None:
     passed = {"KINETO_USE_DAEMON": "1", "KINETO_DAEMON_INIT_DELAY_S": "3"}
     environment = {**passed, "HOME": "x", "AWS_SECRET_ACCESS_KEY": "y"}
     assert worker_variables(environment) == passed
     assert worker_variables({"KINETO_DAEMON_INIT_DELAY_S": "3"}) == {}
     interface = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "eth1"}
     assert worker_variables(environment, network_interface="eth1") == passed | interface
-
-
-def test_profile_configuration_is_checked() -> None:
     assert ProfileConfig(steps="10:20").window() == (10, 20)
     assert ProfileConfig().window() is None
     assert ProfileConfig(steps="10:210").window() == (10, 210)

@@ -265,7 +265,7 @@ def search_result(**changes: Any) -> dict[str, Any]:
     return {**result, "trials": [trial(1, values, 0.75), trial(0, {}, 0.74), failed], **changes}
 
 
-def test_table_has_one_line_per_trial() -> None:
+def test_search_table_and_page_show_trials() -> None:
     lines = table_text(search_result()).splitlines()
     assert lines[0].split() == ["trial", "dropout", "batch_size", "auroc", "step", "rows", "seconds", "state"]
     assert lines[1].split() == ["1", "0.25", "512", "0.75000", "20", "2,000", "3", "finished"]
@@ -276,9 +276,6 @@ def test_table_has_one_line_per_trial() -> None:
     assert lines[5] == "Trained 13.5% of the rows of these trials, because weak trials were stopped early."
     assert "On 1,428 test rows, its AUROC differs by +0.01200 from" in lines[6]
     assert "(+0.00200 to +0.02200, p = 0.0123)" in lines[6]
-
-
-def test_search_table_omits_unknown_values_and_page_shows_trials() -> None:
     text = table_text(
         search_result(best={"number": 0, "values": {}, "auroc": 0.74, "checkpoint": "c"}, compared=None, trained_share=1.0)
     )

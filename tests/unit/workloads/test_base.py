@@ -95,7 +95,7 @@ def told(described: dict[str, Any], error: Exception = FULL) -> str:
     return str(found.value)
 
 
-def test_out_of_memory_error_names_tables_and_remedies() -> None:
+def test_out_of_memory_error_names_tables_cache_and_remedies() -> None:
     tables = [
         placed("small", 1_000, ranks={1: 512_000}),
         placed("elsewhere", 90_000_000, ranks={0: 46_080_000_000}),
@@ -109,9 +109,6 @@ def test_out_of_memory_error_names_tables_and_remedies() -> None:
         "shard the tables over more workers (--scaling.num-workers), or store tables in host memory "
         "(--workload.sharding.uvm-caching), or shrink them (embedding_dim, min_count, max_num_embeddings)."
     )
-
-
-def test_memory_errors_count_cache_and_suit_other_errors() -> None:
     text = told({"tables": [placed("items", 40_000_000, ranks={1: 20_480_000_000}, share=0.1)]})
     assert "its tables take 2.05 GB" in text
     assert "--workload.sharding.uvm-cache-fraction" in text

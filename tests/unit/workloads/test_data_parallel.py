@@ -240,7 +240,7 @@ def test_rows_are_predicted_once_in_order(saved: Saved, tmp_path: Path, rows: in
     assert table.column("named").to_pylist() == [f"class {number}" for number in best]
 
 
-def test_means_cover_all_rows_and_unusable_input_is_rejected(saved: Saved, tmp_path: Path) -> None:
+def test_loaded_model_matches_saved_and_means_cover_all_rows(saved: Saved, tmp_path: Path) -> None:
     path = rows_file(tmp_path, 1003)
     arrays = np.load(path)
     with torch.no_grad():
@@ -253,9 +253,6 @@ def test_means_cover_all_rows_and_unusable_input_is_rejected(saved: Saved, tmp_p
     assert _metrics(scoring, 5)["bits"] == 16
     rejects("has no labels", _open, saved[0], rows_file(tmp_path, 5, labelled=False), evaluating=True)
     rejects("has no rows to score", _open, saved[0], rows_file(tmp_path, 0))
-
-
-def test_loaded_model_matches_saved(saved: Saved) -> None:
     model = load_model(scored().workload, scored(), checkpoint=saved[0])  # type: ignore[arg-type]
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())

@@ -81,7 +81,7 @@ def model_of(vocabulary_size: int = 30, *, seed: int = 0, scale: float = 5.0) ->
 
 
 # -- the arithmetic
-def test_row_losses_match_model_loss_perplexity_and_score() -> None:
+def test_row_losses_match_model_and_cost_counts_products() -> None:
     model = model_of(scale=1.0)
     text_blocks = torch.randint(0, 30, (5, BLOCK))
     losses = row_losses(model, text_blocks)
@@ -93,9 +93,6 @@ def test_row_losses_match_model_loss_perplexity_and_score() -> None:
     assert workload.metrics({"loss": 2.0}) == {"loss": 2.0, "perplexity": pytest.approx(math.exp(2.0))}
     assert math.isfinite(workload.metrics({"loss": 1e6})["perplexity"])
     assert workload.score({"loss": 1.0}) > workload.score({"loss": 2.0})
-
-
-def test_row_cost_counts_matrix_products() -> None:
     width, layers, vocabulary_size = 512, 2, 40  # so that the largest are oneDNN's
     config = small(None, model={"n_layer": layers, "n_embd": width})
     torch.manual_seed(0)
@@ -181,7 +178,7 @@ def test_sampling_follows_probabilities_and_depends_on_prompt_only() -> None:
     assert all(len(text) == 8 for text in together)
 
 
-def test_generation_stops_at_end_token() -> None:
+def test_prompts_are_lines_and_generation_stops_at_end_token(tmp_path: Path) -> None:
     model = model_of(TextTokenizer(bytes_bpe([TEXT * 20], 280), "tokenizer").vocabulary_size)
     free = made(model, [3, 1, 4], [5, 9], count=30)
     end = free[0][4]
@@ -189,9 +186,6 @@ def test_generation_stops_at_end_token() -> None:
     first = free[0].index(end)
     assert (stopped[0][: first + 1], set(stopped[0][first:])) == (free[0][: first + 1], {end})
     assert len(made(model, [3, 1, 4], count=30, end_token=end)[0]) == first + 1  # nothing is made after it
-
-
-def test_prompts_are_read_from_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"the fox\r\n\n" + b"the lazy dog " * 3)
     arrays = read_prompts(str(path), TOKENIZER, window=BLOCK).read(np.arange(3))

@@ -122,15 +122,12 @@ def test_values_of_64_bits(values: list[int], first_rows: bool, at: int) -> None
     assert found(other.items(4)) == {token: (2 * count, row) for token, (count, row) in wanted.items() if count > 1}
 
 
-def test_counts_exceed_32_bits() -> None:
+def test_counts_exceed_32_bits_and_cover_one_kind_or_no_rows(tmp_path: Path) -> None:
     whole, counts = Counts.empty(0, 1), Counts.empty(0, 1)
     for _ in range(3):
         counts.tokens[0].merge(np.array([7, 8], np.uint32), np.array([2**32 - 1, 1]))
     whole.add(counts.to_table())
     assert counted(whole.tokens[0]) == {7: 3 * (2**32 - 1), 8: 3}
-
-
-def test_one_kind_of_column_and_no_rows(tmp_path: Path) -> None:
     for schema, text in (
         (Schema(tokens="hexadecimal", label=None, dense=(), sparse=("s",)), b"00000001\n00000001\n"),
         (Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=()), b"1\n1\n"),
@@ -167,7 +164,7 @@ def test_moments_match_exact_integer_sums(kind: Any, data: st.DataObject) -> Non
     assert first[1] == pytest.approx(wanted[1], abs=len(there) * (4 if kind == "any" else 1))  # last bit of NumPy's log1p
 
 
-def test_integer_moments_match_kernel() -> None:
+def test_moments_labels_and_file_minimums_are_counted(tmp_path: Path) -> None:
     chance = random.Random(0)
     kinds = (None, 20_000, 10**6, -(10**17))
     values = [kind and round(chance.random() * kind) - 20 for kind in chance.choices(kinds, k=3000)]
@@ -177,9 +174,6 @@ def test_integer_moments_match_kernel() -> None:
         counts.add_rows(block_of(schema, {"a": values}), 0)
         found.append(counts.dense_moments.tolist())
     assert found[0] == found[1]
-
-
-def test_labels_and_file_minimums_are_counted(tmp_path: Path) -> None:
     schema = Schema(tokens="hexadecimal", label="l", dense=("d", "e"), sparse=("s",))
     texts = {"b.txt": b"1\t5\t3\t\n0\t9\t4\t\n", "a.txt": b"1\t5\t\t\n", "c.txt": b"1\t7\t-2\t\n1\t\t8\t\n0\t7\t7\t\n"}
     for name, text in texts.items():

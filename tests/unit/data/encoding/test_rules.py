@@ -473,7 +473,7 @@ def test_check_rejects_values_unsafe_for_kernels(tmp_path: Path, forged: dict[st
     rejects(str(tmp_path), Preprocessor.load, str(tmp_path))
 
 
-def test_encode_handles_smallest_integer() -> None:
+def test_smallest_integer_is_encoded_and_hashing_spreads_multiples() -> None:
     column, out = DenseColumn(), np.empty(2, np.float32)
     values = np.array([-(2**63), 2**63 - 1], np.int64)
     library().rayrec_transform_dense(
@@ -483,9 +483,6 @@ def test_encode_handles_smallest_integer() -> None:
         ctypes.c_void_p(out.ctypes.data),
     )
     assert out.tolist() == [-np.float32(63 * math.log(2)), np.float32(63 * math.log(2))]
-
-
-def test_hashing_spreads_multiples_and_keeps_old_ids() -> None:
     schema = Schema(label=None, sparse=("s",), tokens="any")
     raw, _ = parse_table(pa.table({"s": np.arange(0, 50_000_000, 1000)}), schema)
     preset = RAYREC.replace(max_num_embeddings=100_002)

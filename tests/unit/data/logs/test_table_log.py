@@ -374,7 +374,7 @@ def test_numbers_in_text(cells: list[str]) -> None:
     assert faults.total == len(cells) - len(wanted)
 
 
-def test_hexadecimal_tables_match_text() -> None:
+def test_hexadecimal_tables_match_text_and_other_column_counts(tmp_path: Path) -> None:
     """Every byte inside a valid cell, and invalid cells."""
     schema = Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=("s",))
     others = [b for b in range(256) if b not in b"\t\n\r"]
@@ -390,9 +390,6 @@ def test_hexadecimal_tables_match_text() -> None:
         assert_same(raw, expected, ignored="files")
         assert faults.counts == found.counts
         assert raw.rows == 0 or len(cells) > 200
-
-
-def test_rows_with_other_numbers_of_columns(tmp_path: Path) -> None:
     good = ",".join(GOOD.values())
     lines = ["y,w,d,s,l", good, good + ",", "1", "", "9" + good[1:], "", good, "\xff,\xff", good, ""]
     (tmp_path / "a.csv").write_bytes("\r\n".join(lines).encode("latin1"))
@@ -558,7 +555,7 @@ def test_categories_match_in_formats(tmp_path: Path, values: list[Any], kinds: l
         assert [list(column.lengths) for column in raw.lists] == [list(column.lengths) for column in expected.lists]
 
 
-def test_categories_in_floats_and_texts_are_whole_numbers() -> None:
+def test_category_rules_read_floats_texts_and_plain_text(tmp_path: Path) -> None:
     nan, inf = math.nan, math.inf
     for kind, beyond in ((pa.float64(), 2.0**53), (pa.float32(), 2.0**24)):
         raw, faults = one_column(pa.array([1.0, nan, -0.0, beyond - 1, beyond, 0.5, inf], kind, from_pandas=False), "sparse")
@@ -573,9 +570,6 @@ def test_categories_in_floats_and_texts_are_whole_numbers() -> None:
     assert faults.counts == {"not a whole number in range": len(bad)}
     raw, _ = parse_table(pa.table({"c": ["7", "07", "7.0"]}), schema.replace(integers=()))
     assert len(set(tokens_of(raw, 0))) == 3
-
-
-def test_category_rules_1_read_plain_text(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"c,d\n True,0\nTrue,0\n")
 
     def plain(text: str) -> int:
@@ -589,7 +583,7 @@ def test_category_rules_1_read_plain_text(tmp_path: Path) -> None:
     assert tokens_of(raw, 0) == [1, 1]
 
 
-def test_nan_setting_is_applied(tmp_path: Path) -> None:
+def test_nan_setting_is_applied_and_dates_are_seconds(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"d,e\n1,0\nnan,0\nNaN,0\ninf,0\n")
     arrow = pa.table({"d": pa.array([1, math.nan, math.nan, math.inf], from_pandas=False)})
     for nan, rows, bad in (("fault", [1.0], 3), ("missing", [1.0, 0.0, 0.0], 1)):
@@ -597,9 +591,6 @@ def test_nan_setting_is_applied(tmp_path: Path) -> None:
         for raw, faults in (read([tmp_path / "a.csv"], schema, tmp_path), parse_table(arrow, schema)):
             assert (raw.numbers[:, 0].tolist(), faults.counts) == (rows, {"not a finite number": bad})
             assert raw.missing[:, 0].tolist() == [False, True, True][: len(rows)]
-
-
-def test_dates_and_timestamps_are_seconds() -> None:
     moment = datetime.datetime(2024, 2, 29, 12, 30, 0, 500_000)
     seconds = (moment - datetime.datetime(1970, 1, 1)).total_seconds()
     for unit in ("ms", "us", "ns"):

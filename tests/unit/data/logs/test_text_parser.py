@@ -145,7 +145,7 @@ def test_empty_rows_fit_capacity(schema: Schema) -> None:
         check(schema, text)
 
 
-def test_parse_stops_at_length() -> None:
+def test_parse_stops_at_length_appends_rows_and_has_positions() -> None:
     """Text beyond the end is not used, not even digits."""
     rng = random.Random(3)
     rows = [valid_row(SCHEMA, rng) + b"\n" for _ in range(20)]
@@ -156,9 +156,6 @@ def test_parse_stops_at_length() -> None:
         expected, expected_faults = reference(SCHEMA, text[:cut])
         assert rows_of(parser.block()) == expected
         assert [(fault.byte, fault.kind) for fault in faults.first] == [f[:2] for f in expected_faults]
-
-
-def test_parse_appends_rows_and_reports_file_positions() -> None:
     parser = TextParser(Schema(tokens="hexadecimal", label="y", dense=("d",), sparse=()), 10)
     parser.parse(padded(b"1\t5\n"), 4, path="p", first_byte=0)
     faults = parser.parse(padded(b"0\t6\n1\tx\n"), 8, path="p", first_byte=1000)

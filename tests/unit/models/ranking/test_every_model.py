@@ -312,7 +312,7 @@ def _clicks(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> torch.
     return net(dense, KeyedEmbeddings.in_order(INPUTS.features, values.shape[2], values.flatten(1)))["click"]
 
 
-def test_widedeep_learns_one_logit_bias() -> None:
+def test_widedeep_learns_one_bias_and_width_has_linear_weight() -> None:
     """Check that the linear model's bias is constant. Checkpoints of earlier versions, which trained both, keep its value."""
     net, dense, values = _widedeep()
     biases = [name for name, _ in net.named_parameters() if name.endswith("bias")]
@@ -320,9 +320,6 @@ def test_widedeep_learns_one_logit_bias() -> None:
     before = _clicks(net, dense, values)
     net.load_state_dict({**net.state_dict(), "fields.linear.bias": torch.tensor([0.75])})
     torch.testing.assert_close(_clicks(net, dense, values), before + 0.75)
-
-
-def test_row_width_has_linear_weight_and_unknown_context_is_rejected() -> None:
     assert [width_with_weight(dim) for dim in (1, 3, 4, 10, 16)] == [4, 4, 8, 12, 20]
     assert DEEPFM.replace(members=2).table_width == 16
     net, dense, values = _widedeep()
@@ -443,7 +440,7 @@ def embedded(values: torch.Tensor, item: torch.Tensor, tags: torch.Tensor, *, le
     return KeyedEmbeddings(LISTED.features, WIDTH, lambda: (pooled, (2, 0)), sequences=lambda: lists)
 
 
-def test_other_networks_receive_sequence_sums() -> None:
+def test_din_selects_sequences_and_others_receive_sums() -> None:
     values, item, tags = torch.randn(int(LENGTHS.sum()), WIDTH), torch.randn(DIN_ROWS, WIDTH), torch.randn(DIN_ROWS, WIDTH)
     sums = torch.stack([part.sum(0) for part in values.split(LENGTHS.tolist())])
     given = embedded(values, item, tags)
@@ -451,9 +448,6 @@ def test_other_networks_receive_sequence_sums() -> None:
     torch.testing.assert_close(given.stacked(), torch.stack([item, sums, tags], dim=1))
     torch.testing.assert_close(given.flattened(), torch.cat([item, sums, tags], dim=1))
     fails_with(KeyError, "item", given.sequences, "item")
-
-
-def test_din_selects_sequences_by_vocabulary() -> None:
     assert SMALL_DIN.targets(LISTED) == {"history": "item"}
     assert unpooled_features(SMALL_DIN, LISTED) == ("item", "history")
     assert unpooled_features(DLRMConfig(), LISTED) == ()
@@ -463,7 +457,7 @@ def test_din_selects_sequences_by_vocabulary() -> None:
     rejects("^DINConfig: lists with weights must be summed, got unpooled lists history", unpooled_features, SMALL_DIN, weighted)
 
 
-def test_aligned_lists_use_one_attention_unit() -> None:
+def test_aligned_lists_use_one_unit_and_bf16_is_close() -> None:
     single, lists = ("item", "shop"), ("items", "shops", "tags")
     inputs = ModelInputs(
         0,
@@ -474,9 +468,6 @@ def test_aligned_lists_use_one_attention_unit() -> None:
     )
     assert SMALL_DIN.units(inputs) == (("items", "shops"),)  # tags have no target, so they are summed
     assert SMALL_DIN.units(dataclasses.replace(inputs, aligned=())) == (("items",), ("shops",))
-
-
-def test_din_bf16_is_close_and_cost_uses_maximum_length() -> None:
     values, item, tags = torch.randn(int(LENGTHS.sum()), WIDTH), torch.randn(DIN_ROWS, WIDTH), torch.randn(DIN_ROWS, WIDTH)
     dense, nothing = torch.randn(DIN_ROWS, 2), torch.zeros(0, WIDTH)
     exact, rough = (din_network(precision=kind).eval() for kind in ("fp32", "bf16"))

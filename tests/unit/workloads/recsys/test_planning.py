@@ -205,7 +205,7 @@ def test_exchanges_depend_on_sharding(
     assert (found.sent_inside, found.sent_between, found.received_between) == (sent_inside, sent_between, received_between)
 
 
-def test_weights_reduce_in_float32_and_half_precision_halves_the_rest() -> None:
+def test_half_precision_halves_bytes_and_links_bound_rows_per_s() -> None:
     found = traffic(table("a", "data_parallel", [0, 1, 2, 3]), dense_weights=1000, exchange_bytes=2)
     size = 2 * 3 / 4 * 4 * (1000 + 100 * 16)
     assert found.flows["all_reduce"].sent_between == found.flows["all_reduce"].received_between == [size, size]
@@ -214,9 +214,6 @@ def test_weights_reduce_in_float32_and_half_precision_halves_the_rest() -> None:
     found = traffic(table("a", "table_wise", [0]), lookup=Lookup(ids=3.0, weighted=True), exchange_bytes=2)
     assert found.flows["embeddings"].sent_between == [640, 0]
     assert found.flows["ids"].sent_between == [0, 2 * ROWS * (4 + 3 * 8)]
-
-
-def test_links_bound_rows_per_s_of_several_workers() -> None:
     found = traffic(table("a", "table_wise", [0]), num_workers=1, workers_per_node=1, dense_weights=1000)
     assert found.bytes_per_row() == (0, 0)
     assert found.rows_per_s(LinkBandwidth(10.0, 10.0)) is None
