@@ -55,7 +55,7 @@ def compared(*, seed: int, quartets: int = 400) -> Any:
     return found
 
 
-def test_interval_has_stated_coverage() -> None:
+def test_interval_has_stated_coverage_after_few_looks() -> None:
     runs = [compared(seed=seed) for seed in range(40)]
     intervals = [paired.median_interval(found.ratios) for found in runs]
     assert sum(1 / (1 + COST) in interval for interval in intervals) >= 36
@@ -63,9 +63,6 @@ def test_interval_has_stated_coverage() -> None:
     assert sum(1.0 in interval for interval in intervals) < 20  # an effect of 1 % is seen in a noise of 5 %
     assert statistics.fmean(interval.median for interval in intervals) == pytest.approx(1 / (1 + COST), abs=0.001)
     assert statistics.fmean(interval.half_width for interval in intervals) < 0.008
-
-
-def test_cpu_time_is_compared_until_few_looks_suffice() -> None:
     found = compared(seed=0, quartets=8)
     assert (len(found.ratios), len(found.null_ratios)) == (6, 2)
     assert found.cpu_ratios == pytest.approx([1 / (1 + COST)] * 6)
@@ -92,7 +89,7 @@ def test_quartet_cancels_drift_in_both_orders(seed: int) -> None:
 
 
 # What the benchmark of one GPU computes from what it measured, and how it refuses a machine without one ---------------
-def test_missing_gpu_is_reported_and_parts_are_selected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_reported_and_roofline_is_lower_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAYREC_GPU_TESTS_ON", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     rejects("torch sees no GPU here", gpu.main, quick=True)
@@ -100,9 +97,6 @@ def test_missing_gpu_is_reported_and_parts_are_selected_by_name(monkeypatch: pyt
     assert gpu.chosen_parts(["gpu", "--parts", "trace,train"]) == ("train", "trace")
     for wrong in (["--parts", "speed"], ["--parts"], ["--parts", ""]):
         rejects("--parts: there are train, dcnv2", gpu.chosen_parts, wrong)
-
-
-def test_roofline_is_lower_bound_and_trace_reader_finds_syncs() -> None:
     moved = gpu.bytes_of_row(ids=2, features=2, width=4, state_values=1, saved_bytes=10.0)
     assert moved == {"tables": 4 * 2 * (3 * 4 + 2), "embeddings": 4 * 2 * 4 * 4, "activations": 40}
     found = gpu.roofline(5.0, 100.0, moved, {"bf16": 6_000.0, "memory": 2_800.0}, precision="bf16")

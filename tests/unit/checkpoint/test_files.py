@@ -288,7 +288,7 @@ def table(kind: Any = "rowwise_adagrad") -> tuple[torch.nn.Module, Any]:
     return model, data_parallel_optimizer(SparseOptimizerConfig(kind=kind), dict(model.named_parameters()))
 
 
-def test_state_names_have_parameter_and_equal_columns_are_restored() -> None:
+def test_equal_columns_are_restored_and_parts_weighted_by_width() -> None:
     model, optimizer = table()
     shapes = {name: tuple(tensor.shape) for name, tensor in all_tensors(model, optimizer).items()}
     assert shapes == {"model.weight": (3, 8), NAME: (3,)}
@@ -298,10 +298,6 @@ def test_state_names_have_parameter_and_equal_columns_are_restored() -> None:
     targets.tensors[NAME].fill_(5.0)
     targets.loaded()
     assert torch.equal(optimizer_tensors(optimizer)[NAME], torch.full((3,), 5.0))
-
-
-def test_parts_are_weighted_by_width_and_missing_state_is_requested() -> None:
-    model, optimizer = table()
     parts = [f"{NAME}.columns_0_6", f"{NAME}.columns_6_8"]
     targets = Targets(model, optimizer, stored=["model.weight", *parts, "optimizer.weights.momentum1.columns_0_8"])
     assert targets.tensors.keys() == {"model.weight", *parts}
@@ -313,7 +309,7 @@ def test_parts_are_weighted_by_width_and_missing_state_is_requested() -> None:
         assert Targets(model, optimizer, stored=stored).tensors.keys() == {"model.weight", NAME}
 
 
-def test_restore_rejects_another_optimizer(tmp_path: Path) -> None:
+def test_restore_rejects_another_optimizer_and_state_is_made_once(tmp_path: Path) -> None:
     """Restoring only the rest would drop it silently."""
     model = torch.nn.Linear(8, 3)
     adam = DenseOptimizerConfig(kind="adam").build_keyed(dict(model.named_parameters()))
@@ -327,10 +323,6 @@ def test_restore_rejects_another_optimizer(tmp_path: Path) -> None:
     save(saved.path, model_tensors(model), state={})
     sgd = DenseOptimizerConfig(kind="sgd").build_keyed(dict(smaller.named_parameters()))
     rejects(r"step_00000001: contains model\.bias, which the model of this run", restore_all, saved, smaller, sgd)
-
-
-def test_make_state_runs_once() -> None:
-    model = torch.nn.Linear(8, 3)
     optimizer = DenseOptimizerConfig(kind="adam").build_keyed(dict(model.named_parameters()))
     assert not optimizer_tensors(optimizer)
     make_state(optimizer)

@@ -141,15 +141,12 @@ def test_nodes_for_tasks_subtracts_placement_groups(nodes: list[Any], group: dic
     assert {node.node_id: node.resources["CPU"] for node in left} == expected
 
 
-def test_nodes_for_tasks_excludes_worker_nodes() -> None:
+def test_nodes_for_tasks_exclude_workers_and_user_models_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workers, data, joined = (Node(name, {"CPU": 8.0}) for name in "012")
     shares = shared({"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0}, use_gpu=True)
     assert nodes_for_tasks([workers, data, joined], [], shares) == [data, joined]
     assert nodes_for_tasks([workers], [], shares) == []  # the data node is gone
-
-
-def test_user_model_reaches_processes_without_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if only a nested configuration, here the model's, comes from the user's file."""
+    # Also if only a nested configuration, here the model's, comes from the user's file.
     shutil.copy(Path(__file__).parents[2] / "builders" / "own_click_model.py", file := tmp_path / "their_model.py")
     config = function_in_file(f"{file}:own_model", returns=TrainConfig)()
     assert (user_modules(config), user_modules(config.workload)) == ({"their_model"}, {"their_model"})

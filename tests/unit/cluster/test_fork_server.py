@@ -247,16 +247,13 @@ def test_node_has_one_fork_server_until_ray_ends(node_manager: NodeManager, tmp_
     wait_until_gone(other)
 
 
-def test_node_keeps_newest_fork_servers(tmp_path: Path) -> None:
+def test_node_keeps_newest_servers_or_uses_python_of_ray(tmp_path: Path, node_manager: NodeManager, program: Path) -> None:
     files = [f"7-{number:08x}" for number in range(4)]
     for age_s, name in enumerate([*files, "7-00000000.lock", "7-00000000.log", "8-00000000"]):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (1e9 - age_s, 1e9 - age_s))
     forked_worker.leave_newest(str(tmp_path / files[1]), raylet=7)
     assert {path.name for path in tmp_path.iterdir()} == {files[0], files[2], "7-00000000.lock", "7-00000000.log", "8-00000000"}
-
-
-def test_node_without_this_python_uses_ray_python(node_manager: NodeManager, program: Path) -> None:
     elsewhere = forked_worker.python_of_a_job().replace(sys.executable, "/nowhere/python")
     assert node_manager.start(program, elsewhere).startswith(str(program)), "the echo of its arguments"
 

@@ -276,12 +276,9 @@ def test_interrupted_stop_resubmits_job(head: FakeHead, supervise: Supervise, mo
     assert (outcome.status, outcome.attempts) == (130, 2)  # the second job was stopped by someone
 
 
-def test_invalid_state_file_is_rejected(supervise: Supervise, tmp_path: Path) -> None:
+def test_state_file_and_dashboard_url_are_checked(supervise: Supervise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.json").write_text('{"steps": 3}')
     rejects("must be a supervisor's state file", supervise)
-
-
-def test_dashboard_url_is_checked_and_state_is_in_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
     assert dashboard_url(None) == "http://127.0.0.1:8265"
     assert dashboard_url("head:8265") == "http://head:8265"

@@ -233,7 +233,9 @@ def test_shared_vocabulary_returns_same_ids(encoded: tuple[Preprocessor, Encoded
     assert len(preprocessor.tokens) == 3 + 4 + 3
 
 
-def test_shared_vocabulary_counts_and_transform_has_every_column() -> None:
+def test_shared_vocabulary_counts_and_all_forms_keep_every_column(
+    tmp_path: Path, encoded: tuple[Preprocessor, EncodedRows]
+) -> None:
     """20 occurs once as an item and twice in a history: only the sum reaches three."""
     job = Preset(min_count=3).counting(SCHEMA)
     counts, merged = job.empty(), job.empty()
@@ -250,16 +252,15 @@ def test_shared_vocabulary_counts_and_transform_has_every_column() -> None:
     to_score = transform(preprocessor_of(parsed()), frame.drop(columns=["click", "at"]))
     assert list(to_score) == ["price", "user", "item", "history", "tags", "tag_weights"]
     assert isinstance(to_score, pandas.DataFrame)
-
-
-# On the way to the model ----------------------------------------------------------------------------------------------
-def test_arrow_and_preprocessed_parquet_keep_everything(tmp_path: Path, encoded: tuple[Preprocessor, EncodedRows]) -> None:
     preprocessor, rows = encoded
     assert_same(from_arrow(to_arrow(rows))[0], rows)
     file = str(tmp_path / "rows.parquet")
     pq.write_table(named_columns(rows, SCHEMA), file)
     assert_same(from_named_columns(pq.read_table(file), SCHEMA), rows)
     rejects(r"cannot store columns like, seconds, at\. Use --format parquet", check, "npy", preprocessor, labelled=True)
+
+
+# On the way to the model ----------------------------------------------------------------------------------------------
 
 
 def test_batch_has_labels_id_weights_and_times(encoded: tuple[Preprocessor, EncodedRows]) -> None:
@@ -335,7 +336,7 @@ def test_transform_matches_training(file_minimum: dict[str, int] | None) -> None
     assert inputs.dtypes.astype(str).tolist() == ["int8", "float32", "float32", "int32", "int32"]
 
 
-def test_lists_and_weights(tmp_path: Path) -> None:
+def test_lists_weights_and_rows_without_label(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("liked,age,user,genres,weight\n1,30,u1,a|b,2\n0,,7,,1.5\n1,4.5,u2,c,0\n")
     frame = pd.DataFrame(
         {
@@ -352,9 +353,6 @@ def test_lists_and_weights(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(inputs, expected, check_exact=True)
     assert [len(ids) for ids in inputs.genres] == [2, 1, 1]
     assert list(rayrec.transform(clicks(), frame.drop(columns="weight"))) == ["liked", "age", "user", "genres"]
-
-
-def test_rows_to_score_have_no_label() -> None:
     inputs = rayrec.transform(criteo(), FRAME.drop(columns="y"))
     assert (list(inputs), inputs.s.tolist()) == (["a", "b", "s", "t"], [2, 1, 3])
     none = rayrec.transform(criteo(), FRAME.iloc[:0])

@@ -57,7 +57,7 @@ def _only(findings: list[Finding]) -> Finding:
     return findings[0]
 
 
-def test_valid_and_unneeded_requirements_have_no_findings() -> None:
+def test_missing_and_partial_extras_are_told_and_valid_ones_are_not() -> None:
     assert (diagnose(CPU, WORKS, MACHINE), diagnose(CUDA, WORKS_ON_CUDA, GPU_MACHINE)) == ([], [])
     of_pytorch = {**_without(CPU, "fbgemm-gpu-cpu"), "fbgemm-gpu": Installed("1.8.0+cpu", holds_fbgemm=True)}
     assert diagnose(of_pytorch, WORKS, MACHINE) == []
@@ -69,9 +69,6 @@ def test_valid_and_unneeded_requirements_have_no_findings() -> None:
     found = _only(diagnose(_without(with_it, "xxhash"), WORKS, MACHINE))
     assert found.text == "not installed: xxhash; mosaicml-streaming needs xxhash<4"
     assert diagnose(_without(with_it, "xxhash", "mosaicml-streaming"), WORKS, MACHINE) == []
-
-
-def test_missing_extra_partial_extra_and_cuda_fbgemm_are_told() -> None:
     report = doctor(installed=CPU, probes=WORKS, machine=MACHINE, pip="pip")
     assert report.ok
     assert report.extras == {"onnx": "pip install 'rayrec[onnx]'"}

@@ -264,7 +264,7 @@ def test_comparison_matches_single_evaluations(found: dict[str, Any], compared: 
     assert found["failures"] == []
 
 
-def test_costs_match_checkpoints(found: dict[str, Any], compared: list[Saved]) -> None:
+def test_costs_match_checkpoints_and_gates_compare_models(found: dict[str, Any], compared: list[Saved], log: Path) -> None:
     told_of = found["models"]
     for saved, report in zip(compared, told_of, strict=False):
         assert report["parameters"] == sum(parameter.numel() for parameter in saved.model.parameters())
@@ -275,9 +275,6 @@ def test_costs_match_checkpoints(found: dict[str, Any], compared: list[Saved]) -
         assert report["preprocessor"] == saved.preprocessor.hash()
     for name in ("parameters", "multiply_adds"):
         assert told_of[3][name] == sum(report[name] for report in told_of[:3])
-
-
-def test_model_equals_itself_and_gates_compare_last_and_first(compared: list[Saved], log: Path) -> None:
     place = str(compared[0].run)
     found = rayrec.compare([place, place], str(log), **QUIET)
     assert [model["name"] for model in found["models"]] == [f"1: {place}", f"2: {place}"]

@@ -298,7 +298,7 @@ def test_gpu_batches_are_pinned_in_thread(prepared: Prepared, monkeypatch: pytes
     left.close()
 
 
-def test_constant_tensors_are_pinned_once(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constants_are_pinned_once_and_batches_may_be_empty(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[torch.Tensor] = []
 
     def pin_memory(values: torch.Tensor) -> torch.Tensor:  # as torch's, which copies nothing that is pinned
@@ -316,9 +316,6 @@ def test_constant_tensors_are_pinned_once(prepared: Prepared, monkeypatch: pytes
     for size in sizes:
         offsets = [tensor for tensor in pinned if tensor.shape == (26 * size + 1,)]
         assert 1 <= len(offsets) <= 2  # of the first batch, and then for good
-
-
-def test_workers_accept_empty_batches_and_fewer_rows(prepared: Prepared) -> None:
     order = order_of(prepared[0], 0, 5)
     last = [list(loader(prepared, order, batch_size=1, rank=rank, world_size=4))[-1] for rank in range(4)]
     assert [len(batch) for batch in last] == [1, 0, 0, 0]
@@ -534,7 +531,7 @@ def test_batches_contain_variable_length_ids() -> None:
         done += count
 
 
-def test_arrow_roundtrip_of_single_kind() -> None:
+def test_arrow_round_trips_one_kind_and_epochs_are_planned_lazily(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     (back,) = from_arrow(to_arrow(EncodedRows(np.empty((2, 0), np.float32), np.array([[1, 2**25 + 1]], np.int32))))
     assert (back.dense.shape, back.ids[0].tolist(), back.labels) == ((2, 0), [1, 2**25 + 1], {})
     dense = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -543,9 +540,6 @@ def test_arrow_roundtrip_of_single_kind() -> None:
     assert (list(back.ids), len(back)) == ([], 2)
     assert from_arrow(to_arrow(EncodedRows(dense[:0], np.empty((1, 0), np.int32)))) == []
     assert from_arrow(to_arrow(EncodedRows(dense, np.array([[7, 8]], np.int32))).slice(1))[0].dense.tolist() == [[3, 4, 5]]
-
-
-def test_epochs_are_planned_lazily(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int] = []
     blocks = BlockOrder.blocks
 

@@ -228,7 +228,7 @@ def test_calibration_error_auroc_and_logloss_of_extreme_logits() -> None:
     assert logloss([-100.0], [0]) == pytest.approx(math.exp(-100), rel=1e-12)
 
 
-def test_metrics_ignore_block_size_and_undefined_ones_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undefined_metrics_are_nan_and_invalid_rows_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = np.random.default_rng(1)
     logits, labels = generator.normal(size=1000).round(1), generator.integers(0, 2, 1000)
     whole = metrics.binary_metrics(logits, labels)
@@ -246,9 +246,6 @@ def test_metrics_ignore_block_size_and_undefined_ones_are_nan(monkeypatch: pytes
     empty = metrics.binary_metrics([], [])
     assert empty["rows"] == 0
     assert all(math.isnan(value) for name, value in empty.items() if name != "rows")
-
-
-def test_binary_metrics_reject_invalid_rows_and_import_no_torch() -> None:
     rejects("1 of 2 logits are NaN", metrics.auroc, [math.nan, 0.0], [0, 1])
     rejects("labels: must be 0 or 1, got 2 in row 1", metrics.binary_metrics, [0.0, 0.0], [0, 2])
     rejects("got nan in row 0", metrics.binary_metrics, [0.0], [math.nan])

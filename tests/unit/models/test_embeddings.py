@@ -50,7 +50,7 @@ def test_shard_values_match_full_table(start: TableInit | None) -> None:
     assert torch.equal(by_threads, whole)
 
 
-def test_initial_values_match_distribution_and_keep_bits() -> None:
+def test_initial_values_match_distribution_and_start_on_meta_device() -> None:
     whole = torch.empty(150_000, 8)
     TableValues(**TABLE).fill(whole)
     bound = 150_000**-0.5
@@ -74,9 +74,6 @@ def test_initial_values_match_distribution_and_keep_bits() -> None:
     other = build_embeddings([100, 50], embedding_dim=4, seed=2, device="cpu")
     assert torch.equal(one.embedding_bags["cat_1"].weight, two.embedding_bags["cat_1"].weight)
     assert not torch.equal(one.embedding_bags["cat_1"].weight, other.embedding_bags["cat_1"].weight)
-
-
-def test_tables_start_on_meta_device_and_must_have_rows() -> None:
     assert build_embeddings([10_000_000], embedding_dim=16, seed=0).embedding_bags["cat_0"].weight.is_meta
     rejects("cat_1: must have at least one row, got 0", build_embeddings, [5, 0], embedding_dim=4, seed=0)
 
@@ -132,7 +129,7 @@ def test_unlabeled_model_learns_and_predicts_columns_and_fields() -> None:
     assert columns["best"].tolist() == [[30, 10]] * 3
 
 
-def test_label_fields_match_schema_and_counts_have_poisson_loss() -> None:
+def test_label_fields_match_schema_and_ensembles_need_mean() -> None:
     heads = label_heads("click", (Label(name="like"), Label(name="seconds", kind="number")))
     values: dict[str, Any] = {head.name: np.zeros(2, np.float32) for head in heads}
     fields = [list(head.answer(values, np.array)) for head in heads]
@@ -153,9 +150,6 @@ def test_label_fields_match_schema_and_counts_have_poisson_loss() -> None:
     fields = head.answer({"views": logs.numpy()}, np.array)
     assert fields.keys() == head.json_schema().keys()
     np.testing.assert_array_equal(fields["scores"], np.exp(logs.numpy()))
-
-
-def test_ensembles_reject_heads_without_mean() -> None:
     rejects(r"^WithoutLabelConfig.members: must be 1 without logits to average, got 2", CONFIG.replace, members=2)
     message = r"^EnsembleConfig.models\[1\]: must predict a label, got WithoutLabelConfig"
     rejects(message, EnsembleConfig, models=(DLRMConfig(), CONFIG))

@@ -117,7 +117,7 @@ def test_page_shows_curves_and_marks(finished: str) -> None:
     assert "training 9 (step 100)" in [circle.findtext("title") for circle in loss.iter("circle")]
 
 
-def test_samples_mark_wrong_predictions(finished: str) -> None:
+def test_samples_mark_wrong_predictions_and_page_shows_progress(finished: str) -> None:
     page = _Page(finished)
     images = page.all("img")
     assert len(images) == 9
@@ -125,9 +125,6 @@ def test_samples_mark_wrong_predictions(finished: str) -> None:
     kinds = [kind for attributes in page.all("figure") if (kind := attributes.get("class")) in ("right", "wrong")]
     assert kinds == ["right"] * 7 + ["wrong", "right"]
     assert _lacking(page.text, "✗ 1 (88%), is 7", "✓ 8 (88%)") == []
-
-
-def test_page_of_running_job_shows_progress() -> None:
     text = _text(run_events.run(finished=False))
     assert _lacking(text, "not finished at step 150 of 200", "validation at step 150", "150 of 200") == []
     ended = ("finish", "summary", "samples")

@@ -397,13 +397,10 @@ def test_diagnosis_matches_planted_bottleneck(case: str) -> None:
     assert text in found.text
 
 
-def test_diagnosis_skips_first_interval() -> None:
+def test_diagnosis_skips_first_interval_and_times_sum_over_restart() -> None:
     events = run({"data": 0.02}, stages=CPU_BOUND)
     told = [diagnose(RunSummary(events[:count])) for count in (0, 1, 2, len(events))]
     assert [found and found.bottleneck for found in told] == [None, None, "data", "model"]
-
-
-def test_time_breakdown_sums_over_restart_and_without_phases() -> None:
     events = run({"data": 0.2, "backward": 0.3})
     again = [{**events[0], "time": 50.0, "step": 20, "rows": 2 * ROWS}]
     redone = {**events[-1], "step": 30, "rows": 3 * ROWS, "time": 60.0}

@@ -96,7 +96,7 @@ def test_adam_operators_match_kernels(every_row: bool, monkeypatch: pytest.Monke
     assert bool(parts[0].exp_avg[39].any()) == every_row
 
 
-def test_moments_decay_to_zero_without_subnormals() -> None:
+def test_moments_decay_without_subnormals_alike_on_any_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     part = TablePart(torch.ones(3, 4), lambda: pytest.fail("not asked for"))
     part.update(step_of(1, every_row=True), RowGradients(torch.tensor([1]), torch.ones(1, 4)))
     rule = AdamStep(learning_rate=0.1, number=2, betas=(0.9, 0.9), eps=1e-8, l2=0.0, decay=0.0, every_row=True)
@@ -105,9 +105,6 @@ def test_moments_decay_to_zero_without_subnormals() -> None:
     assert not part.exp_avg.any()
     assert not part.exp_avg_sq.any()
     assert part.weights.isfinite().all()
-
-
-def test_table_adam_is_bit_identical_for_any_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_adam, "_VALUES_OF_A_TASK", 5 * COLUMNS)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     table = start()

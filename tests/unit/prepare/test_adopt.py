@@ -149,16 +149,13 @@ def test_adopt_splits_last_day_like_torchrec(arrays: Path, adopted: Path) -> Non
             np.testing.assert_array_equal(got, rows.ids[9])
 
 
-def test_adopt_reads_mixed_integer_types(adopted: Path) -> None:
+def test_adopt_reads_mixed_types_and_takes_large_ids_modulo(adopted: Path, npy: Path, tmp_path: Path) -> None:
     """IDs of the last day have 64 bits, the others 32."""
     order = np.random.default_rng(0).permutation(sum(ROWS))
     rows, ordered = read(adopted), read(adopted, order)
     assert ordered.ids[0].dtype == np.int32
     np.testing.assert_array_equal(np.array(ordered.ids), np.array(rows.ids)[:, order])
     np.testing.assert_array_equal(ordered.dense, rows.dense[order])
-
-
-def test_adopt_takes_large_ids_modulo_like_torchrec(npy: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(npy, tmp_path / "npy")
     negative = np.load(folder / "day_1_sparse.npy")
     negative[5, 3] = -17
@@ -344,11 +341,8 @@ def test_training_rejects_changed_array(folder: Path, tmp_path: Path) -> None:
     rejects(r"day_1_sparse\.npy: checksum does not match", train, config_of(folder, tmp_path, "run"))
 
 
-def test_unadopted_arrays_error_names_command(npy: Path, tmp_path: Path) -> None:
+def test_unadopted_arrays_name_command_and_adopted_are_not_extended(npy: Path, tmp_path: Path, adopted: Path) -> None:
     rejects(r"of TorchRec's scripts; `rayrec adopt [^`]*npy` checks", train, config_of(npy, tmp_path, "run"))
-
-
-def test_extend_rejects_adopted_preprocessor(adopted: Path) -> None:
     rejects("so it has no vocabulary to extend", rules_of, Preprocessor.load(str(adopted / "preprocessor")), "here")
 
 

@@ -133,14 +133,11 @@ def test_report_describes_sparse_columns(small: dict[str, Any]) -> None:
     assert small["slices"][0]["drift"] == {}
 
 
-def test_report_finds_duplicates_and_constants(small: dict[str, Any]) -> None:
+def test_report_finds_duplicates_and_compares_sevenths_of_one_file(small: dict[str, Any], tmp_path: Path) -> None:
     assert small["duplicates"] == {"rate": 0.2, "rows": 10, "sampled": 1}  # 0 5 1 8 1 and 1 0 1 7 1
     assert [text.split()[1] for text in small["warnings"]] == ["b"]
     assert small["passed"]
     json.dumps(small, allow_nan=False)
-
-
-def test_single_file_is_compared_by_sevenths(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     report = found_in(log_of(tmp_path / "a", only=varied(25)))
     assert report["slices_by"] == "seventh"

@@ -489,7 +489,9 @@ def test_chunked_and_late_bodies_and_bearer_tokens() -> None:
         assert ask(app, "GET", path).status == 200
 
 
-def test_token_may_end_in_blank_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_may_end_in_blank_byte_and_other_host_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, app: ScoringApp
+) -> None:
     """Such as the last byte of à in UTF-8."""
     token = "voilà \u0085".encode()
     (tmp_path / "token").write_bytes(token + b"\n")
@@ -497,10 +499,7 @@ def test_token_may_end_in_blank_byte(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for config, sent in ((ServeConfig(token_file=str(tmp_path / "token")), b" "), (ServeConfig(token_env="TOKEN"), b"\xff")):
         app = make_app(MODEL, token_digest=config.token_digest())
         assert post(app, TEXT, headers={"authorization": b"Bearer " + sent + token}).status == 200
-
-
-def test_upgrade_offer_closes_and_other_host_is_rejected(app: ScoringApp) -> None:
-    """Ray Serve's proxies would keep it open, and parse the body as another request."""
+    # Ray Serve's proxies would keep it open, and parse the body as another request.
     offer = {"connection": "upgrade", "upgrade": "h2c"}
     assert post(app, TEXT, headers=offer).headers["connection"] == "close"
     assert ask(app, "GET", "/nowhere", headers=offer).headers["connection"] == "close"
@@ -552,7 +551,7 @@ def _samples(app: ScoringApp) -> dict[str, float]:
     return result
 
 
-def test_metrics_count_requests_and_rows() -> None:
+def test_metrics_count_requests_and_failure_affects_one_only(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app(MODEL)
     post(app, TEXT)
     post(app, TEXT)
@@ -567,10 +566,6 @@ def test_metrics_count_requests_and_rows() -> None:
     assert (result["rayrec_serve_batch_rows_sum"], result["rayrec_serve_request_seconds_count"]) == (100, 3)
     assert result["rayrec_serve_waiting_rows"] == 0
     assert result[f'rayrec_serve_replicas{{model="{MODEL.version}",preprocessor="{MODEL.preprocessor_hash}"}}'] == 1
-
-
-def test_failure_affects_one_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    app = make_app(MODEL)
     with monkeypatch.context() as patch:
         patch.setattr("rayrec.serve.responses.OOVCounter.count", lambda *_: 1 / 0)
         assert "division" not in json.dumps(error_of(post(app, TEXT), 500))

@@ -429,7 +429,7 @@ def test_swap_under_load_loses_no_request() -> None:
     app.close()
 
 
-def test_rejected_model_changes_no_state() -> None:
+def test_rejected_model_changes_no_state_and_late_replica_checks() -> None:
     models, _ = _host()
     assert models.load(DesiredState(1, ModelSource(1, "gone"))) == "gone: damaged"
     assert (models.status().failed, models.status().cause) == (ModelSource(1, "gone"), "gone: damaged")
@@ -442,9 +442,6 @@ def test_rejected_model_changes_no_state() -> None:
     assert models.model is MODELS["a"]
     models.drop(DesiredState(1, B))
     assert models.status().model == A
-
-
-def test_late_replica_checks_accepted_columns() -> None:
     models = ReplicaModels({"other": OTHER, "a": MODELS["a"]}.__getitem__, Counters())
     schema = MODELS["a"].preprocessor.schema
     assert "schemas differ in" in _switch(models, DesiredState(2, ModelSource(1, "other"), schema=schema))
@@ -453,7 +450,7 @@ def test_late_replica_checks_accepted_columns() -> None:
     assert models.model is MODELS["a"]
 
 
-def test_failed_accepted_model_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_model_is_retried_and_rollback_needs_no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     result = dict(MODELS)
     models, _ = _host(load=lambda path: result[path])
     model = result.pop("b")
@@ -467,9 +464,6 @@ def test_failed_accepted_model_is_retried(monkeypatch: pytest.MonkeyPatch) -> No
     assert models.model is MODELS["b"]
     assert not models.incomplete
     assert models.status().failed is None
-
-
-def test_older_change_is_ignored_and_rollback_needs_no_loading() -> None:
     models, _ = _host()
     assert not _switch(models, DesiredState(2, ModelSource(2, "c"), previous=B))
     assert not _switch(models, DesiredState(1, B, previous=A))

@@ -35,7 +35,7 @@ def of(measured: MeasuredSpeed, text: str, *, workers: int = 2) -> Forecast:
     return extrapolate(measured, shape, shares, threads_per_worker=None)
 
 
-def test_forecast_names_model_bottleneck() -> None:
+def test_forecast_scales_and_names_model_data_or_cpu_bottleneck() -> None:
     found = of(MEASURED, "cpus=2")
     assert (found.bottleneck, found.rows_per_s) == ("model", 40_000)
     assert found.data_rows_per_s == pytest.approx(2 / 5e-6)
@@ -44,9 +44,6 @@ def test_forecast_names_model_bottleneck() -> None:
     assert "4 MB on the worker with most" in found.text()
     assert "slice" not in found.text()
     assert "slice of the log" in replace(found, measured_speed=replace(MEASURED, sampled_vocabulary=True)).text()
-
-
-def test_forecast_scales_and_names_data_or_shared_cpu_bottleneck() -> None:
     assert of(MEASURED, "cpus=8").model_rows_per_s == pytest.approx(4 * 40_000)
     found = of(MEASURED, "cpus=8,nodes=4", workers=8)
     assert found.model_rows_per_s == pytest.approx(16 * 40_000)

@@ -163,12 +163,9 @@ def test_fsdp_checkpoint_resumes_on_one_worker_and_back(alone: tuple[Path, list[
     assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
 
 
-def test_repeated_step_is_identical_and_statistics_match(tmp_path: Path) -> None:
+def test_repeated_or_no_steps_keep_weights_and_statistics(tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]]) -> None:
     run_ranks(data_parallel.noisy, 2, str(tmp_path))
     run_ranks(data_parallel.statistics, 2, str(tmp_path))
-
-
-def test_resume_without_steps_keeps_weights_and_means_weight_rows(alone: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, _ = alone
     before = weights_sha256(Checkpoint(str(folder / "12")))
     data_parallel.train(str(folder), 0, data_parallel.config(1), from_step=12)

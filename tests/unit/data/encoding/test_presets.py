@@ -218,7 +218,7 @@ def test_against_torchrec_itself(click_log: Path, tmp_path: Path, min_count: int
 
 
 # Multi-hot ------------------------------------------------------------------------------------------------------------
-def test_multi_hot_bags_start_with_id_and_are_deterministic() -> None:
+def test_multi_hot_bags_start_with_id_and_match_distributions() -> None:
     bags = MultiHot(sizes=(3, 1, 5))
     ids = [np.array([7, 9, 7], np.int32), np.array([1, 2, 3], np.int32), np.array([0, 2**24 + 1, 5], np.int32)]
     sizes = [10, 4, 40_000_000]
@@ -230,9 +230,6 @@ def test_multi_hot_bags_start_with_id_and_are_deterministic() -> None:
     wide = bags.expand([column.astype(np.int64) for column in ids], sizes)
     assert (wide[2] == out[2]).all()
     assert wide[2].dtype == np.int64
-
-
-def test_multi_hot_bags_match_published_distributions() -> None:
     assert sum(MLPERF_SIZES) == 214
     ids = np.arange(20_000, dtype=np.int32)
     for size in (10, 1_000_000):

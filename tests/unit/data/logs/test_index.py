@@ -145,7 +145,7 @@ def test_damaged_cached_index_is_rebuilt(tmp_path: Path, damaged: str) -> None:
     assert cache.read() is None
 
 
-def test_parts_cover_all_row_ranges() -> None:
+def test_parts_cover_all_row_ranges_and_changed_file_is_rejected(tmp_path: Path) -> None:
     made = LogIndex(numbered([("f", 0, 9, 3), ("f", 9, 9, 0), ("f", 9, 20, 4), ("g", 0, 8, 2)]), Faults())
     assert [(part.segment.first_row, part.start, part.stop) for part in made.parts(0, 9)] == [(0, 0, 3), (3, 0, 4), (7, 0, 2)]
     for start in range(9):
@@ -153,9 +153,6 @@ def test_parts_cover_all_row_ranges() -> None:
             rows = [p.segment.first_row + r for p in made.parts(start, stop) for r in range(p.start, p.stop)]
             assert rows == list(range(start, stop))
     assert list(LogIndex((), Faults()).parts(0, 0)) == []
-
-
-def test_changed_file_is_rejected(tmp_path: Path) -> None:
     text = b"\n".join(LINES * 20) + b"\n"
     file = write(tmp_path, text)
     segments = index(file, 1 << 20, 200).segments

@@ -376,7 +376,7 @@ def test_multiply_adds_count_built_layers(interaction: str) -> None:
     assert model.training
 
 
-def test_uneven_workers_average_to_global_mean() -> None:
+def test_uneven_workers_average_to_mean_from_seeded_weights() -> None:
     model, whole = build(), batch(48)
     logits = model.score(whole.tensors["dense"], whole.sparse_features)
     expected = functional.binary_cross_entropy_with_logits(logits, whole.labels["label"])
@@ -391,9 +391,6 @@ def test_uneven_workers_average_to_global_mean() -> None:
         )
         parts.append(model(part)[0])
     torch.testing.assert_close((parts[0] + parts[1]) / 2, expected)
-
-
-def test_initial_weights_depend_on_seed_only() -> None:
     torch.manual_seed(5)
     one = build(seed=1).state_dict()
     state = torch.get_rng_state()

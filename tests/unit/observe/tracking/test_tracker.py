@@ -176,7 +176,7 @@ def test_append_file_writes_later_after_full_disk(tmp_path: Path, monkeypatch: p
     assert os.listdir(tmp_path / "new") == ["file"]
 
 
-def test_append_file_uploads_full_file_periodically(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_append_file_uploads_whole_and_scalars_match_events(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[bytes] = []
     monkeypatch.setattr(storage, "write_bytes", lambda path, data: sent.append(bytes(data)))
     file = AppendFile("s3://bucket/run/file")
@@ -189,9 +189,6 @@ def test_append_file_uploads_full_file_periodically(monkeypatch: pytest.MonkeyPa
     file.close()
     file.close()  # Nothing new.
     assert sent == [b"a", b"ab"]
-
-
-def test_scalars_match_events() -> None:
     step = {"kind": "step", "time": 1.0, "step": 3, "steps": 9, "loss": 0.5, "times_s": {"data": 1, "other": None}}
     assert scalars(step) == {"train/loss": 0.5, "train/times_s/data": 1.0}
     evaluation = {"kind": "evaluate", "time": 1.0, "step": 3, "set": "validation", "auroc": 0.75, "exact": True}
