@@ -663,9 +663,10 @@ def test_latest_lease_is_valid(tmp_path: Path, scheme: str) -> None:
 
 
 def test_other_files_are_no_leases_and_one_of_two_is_valid(tmp_path: Path) -> None:
-    mine = acquire_lease(str(tmp_path))
-    (tmp_path / "claims" / ("000001-" + "f" * 32)).touch()
+    mine = acquire_lease(str(tmp_path / "two"))
+    (tmp_path / "two" / "claims" / ("000001-" + "f" * 32)).touch()
     assert not mine.valid()
+    mine = acquire_lease(str(tmp_path))
     for name in ("zzz", "000009-" + "f" * 32 + ".abc.partial", "9-x"):
         (tmp_path / "claims" / name).touch()
     assert mine.valid()

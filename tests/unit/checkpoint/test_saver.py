@@ -435,12 +435,15 @@ def assert_good(hurried: Run, step: int) -> None:
     checkpoint.verify(found)
 
 
-def test_retry_delays_double_and_transient_errors_are_logged_once(hurried: Run) -> None:
+def test_retry_delays_double_and_differ_between_ranks() -> None:
     delays = [delay(attempt, seed="a") for attempt in range(20)]
     assert all(0.25 * 2**attempt < delays[attempt] <= 0.5 * 2**attempt for attempt in range(5))
     assert all(7.5 < seconds <= 15 for seconds in delays[5:])
     assert delays == [delay(attempt, seed="a") for attempt in range(20)]
     assert delays[0] != delay(0, seed="b")
+
+
+def test_transient_write_error_is_logged_once(hurried: Run) -> None:
     saver = hurried.saver()
     with writes(at_first([OSError("store\nis out"), OSError("still"), OSError("still")])):
         save(saver, 1, many())

@@ -360,8 +360,8 @@ def test_extension_adds_frequent_empty_field_and_hashed_stay(tmp_path: Path) -> 
     assert before.sparse[0].missing_id == before.sparse[0].unknown_id
     assert after.vocabulary(0)[after.sparse[0].ids() == after.sparse[0].missing_id].tolist() == [0]
     nvt = NVT.replace(num_embeddings=(11, 7))
-    before = made_from(read(lines("aab"), tmp_path / "old"), ONE_NUMBER, nvt)
-    after = extend(before, nvt, counted(nvt, lines("ccdd"), tmp_path / "new"))
+    before = made_from(read(lines("aab"), tmp_path / "hashed"), ONE_NUMBER, nvt)
+    after = extend(before, nvt, counted(nvt, lines("ccdd"), tmp_path / "more"))
     assert after.preprocessor.sparse == before.sparse
     assert after.existing == after.appended == {}
 
