@@ -64,11 +64,18 @@ def watched(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any,
     return calls
 
 
-def rejects(message: str, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> None:
-    """Check that a call raises an InputError of one line, which matches a pattern."""
-    with pytest.raises(InputError, match=message) as raised:
+def fails_with(error: type[BaseException], message: str, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> str:
+    """Check that a call raises an error that matches a pattern. Returns its text."""
+    with pytest.raises(error, match=message) as raised:
         call(*arguments, **named)
-    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def rejects(message: str, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> str:
+    """Check that a call raises an InputError of one line, which matches a pattern. Returns the line."""
+    line = fails_with(InputError, message, call, *arguments, **named)
+    assert "\n" not in line
+    return line
 
 
 def flip(path: str | Path, place: int | None = None, *, bit: int = 1) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.faults import raising
+from builders.faults import raising, rejects
 from builders.scripts import ROOT, script
 
 import rayrec
@@ -55,7 +55,7 @@ def compared(*, seed: int, quartets: int = 400) -> Any:
     return found
 
 
-def test_interval_has_stated_coverage() -> None:
+def test_interval_has_stated_coverage_after_few_looks() -> None:
     runs = [compared(seed=seed) for seed in range(40)]
     intervals = [paired.median_interval(found.ratios) for found in runs]
     assert sum(1 / (1 + COST) in interval for interval in intervals) >= 36
@@ -63,24 +63,15 @@ def test_interval_has_stated_coverage() -> None:
     assert sum(1.0 in interval for interval in intervals) < 20  # an effect of 1 % is seen in a noise of 5 %
     assert statistics.fmean(interval.median for interval in intervals) == pytest.approx(1 / (1 + COST), abs=0.001)
     assert statistics.fmean(interval.half_width for interval in intervals) < 0.008
-
-
-def test_cpu_time_is_compared_too() -> None:
     found = compared(seed=0, quartets=8)
     assert (len(found.ratios), len(found.null_ratios)) == (6, 2)
     assert found.cpu_ratios == pytest.approx([1 / (1 + COST)] * 6)
     assert (len(found.ours), len(found.theirs)) == (12, 12)
-
-
-def test_interval_matches_order_statistics() -> None:
     found = paired.median_interval([float(value) for value in range(1, 101)])
     assert (found.median, found.low, found.high) == (50.5, 40.0, 61.0)
     for few in ([1.0], [2.0, 1.0], [3.0, 1.0, 2.0]):
         found = paired.median_interval(few)
         assert (found.low, found.high) == (min(few), max(few))
-
-
-def test_sequential_test_stops_early_with_few_looks() -> None:
     way = noisy(seed=1, blocks=1000)
     found = paired.compare(way(COST), way(0.0), way(0.0), enough=0.02, max_s=60.0)
     assert found.quartets % paired.CHECK_EVERY == 0
@@ -97,34 +88,21 @@ def test_quartet_cancels_drift_in_both_orders(seed: int) -> None:
     assert {tuple(spent.wall_s for spent in mine), tuple(spent.wall_s for spent in other)} == {(1.0, 1.331), (1.1, 1.21)}
 
 
-# What the benchmark of one GPU computes from what it measured, and how it refuses a machine without one --------------
-
-
-def test_missing_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+# What the benchmark of one GPU computes from what it measured, and how it refuses a machine without one ---------------
+def test_missing_gpu_is_reported_and_roofline_is_lower_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAYREC_GPU_TESTS_ON", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match="torch sees no GPU here"):
-        gpu.main(quick=True)
-
-
-def test_parts_are_selected_by_name() -> None:
+    rejects("torch sees no GPU here", gpu.main, quick=True)
     assert gpu.selected_parts(["gpu", "--quick"]) == gpu.PARTS
     assert gpu.selected_parts(["gpu", "--parts", "trace,train"]) == ("train", "trace")
     for wrong in (["--parts", "speed"], ["--parts"], ["--parts", ""]):
-        with pytest.raises(InputError, match="--parts: there are train, dcnv2"):
-            gpu.selected_parts(wrong)
-
-
-def test_roofline_is_lower_of_two_bounds() -> None:
+        rejects("--parts: there are train, dcnv2", gpu.selected_parts, wrong)
     moved = gpu.bytes_of_row(ids=2, features=2, width=4, state_values=1, saved_bytes=10.0)
     assert moved == {"tables": 4 * 2 * (3 * 4 + 2), "embeddings": 4 * 2 * 4 * 4, "activations": 40}
     found = gpu.roofline(5.0, 100.0, moved, {"bf16": 6_000.0, "memory": 2_800.0}, precision="bf16")
     assert (found["flop_per_row"], found["flop_share"]) == (600, 0.5)
     assert found["bytes_share"] == pytest.approx(5 * 280 / 2_800, abs=1e-3)
     assert found["bound_rows_per_s"] == 10  # by both
-
-
-def test_trace_reader_finds_syncs() -> None:
     names = {
         "cuda_runtime": ("cudaStreamSynchronize", "cudaStreamSynchronize", "cudaLaunchKernel"),
         "gpu_memcpy": ("Memcpy DtoH (Device -> Pageable)", "Memcpy HtoD (Pinned -> Device)"),
@@ -170,22 +148,17 @@ def test_speed_rows_have_roofline_and_peer(dry_run: DryRun, monkeypatch: pytest.
     assert speed["bytes_per_row"]["tables"] == 4 * 26 * 3 * 128
 
 
-# What the benchmark of preemptions reads from the steps that were begun ----------------------------------------------
-
-
+# What the benchmark of preemptions reads from the steps that were begun -----------------------------------------------
 STAMPS = "7 0 100.0\n7 1 101.0\n7 2 102.0\n9 1 110.0\n9 2 111.0\n3 3 130.0\n3 4 13"
 
 
-def test_attempts_differ_by_process() -> None:
+def test_preemptions_are_seeded_and_cost_what_restarts_do() -> None:
     assert preempt.parse_attempts(STAMPS) == [
         preempt.AttemptSteps(0, 3, 100.0, 102.0),
         preempt.AttemptSteps(1, 3, 110.0, 111.0),
         preempt.AttemptSteps(3, 4, 130.0, 130.0),  # the last line is not whole
     ]
     assert preempt.parse_attempts("") == []
-
-
-def test_preemption_costs_match_restart_costs() -> None:
     attempts = preempt.parse_attempts(STAMPS)
     killed_in_step_2, ended_before = (101.5, 103.0), (110.5, 125.0)
     assert preempt.losses(attempts, [killed_in_step_2, ended_before]) == [
@@ -195,17 +168,12 @@ def test_preemption_costs_match_restart_costs() -> None:
     two_restarts = preempt.Loss(steps_redone=2, idle_s=27.0, after_kill_s=10.0)
     assert preempt.losses(attempts, [(101.5, 120.0)]) == [two_restarts]
     assert preempt.losses(attempts[:1], [(101.5, 120.0)]) == [preempt.Loss(steps_redone=0, idle_s=0.0, after_kill_s=0.0)]
-
-
-def test_kill_times_are_seeded_and_stratified() -> None:
     chosen = preempt.moments(600, 4, seed=0)
     assert chosen == preempt.moments(600, 4, seed=0) != preempt.moments(600, 4, seed=1)
     assert all(150 * part <= step < 150 * part + 60 for part, step in enumerate(chosen))
 
 
-# The benchmark of starts reads a run's events into stages that leave no gap, and emits a row for each command and end ---
-
-
+# The benchmark of starts reads a run's events into stages without gaps, and emits a row for each command and end ------
 def events() -> list[dict[str, Any]]:
     """Of a command that began at 100 s."""
 
@@ -231,20 +199,16 @@ def events() -> list[dict[str, Any]]:
     ]
 
 
-def test_stages_sum_to_command_time() -> None:
+def test_stages_sum_to_command_time_also_after_late_save() -> None:
     stages = start.waterfall(events(), began_s=100.0, ended_s=121.0)
     assert list(stages)[:6] == ["imports", "index", "attempt", "process_group", "set_up", "first_batch"]
     assert sum(stages.values()) == pytest.approx(21.0)
     expected = {"attempt": 0.25, "evaluation": 1.5, "saves": 0.25, "test": 2.0, "summary": 0.5, "shutdown": 2.5}
     assert expected.items() <= stages.items()
     assert start.first_step_s(stages) == pytest.approx(10.25)
-
-
-def test_late_save_leaves_no_gap() -> None:
     late = [{**event, "time": 118.25} if event["kind"] == "checkpoint" else event for event in events()]
     stages = start.waterfall(late, began_s=100.0, ended_s=121.0)
-    assert stages["test"] == 0.0
-    assert sum(stages.values()) == pytest.approx(21.0)
+    assert (stages["test"], sum(stages.values())) == (0.0, pytest.approx(21.0))
 
 
 def found_by(seconds: float, *, trainings: tuple[str, ...], with_lightgbm: bool = False) -> dict[str, Any]:
@@ -302,9 +266,7 @@ def test_row_prints_once_both_sides_are_known(capsys: pytest.CaptureFixture[str]
     assert all(row["s"] for row in failed)
 
 
-# A benchmark whose peer fails prints a row with the error, measures everything else, and its command ends with status 1 ---
-
-
+# A benchmark whose peer fails prints a row with the error, measures all else, and its command ends with status 1 ------
 ABORTS = """import os, sys
 print("connecting to s3://user:word@store with SECRET_KEY=hidden-word", file=sys.stderr)
 print("terminate called, api_key=hidden-word", file=sys.stderr)
@@ -381,8 +343,7 @@ def test_failed_part_of_all_benchmarks_is_skipped(capsys: pytest.CaptureFixture[
     for name, main in mains.items():
         monkeypatch.setitem(sys.modules, f"{name}_benchmark", SimpleNamespace(main=main))
     monkeypatch.setattr(run, "NAMES", tuple(mains))
-    assert run.main(["all", "--quick"]) == 1
-    assert done == ["first", "fourth"]
+    assert (run.main(["all", "--quick"]), done) == (1, ["first", "fourth"])
     captured = capsys.readouterr()
     assert "hidden-word" not in captured.out + captured.err
     errors = {row["name"]: row["error"] for row in map(json.loads, captured.out.splitlines())}
@@ -390,8 +351,7 @@ def test_failed_part_of_all_benchmarks_is_skipped(capsys: pytest.CaptureFixture[
     for name, status in (("second", 1), ("first", 0)):
         monkeypatch.setattr(measuring, "_FAILED", [])
         assert run.main([name]) == status
-    with pytest.raises(InputError, match="names no log"):
-        run.main(["third"])
+    rejects("names no log", run.main, ["third"])
 
 
 @pytest.mark.extended
@@ -406,3 +366,46 @@ def test_torchrun_peer_ends_with_status_0(tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
         assert json.loads(done.stdout.splitlines()[-1]).keys() == {"first_step_s", "auroc"}
+
+
+# The bits of tiny runs: what counts as a difference, and that those of the stored runs are still the same -------------
+bits = script("tools", "bits")
+HASHES = {"weights_sha256": "aa", "predict_sha256": "bb"}
+LINE: dict[str, Any] = {"name": "criteo", "losses": [0.5, 0.25], "metrics": {"auroc": "0.75"}, **HASHES}
+
+
+@pytest.mark.parametrize(
+    ("changes", "on_this_machine", "elsewhere"),
+    [
+        ({}, 0, 0),
+        ({"losses": [0.5, 0.2500001]}, 1, 0),
+        ({"losses": [0.5, 0.2501]}, 1, 1),
+        ({"losses": [0.5, float("nan")]}, 1, 1),
+        ({"losses": [0.5]}, 1, 1),
+        ({"weights_sha256": "cc"}, 1, 0),
+        ({"predict_sha256": "cc", "export_sha256": "dd"}, 2, 0),
+        ({"metrics": {"auroc": "0.7500000000000001", "added": "1"}}, 1, 0),
+        ({"metrics": {}}, 1, 0),
+    ],
+)
+def test_differences_need_equal_bits_on_one_machine_only(changes: dict[str, Any], on_this_machine: int, elsewhere: int) -> None:
+    now = {**LINE, **changes}
+    assert len(bits.differences(now, LINE, bits=True)) == on_this_machine
+    assert len(bits.differences(now, LINE, bits=False)) == elsewhere
+    assert len(bits.differences(now, None, bits=False)) == 1
+
+
+def test_chosen_runs_include_their_dependencies() -> None:
+    assert bits.select_runs(["distilled"]) == ["criteo", "distilled"]
+    assert bits.select_runs(["resumed_3"]) == ["torchrun_2", "resumed_3"]
+    assert (bits.select_runs(["quick"]), bits.select_runs([])) == (list(bits.QUICK), list(bits.RUNS))
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+def test_quick_runs_keep_their_bits() -> None:
+    """A process of its own: the number of threads counts from its start. CONTRIBUTING.md says how to store an intended change."""
+    command = [sys.executable, "tools/bits.py", "quick", "--against", "tests/golden/bits.json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len(done.stdout.splitlines()) == 9

@@ -1,20 +1,25 @@
 """Tests of configurations: validation, updates by name, and YAML round trips."""
 
 import dataclasses
+import importlib
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pytest
 import yaml
+from builders.faults import fails_with, rejects
 
 import rayrec
+from rayrec import recipes
 from rayrec.config import Config, InputError
 from rayrec.optim.config import LearningRateSchedule
 from rayrec.recipes import criteo_demo
 from rayrec.schema import Schema
+from rayrec.workloads.recsys.workload import ClickWorkload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,26 +50,16 @@ class Outer(Config):
 def test_wrong_types_raise_with_field_name(changes: dict[str, Any]) -> None:
     ((field, value),) = changes.items()
     name = f"Inner.{next(iter(value))}" if field == "inner" and isinstance(value, dict) else f"Outer.{field}"
-    with pytest.raises(InputError, match=name) as caught:
-        Outer().replace(**changes)
-    assert "Outer.inner" not in str(caught.value) or name == "Outer.inner"
+    line = rejects(name, Outer().replace, **changes)
+    assert "Outer.inner" not in line or name == "Outer.inner"
 
 
-def test_int_converts_to_float_and_list_to_tuple() -> None:
+def test_values_are_converted_updated_by_name_and_round_trip() -> None:
     changed = Outer().replace(inner={"rate": 1, "sizes": [4, 5]}, limit=7)
     assert (changed.inner.rate, changed.inner.sizes, changed.limit) == (1, (4, 5), 7)
-
-
-def test_unknown_field_error_suggests_closest() -> None:
-    with pytest.raises(InputError, match=r"step: Outer has no such field; did you mean 'steps'"):
-        Outer().replace(step=1)
-    with pytest.raises(InputError, match=r"inner\.ratee: Inner has no such field; did you mean 'rate'"):
-        Outer().replace(inner={"ratee": 1.0})
-    with pytest.raises(InputError, match=r"qqq: Outer has no such field; it has name, steps"):
-        Outer().replace(qqq=1)
-
-
-def test_nested_dict_updates_named_fields_only() -> None:
+    rejects(r"step: Outer has no such field; did you mean 'steps'", Outer().replace, step=1)
+    rejects(r"inner\.ratee: Inner has no such field; did you mean 'rate'", Outer().replace, inner={"ratee": 1.0})
+    rejects(r"qqq: Outer has no such field; it has name, steps", Outer().replace, qqq=1)
     before = Outer(inner=Inner(rate=0.5))
     after = before.replace(inner={"sizes": (9,)}, name="b")
     assert (after.inner.rate, after.inner.sizes, after.name) == (0.5, (9,), "b")
@@ -72,19 +67,11 @@ def test_nested_dict_updates_named_fields_only() -> None:
     assert before.replace(inner=Inner(rate=0.7)).inner.rate == 0.7
     with pytest.raises(dataclasses.FrozenInstanceError):
         before.name = "c"  # type: ignore[misc]
-
-
-def test_yaml_round_trip_keeps_hash() -> None:
     config = Outer(name="ä: #1", limit=5, labels={"zone": "a"}, inner=Inner(rate=1e-7, sizes=()), other=Inner())
     stored = yaml.safe_load(config.to_yaml())
     assert list(stored) == ["class", *(field.name for field in dataclasses.fields(Outer))]
     again = Outer(other=Inner(rate=3.0)).updated(stored)
-    assert again == config
-    assert again.config_hash() == config.config_hash()
-    assert again.to_yaml() == config.to_yaml()
-
-
-def test_hash_depends_on_fields_only() -> None:
+    assert (again, again.config_hash(), again.to_yaml()) == (config, config.config_hash(), config.to_yaml())
     base = Outer()
     assert base.config_hash() == Outer().config_hash()
     changes: list[dict[str, Any]] = [{"steps": 4}, {"limit": 1}, {"inner": {"rate": 0.2}}, {"other": Inner()}]
@@ -96,12 +83,9 @@ def test_hash_depends_on_fields_only() -> None:
 
 
 def test_schema_is_validated() -> None:
-    with pytest.raises(InputError, match="column names must be unique"):
-        Schema(tokens="hexadecimal", label="a", dense=("a",), sparse=())
-    with pytest.raises(InputError, match="65 feature columns"):
-        Schema(tokens="hexadecimal", label=None, dense=tuple(f"d{i}" for i in range(65)), sparse=())
-    with pytest.raises(InputError, match="no feature columns"):
-        Schema(tokens="hexadecimal", label="y", dense=(), sparse=())
+    rejects("column names must be unique", Schema, tokens="hexadecimal", label="a", dense=("a",), sparse=())
+    rejects("65 feature columns", Schema, tokens="hexadecimal", label=None, dense=tuple(f"d{i}" for i in range(65)), sparse=())
+    rejects("no feature columns", Schema, tokens="hexadecimal", label="y", dense=(), sparse=())
     schema = Schema(tokens="hexadecimal", label="y", dense=("a",), sparse=("b",))
     assert schema.columns == ("y", "a", "b")
     assert schema.unlabelled().columns == ("a", "b")
@@ -122,8 +106,7 @@ def test_custom_class_is_stored_and_required() -> None:
     assert stored["workload"]["schedule"]["class"] == f"{OwnSchedule.__module__}.OwnSchedule"
     assert own.config_hash() != plain.config_hash()
     assert own.updated(stored) == own
-    with pytest.raises(InputError, match=r"^workload\.schedule\.class: .*OwnSchedule, and the recipe has LearningRateSchedule"):
-        plain.updated(stored)
+    rejects(r"^workload\.schedule\.class: .*OwnSchedule, and the recipe has LearningRateSchedule", plain.updated, stored)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,20 +116,17 @@ class Moved(Config):
     now: int = 1
 
 
-def test_old_field_name_warns() -> None:
+def test_old_names_warn_and_tuple_items_are_validated() -> None:
     with pytest.warns(FutureWarning, match=r"Moved\.before is now now; the old name will be removed in the next release"):
         assert Moved().replace(before=2) == Moved(now=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # what a file of an earlier version says needs no notice
         assert Moved().updated({"before": 3}) == Moved(now=3)
-    with pytest.raises(InputError, match="before: is the old name of now, which is set too"):
-        Moved().updated({"before": 2, "now": 3})
-
-
-def test_config_tuple_items_are_validated() -> None:
+    rejects("before: is the old name of now, which is set too", Moved().updated, {"before": 2, "now": 3})
+    with pytest.warns(FutureWarning, match=r"rayrec\.ReplicatedWorkload is now rayrec\.DataParallelWorkload"):
+        assert rayrec.ReplicatedWorkload is rayrec.DataParallelWorkload
     assert Several().updated({"items": [{"now": 2}]}) == Several(items=(Moved(now=2),))
-    with pytest.raises(InputError, match=r"items\[0\]\.later: Moved has no such field"):
-        Several().updated({"items": [{"later": 2}]})
+    rejects(r"items\[0\]\.later: Moved has no such field", Several().updated, {"items": [{"later": 2}]})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,6 +134,83 @@ class Several(Config):
     items: tuple[Moved, ...] = ()
 
 
-def test_old_public_name_warns() -> None:
-    with pytest.warns(FutureWarning, match=r"rayrec\.ReplicatedWorkload is now rayrec\.DataParallelWorkload"):
-        assert rayrec.ReplicatedWorkload is rayrec.DataParallelWorkload
+# Finding recipes by name or file, and loading of configurations -------------------------------------------------------
+OWN = """
+from rayrec import recipes
+
+NUMBER = 3
+
+def small():
+    return recipes.criteo_demo().replace(recipe="small", batch_size=7)
+
+def wrong():
+    return {"recipe": "wrong"}
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "own_recipes_of_a_test.py"
+    path.write_text(OWN)
+    yield path
+    sys.modules.pop(path.stem, None)
+
+
+def test_recipe_is_attribute_with_name_and_yaml_round_trip() -> None:
+    """Includes recipes with the name of their file, such as `clicks`."""
+    for name, recipe in recipes.ALL.items():
+        config = recipe()
+        assert config.recipe == name
+        assert recipes.load_config(config.to_yaml()) == config
+        assert (recipe.__doc__ or "").strip()
+        assert getattr(recipes, name) is recipe
+    with pytest.raises(AttributeError, match="has no recipe 'click'"):
+        recipes.click  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["criteo_finalnet_x4", "criteo_finalmlp", "criteo_dcnv3"])
+def test_published_recipes_match_settings(name: str) -> None:
+    """Adam 1e-3, a penalty on full tables, joint clipping, lower rates after one bad epoch, stop after two."""
+    config = recipes.ALL[name]()
+    workload = config.workload
+    assert isinstance(workload, ClickWorkload)
+    assert (workload.sparse_optimizer.kind, workload.sparse_optimizer.weight_decay) == ("adam", 1e-5)
+    assert workload.sparse_optimizer.learning_rate == workload.dense_optimizer.learning_rate == 1e-3
+    assert (workload.max_gradient_norm, workload.table_start.std) == (10.0, 1e-4)
+    assert (config.plateau.patience, config.early_stopping.patience) == (1, 2)
+    assert (config.evaluate_every, config.evaluations_per_epoch) == (None, 1)
+    assert workload.model.embedding_dim == 16
+    assert getattr(workload.model, "tower_losses", False) is False
+    assert recipes.PUBLISHED[name] == "criteo_kaggle"
+
+
+def test_recipe_file_is_loaded_and_checked_and_its_errors_propagate(own: Path) -> None:
+    recipe = recipes.find(f"{own}:small")
+    assert recipe().batch_size == 7
+    assert recipes.find(f"{own}:small") is recipe  # the file is run once
+    text = recipe().replace(seed=5).to_yaml()
+    assert recipes.load_config(text, recipe=recipe).seed == 5
+    rejects(r"no recipe 'small'.*FILE.py:FUNCTION", recipes.load_config, text)
+    with pytest.raises(InputError, match="belongs to recipe 'criteo_demo', got recipe 'small'"):
+        recipes.load_config(recipes.criteo_demo().to_yaml(), recipe=recipe)
+    wrong = r"wrong\(\) must return a rayrec.TrainConfig"
+    for name, message in {"NUMBER": "function 'NUMBER' not found", "none": "function 'none' not found", "wrong": wrong}.items():
+        rejects(message, recipes.find, f"{own}:{name}")
+    own.write_text("raise RuntimeError('in the file')")
+    fails_with(RuntimeError, "in the file", recipes.find, f"{own}:small")
+    assert own.stem not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["json", "zipapp"])
+def test_recipe_file_shadows_no_module(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Covers modules imported before and after."""
+    monkeypatch.delitem(sys.modules, "zipapp", raising=False)
+    for folder in (tmp_path / "one", tmp_path / "other"):
+        folder.mkdir()
+        (folder / f"{name}.py").write_text(OWN)
+    for _ in range(2):
+        assert recipes.find(f"{tmp_path}/one/{name}.py:small")().batch_size == 7
+    assert not hasattr(importlib.import_module(name), "small")
+    with pytest.raises(InputError, match=r"another file with this name was already imported. Rename the file"):
+        recipes.find(f"{tmp_path}/other/{name}.py:small")
+    del sys.modules[f"recipe_file_{name}"]

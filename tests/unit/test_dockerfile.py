@@ -18,19 +18,13 @@ def _last_stage() -> list[Instruction]:
     return STEPS[max(number for number, step in enumerate(STEPS) if step.word == "FROM") :]
 
 
-def test_instructions_are_read_with_continued_lines_and_comments() -> None:
+def test_instructions_are_read_and_image_runs_demo_unprivileged() -> None:
     text = "# a\nFROM x AS y\nRUN a \\\n # in between\n && b\n\ncopy c d\n"
     assert instructions(text) == [Instruction("FROM", "x AS y"), Instruction("RUN", "a && b"), Instruction("COPY", "c d")]
-
-
-def test_what_goes_to_the_build() -> None:
     kept = ["src/rayrec/cli.py", "requirements.lock"]
     left = ["src/rayrec/native/_kernels.abi3.so", "src/rayrec/__pycache__", "src/rayrec/__pycache__/cli.pyc", ".git/config"]
     left += ["src/rayrec.egg-info/PKG-INFO", "tests/conftest.py", ".venv"]
     assert [path for path in (*kept, *left) if not ignored(path, RULES)] == kept
-
-
-def test_image_runs_demo_as_unprivileged_user() -> None:
     stage = _last_stage()
     (user,) = (step.rest for step in stage if step.word == "USER")
     assert int(user) > 0  # a number, so that Kubernetes can tell that it is not root's
@@ -39,16 +33,15 @@ def test_image_runs_demo_as_unprivileged_user() -> None:
     (command,) = (json.loads(step.rest) for step in stage if step.word == "CMD")
     assert command[:2] == ["sh", "-c"]
     assert "rayrec train criteo_demo" in command[2]
+    assert not any("gcc" in step.rest for step in _last_stage())
+    assert all("rm -rf /var/lib/apt/lists/*" in rest for rest in _rests("RUN") if "apt-get install" in rest)
 
 
-def test_versions_match_lock() -> None:
+def test_image_has_locked_versions_and_existing_files() -> None:
     installs = [rest for rest in _rests("RUN") if "pip install" in rest]
     assert installs
     assert all("--constraint requirements.lock" in rest for rest in installs)
     assert not any("latest" in rest for rest in [*_rests("FROM"), *_rests("ARG")])
-
-
-def test_copied_files_exist_in_build_context() -> None:
     names = {rest.split(" AS ")[1] for rest in _rests("FROM") if " AS " in rest}
     copied = set()
     for rest in _rests("COPY"):
@@ -61,8 +54,3 @@ def test_copied_files_exist_in_build_context() -> None:
             assert (ROOT / source).exists(), source
             assert not ignored(source, RULES), source
     assert copied == {line[1:] for line in RULES.splitlines() if line.startswith("!")}  # and nothing else is sent
-
-
-def test_image_omits_compilers_and_package_lists() -> None:
-    assert not any("gcc" in step.rest for step in _last_stage())
-    assert all("rm -rf /var/lib/apt/lists/*" in rest for rest in _rests("RUN") if "apt-get install" in rest)

@@ -39,8 +39,7 @@ def test_predictions_of_threads_are_golden(name: str, tmp_path: Path) -> None:
     check_golden(f"predictions_{name}", outputs.predictions(name, tmp_path, address="none"), tolerance=1e-4)
 
 
-# Exports' encode.py --------------------------------------------------------------------------------------------------
-
+# Exports' encode.py ---------------------------------------------------------------------------------------------------
 ROWS = 4_000
 CRITEO, OWN, QUIET = outputs.CRITEO, outputs.OWN, outputs.QUIET
 HEXADECIMAL = CRITEO.replace(dense=CRITEO.dense[:4], sparse=CRITEO.sparse[:6])
@@ -125,9 +124,7 @@ def test_export_encoders_match_goldens_and_kernels(tmp_path: Path) -> None:
     check_golden("encoders", made)
 
 
-# Data reports --------------------------------------------------------------------------------------------------------
-
-
+# Data reports ---------------------------------------------------------------------------------------------------------
 def test_data_reports_are_golden(tmp_path: Path) -> None:
     criteo, own = outputs.write_criteo_log(tmp_path, rows=1200, faults=True), outputs.write_own_log(tmp_path / "own", rows=800)
     table = outputs.own_table(500, seed=6)
@@ -153,9 +150,7 @@ def test_data_reports_are_golden(tmp_path: Path) -> None:
     check_golden("data_reports", json.loads(plain), tolerance=1e-6)
 
 
-# Losses and orders ---------------------------------------------------------------------------------------------------
-
-
+# Losses and orders ----------------------------------------------------------------------------------------------------
 def test_losses_on_an_own_log_are_golden(tmp_path: Path) -> None:
     own = outputs.write_own_log(tmp_path / "own", rows=900)
     model = {"embedding_dim": 4, "bottom_mlp": (8, 4), "top_mlp": (8, 1), "cross_low_rank": 4}

@@ -46,14 +46,11 @@ def test_memory_respects_container_limit(tmp_path: Path, limit: str, used: str, 
     assert memory(tmp_path) == expected
 
 
-def test_container_page_cache_is_available(tmp_path: Path) -> None:
+def test_page_cache_is_available_and_parent_group_limits(tmp_path: Path) -> None:
     kernel(tmp_path)
     stat = f"anon 1\ninactive_file {MIB}\nactive_file {MIB}\nfile {3 * MIB}\nshmem {MIB}"
     group(tmp_path, "", memory__max=str(5 * MIB), memory__current=str(4 * MIB), memory__stat=stat)
     assert memory(tmp_path) == Memory(5 * MIB, 3 * MIB)
-
-
-def test_tightest_parent_group_limits(tmp_path: Path) -> None:
     kernel(tmp_path, "0::/pod/container")
     group(tmp_path, "pod", memory__max=str(2 * MIB), memory__current=str(MIB), cpu__max="150000 100000")
     group(tmp_path, "pod/container", memory__max="max", memory__current=str(MIB), cpu__max="max 100000")
@@ -74,17 +71,14 @@ def test_version_1_groups_limit_memory_and_cpus(tmp_path: Path) -> None:
 def test_usable_cpus_respect_affinity_and_granted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel(tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
-    assert usable_cpus(root=tmp_path) == 6
-    assert usable_cpus(granted=4.0, root=tmp_path) == 4
+    assert (usable_cpus(root=tmp_path), usable_cpus(granted=4.0, root=tmp_path)) == (6, 4)
     assert usable_cpus(granted=0.5, root=tmp_path) == 1
     assert usable_cpus(granted=0.0, root=tmp_path) == 6  # a node that lends no CPUs says nothing
     group(tmp_path, "", cpu__max="250000 100000")
     assert usable_cpus(granted=4.0, root=tmp_path) == 2
 
 
-# Numbers are shown as people read them -------------------------------------------------------------------------------
-
-
+# Numbers are shown as people read them --------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0, "0"), (1e-17, "0"), (0.0125, "0.0125"), (9500, "9500"), (20000, "20k"), (1.5e6, "1.5M"), (-3e9, "-3G")],
@@ -93,15 +87,11 @@ def test_number_text_is_short(value: float, text: str) -> None:
     assert number_text(value) == text
 
 
-def test_quantities_are_readable() -> None:
+def test_quantities_are_readable_and_durations_have_one_unit() -> None:
     assert [duration_text(seconds) for seconds in (0.0312, 75, 130, 7300)] == ["0.0312 s", "75 s", "2 min", "2 h 2 min"]
     assert [clock_text(seconds) for seconds in (0.9, 61, 7325)] == ["0:00:00", "0:01:01", "2:02:05"]
     sizes = {12: "12 B", 3400: "3.4 kB", 999_499: "999 kB", 999_500: "1 MB", 44_000_000: "44 MB", 5e10: "50 GB", 2e15: "2000 TB"}
     assert {size: size_text(size) for size in sizes} == sizes
     assert [value_text(value) for value in (None, 0.123456789, 12345, "x")] == ["-", "0.123457", "12,345", "x"]
-
-
-def test_durations_text_uses_one_unit() -> None:
     assert durations_text([86.4, 120.0]) == ["86.4 s", "120.0 s"]
-    assert durations_text([86.4, 600.0]) == ["1.44 min", "10.00 min"]
-    assert durations_text([]) == []
+    assert (durations_text([86.4, 600.0]), durations_text([])) == (["1.44 min", "10.00 min"], [])

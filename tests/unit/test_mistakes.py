@@ -15,7 +15,6 @@ from rayrec import cli
 CRITEO = "\t".join(["1", *map(str, range(13)), *(f"{number:08x}" for number in range(26))]) + "\n"
 HEADER = "label\t" + "\t".join([f"I{number}" for number in range(13)] + [f"C{number}" for number in range(26)]) + "\n"
 SCHEMA = "{label: click, dense: [age], sparse: [user, item]}"
-
 Make = Callable[[Path], list[str]]
 Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]
 
@@ -73,10 +72,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "quantize": (command("export run --out x --quantize int3"), "int3"),
     # configuration files
     "config absent": (command("train --config=FOLDER/none.yaml"), "none.yaml: no such file"),
-    "config of another type": (
-        command("train --config=FOLDER/a.yaml", a__yaml="recipe: clicks\nsteps: many"),
-        "steps: has the wrong type",
-    ),
+    "other type": (command("train --config=FOLDER/a.yaml", a__yaml="recipe: clicks\nsteps: many"), "steps: has the wrong type"),
     # data
     "no data": (command("train criteo_demo"), "--train-data.path"),
     "data absent": (train("--train-data.path FOLDER/none"), "none: no such file or folder"),

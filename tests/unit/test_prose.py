@@ -16,7 +16,7 @@ def found(path: Path, text: str) -> list[tuple[int, str]]:
     return sorted((line, phrase) for line, phrase, _ in prose.hits(path, prose.read_rules(RULES)))
 
 
-def test_python_comments_and_strings_match(tmp_path: Path) -> None:
+def test_comments_strings_and_notebook_cells_match(tmp_path: Path) -> None:
     text = '''"""Module.
 
 An old word."""
@@ -30,18 +30,15 @@ message = (
 quuxes_seen = message
 '''
     assert found(tmp_path / "module.py", text) == [(3, "old word"), (4, "Quux"), (5, "old word"), (8, "old word")]
+    assert found(tmp_path / "kernel.c", "/* An old\n * word. */\nint quux_count;\n") == [(1, "old word")]
+    cells = {"cells": [{"cell_type": "markdown", "source": ["Fine.\n", "An old word."]}]}
+    assert found(tmp_path / "notebook.ipynb", json.dumps(cells)) == [(2, "old word")]
+    assert found(tmp_path / "data.jsonl", "old word\n") == []  # data
 
 
 @pytest.mark.parametrize("name", ["page.md", "Makefile", "values.yaml"])
 def test_all_text_of_other_files_matches(tmp_path: Path, name: str) -> None:
     assert found(tmp_path / name, "One\nold\nword, two quuxes.\n") == [(2, "old word"), (3, "quuxes")]
-
-
-def test_c_comments_and_notebook_cells_match(tmp_path: Path) -> None:
-    assert found(tmp_path / "kernel.c", "/* An old\n * word. */\nint quux_count;\n") == [(1, "old word")]
-    cells = {"cells": [{"cell_type": "markdown", "source": ["Fine.\n", "An old word."]}]}
-    assert found(tmp_path / "notebook.ipynb", json.dumps(cells)) == [(2, "old word")]
-    assert found(tmp_path / "data.jsonl", "old word\n") == []  # data
 
 
 @pytest.mark.parametrize("line", ["only a pattern", "pattern\treplacement", "pattern\t\twhy", "(\tword\twhy"])
@@ -50,7 +47,7 @@ def test_read_rules_rejects_invalid_line(line: str) -> None:
         prose.read_rules(f"# comment\n{line}\n")
 
 
-def test_main_prints_each_hit_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_main_prints_each_hit_and_fails_above_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     rules, page = tmp_path / "words.tsv", tmp_path / "page.md"
     rules.write_text(RULES)
     page.write_text("The quux.\n")
@@ -59,6 +56,15 @@ def test_main_prints_each_hit_and_fails(tmp_path: Path, monkeypatch: pytest.Monk
     assert capsys.readouterr().out == f"{page}:1: 'quux': write thing (its name)\n"
     page.write_text("The thing.\n")
     assert prose.main([str(page)]) == 0
+    (tmp_path / "src").mkdir()
+    module = tmp_path / "src" / "module.py"
+    module.write_text('"""Of rows."""\n')
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    monkeypatch.setattr(prose, "LIMITS", {"src": {"opening": 1}})
+    assert prose.main([str(module)]) == 0
+    monkeypatch.setattr(prose, "LIMITS", {"src": {"opening": 0}})
+    assert prose.main([str(module)]) == 1
+    assert capsys.readouterr().out.startswith("src/module.py:1: opening: Of rows.\nsrc: 1 of kind opening, at most 0 are allowed")
 
 
 @pytest.mark.parametrize(
@@ -88,15 +94,3 @@ def read(rows: int) -> int:
 def test_read_returns_rows() -> None: ...
 '''
     assert list(prose.faults(source, frozenset({"found"}))) == []
-
-
-def test_main_fails_above_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "src").mkdir()
-    module = tmp_path / "src" / "module.py"
-    module.write_text('"""Of rows."""\n')
-    monkeypatch.setattr(prose, "ROOT", tmp_path)
-    monkeypatch.setattr(prose, "LIMITS", {"src": {"opening": 1}})
-    assert prose.main([str(module)]) == 0
-    monkeypatch.setattr(prose, "LIMITS", {"src": {"opening": 0}})
-    assert prose.main([str(module)]) == 1
-    assert capsys.readouterr().out.startswith("src/module.py:1: opening: Of rows.\nsrc: 1 of kind opening, at most 0 are allowed")

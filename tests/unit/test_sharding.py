@@ -5,11 +5,11 @@ from collections import Counter
 from typing import Any, Literal
 
 import pytest
+from builders.faults import rejects
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from rayrec.config import InputError
 from rayrec.models.embeddings import build_embeddings
 from rayrec.optim.config import SparseOptimizerConfig
 from rayrec.sharding.placement import TablePlacement, data_parallel_tables, describe, placements
@@ -53,37 +53,25 @@ def test_every_table_is_fused_and_none_data_parallel(world_size: int, device: Li
     assert sum(row.total_bytes for row in rows) == sum(SIZES) * 17 * 4
 
 
-def test_plan_balances_lookups() -> None:
+def test_plan_is_balanced_deterministic_and_splits_tables() -> None:
     counts = Counter(rank for row in rows_of(plan()) for rank in row.bytes_of_rank)
     assert abs(counts[0] - counts[1]) <= 2
-
-
-def test_plan_is_deterministic_and_fast() -> None:
     first = describe(plan(), Model(SIZES), state_bytes=STATE)
     start = time.thread_time()
     assert describe(plan(), Model(SIZES), state_bytes=STATE) == first
     assert time.thread_time() - start < 1
-
-
-def test_describe_formats_plan_as_table() -> None:
     lines = describe(plan(), Model(SIZES), state_bytes=STATE).splitlines()
     assert lines[0].split() == ["table", "rows", "dim", "sharding", "ranks", "weights", "+", "optimizer"]
     assert lines[3].split()[:4] == ["cat_2", "1,000,000", "16", "table_wise"]
     assert lines[3].endswith("64.8 MiB")
     assert lines[-2].startswith("worker 0: ")
     assert lines[-1].startswith("worker 1: ")
-
-
-def test_column_wise_splits_table_between_workers() -> None:
     model = Model([1_000_000], dim=64)
     config = only("column_wise", min_column_width=32)
     made = plan_sharding(model, Site(2, "cpu", 640 * MIB), batch_size=128, state_bytes=STATE, config=config)
     (row,) = rows_of(made, model)
     assert (row.sharding_type, row.num_embeddings, row.embedding_dim) == ("column_wise", 1_000_000, 64)
     assert set(row.bytes_of_rank) == {0, 1}
-
-
-def test_data_parallel_tables_are_on_every_worker() -> None:
     made = plan(config=only("data_parallel"))
     rows = rows_of(made)
     assert {row.sharding_type for row in rows} == {"data_parallel"}
@@ -92,23 +80,17 @@ def test_data_parallel_tables_are_on_every_worker() -> None:
     assert "data_parallel  0-1" in describe(made, Model(SIZES), state_bytes=STATE).splitlines()[1]
 
 
-def test_data_parallel_plan_keeps_other_tables_fused() -> None:
+def test_plan_keeps_tables_fused_and_uses_devices_of_ranks() -> None:
     made = plan(config=only("table_wise", "data_parallel"))
     kernels = {(sharding.sharding_type, sharding.compute_kernel) for sharding in made.plan["embeddings"].values()}
     assert kernels <= {("table_wise", "fused"), ("data_parallel", "dense")}
     assert data_parallel_tables(plan()) == []
-
-
-def test_plan_uses_devices_of_ranks() -> None:
     devices = ["cuda:0", "cuda:1", "cuda:3", "cuda:0", "cuda:2"]  # cuda:2 of the first node is broken
     made = plan(5, "cuda", nodes=["a", "a", "a", "b", "b"], devices=devices)
     tables = [sharding for module in made.plan.values() for sharding in module.values()]
     shards = [shard for sharding in tables for shard in sharding.sharding_spec.shards]
     assert {shard.placement.rank() for shard in shards} == set(range(5))
     assert all(str(shard.placement.device()) == devices[shard.placement.rank()] for shard in shards)
-
-
-def test_plan_skips_types_for_equal_nodes() -> None:
     made = plan(3, "cuda", nodes=["a", "a", "b"], config=only("table_row_wise", "table_wise"))
     assert {row.sharding_type for row in rows_of(made)} == {"table_wise"}
     assert plan(4, "cuda", nodes=["a", "a", "b", "b"], config=only("table_row_wise"))
@@ -132,26 +114,18 @@ def test_plan_skips_types_for_equal_nodes() -> None:
     ],
 )  # fmt: skip
 def test_plan_rejects_impossible_settings(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        plan(**settings)
+    rejects(message, plan, **settings)
 
 
-def test_plan_explains_planner_error() -> None:
+def test_plan_explains_planner_error_and_reserves_copy() -> None:
     three_for_two = Model([600_000] * 3)  # 39 MiB each: two do not fit in one worker's 62 MiB, though all fit in the sum
-    config = ShardingConfig(reserved_fraction=0.0)
-    with pytest.raises(InputError, match="no plan found for 3 tables"):
-        plan_sharding(three_for_two, Site(2, "cpu", 124 * MIB), batch_size=128, state_bytes=STATE, config=config)
-
-
-def test_cpu_plan_reserves_memory_for_checkpoint_copy() -> None:
+    settings: Any = {"batch_size": 128, "state_bytes": STATE, "config": ShardingConfig(reserved_fraction=0.0)}
+    rejects("no plan found for 3 tables", plan_sharding, three_for_two, Site(2, "cpu", 124 * MIB), **settings)
     model = Model([1_000_000])  # 64.8 MiB with its state
     settings: Any = {"batch_size": 1, "config": ShardingConfig(reserved_fraction=0.0), "state_bytes": STATE}
     assert plan_sharding(model, Site(1, "cpu", 135 * MIB), **settings)
-    with pytest.raises(InputError, match=r"125.0 MiB are free, 0% kept free, half of the rest for checkpoints"):
-        plan_sharding(model, Site(1, "cpu", 125 * MIB), **settings)
-
-
-def test_plan_accepts_exact_memory_fit() -> None:
+    message = "125.0 MiB are free, 0% kept free, half of the rest for checkpoints"
+    rejects(message, plan_sharding, model, Site(1, "cpu", 125 * MIB), **settings)
     assert plan(1, "cuda", host_memory_bytes=GIB)
     # 229 MiB, their copy, 216 MiB of gradients
     assert plan(memory_bytes=700 * MIB, config=only("data_parallel", reserved_fraction=0.0))
@@ -160,8 +134,7 @@ def test_plan_accepts_exact_memory_fit() -> None:
 def test_plan_moves_oversized_tables_to_host_memory() -> None:
     settings: Any = {"memory_bytes": 200 * MIB, "host_memory_bytes": GIB}
     cached = ShardingConfig(uvm_caching=True, uvm_cache_fraction=0.25)
-    with pytest.raises(InputError, match=r"workers have 170.0 MiB"):
-        plan(1, "cuda", **settings)
+    rejects(r"workers have 170.0 MiB", plan, 1, "cuda", **settings)
     made = plan(1, "cuda", config=cached, **settings)
     rows = rows_of(made)
     moved = [row for row in rows if row.device_share < 1]
@@ -171,8 +144,8 @@ def test_plan_moves_oversized_tables_to_host_memory() -> None:
     assert sum(row.host_bytes(0) for row in rows) == sum(row.total_bytes for row in moved) > 0
     assert "table_wise, 25% cached" in describe(made, Model(SIZES), state_bytes=STATE)
     # Host memory has these tables, and a checkpoint's copy of all tables.
-    with pytest.raises(InputError, match=r"worker 0 needs .* of host memory, .* for tables \(uvm_caching\)"):
-        plan(1, "cuda", config=cached, memory_bytes=200 * MIB, host_memory_bytes=310 * MIB)
+    settings["host_memory_bytes"] = 310 * MIB
+    rejects(r"worker 0 needs .* of host memory, .* for tables \(uvm_caching\)", plan, 1, "cuda", config=cached, **settings)
     assert {row.device_share for row in rows_of(plan(config=cached))} == {1.0}
 
 
@@ -209,8 +182,7 @@ def test_optimizer_state_size_matches_torchrec(kind: Any, monkeypatch: pytest.Mo
     ],
 )
 def test_sharding_config_rejects_invalid_settings(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        ShardingConfig(**settings)
+    rejects(message, ShardingConfig, **settings)
 
 
 def test_sharders_support_rayrec_tables() -> None:

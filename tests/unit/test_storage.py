@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from builders.faults import at_first
+from builders.faults import at_first, fails_with, rejects
 from pyarrow import fs
 
 import rayrec
@@ -60,8 +60,7 @@ def test_list_files_sorts_numbers_naturally(tmp_path: Path) -> None:
 )
 def test_listing_missing_path_raises(tmp_path: Path, call: Callable[[str], object], why: str) -> None:
     (tmp_path / "only.json").write_bytes(b"{}")
-    with pytest.raises(InputError, match=why):
-        call(str(tmp_path))
+    rejects(why, call, str(tmp_path))
 
 
 def write_and_fail(path: Path) -> None:
@@ -103,13 +102,10 @@ def test_json_round_trips_with_nan_as_null(tmp_path: Path) -> None:
     assert storage.read_json(str(path)) == strict == {"ä": None, "rows": 3, "nested": [1.5, [None, None], {"text": "NaN"}]}
     for damaged in (b'{"a": ', b"\xff\xfe\x00"):
         path.write_bytes(damaged)
-        with pytest.raises(InputError, match=r"value\.json: damaged"):
-            storage.read_json(str(path))
+        rejects(r"value\.json: damaged", storage.read_json, str(path))
 
 
-# Streams -------------------------------------------------------------------------------------------------------------
-
-
+# Streams --------------------------------------------------------------------------------------------------------------
 def test_write_stream_is_atomic(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "file"
 
@@ -126,13 +122,11 @@ def test_write_stream_is_atomic(tmp_path: Path) -> None:
         assert storage.write_stream(url, pieces(fails=False)) == 15
         assert path.read_bytes() == b"abc" + np.arange(3, dtype=np.int32).tobytes()
         path.write_bytes(b"old")
-        with pytest.raises(RuntimeError):
-            storage.write_stream(url, pieces(fails=True))
+        fails_with(RuntimeError, "", storage.write_stream, url, pieces(fails=True))
         assert path.read_bytes() == b"old"
         assert os.listdir(path.parent) == ["file"]
     assert b"".join(storage.read_stream(str(path))) == b"old"
-    assert storage.write_stream(str(path), []) == 0
-    assert list(storage.read_stream(str(path))) == []
+    assert (storage.write_stream(str(path), []), list(storage.read_stream(str(path)))) == (0, [])
 
 
 def test_full_disk_error_keeps_errno(tmp_path: Path) -> None:
@@ -173,8 +167,7 @@ def test_folders_are_listed_copied_and_removed(tmp_path: Path) -> None:
         storage.remove_folder(prefix + folder)
         assert os.listdir(tmp_path) == ["b"]
         storage.remove_folder(f"{prefix}{tmp_path}/b")
-    with pytest.raises(InputError, match="no such folder"):
-        storage.copy_files(folder, f"{folder}2")
+    rejects("no such folder", storage.copy_files, folder, f"{folder}2")
     assert os.listdir(tmp_path) == []
 
 
@@ -182,9 +175,8 @@ def test_folders_are_listed_copied_and_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("replaced", [0, 1])
 def test_write_replaces_only_one_linked_file(tmp_path: Path, prefix: str, replaced: int) -> None:
     (tmp_path / "other").write_bytes(b"other")
-    names = ["a", "new/b"]
-    urls = [f"{prefix}{tmp_path}/{name}" for name in names]
-    target, kept = urls[replaced], tmp_path / names[1 - replaced]
+    urls = [f"{prefix}{tmp_path}/a", f"{prefix}{tmp_path}/new/b"]
+    target, kept = urls[replaced], tmp_path / ("new/b", "a")[replaced]
 
     def write_locally() -> None:
         with storage.writing(target) as local:
@@ -210,9 +202,7 @@ def test_write_replaces_only_one_linked_file(tmp_path: Path, prefix: str, replac
     assert sorted(file.name for file in tmp_path.rglob("*") if file.is_file()) == [kept.name, "other"]
 
 
-# Errors of stores
-
-# As pyarrow says it, of a real store.
+# Errors of stores, as pyarrow says them, of a real one.
 _HEAD = "When getting information for key 'a' in bucket 'logs': AWS Error {} during HeadObject operation: {}"
 _REFUSED = "curlCode: 7, Could not connect to server; Details: Failed to connect to 127.0.0.1:9 after 0 ms: Could not"
 S3_TROUBLE: dict[str, list[tuple[str, str]]] = {
@@ -240,8 +230,6 @@ S3_TROUBLE: dict[str, list[tuple[str, str]]] = {
         ("NO_SUCH_UPLOAD", "The specified upload does not exist."),
     ],
 }
-
-
 # As pyarrow says it, of gcp-storage-emulator, Azurite and a server that gives these answers.
 _GOOGLE = "google::cloud::Status({} error_info={{reason=, domain=, metadata={{gcloud-cpp.retry.on-entry=false}}}})"
 _NO_ACCESS = 'PERMISSION_DENIED: with a last message of {"error": {"message": "no access"}}'
@@ -285,7 +273,7 @@ def test_errors_are_classified_by_text(url: str, error: Exception, expected: str
     assert str(raised).startswith(url.removesuffix("/a"))
 
 
-def test_retries_end_at_limit() -> None:
+def test_retries_end_at_limit_which_environment_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = OSError(_HEAD.format("NETWORK_CONNECTION", _REFUSED))
     with storage.retry_timeout(5):
         assert retry.retry("s3://logs/a", at_first([refused] * 2, lambda: 7), hint=str) == 7
@@ -293,17 +281,13 @@ def test_retries_end_at_limit() -> None:
     with storage.retry_timeout(0), pytest.raises(OSError, match=r"^s3://logs/a: the store was unavailable for 0 s \(could not"):
         retry.retry("s3://logs/a", once, hint=str)
     assert once() == 7  # it was called once
-
-
-def test_outage_limit_reads_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert retry.outage_s() == storage.OUTAGE_S
     monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "2.5")
     assert retry.outage_s() == 2.5
     with storage.retry_timeout(1):
         assert retry.outage_s() == 1
     monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "long")
-    with pytest.raises(InputError, match="RAYREC_STORAGE_OUTAGE_S"):
-        retry.outage_s()
+    rejects("RAYREC_STORAGE_OUTAGE_S", retry.outage_s)
 
 
 @pytest.mark.parametrize(
@@ -316,9 +300,7 @@ def test_outage_limit_reads_environment(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_secrets_in_urls_are_rejected_and_not_printed(url: str, why: str) -> None:
-    with pytest.raises(InputError, match=why) as raised:
-        storage.resolve(url)
-    assert "hush" not in str(raised.value)
+    assert "hush" not in rejects(why, storage.resolve, url)
 
 
 def test_google_and_azure_locations_match_their_tools(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,8 +311,7 @@ def test_google_and_azure_locations_match_their_tools(monkeypatch: pytest.Monkey
     assert GcsLocation.of("gcs://b/a?endpoint_override=x.com") == GcsLocation("b/a", "https://x.com", anonymous=False)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:9")
     assert GcsLocation.of("gs://bucket/a") == GcsLocation("bucket/a", "http://127.0.0.1:9", anonymous=True)
-    with pytest.raises(InputError, match=r"storage account not found\. Set AZURE_STORAGE_ACCOUNT"):
-        AzureLocation.of("az://logs/a")
+    rejects(r"storage account not found\. Set AZURE_STORAGE_ACCOUNT", AzureLocation.of, "az://logs/a")
     url = "abfss://logs@acct.dfs.core.windows.net/a/b"
     assert AzureLocation.of(url) == AzureLocation("logs/a/b", "acct", "https://acct.blob.core.windows.net")
     assert storage.folder_of(url) == "abfss://logs@acct.dfs.core.windows.net/a"
@@ -340,12 +321,10 @@ def test_google_and_azure_locations_match_their_tools(monkeypatch: pytest.Monkey
     assert AzureLocation.of("az://logs/a") == AzureLocation("logs/a", "tester", "http://h:1")
     assert AzureLocation.of("az://logs@acct/a").blob_url == "https://acct.blob.core.windows.net"
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "hush")
-    with pytest.raises(InputError, match=r"^AZURE_STORAGE_CONNECTION_STRING: must be a list") as raised:
-        AzureLocation.of("az://logs/a")
-    assert "hush" not in str(raised.value)
+    assert "hush" not in rejects(r"^AZURE_STORAGE_CONNECTION_STRING: must be a list", AzureLocation.of, "az://logs/a")
 
 
-def test_s3_location_matches_aws_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_location_matches_aws_tools_and_url_options_stay_at_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     config = tmp_path / "config"
@@ -364,11 +343,7 @@ def test_s3_location_matches_aws_tools(tmp_path: Path, monkeypatch: pytest.Monke
         assert (place.inner, place.endpoint, place.region) == expected
     assert S3Location.of("s3://bucket?allow_bucket_creation=true").flags == ("allow_bucket_creation",)
     config.write_text("rubbish")
-    with pytest.raises(InputError, match="must be an AWS config file"):
-        S3Location.of("s3://bucket")
-
-
-def test_s3_url_options_stay_at_end() -> None:
+    rejects("must be an AWS config file", S3Location.of, "s3://bucket")
     url = "s3://bucket/runs?region=x&scheme=http"
     assert storage.join(url, "demo", "events.jsonl") == "s3://bucket/runs/demo/events.jsonl?region=x&scheme=http"
     assert storage.join("s3://bucket?region=x", "a") == "s3://bucket/a?region=x"
@@ -457,8 +432,7 @@ def test_glob_matches_same_files_locally_and_at_url(tmp_path: Path, glob: str, e
         assert found_in(f"{prefix}{tmp_path}", glob) == [f"{prefix}{tmp_path}/{name}" for name in expected]
 
 
-# Temporary folders of killed processes ---------------------------------------------------------------------------------
-
+# Temporary folders of killed processes --------------------------------------------------------------------------------
 OWNER = """
 import sys
 from rayrec.storage.scratch import Scratch
@@ -489,7 +463,7 @@ def test_folders_of_killed_process_are_removed(tmp_path: Path) -> None:
     assert sorted(sweep(tmp_path)) == kept
 
 
-def test_folder_removed_as_abandoned_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_folder_is_replaced_and_all_folders_use_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Removed by another process between its creation and its lock."""
     make, made = tempfile.mkdtemp, []
 
@@ -503,9 +477,6 @@ def test_folder_removed_as_abandoned_is_replaced(tmp_path: Path, monkeypatch: py
     with Scratch("attempt", parent=str(tmp_path)) as folder:
         assert [str(path) for path in tmp_path.iterdir()] == [folder] == made[1:]
     assert not list(tmp_path.iterdir())
-
-
-def test_all_temporary_folders_use_scratch() -> None:
     source = Path(rayrec.__file__).parent
     own = [path for path in source.rglob("*.py") if re.search(r"TemporaryDirectory|mkdtemp", path.read_text())]
     assert own == [source / "storage" / "scratch.py"]

@@ -85,13 +85,10 @@ def test_lost_and_repeated_rows_are_detected(change: Change, lost: int, repeated
     assert tally_of(change(batches())).lost_and_repeated(expected()) == (lost, repeated)
 
 
-def test_lost_and_repeated_together_are_nearly_exact() -> None:
+def test_lost_and_repeated_are_nearly_exact_and_ranges_merge() -> None:
     given = batches()
     lost, repeated = tally_of([given[1], *given[1:]]).lost_and_repeated(expected())
     assert lost == repeated
     assert 900 < lost <= 1000
-
-
-def test_merge_ranges() -> None:
     assert merge_ranges([(0, 3), (3, 5), (7, 9), (9, 9), (2, 4)]) == [(0, 5), (7, 9), (2, 4)]
     assert merge_ranges([]) == []

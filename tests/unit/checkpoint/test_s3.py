@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from builders.faults import rejects, until
+from builders.faults import fails_with, rejects, until
 from builders.savers import Run, save
 
 from rayrec import checkpoint, storage
@@ -44,12 +44,10 @@ def test_s3_saver_saves_restores_and_removes(bucket: str) -> None:
     name = next(name for name in found.manifest()["files"] if name.endswith(".safetensors"))
     data = storage.read_bytes(storage.join(found.path, name))
     storage.write_bytes(storage.join(found.path, name), data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(DamagedError, match=name):
-        checkpoint.restore(found, target)
+    fails_with(DamagedError, name, checkpoint.restore, found, target)
     assert latest_valid_checkpoint(run.folder, log=lambda *_: None, exclude=[found.path]) == run.at(1)
     storage.remove_file(storage.join(found.path, name))
-    with pytest.raises(DamagedError, match=rf"{name}: missing"):
-        checkpoint.restore(found, target)
+    fails_with(DamagedError, rf"{name}: missing", checkpoint.restore, found, target)
     assert run.newest() == run.at(1)
     run.saver().close()
     assert not saver._lease.valid()  # type: ignore[union-attr]
@@ -68,10 +66,8 @@ def test_s3_saver_waits_out_outage(s3_server: S3Store, bucket: str, monkeypatch:
     s3_server.start()
     saver.wait()
     saver.close()
-    assert run.kinds() == ["checkpoint", "checkpoint_late", "checkpoint"]
-    assert run.newest() == run.at(2)
+    assert (run.kinds(), run.newest()) == (["checkpoint", "checkpoint_late", "checkpoint"], run.at(2))
     checkpoint.verify(run.at(2))
-
     saver = run.saver(**SETTINGS, max_outage_s=10)
     save(saver, 3, values(3))
     s3_server.kill()

@@ -3,23 +3,30 @@
 import errno
 import os
 import random
+import resource
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from unittest.mock import Mock
 
 import pytest
 import torch
-from builders.faults import at_first, rejects, unreadable, until, watched
+from builders.faults import at_first, fails_with, flip, raising, rejects, unreadable, until, watched
 from builders.savers import Run, save
 from hosts.slow_store import SlowStore
-from ranks.checkpoint import raised, same, writes
+from ranks.checkpoint import full, raised, run_ranks, same, whole, writes
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, DamagedError, Retention, Saver, acquire_lease, saver
+from rayrec.checkpoint import Checkpoint, DamagedError, Retention, Saver, acquire_lease, folder_of, reader, save_retry, saver
+from rayrec.checkpoint.communicator import Communicator
+from rayrec.checkpoint.save_retry import delay
+from rayrec.config import InputError
 
 
 @pytest.fixture
@@ -130,8 +137,7 @@ def test_saver_applies_retention(tmp_path: Path, scheme: str) -> None:
 def test_damaged_checkpoints_do_not_count_for_retention(run: Run) -> None:
     save_all(run.saver(), 1, 2, 3)
     for step in (2, 3):
-        manifest = run.path(step, "manifest.json")
-        manifest.write_bytes(manifest.read_bytes()[:-10])
+        os.truncate(run.path(step, "manifest.json"), run.path(step, "manifest.json").stat().st_size - 10)
     assert run.steps() == [2, 3]
     saver = run.saver(retention=Retention(num_to_keep=1))
     save(saver, 2, values(20))  # over the damaged one; 3 is still to come again
@@ -218,13 +224,12 @@ def test_begin_rejects_invalid_values(run: Run) -> None:
         ({"a": torch.zeros(1, dtype=torch.complex64)}, {}, "not supported in checkpoints"),
         (values(), {"a": object()}, "not JSON serializable"),
     ):
-        with pytest.raises(TypeError, match=message):
-            saver.begin(1, tensors, state=state, score=None)
+        fails_with(TypeError, message, saver.begin, 1, tensors, state=state, score=None)
     save(saver, 1, values())
     assert run.steps() == [1]
 
 
-def test_byte_count_grows_during_save(run: Run) -> None:
+def test_byte_count_grows_during_save_also_of_empty_model(run: Run) -> None:
     saver, gate = run.saver(), threading.Event()
     block = checkpoint.writer.BLOCK_BYTES
     with writes(gate.wait):
@@ -235,9 +240,6 @@ def test_byte_count_grows_during_save(run: Run) -> None:
         saver.wait()
     assert saver.written_bytes == 3 * block
     assert saver.write_s > 0
-
-
-def test_saver_saves_empty_model(run: Run) -> None:
     saved = save(run.saver(), 1, {}, a=1)
     assert os.listdir(saved.path) == ["manifest.json"]
     assert saved.manifest()["state"] == {"a": 1}
@@ -283,8 +285,6 @@ def test_unreadable_checkpoints_are_not_removed(run: Run, monkeypatch: pytest.Mo
 
 
 # Files that every checkpoint has, which are the same in all of a run --------------------------------------------------
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     path = tmp_path / "words.txt"
@@ -311,8 +311,7 @@ def test_extra_files_are_hashed_once(run: Run, source: Path, monkeypatch: pytest
     assert [path for path, _ in streamed if "words" in path] == [str(source)]
     for step in (1, 3):
         checkpoint.verify(run.at(step))
-    with pytest.raises(DamagedError, match=r"words\.txt: damaged, its checksum does not match"):
-        checkpoint.verify(run.at(2))
+    fails_with(DamagedError, r"words\.txt: damaged, its checksum does not match", checkpoint.verify, run.at(2))
     assert run.kinds() == ["checkpoint"] * 3
 
 
@@ -415,3 +414,199 @@ def test_copy_of_wrong_size_is_repeated(run: Run, source: Path, monkeypatch: pyt
     damage = "words.txt: damaged, has 2 bytes instead of 3 after it was written. storage_path must be shared by all workers"
     assert run.events[0][1]["cause"].endswith(damage)
     checkpoint.verify(saved)
+
+
+# Storage failures during a save: retries, logs, and one-line errors in the end ----------------------------------------
+@pytest.fixture
+def hurried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.02)
+    monkeypatch.setattr(save_retry, "LONGEST_DELAY_S", 0.1)
+    with closing(Run(tmp_path)) as hurried:
+        yield hurried
+
+
+def many(factor: float = 1, num: int = 300_000) -> dict[str, torch.Tensor]:
+    return {"a": torch.arange(float(num)) * factor}
+
+
+def assert_good(hurried: Run, step: int) -> None:
+    found = hurried.newest()
+    assert found.step == step
+    checkpoint.verify(found)
+
+
+def test_retry_delays_double_and_differ_between_ranks() -> None:
+    delays = [delay(attempt, seed="a") for attempt in range(20)]
+    assert all(0.25 * 2**attempt < delays[attempt] <= 0.5 * 2**attempt for attempt in range(5))
+    assert all(7.5 < seconds <= 15 for seconds in delays[5:])
+    assert delays == [delay(attempt, seed="a") for attempt in range(20)]
+    assert delays[0] != delay(0, seed="b")
+
+
+def test_transient_write_error_is_logged_once(hurried: Run) -> None:
+    saver = hurried.saver()
+    with writes(at_first([OSError("store\nis out"), OSError("still"), OSError("still")])):
+        save(saver, 1, many())
+    assert_good(hurried, 1)
+    told = [(kind, fields.get("cause")) for kind, fields in hurried.events]
+    assert told == [("checkpoint_late", "store is out"), ("checkpoint", None)]
+    with writes(at_first([OSError("again")])):
+        save(saver, 2, many())
+    assert [(kind, fields["step"]) for kind, fields in hurried.events[2:]] == [("checkpoint_late", 2), ("checkpoint", 2)]
+
+
+@pytest.mark.parametrize("of", ["config.yaml", "manifest.json"])
+def test_transient_commit_error_is_retried(hurried: Run, monkeypatch: pytest.MonkeyPatch, of: str) -> None:
+    write = at_first([OSError("out"), OSError("out")], storage.write_stream, end=of)
+    for module in (storage, storage.files):
+        monkeypatch.setattr(module, "write_stream", write)
+    save(hurried.saver(extra_files={"config.yaml": b"a: 1"}), 1, many())
+    assert_good(hurried, 1)
+    assert hurried.kinds() == ["checkpoint_late", "checkpoint"]
+
+
+def test_long_outage_raises(hurried: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = hurried.saver(max_outage_s=0.5)
+    save(saver, 1, many())
+    with writes(raising(OSError("the store was out"))):
+        start_s = time.monotonic()
+        assert saver.begin(2, many(2), state={}, score=None)
+        late = watched(monkeypatch, saver, "begin")
+        given_up = r"step_00000002: cannot be written for 0 s \(the store was out\)\. Check"
+        rejects(given_up, until, lambda: saver.begin(3, many(), state={}, score=None), pause_s=0.02)
+        assert len(late) > 3
+        assert time.monotonic() - start_s > 0.3
+    assert_good(hurried, 1)
+    assert os.listdir(hurried.path(2)) == []
+    save(saver, 4, many())  # a caller may go on all the same
+    assert_good(hurried, 4)
+
+
+@pytest.mark.parametrize("error", [InputError("s3://bucket: access denied"), ValueError("a defect"), KeyError("odd")])
+def test_permanent_error_raises_at_once(hurried: Run, error: Exception) -> None:
+    saver = hurried.saver()
+    with writes(raising(error)), pytest.raises(Exception, match=r"access denied|a defect|KeyError: 'odd'"):
+        save(saver, 1, many())
+    assert hurried.events == []
+    saver.wait()  # it was told
+
+
+def test_close_returns_during_outage(hurried: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 100.0)
+    monkeypatch.setattr(save_retry, "LONGEST_DELAY_S", 100.0)
+    saver = hurried.saver(max_outage_s=1000)
+    with writes(at_first([OSError("out")] * 10)):
+        assert saver.begin(1, many(), state={}, score=None)
+        start_s = time.monotonic()
+        saver.close()
+    assert time.monotonic() - start_s < 25
+
+
+@pytest.mark.parametrize("small_disk", [4], indirect=True)
+def test_full_disk_delays_save_then_raises(hurried: Run, small_disk: Path) -> None:
+    hurried.folder = str(small_disk)
+    saver = hurried.saver()
+    save(saver, 1, many(1))  # 1.2 MB each
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(b"x" * 2_500_000)
+    assert saver.begin(2, many(2), state={}, score=None)
+    until(lambda: hurried.kinds()[-1] == "checkpoint_late")
+    assert "No space left" in hurried.events[-1][1]["cause"]
+    assert not saver.begin(3, many(3), state={}, score=None)
+    assert_good(hurried, 1)
+    ballast.unlink()
+    saver.wait()  # it comes by itself
+    assert_good(hurried, 2)
+    saver.close()
+    ballast.write_bytes(b"x" * (os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize - 500_000))
+    with pytest.raises(InputError, match=r"step_00000004: no space left. Free some or choose another --storage-path"):
+        save(hurried.saver(max_outage_s=0.5), 4, many(4))
+    assert os.listdir(hurried.path(4)) == []
+    assert_good(hurried, 2)
+
+
+def test_file_size_limit_delays_save(hurried: Run) -> None:
+    """Fails in the middle of a write, like a quota."""
+    saver = hurried.saver()
+    save(saver, 1, many(1, num=10_000))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, before[1]))
+    try:
+        assert saver.begin(2, many(2), state={}, score=None)
+        until(lambda: hurried.kinds()[-1] == "checkpoint_late")
+        assert not saver.begin(3, many(3), state={}, score=None)
+        assert_good(hurried, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    saver.wait()
+    assert_good(hurried, 2)
+
+
+def test_attempt_waits_for_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.01)
+    token, lease = partial(checkpoint.write_token, str(tmp_path)), partial(checkpoint.acquire_lease, str(tmp_path / "run"))
+    for name, begin in (("write_bytes", token), ("write_json", partial(save_retry.retry_write, lease, path="run"))):
+        no_space = OSError(28, "No space left on device")
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, name, at_first([no_space] * 2, getattr(storage, name)))
+            begun = begin(max_outage_s=30.0)
+            patch.setattr(storage, name, raising(no_space))
+            rejects(r"no space left\. Free some", begin, max_outage_s=0.1)
+        if begin is token:
+            checkpoint.check_shared(begun, Communicator.all())
+            assert os.listdir(tmp_path) == []
+    assert begun.valid()
+
+
+def test_synchronous_save_is_not_retried(tmp_path: Path) -> None:
+    path = folder_of(str(tmp_path), 1)
+    with writes(full), pytest.raises(OSError, match="No space left"):
+        checkpoint.save(path, many(), state={})
+    assert checkpoint.latest(str(tmp_path)) is None
+    assert os.listdir(path) == []
+
+
+# Saves and restores of several processes, asynchronous saves and failing ranks ----------------------------------------
+def test_checkpoint_restores_at_other_world_sizes(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    one, two, three = (Checkpoint(folder_of(folder, step)) for step in (1, 2, 3))
+    run_ranks("save", 2, folder)
+    assert sorted(os.listdir(one.path)) == ["data_00000.safetensors", "data_00001.safetensors", "manifest.json"]
+    assert one.manifest()["state"] == {"rank": 0}
+    target = {name: torch.zeros_like(tensor) for name, tensor in whole().items()}
+    checkpoint.restore(one, target)
+    assert same(target, whole())
+    checkpoint.save(two.path, target, state={})
+    run_ranks("reshard", 3, folder)
+    assert len(os.listdir(three.path)) == 4
+    assert same(dict(checkpoint.full_tensors(three)), whole())
+    assert checkpoint.weights_sha256(one) == checkpoint.weights_sha256(two) == checkpoint.weights_sha256(three)
+    with mock.patch.object(reader, "_WINDOW_BYTES", 24):  # a range of rows then lies in several chunks
+        assert checkpoint.weights_sha256(one) == checkpoint.weights_sha256(two) == checkpoint.weights_sha256(three)
+    shutil.copytree(two.path, folder_of(folder, 4))
+    (chunk,) = two.manifest()["tensors"]["model.rows"]["chunks"]
+    harmed = Path(folder_of(folder, 4), chunk["file"])
+    flip(harmed, chunk["start"] + chunk["bytes"] - 1)  # whichever rank reads it, all are to know
+    shutil.copytree(two.path, folder_of(folder, 5))
+    Path(folder_of(folder, 5), chunk["file"]).unlink()
+    outputs = run_ranks("restore", 2, folder)
+    expected = f"damaged: {harmed}: damaged, the checksum of model.rows does not match"
+    assert all(expected in output for output in outputs), outputs
+
+
+@pytest.mark.parametrize("what", ["read_some", "read_once", "save_in_background", "save_apart"])
+def test_two_ranks_agree(tmp_path: Path, what: str) -> None:
+    run_ranks(what, 2, str(tmp_path))
+
+
+def test_rank_killed_during_save_leaves_no_checkpoint(tmp_path: Path) -> None:
+    run_ranks("die_saving", 2, str(tmp_path), killed=1)
+    with closing(Run(tmp_path)) as run:
+        assert list(run.path(2).glob("*.partial"))
+        assert run.newest() == run.at(1)
+        target = {name: torch.zeros_like(tensor) for name, tensor in whole().items()}
+        checkpoint.restore(run.at(1), target)
+        assert same(target, whole())
+        save(run.saver(), 3, target)  # the next attempt sweeps, and saves
+    assert not run.path(2).exists()
+    assert run.steps() == [1, 3]

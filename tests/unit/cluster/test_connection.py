@@ -1,20 +1,24 @@
 """Allocation of a cluster: number of workers, their resources, and the rest for data tasks."""
 
 import json
+import os
 import shutil
 import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import ray
 from builders.faults import rejects
+from hosts.ports import free_ports
 
-from rayrec.cluster import connection
+from rayrec.cluster import connection, node_storage, prestart
 from rayrec.cluster.connection import alive_nodes, ship_code, user_modules
 from rayrec.cluster.layout import Layout, Node, layout, nodes_for_tasks
+from rayrec.cluster.node_storage import first_error, refusal, require_reachable, runtime_env
 from rayrec.imports import function_in_file
 from rayrec.models.base import ModelInputs
 from rayrec.workloads.base import TrainConfig
@@ -55,14 +59,11 @@ def test_data_tasks_separate_if_other_nodes_suffice(others: list[Any], data_node
     assert f"{cpus_each:.3g} CPUs for each worker" in shares.text()
 
 
-def test_fewer_workers_need_fewer_other_nodes() -> None:
+def test_fewer_workers_need_fewer_nodes_and_data_tasks_avoid_them() -> None:
     """An elastic run decides by the number of workers that fit."""
     nodes: tuple[dict[str, float], ...] = ({"CPU": 16.0}, *GPU_NODES)
     assert not shared(*nodes, num_workers=(1, 32), use_gpu=True).workers_only
     assert shared(*nodes[:1], {"CPU": 96.0, "GPU": 4.0}, num_workers=(1, 32), use_gpu=True).workers_only == {"1"}
-
-
-def test_data_tasks_avoid_worker_nodes() -> None:
     shares = shared({"CPU": 8.0}, *GPU_NODES, num_workers=32, use_gpu=True)
     assert shares.text() == (
         "32 workers, each with 1 CPU, 1 GPU; data tasks on all 5 nodes, 11.2 CPUs for each worker (nodes without workers have "
@@ -140,19 +141,15 @@ def test_nodes_for_tasks_subtracts_placement_groups(nodes: list[Any], group: dic
     assert {node.node_id: node.resources["CPU"] for node in left} == expected
 
 
-def test_nodes_for_tasks_excludes_worker_nodes() -> None:
+def test_nodes_for_tasks_exclude_workers_and_user_models_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workers, data, joined = (Node(name, {"CPU": 8.0}) for name in "012")
     shares = shared({"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0}, use_gpu=True)
     assert nodes_for_tasks([workers, data, joined], [], shares) == [data, joined]
     assert nodes_for_tasks([workers], [], shares) == []  # the data node is gone
-
-
-def test_user_model_reaches_processes_without_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if only a nested configuration, here the model's, comes from the user's file."""
+    # Also if only a nested configuration, here the model's, comes from the user's file.
     shutil.copy(Path(__file__).parents[2] / "builders" / "own_click_model.py", file := tmp_path / "their_model.py")
     config = function_in_file(f"{file}:own_model", returns=TrainConfig)()
-    assert user_modules(config) == {"their_model"}
-    assert user_modules(config.workload) == {"their_model"}
+    assert (user_modules(config), user_modules(config.workload)) == ({"their_model"}, {"their_model"})
     ship_code(config)
     packed = ray.cloudpickle.dumps(config)
     ray.cloudpickle.unregister_pickle_by_value(sys.modules["their_model"])
@@ -177,3 +174,109 @@ def test_train_environment_matches_ray_train_workers(monkeypatch: pytest.MonkeyP
     assert connection.train_environment() == {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
     monkeypatch.setattr(connection, "is_local_ray", lambda: False)
     assert connection.train_environment() == {}
+
+
+# Prestarted processes: imported modules, and runtime environments of workers and tasks --------------------------------
+def test_hook_imports_available_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "breaks_when_imported.py").write_text("raise RuntimeError('broken')")
+    (tmp_path / "imported_ahead.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    variables = prestart.importing(["breaks_when_imported", "no_such_module", "imported_ahead"])
+    assert variables[prestart.HOOK] == "rayrec.cluster.prestart.import_modules"
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    prestart.import_modules()
+    assert sys.modules.pop("imported_ahead").__file__ == str(tmp_path / "imported_ahead.py")
+    assert "breaks_when_imported" not in sys.modules
+
+
+def test_preloads_modules_depends_on_environment_and_prestart_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prestart, "train_environment", dict)
+    monkeypatch.setattr(prestart, "_of_job", lambda: {"py_executable": "python"})
+    of_workers = prestart.of_train_workers({"GLOO_SOCKET_IFNAME": "eth1", **prestart.importing(["torch"])})
+    variables = json.loads(of_workers)["env_vars"]
+    assert json.loads(of_workers)["py_executable"] == "python"
+    assert prestart.preloads_modules(variables)
+    assert variables["GLOO_SOCKET_IFNAME"] == "eth1"
+    # What a worker's tasks inherit is overridden.
+    assert not prestart.preloads_modules({**variables, **prestart.for_tasks_of(variables)})
+    assert not prestart.preloads_modules({})
+    assert prestart.for_tasks_of({prestart.HOOK: "the job's own"}) == {}
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "01000000"))
+    node = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": free_ports(1)}
+    assert not prestart.prestart(node, "{}", num_processes=1, keep_s=1.0)
+
+
+# Access of cluster nodes to stores, and their credentials -------------------------------------------------------------
+SECRET = "swordfish-4711"
+S3 = {"AWS_ACCESS_KEY_ID": "AKID", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_ENDPOINT_URL": "http://10.0.0.9:9000"}
+
+
+def test_credentials_are_sent_on_request_and_only_in_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runtime_env(S3) is None
+    assert runtime_env({**S3, "RAYREC_SEND_CREDENTIALS": "0"}) is None
+    # Ray pickles the hook and keeps it with the job's functions, but logs and shows the rest of a runtime environment.
+    sent = runtime_env({**S3, "PATH": "/bin", "AWS_CA_BUNDLE": "/here.pem", "RAYREC_SEND_CREDENTIALS": "1"})
+    assert list(sent) == ["worker_process_setup_hook"]
+    assert SECRET not in repr(sent)
+    for name in (*S3, "AWS_CA_BUNDLE"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    pickled = ray.cloudpickle.dumps(sent["worker_process_setup_hook"])
+    monkeypatch.setitem(sys.modules, "rayrec.cluster.node_storage", None)  # a node need not have it
+    ray.cloudpickle.loads(pickled)()
+    assert {name: os.environ.get(name) for name in (*S3, "AWS_CA_BUNDLE")} == {**S3, "AWS_CA_BUNDLE": None}
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({**S3, "RAYREC_SEND_CREDENTIALS": "yes"}, "must be 1, to send the store settings to the cluster, or 0, got 'yes'"),
+        ({"RAYREC_SEND_CREDENTIALS": "1"}, "no store settings found in the environment. Set AWS_ACCESS_KEY_ID"),
+    ],
+)
+def test_runtime_env_rejects_invalid_request(environment: dict[str, str], message: str) -> None:
+    rejects(message, runtime_env, environment)
+
+
+def test_refusal_contains_node_and_settings_without_values() -> None:
+    line = refusal("10.0.0.2", "s3://logs: access denied (HTTP status 403); set AWS_PROFILE", S3)
+    assert line == (
+        "node 10.0.0.2 does not reach the store, which this machine does: s3://logs: access denied (HTTP status 403); set "
+        "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL as here when you start Ray there, or have this command send "
+        "them: RAYREC_SEND_CREDENTIALS=1"
+    )
+    assert "give the nodes credentials" in refusal("10.0.0.2", "denied", {})
+    assert "RAYREC_SEND" not in refusal("10.0.0.2", "denied", {**S3, "RAYREC_SEND_CREDENTIALS": "1"})
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, *answers: tuple[str, str | None], here: str | None = None) -> Mock:
+    """Replace the check of the nodes by their answers, and of this machine by `here`."""
+    monkeypatch.setattr(node_storage, "_check_nodes", check := Mock(return_value=list(answers)))
+    monkeypatch.setattr(node_storage, "first_error", lambda urls, patience_s: here)
+    monkeypatch.setattr(ray._private.worker, "_global_node", SimpleNamespace(is_head=lambda: False))
+    return check
+
+
+def test_require_reachable_rejects_only_nodes_without_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = answering(monkeypatch, ("10.0.0.1", None), ("10.0.0.2", "s3://b: access denied"))
+    paths = ("s3://b/log/day_*/x.tsv?region=eu", None, "/local", "s3://a/runs/")
+    rejects(r"node 10\.0\.0\.2 does not reach the store", require_reachable, paths)
+    check.assert_called_once_with(["s3://a/runs/", "s3://b/log?region=eu"])
+    check = answering(monkeypatch, ("10.0.0.2", "s3://b: access denied"))
+    require_reachable(("/local", None))
+    monkeypatch.setattr(ray._private.worker, "_global_node", SimpleNamespace(is_head=lambda: True))
+    require_reachable(("s3://b/log",))  # Ray's processes inherit the environment
+    check.assert_not_called()
+    check = answering(monkeypatch, ("10.0.0.2", "the store was out"), here="the store was out")
+    require_reachable(("s3://b/log",))
+    check.assert_not_called()
+
+
+def test_first_error_describes_unreachable_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    trouble = first_error(["s3://b/log"], patience_s=0.0)
+    assert "127.0.0.1:9" in trouble
+    assert SECRET not in trouble

@@ -62,7 +62,7 @@ def test_private_function_accepts_arguments(call: str) -> None:
     inspect.signature(function()).bind(*arguments, **named)
 
 
-def test_ray_answers_private_requests() -> None:
+def test_ray_answers_private_requests_and_constants_match() -> None:
     request = ray_compat.node_manager_pb2.PrestartWorkersRequest(  # type: ignore[attr-defined]
         language=ray_compat.common_pb2.PYTHON,  # type: ignore[attr-defined]
         job_id=b"1",
@@ -74,15 +74,9 @@ def test_ray_answers_private_requests() -> None:
     assert ray_compat.gcs_service_pb2.CheckAliveRequest() is not None  # type: ignore[attr-defined]
     assert hasattr(ray_compat.node_manager_pb2_grpc, "NodeManagerServiceStub")
     assert hasattr(ray_compat.gcs_service_pb2_grpc, "NodeInfoGcsServiceStub")
-
-
-def test_ray_train_callbacks_can_be_replaced() -> None:
     for name in ("DataParallelTrainer", "PlacementGroupCleanerCallback", "DatasetsCallback"):
         assert hasattr(ray_compat.data_parallel_trainer, name)
     assert ray_compat.WorkerGroupCallback is not ray_compat.ControllerCallback
-
-
-def test_ray_constants_match() -> None:
     from ray._private import ray_constants, worker
 
     assert ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR == ray_compat.SETUP_HOOK_VARIABLE
@@ -112,7 +106,7 @@ def test_onednn_linear_matches_torch() -> None:
     torch.testing.assert_close(torch_compat.linear_pointwise(inputs, weight, bias, "relu"), expected)
 
 
-def test_torchrec_private_attributes_exist() -> None:
+def test_torchrec_private_attributes_exist_and_missing_ones_raise() -> None:
     from torchrec.distributed import DistributedModelParallel, embedding, embedding_lookup, embeddingbag
 
     assert "_dmp_wrapped_module" in inspect.getsource(DistributedModelParallel)
@@ -121,9 +115,6 @@ def test_torchrec_private_attributes_exist() -> None:
         source = inspect.getsource(module)
         assert all(name in source for name in ('"_optimizer_classes"', '"_optimizer_kwargs"', "self._lookups"))
     assert "self._emb_modules" in inspect.getsource(embedding_lookup)
-
-
-def test_missing_private_name_raises() -> None:
     with pytest.raises(ImportError, match="cannot import name 'no_such_name' from 'torch'"):
         resolve({"gone": PrivateName("torch", "no_such_name", "For this test.")}, "gone", "rayrec.compat.torch_compat")
     with pytest.raises(AttributeError, match="has no attribute 'never_listed'"):

@@ -1,25 +1,37 @@
 """Schema features: several labels, shared vocabularies, truncated and weighted lists, times."""
 
+import math
+import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from builders.faults import fails_with, rejects
 from builders.logs import made_from
+from builders.raw_blocks import block_of
 from builders.same import assert_same
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from rayrec.batch import Batch
-from rayrec.config import InputError
+import rayrec
+from rayrec.data.arrow import arrow_bytes, arrow_numbers, arrow_texts, numpy_of
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, make_preprocessor
+from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.frames import transform
+from rayrec.data.logs.csv_reader import read_csv
 from rayrec.data.logs.table_parser import parse_table
+from rayrec.data.logs.text_parser import parse
 from rayrec.data.materialized.formats import check, from_named_columns, named_columns
-from rayrec.data.raw_block import RawBlock
+from rayrec.data.raw_block import RawBlock, category_type
 from rayrec.ingest.batches import BatchSlicer
 from rayrec.models.base import ModelInputs
 from rayrec.schema import Label, Schema, load_schema
@@ -69,13 +81,7 @@ def encoded() -> tuple[Preprocessor, EncodedRows]:
     return preprocessor, preprocessor.encode(raw)
 
 
-def bags(rows: EncodedRows, column: str) -> JaggedIds:
-    return rows.ids[SCHEMA.sparse.index(column)]
-
-
-# The declaration -----------------------------------------------------------------------------------------------------
-
-
+# The declaration ------------------------------------------------------------------------------------------------------
 def test_yaml_declares_labels_and_features() -> None:
     assert SCHEMA.label_names == ("click", "like", "seconds")
     assert SCHEMA.vocabularies == ("user", "item", "item", "tags")
@@ -115,11 +121,10 @@ def test_yaml_declares_labels_and_features() -> None:
     ],
 )
 def test_schema_rejects_invalid_features(text: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        load_schema(f"sparse: [user, item, history]\nlists: [history]\n{text}", "schema.yaml")
+    rejects(message, load_schema, f"sparse: [user, item, history]\nlists: [history]\n{text}", "schema.yaml")
 
 
-def test_aligned_lists_require_matching_positions() -> None:
+def test_aligned_lists_match_positions_and_keep_last_items() -> None:
     schema = load_schema(
         "label: click\nsparse: [items, shops]\nlists: [items, shops]\n"
         "features: [{name: items, max_length: 2}, {name: shops, aligned_with: items, max_length: 2}]",
@@ -135,15 +140,12 @@ def test_aligned_lists_require_matching_positions() -> None:
         ("categories are not at the places of the list that it is aligned with", "shops", row) for row in (3, 4, 5)
     ]
     assert [column.lengths.tolist() for column in raw.lists] == [[2, 0, 1, 1]] * 2
-
-
-# Reading -------------------------------------------------------------------------------------------------------------
-
-
-def test_max_length_keeps_last_items_and_weights() -> None:
     history, tags = parsed().lists
     assert (history.values.tolist(), history.lengths.tolist()) == ([20, 20, 30, 40], [1, 0, 3, 0])
     assert (tags.lengths.tolist(), tags.weights.tolist()) == ([2, 1, 0, 2], [0.5, 2.0, 1.0, 3.0, 4.0])
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
 
 
 def column(name: str, values: pa.Array) -> pa.Table:
@@ -199,7 +201,7 @@ def test_times_in_text(text: str, microseconds: int) -> None:
     assert parsed(column("at", pa.array([text, "0", text, "1"]))).times.tolist() == [microseconds, 0, microseconds, 1_000_000]
 
 
-def test_other_types_of_time() -> None:
+def test_other_types_of_time_and_all_fields_of_taken_rows() -> None:
     for values in (
         pa.array([0, 1, 2, 3], pa.timestamp("s", "UTC")),
         pa.array([0, 1000, 2000, 3000], pa.timestamp("ms")),
@@ -207,11 +209,7 @@ def test_other_types_of_time() -> None:
         pa.array([0.0, 1.0, 2.0, 3.0]),
     ):
         assert parsed(column("at", values)).times.tolist() == [0, 1_000_000, 2_000_000, 3_000_000]
-    with pytest.raises(InputError, match="a time must be a date"):
-        parse_table(column("at", pa.array([True] * 4)), SCHEMA)
-
-
-def test_take_and_concatenate_keep_all_fields() -> None:
+    rejects("a time must be a date", parse_table, column("at", pa.array([True] * 4)), SCHEMA)
     raw = parsed()
     order = np.array([3, 0, 0, 2])
     parts = RawBlock.concatenated([raw.take(order[:1]), raw.take(order[1:])])
@@ -219,26 +217,25 @@ def test_take_and_concatenate_keep_all_fields() -> None:
     assert_same(preprocessor.encode(parts), preprocessor.encode(raw, order), ignored="row_numbers")
 
 
-# Vocabulary and encoding ---------------------------------------------------------------------------------------------
-
-
+# Vocabulary and encoding ----------------------------------------------------------------------------------------------
 def test_shared_vocabulary_returns_same_ids(encoded: tuple[Preprocessor, EncodedRows]) -> None:
     preprocessor, rows = encoded
-    item, history = rows.ids[1], bags(rows, "history")
+    item, history = rows.ids[1], rows.ids[SCHEMA.sparse.index("history")]
     assert item[1] == history.values[0]  # 20
     assert item[2] == history.values[3]  # 30
     missing = preprocessor.sparse[1].missing_id
     assert history.lengths.tolist() == [1, 1, 3, 1]
     assert (history.values[1], history.values[5], item[3]) == (missing, missing, missing)
-    assert preprocessor.sparse[1] == preprocessor.sparse[2]
-    assert preprocessor.hotness == [1, 1, None, None]
+    assert (preprocessor.sparse[1], preprocessor.hotness) == (preprocessor.sparse[2], [1, 1, None, None])
     # 40 was seen in a history alone, and all four are stored once.
     assert preprocessor.vocabulary(1).tolist() == preprocessor.vocabulary(2).tolist()
     assert sorted(preprocessor.vocabulary(1).tolist()) == [10, 20, 30, 40]
     assert len(preprocessor.tokens) == 3 + 4 + 3
 
 
-def test_shared_vocabulary_counts_all_columns() -> None:
+def test_shared_vocabulary_counts_and_all_forms_keep_every_column(
+    tmp_path: Path, encoded: tuple[Preprocessor, EncodedRows]
+) -> None:
     """20 occurs once as an item and twice in a history: only the sum reaches three."""
     job = Preset(min_count=3).counting(SCHEMA)
     counts, merged = job.empty(), job.empty()
@@ -247,9 +244,6 @@ def test_shared_vocabulary_counts_all_columns() -> None:
     assert make_preprocessor(Preset(min_count=3), SCHEMA, merged).vocabulary(2).tolist() == [20]
     unshared = SCHEMA.unshared()
     assert preprocessor_of(parsed(schema=unshared), unshared, 3).vocabulary(2).tolist() == []
-
-
-def test_transform_gives_every_column() -> None:
     frame = ROWS.to_pandas()
     inputs = transform(preprocessor_of(parsed()), frame)
     assert list(inputs) == [*("click", "price", "user", "item", "history", "tags", "tag_weights", "like", "seconds", "at")]
@@ -258,29 +252,21 @@ def test_transform_gives_every_column() -> None:
     to_score = transform(preprocessor_of(parsed()), frame.drop(columns=["click", "at"]))
     assert list(to_score) == ["price", "user", "item", "history", "tags", "tag_weights"]
     assert isinstance(to_score, pandas.DataFrame)
-
-
-# On the way to the model ---------------------------------------------------------------------------------------------
-
-
-def test_arrow_and_preprocessed_parquet_keep_everything(tmp_path: Path, encoded: tuple[Preprocessor, EncodedRows]) -> None:
     preprocessor, rows = encoded
     assert_same(from_arrow(to_arrow(rows))[0], rows)
     file = str(tmp_path / "rows.parquet")
     pq.write_table(named_columns(rows, SCHEMA), file)
     assert_same(from_named_columns(pq.read_table(file), SCHEMA), rows)
-    with pytest.raises(InputError, match=r"cannot store columns like, seconds, at\. Use --format parquet"):
-        check("npy", preprocessor, labelled=True)
+    rejects(r"cannot store columns like, seconds, at\. Use --format parquet", check, "npy", preprocessor, labelled=True)
 
 
-def batches(rows: EncodedRows, *sizes: int) -> list[Batch]:
-    slicer = BatchSlicer(iter(from_arrow(to_arrow(rows))), SCHEMA)
-    return [slicer.take(size, loss_weight=1.0) for size in sizes]
+# On the way to the model ----------------------------------------------------------------------------------------------
 
 
 def test_batch_has_labels_id_weights_and_times(encoded: tuple[Preprocessor, EncodedRows]) -> None:
     _, rows = encoded
-    one, two, filler = batches(rows, 3, 1, 0)
+    slicer = BatchSlicer(iter(from_arrow(to_arrow(rows))), SCHEMA)
+    one, two, filler = (slicer.take(size, loss_weight=1.0) for size in (3, 1, 0))
     assert list(one.labels) == ["click", "like", "seconds"]
     np.testing.assert_array_equal(one.labels["like"].numpy(), np.array([1, np.nan, 0], np.float32))
     assert one.timestamps.tolist() == [0, 1, 2]
@@ -304,3 +290,322 @@ def test_sequences_are_in_separate_field(encoded: tuple[Preprocessor, EncodedRow
         for key in keys:
             assert torch.equal(features[key].values(), whole[key].values())
             assert torch.equal(features[key].lengths(), whole[key].lengths())
+
+
+# Frames, Arrow arrays and groups of rows ------------------------------------------------------------------------------
+CRITEO = Schema(tokens="hexadecimal", label="y", dense=("a", "b"), sparse=("s", "t"))
+LISTS: dict[str, Any] = {"dense": ("age",), "sparse": ("user", "genres"), "lists": ("genres",)}
+CLICKS = Schema(label="liked", weight="weight", tokens="any", delimiter=",", **LISTS)
+TEXT = b"1\t2\t-3\t00000005\t000003e8\n0\t\t70000\t\t000003e9\n1\t5\t\t00000007\t\n"
+FRAME = pd.DataFrame(
+    {
+        "t": ["000003e8", "000003e9", None],
+        "unused": [object(), 1, "x"],  # of no type that Arrow has
+        "a": [2, None, 5],
+        "b": [-3.0, 70000.0, np.nan],
+        "s": ["00000005", None, "00000007"],
+        "y": [1, 0, 1],
+    },
+    index=[30, 10, 20],
+)
+
+
+def criteo(**changes: Any) -> Preprocessor:
+    dense = (DenseColumn(mean=0.5, scale=2.0, missing_value=-7.5), DenseColumn(mean=-0.25, scale=0.3))
+    sparse = (SparseColumn(4, 2), SparseColumn(1000, None))
+    return Preprocessor("test", CRITEO, dense, sparse, np.array([5, 7], np.uint32), **changes)
+
+
+def clicks() -> Preprocessor:
+    sparse = (SparseColumn(50, None), SparseColumn(60, None))
+    return Preprocessor("test", CLICKS, (DenseColumn(),), sparse, np.zeros(0, np.uint64))
+
+
+def trained_on(preprocessor: Preprocessor, text: bytes) -> pa.Table:
+    raw, faults = parse(preprocessor.schema, text)
+    assert not faults.total
+    return named_columns(preprocessor.encode(raw), preprocessor.inputs)
+
+
+@pytest.mark.parametrize("file_minimum", [None, {"": -4, "day_0": -9}])
+def test_transform_matches_training(file_minimum: dict[str, int] | None) -> None:
+    preprocessor = criteo(file_minimum=file_minimum)
+    inputs = rayrec.transform(preprocessor, FRAME)
+    assert pa.Table.from_pandas(inputs, preserve_index=False).replace_schema_metadata() == trained_on(preprocessor, TEXT)
+    assert inputs.index.tolist() == [30, 10, 20]
+    assert inputs.dtypes.astype(str).tolist() == ["int8", "float32", "float32", "int32", "int32"]
+
+
+def test_lists_weights_and_rows_without_label(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("liked,age,user,genres,weight\n1,30,u1,a|b,2\n0,,7,,1.5\n1,4.5,u2,c,0\n")
+    frame = pd.DataFrame(
+        {
+            "liked": [True, False, True],
+            "age": [30, None, 4.5],
+            "user": pd.Categorical(["u1", "7", "u2"]),
+            "genres": [["a", "b"], None, ["c"]],
+            "weight": [2, 1.5, 0],
+        }
+    )
+    raw, _ = parse_table(pa.concat_tables(read_csv(str(tmp_path / "log.csv"), CLICKS)), CLICKS)
+    expected = named_columns(clicks().encode(raw), CLICKS).to_pandas()
+    inputs = rayrec.transform(clicks(), frame)
+    pd.testing.assert_frame_equal(inputs, expected, check_exact=True)
+    assert [len(ids) for ids in inputs.genres] == [2, 1, 1]
+    assert list(rayrec.transform(clicks(), frame.drop(columns="weight"))) == ["liked", "age", "user", "genres"]
+    inputs = rayrec.transform(criteo(), FRAME.drop(columns="y"))
+    assert (list(inputs), inputs.s.tolist()) == (["a", "b", "s", "t"], [2, 1, 3])
+    none = rayrec.transform(criteo(), FRAME.iloc[:0])
+    assert (list(none), len(none)) == (["y", "a", "b", "s", "t"], 0)
+
+
+@pytest.mark.parametrize("place", ["", "preprocessor"])
+def test_transform_accepts_folders(tmp_path: Path, place: str) -> None:
+    criteo().save(str(tmp_path / place))
+    pd.testing.assert_frame_equal(rayrec.transform(tmp_path, FRAME), rayrec.transform(criteo(), FRAME))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"a": [1, 2.5, 3]}, "DataFrame at row 1: not an integer in column a; fix or remove it, since"),
+        ({"s": ["5", "00000005", "x"]}, r"DataFrame at row 0: not 8 hexadecimal digits in column s \(2 of 3 rows are invalid\);"),
+        ({"y": [1, 0, None]}, "DataFrame at row 2: label is missing in column y;"),
+        ({"s": [1, 2, 3]}, "DataFrame: column s is of type int64; needs 8 hexadecimal digits as text"),
+        ({"t": ["000003e8", 3, None]}, "DataFrame: .*column t.*; give each column one type"),
+    ],
+)
+def test_transform_rejects_invalid_row(changes: dict[str, list[object]], message: str) -> None:
+    rejects(message, rayrec.transform, criteo(), FRAME.assign(**changes))
+
+
+def test_transform_rejects_other_data() -> None:
+    rejects("DataFrame: has no column named s; it has", rayrec.transform, criteo(), FRAME.drop(columns="s"))
+    rejects("data must be a pandas DataFrame or a ray.data.Dataset, got dict", rayrec.transform, criteo(), {"a": [1]})
+
+
+@pytest.mark.ray
+def test_transform_dataset_matches_dataframe(local_ray: None) -> None:
+    import ray
+    import ray.data
+
+    columns = FRAME.drop(columns="unused")
+    dataset = ray.data.from_pandas([columns, columns.iloc[:2]])
+    inputs = pa.concat_tables(ray.get(rayrec.transform(criteo(), dataset).to_arrow_refs()))
+    first = trained_on(criteo(), TEXT)
+    assert inputs.replace_schema_metadata() == pa.concat_tables([first, first.slice(0, 2)])
+    faulty = rayrec.transform(criteo(), ray.data.from_pandas(columns.assign(a=[1, 2, 2.5])))
+    fails_with(ray.exceptions.RayTaskError, "Dataset, in a block at row 2: not an integer in column a", faulty.materialize)
+
+
+# Arrow arrays are what pyarrow's own conversions make, and come back as they were -------------------------------------
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64, np.float32, np.float64])
+@pytest.mark.parametrize("rows", [0, 1, 19])
+def test_numbers(dtype: type, rows: int) -> None:
+    values = np.arange(2 * rows).astype(dtype)[::2]  # not contiguous
+    array = arrow_numbers(values)
+    assert array.equals(pa.array(values))
+    array.validate(full=True)
+    back = numpy_of(array.slice(rows // 2))
+    assert back.dtype == dtype
+    np.testing.assert_array_equal(back, values[rows // 2 :])
+    np.testing.assert_array_equal(numpy_of(pa.chunked_array([array, array[:1]])), [*values, *values[:1]])
+    assert numpy_of(pa.chunked_array([], array.type)).dtype == dtype
+
+
+def test_arrow_numbers_have_missing_ones_and_share_memory() -> None:
+    values, missing = np.arange(11.0), np.arange(11) % 3 == 0
+    array = arrow_numbers(values, missing)
+    assert array.equals(pa.array(values, mask=missing))
+    assert arrow_numbers(values, missing.astype(np.uint8)).equals(array)
+    np.testing.assert_array_equal(numpy_of(array.drop_null()), values[~missing])
+    fails_with(AssertionError, "", numpy_of, array)
+    values = np.arange(4)
+    assert np.shares_memory(numpy_of(arrow_numbers(values)), values)
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["a", "", "käse"]], ids=repr)
+def test_texts_and_bytes(texts: list[str]) -> None:
+    assert arrow_texts(texts).equals(pa.array(texts, pa.large_string()))
+    values = [text.encode() for text in texts]
+    assert arrow_bytes(values).equals(pa.array(values, pa.large_binary()))
+
+
+# Keys of the values that rows are grouped by --------------------------------------------------------------------------
+@pytest.mark.parametrize(("tokens", "one", "other"), [("hexadecimal", "0000000b", "00000000"), ("any", "ann", "bob")])
+def test_keys_of_categories(tokens: Any, one: str, other: str) -> None:
+    schema = Schema(label="click", sparse=("item", "user"), group="user", tokens=tokens)
+    table = pa.table({"click": [0, 1, 0, 1, 1], "item": ["0000000a"] * 5, "user": [one, other, None, one, ""]})
+    raw, faults = parse_table(table, schema)
+    keys = raw.group_keys()
+    assert (faults.total, keys.dtype) == (0, np.int64)
+    assert keys[0] == keys[3] != keys[1]
+    assert keys[2] == keys[4] == 0
+    assert 0 not in keys[[0, 1]]
+    assert raw.group_keys(np.array([3, 1])).tolist() == keys[[3, 1]].tolist()
+
+
+def test_group_requires_single_category_column() -> None:
+    schema = Schema(tokens="hexadecimal", label="click", dense=("age",), sparse=("item", "user"), group="user")
+    for group in ("age", "nobody"):
+        rejects(rf"group must be a column of sparse with one category per row, got {group}", schema.replace, group=group)
+    rejects(r"group must be .*, got tags", Schema, sparse=("tags",), lists=("tags",), tokens="any", delimiter=",", group="tags")
+
+
+# Encoding of raw columns compared with plain Python, row by row -------------------------------------------------------
+ANY = Schema(label="y", dense=("a", "b"), sparse=("s", "t", "u", "v"), lists=("t", "v"), tokens="any", weight="w")
+HEXADECIMAL = Schema(tokens="hexadecimal", label="y", dense=("a", "b"), sparse=("s", "t", "u"))
+KNOWN = {"any": ([5, 2**40, 2**64 - 1, 7], [2**24 + 1, 0]), "hexadecimal": ([5, 0, 2**32 - 1, 7], [*range(1000, 6000)])}
+LARGE = 40_000_000
+Row = tuple[int, float, list[float | None], list[int | list[int] | None]]
+
+
+def make(schema: Schema = ANY) -> Preprocessor:
+    dense = [DenseColumn(mean=0.5, scale=2.0, missing_value=-7.5), DenseColumn("identity", scale=0.5)]
+    sparse = [SparseColumn(6, 4), SparseColumn(5, 2, gap=3, missing_id=3), SparseColumn(LARGE, None)]
+    if schema is HEXADECIMAL:
+        dense[1], sparse[1] = DenseColumn(mean=-0.25, scale=0.3), SparseColumn(5002, 5000)
+    else:
+        sparse.append(SparseColumn(10, None, missing_id=1, first_id=2))
+    known = np.array([token for column in KNOWN[schema.tokens] for token in column], category_type(schema))
+    return Preprocessor("test", schema, (*dense,), (*sparse,), known)
+
+
+def raw_of(rows: list[Row], schema: Schema = ANY) -> RawBlock:
+    columns = {name: [row[2][d] for row in rows] for d, name in enumerate(schema.dense)}
+    columns |= {name: [row[3][s] for row in rows] for s, name in enumerate(schema.sparse)}
+    return block_of(
+        schema,
+        columns,
+        labels={"y": np.array([row[0] for row in rows], np.float32)} if schema.label else {},
+        weights=np.array([row[1] for row in rows], np.float32) if schema.weight else None,
+    )
+
+
+def expected_number(column: DenseColumn, value: float | None) -> float:
+    if value is None:
+        return column.missing_value
+    return ((math.copysign(math.log1p(abs(value)), value) if column.kind == "signed_log" else value) - column.mean) * column.scale
+
+
+def expected_id(preprocessor: Preprocessor, column: int, token: int) -> int:
+    rule, known = preprocessor.sparse[column], KNOWN[preprocessor.schema.tokens]
+    if rule.num_tokens is None:
+        return rule.first_id + token % (rule.num_embeddings - rule.first_id)
+    if token not in known[column]:
+        return rule.unknown_id
+    place = rule.first_id + known[column].index(token)
+    return place + (rule.gap is not None and place >= rule.gap)
+
+
+def ids_of(encoded: EncodedRows, column: int) -> list[Any]:
+    ids = encoded.ids[column]
+    if isinstance(ids, JaggedIds):
+        assert ids.lengths.dtype == np.int32
+        return [part.tolist() for part in np.split(ids.values, np.cumsum(ids.lengths)[:-1])] if len(ids.lengths) else []
+    return ids.tolist()
+
+
+def check_rows(schema: Schema, rows: list[Row], order: list[int] | None) -> None:
+    preprocessor = make(schema)
+    encoded = preprocessor.encode(raw_of(rows, schema), None if order is None else np.array(order, np.int64))
+    rows = rows if order is None else [rows[i] for i in order]
+    assert len(encoded) == len(rows)
+    assert_same(encoded.label, np.array([row[0] for row in rows], np.float32))
+    assert_same(encoded.weights, np.array([row[1] for row in rows], np.float32) if schema.weight else None)
+    dense = [[expected_number(column, x) for column, x in zip(preprocessor.dense, row[2], strict=True)] for row in rows]
+    np.testing.assert_array_almost_equal_nulp(encoded.dense, np.array(dense, np.float32).reshape(len(rows), 2), 1)
+    for s, name in enumerate(schema.sparse):
+        missing_id = preprocessor.sparse[s].missing_id
+        wanted_ids: list[Any] = []
+        for row in rows:
+            cell = row[3][s]
+            if isinstance(cell, list):
+                wanted_ids.append([expected_id(preprocessor, s, token) for token in cell] or [missing_id])
+            else:
+                wanted_ids.append(missing_id if cell is None else expected_id(preprocessor, s, cell))
+        assert ids_of(encoded, s) == wanted_ids, name
+        ids = encoded.ids[s]
+        assert (ids.values if isinstance(ids, JaggedIds) else ids).dtype == preprocessor.id_dtype == np.int32
+    (again,) = from_arrow(to_arrow(encoded)) or [encoded]
+    assert [ids_of(again, s) for s in range(len(schema.sparse))] == [ids_of(encoded, s) for s in range(len(schema.sparse))]
+
+
+small = st.none() | st.integers(-20, 20) | st.integers(2000, 2100)
+numbers = {"any": small | st.floats(-1e18, 1e18), "hexadecimal": small | st.integers(1 - 10**18, 10**18 - 1)}
+tokens = st.sampled_from([5, 2**40, 2**64 - 1, 7, 2**24 + 1, 0, 1, 8, LARGE - 2, LARGE - 3]) | st.integers(0, 2**64 - 1)
+short = st.sampled_from([0, 5, 7, 8, 2**32 - 1, 999, 1000, 5999, 6000, LARGE - 3, LARGE - 2]) | st.integers(0, 2**32 - 1)
+cells = {
+    "any": st.tuples(st.none() | tokens, st.lists(tokens, max_size=4), st.none() | tokens, st.lists(tokens, max_size=2)),
+    "hexadecimal": st.tuples(*[st.none() | short] * 3),
+}
+
+
+def rows_strategy(kind: str) -> st.SearchStrategy[list[Row]]:
+    dense = st.lists(numbers[kind], min_size=2, max_size=2)
+    return st.lists(st.tuples(st.integers(0, 1), st.floats(0, 1e6), dense, cells[kind].map(list)), max_size=8)
+
+
+@pytest.mark.parametrize("schema", [ANY, HEXADECIMAL], ids=KNOWN)
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), rng=st.randoms(use_true_random=False))
+def test_encode(schema: Schema, data: st.DataObject, rng: random.Random) -> None:
+    rows = data.draw(rows_strategy(schema.tokens))
+    check_rows(schema, rows, None)
+    check_rows(schema, rows, [rng.randrange(len(rows)) for _ in range(rng.randrange(12))] if rows else [])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 255, 256, 257, 5000])
+@pytest.mark.parametrize("schema", [ANY, HEXADECIMAL], ids=KNOWN)
+def test_encode_many_rows(schema: Schema, rows: int) -> None:
+    """More rows than a tile and, with 5,000, than the table of small logarithms pays for."""
+    rng = random.Random(rows)
+    (first, second), bits = KNOWN[schema.tokens], 64 if schema is ANY else 32
+
+    def cell() -> int:
+        return rng.choice([*first, rng.choice(second), rng.randrange(900, 6100), rng.getrandbits(bits)])
+
+    def number() -> float | None:
+        return rng.choice([None, rng.randrange(-30, 3000), rng.randrange(10**9), *[rng.uniform(-1e3, 1e3)] * (schema is ANY)])
+
+    def cells() -> list[Any]:
+        single = [rng.choice([None, cell()]) for _ in range(3)]
+        return [single[0], [cell() for _ in range(rng.randrange(4))], single[1], [cell()]] if schema is ANY else single
+
+    made: list[Row] = [(rng.randrange(2), rng.random(), [number(), number()], cells()) for _ in range(rows)]
+    check_rows(schema, made, None)
+    check_rows(schema, made, rng.sample(range(rows), rows))
+
+
+def test_small_integer_table_matches_computation() -> None:
+    """A row is encoded alike alone (as when serving) and among thousands (as when training)."""
+    raw = block_of(HEXADECIMAL, {"a": range(-20, 3000), "b": range(20, -3000, -1), **dict.fromkeys("stu", [None] * 3020)})
+    preprocessor = make(HEXADECIMAL)
+    alone = np.concatenate([preprocessor.encode(raw, np.array([i])).dense for i in range(raw.rows)])
+    assert (preprocessor.encode(raw).dense == alone).all()
+
+
+@pytest.mark.parametrize(("schema", "cells"), [(ANY, [5, [], None, [3, 4]]), (HEXADECIMAL, [5, None, None])], ids=KNOWN)
+def test_unlabelled_rows_have_neither_labels_nor_weights(schema: Schema, cells: list[Any]) -> None:
+    encoded = make(schema).encode(raw_of([(0, 1.0, [1.0, None], cells)], schema.unlabelled()))
+    assert (encoded.labels, encoded.weights) == ({}, None)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows_strategy("any"), st.integers(0, 8), st.integers(0, 8), st.randoms(use_true_random=False))
+def test_take_and_concatenate(rows: list[Row], low: int, high: int, rng: random.Random) -> None:
+    low, high = sorted((min(low, len(rows)), min(high, len(rows))))
+    joined = RawBlock.concatenated([raw_of(rows[:low]), raw_of(rows[low:high]), raw_of(rows[high:])])
+    assert_same(joined, raw_of(rows))
+    assert_same(joined.cut(low, high), raw_of(rows[low:high]))
+    order = [rng.randrange(len(rows)) for _ in range(5)] if rows else []
+    assert_same(joined.take(np.array(order, np.int64)), raw_of([rows[i] for i in order]))
+
+
+def test_files_follow_their_rows() -> None:
+    rows: list[Row] = [(0, 1.0, [1.0, None], [5, [], None, [3, 4]])] * 3
+    first = replace(raw_of(rows), files=(("a", 0, 2), ("b", 2, 3)))
+    joined = RawBlock.concatenated([first, replace(raw_of(rows), files=(("c", 0, 3),))])
+    assert joined.files == (("a", 0, 2), ("b", 2, 3), ("c", 3, 6))
+    assert joined.cut(1, 4).files == (("a", 0, 1), ("b", 1, 2), ("c", 2, 3))
+    assert joined.cut(3, 5).files == (("c", 0, 2),)

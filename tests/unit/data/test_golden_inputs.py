@@ -17,8 +17,7 @@ from builders.golden_inputs import SCHEMAS, Log, any_rows, criteo_lines, digests
 
 SHUFFLES = ("none", "files", "window", "full")
 
-# Preprocessors -------------------------------------------------------------------------------------------------------
-
+# Preprocessors --------------------------------------------------------------------------------------------------------
 PREPROCESSORS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     # case: log, schema, preset, changes of its rules
     **{f"criteo {preset}": ("text", "criteo", preset, {}) for preset in data.PRESETS},
@@ -40,8 +39,7 @@ def test_preprocessor_matches_golden(case: str, tmp_path: Path) -> None:
     check_golden("preprocessors", data.encoded(log_of(tmp_path, kind, SCHEMAS[schema](), preset, **changes)), case=case)
 
 
-# Batches -------------------------------------------------------------------------------------------------------------
-
+# Batches --------------------------------------------------------------------------------------------------------------
 SOURCES: dict[str, Callable[[Path], Log]] = {
     "text": lambda folder: log_of(folder, "text", SCHEMAS["criteo"]().replace(group="cat_3")),
     "csv": lambda folder: log_of(folder, "csv", SCHEMAS["everything"]()),
@@ -59,7 +57,6 @@ WRITTEN = {"binary": "binary", "npy": "npy", "preprocessed parquet": "parquet", 
 """Sources that are written in a preprocessed format first."""
 PAIRS = [(source, shuffle, 1 + (i + j) % 3) for i, source in enumerate(list(SOURCES)[:7]) for j, shuffle in enumerate(SHUFFLES)]
 """Each format in each order, and each of both with 1, 2 and 3 workers."""
-
 LOADERS: dict[str, tuple[str, dict[str, Any]]] = {
     "hexadecimal csv, large batch": ("hexadecimal csv", {"batch_size": 1000}),
     "hexadecimal parquet, small batches": ("hexadecimal parquet", {"batch_size": 3}),
@@ -104,9 +101,7 @@ def test_batches_of_other_loaders_match_golden(source_log: Callable[[str, str], 
     check_batches(source_log(source, "window"), case, "window", 2, **changes)
 
 
-# Damaged logs --------------------------------------------------------------------------------------------------------
-
-
+# Damaged logs ---------------------------------------------------------------------------------------------------------
 def damaged_lines(change: Callable[[bytes], list[bytes]]) -> list[bytes]:
     """Return lines with every seventh replaced by the changes in turn."""
     lines = criteo_lines(90, seed=7)
@@ -212,8 +207,7 @@ def test_index_of_damaged_log_matches_golden(case: str, tmp_path: Path) -> None:
     check_golden("damaged_logs", found, case=case)
 
 
-# Positions -----------------------------------------------------------------------------------------------------------
-
+# Positions ------------------------------------------------------------------------------------------------------------
 MOVES = ((2, 2), (3, 1), (3, 1), (1, 3))
 """Workers and the steps that they take from where those before stopped."""
 

@@ -3,6 +3,9 @@
 import errno
 import functools
 import os
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,15 +13,15 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from builders.engines import Died, LoopEngine
-from builders.faults import at_first, raising
+from builders.faults import at_first, fails_with, raising, rejects, until
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.engine import Engine, StreamEngine, ThreadEngine
 from rayrec.data.job import COMPLETE, JobFolder, resumable_job
+from rayrec.storage.range_reader import in_order
 
 MADE_OF: dict[str, Any] = {"checkpoint": "a", "input": ["log", 3]}
-
-
 ITEMS = [SimpleNamespace(number=number) for number in range(5)]
 
 
@@ -50,8 +53,7 @@ def _begun(out: str, *, last_file: str | None = None, names: tuple[str, ...] = (
 @pytest.mark.parametrize("tasks", range(5))
 def test_job_resumes_after_kill(tmp_path: Path, place: str, last_file: str | None, tasks: int) -> None:
     out, engine, progress = f"{place}{tmp_path}/out", LoopEngine(), []
-    with pytest.raises(Died):
-        _make(out, last_file=last_file, engine=LoopEngine(tasks))
+    fails_with(Died, "", _make, out, last_file=last_file, engine=LoopEngine(tasks))
     assert storage.exists(out) == (place == "file://" and last_file is not None and tasks > 0)
     with resumable_job(out, MADE_OF, last_file=last_file) as job:
         assert job.resumed == (tasks > 0)
@@ -70,8 +72,7 @@ def test_job_resumes_after_kill(tmp_path: Path, place: str, last_file: str | Non
 @pytest.mark.parametrize("last_file", ["last", None])
 def test_job_rejects_complete_folder(tmp_path: Path, place: str, last_file: str | None) -> None:
     _make(f"{place}{tmp_path}/out", last_file=last_file)
-    with pytest.raises(InputError, match=r"out: exists already; remove it or choose another place"):
-        _make(f"{place}{tmp_path}/out", last_file=last_file)
+    rejects(r"out: exists already; remove it or choose another place", _make, f"{place}{tmp_path}/out", last_file=last_file)
 
 
 def test_files_of_killed_tasks_are_removed(tmp_path: Path) -> None:
@@ -90,13 +91,11 @@ def test_partial_folder_is_kept_after_first_task(tmp_path: Path) -> None:
     assert not failed.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert not os.listdir(tmp_path)
     assert not _begun(out).__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-    other = {**MADE_OF, "input": ["log", 4]}
-    with pytest.raises(InputError, match=r"incomplete output of a call with a different input; use the same .* remove that"):
-        resumable_job(out, other, last_file=None).__enter__()
+    other = resumable_job(out, {**MADE_OF, "input": ["log", 4]}, last_file=None)
+    rejects(r"incomplete output of a call with a different input; use the same .* remove that", other.__enter__)
     with resumable_job(out, MADE_OF, last_file=None) as job:
         assert Path(job.folder.path, "a").read_text() == "a"
-    assert os.listdir(tmp_path) == ["out"]
-    assert os.listdir(out) == ["a"]
+    assert (os.listdir(tmp_path), os.listdir(out)) == (["out"], ["a"])
 
 
 @pytest.mark.parametrize("place", ["", "file://"])
@@ -129,8 +128,7 @@ def test_kill_while_folder_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     out, killed = tmp_path / "out", _begun(str(tmp_path / "out"))
     with monkeypatch.context() as patch:
         patch.setattr(*{"rename": (os, "rename"), "remove": (storage, "remove_folder")}[killed_at], raising(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            killed.__exit__(None, None, None)
+        fails_with(KeyboardInterrupt, "", killed.__exit__, None, None, None)
     if killed_at == "remove":
         assert (out / "a").read_text() == "a"
         return
@@ -154,10 +152,8 @@ def test_job_resumes_copy_to_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         patch.setattr(storage, "copy_file", copy_some)
         if copies == 2:
             patch.setattr(storage, "remove_file", lambda path: copy_some(path, path))
-        with pytest.raises(KeyboardInterrupt):
-            killed.__exit__(None, None, None)
+        fails_with(KeyboardInterrupt, "", killed.__exit__, None, None, None)
     assert (COMPLETE in storage.list_folder(url)) == (copies == 2)
-
     with resumable_job(url, MADE_OF, last_file=None) as job:
         assert job.resumed
     assert storage.list_folder(url) == [COMPLETE, "a", "b"]
@@ -170,37 +166,148 @@ def test_job_resumes_removal_after_copy(tmp_path: Path, monkeypatch: pytest.Monk
     killed = _begun(url)
     with monkeypatch.context() as patch:
         patch.setattr(storage, "remove_folder", raising(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            killed.__exit__(None, None, None)
-    with pytest.raises(InputError, match="exists already"):
-        resumable_job(url, MADE_OF, last_file=None).__enter__()
+        fails_with(KeyboardInterrupt, "", killed.__exit__, None, None, None)
+    rejects("exists already", resumable_job(url, MADE_OF, last_file=None).__enter__)
     storage.remove_folder(url)
-    with pytest.raises(InputError, match=r"out\.partial: has files, but no _job/made_of\.json"):
-        resumable_job(url, MADE_OF, last_file=None).__enter__()
+    rejects(r"out\.partial: has files, but no _job/made_of\.json", resumable_job(url, MADE_OF, last_file=None).__enter__)
 
 
 def test_job_rejects_second_writer(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
-    with (
-        resumable_job(out, MADE_OF, last_file=None),
-        pytest.raises(InputError, match="another process is writing there"),
-        resumable_job(out, MADE_OF, last_file=None),
-    ):
-        raise AssertionError
+    with resumable_job(out, MADE_OF, last_file=None):
+        rejects("another process is writing there", resumable_job(out, MADE_OF, last_file=None).__enter__)
 
 
-def test_task_errors_name_fix(tmp_path: Path) -> None:
+def test_job_errors_name_fix_and_are_raised_while_tasks_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = JobFolder(str(tmp_path / "gone"))
-    with pytest.raises(InputError, match=r"gone: not visible to tasks on .*choose an --out that all nodes share"):
-        folder.require()
+    rejects(r"gone: not visible to tasks on .*choose an --out that all nodes share", folder.require)
     with pytest.raises(InputError, match=r"gone: No space left .*make room there and run the same command"), folder.disk_errors():
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(PermissionError), folder.disk_errors():
         raise PermissionError(errno.EPERM, "no")
-
-
-def test_error_is_raised_while_tasks_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "remove_folder", at_first([OSError(errno.ENOTEMPTY, "not empty")] * 2, storage.remove_folder))
     with pytest.raises(InputError, match=r"^bad rows$"), resumable_job(str(tmp_path / "out"), MADE_OF, last_file="last"):
         raise InputError("bad rows")
     assert os.listdir(tmp_path) == []
+
+
+# Data tasks in threads: order, prefetching and shutdown ---------------------------------------------------------------
+def table(value: float) -> pa.Table:
+    return pa.table({"value": [value]})
+
+
+def values(tables: Iterator[pa.Table]) -> list[float]:
+    return [each["value"][0].as_py() for each in tables]
+
+
+def stream(function: Callable[[Any], pa.Table], items: range, *, num_threads: int = 2, prefetch: int = 1) -> Generator[Any]:
+    return ThreadEngine(num_threads).stream("stream", function, items, block_bytes=1, prefetch_blocks=prefetch)
+
+
+def threads_named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+
+
+def test_results_are_in_item_order() -> None:
+    behind = threading.Event()
+
+    def task(item: int) -> pa.Table:
+        if item == 0:
+            assert behind.wait(30)
+        if item == 3:
+            behind.set()
+        return table(item)
+
+    assert values(stream(task, range(10), num_threads=2, prefetch=3)) == [*range(10)]
+    engine: Engine = ThreadEngine(4)
+    assert isinstance(engine, StreamEngine)
+    assert engine.cpus == 4.0
+    assert values(engine.run("run", task, range(10))) == [*range(10)]
+    assert values(engine.run("run", task, [])) == []
+    value = [1]
+    assert engine.share(value).get() is value
+
+
+@pytest.mark.parametrize(("num_threads", "prefetch"), [(1, 0), (1, 2), (2, 1), (3, 4)])
+def test_in_order_limits_prefetch(num_threads: int, prefetch: int) -> None:
+    """With a slow reader, the number of unread values reaches the limit and never exceeds it."""
+    lock, begun, read, running = threading.Lock(), 0, 0, 0
+    most_unread = most_running = 0
+
+    def task(item: int) -> int:
+        nonlocal begun, running, most_unread, most_running
+        with lock:
+            begun, running = begun + 1, running + 1
+            most_unread, most_running = max(most_unread, begun - read), max(most_running, running)
+        time.sleep(0.001)
+        with lock:
+            running -= 1
+        return item
+
+    reading = in_order(task, range(20), name="bounded", num_threads=num_threads, prefetch=prefetch)
+    assert begun == 0  # nothing runs before it is read
+    for expected in range(20):
+        assert next(reading) == expected
+        # What the reader just took is counted as unread until it is back for more.
+        due = min(20, expected + num_threads + prefetch)
+        until(lambda due=due: begun >= due, timeout_s=30, pause_s=0.0005)
+        with lock:
+            read = expected  # the value that the reader holds
+    assert most_unread <= num_threads + prefetch + 1
+    assert begun == 20
+    assert 1 <= most_running <= num_threads
+    assert next(reading, None) is None
+
+
+def test_in_order_raises_error_in_place() -> None:
+    started: list[int] = []
+    failed = InputError("day_3: no such file; give another")
+
+    def task(item: int) -> pa.Table:
+        started.append(item)
+        if item == 2:
+            raise failed
+        return table(item)
+
+    reading = stream(task, range(1000), num_threads=2, prefetch=1)
+    assert values(iter([next(reading), next(reading)])) == [0, 1]
+    with pytest.raises(InputError) as raised:
+        next(reading)
+    assert raised.value is failed  # neither wrapped nor pickled
+    assert max(started) <= 4
+    assert not threads_named("stream")
+    assert list(reading) == []
+
+
+def test_closing_stream_ends_threads() -> None:
+    started: list[int] = []
+
+    def task(item: int) -> pa.Table:
+        started.append(item)
+        return table(item)
+
+    reading = stream(task, range(1000))
+    next(reading)
+    assert threads_named("stream")
+    reading.close()
+    assert not threads_named("stream")
+    count = len(started)
+    assert count <= 4
+    time.sleep(0.01)
+    assert len(started) == count
+
+
+@pytest.mark.parametrize(("max_outage_s", "expected"), [(7.5, 7.5), (None, 12.0)])
+def test_tasks_apply_engine_outage_limit(max_outage_s: float | None, expected: float) -> None:
+    """None: the caller's limit at the time of the call, whatever it does while reading."""
+
+    def task(item: int) -> pa.Table:
+        return table(storage.outage_s())
+
+    engine = ThreadEngine(2, max_outage_s=max_outage_s)
+    with storage.retry_timeout(12.0):
+        running = engine.run("patience", task, range(3))
+        streaming = engine.stream("patience", task, range(3), block_bytes=1, prefetch_blocks=1)
+    with storage.retry_timeout(1.0):
+        assert values(running) == values(streaming) == [expected] * 3
+        assert storage.outage_s() == 1.0

@@ -3,20 +3,30 @@
 import gzip
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 import pytest
+from builders.digits import idx
+from builders.faults import rejects
 from builders.logs import open_index
 from hosts.slow_store import SlowStore
 
-from rayrec import storage
+from rayrec import cli, storage
 from rayrec.config import InputError
+from rayrec.data.log_source import LogSource
+from rayrec.data.logs.faults import Faults
+from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.splits import Split, slices_of
 from rayrec.data.logs.table_log import column_names
+from rayrec.data.logs.text_parser import parse
+from rayrec.data.numbered_rows import find, read_idx, read_images, read_labels, read_pair, read_part
 from rayrec.datasets.criteo import SCHEMA
+from rayrec.datasets.fetch import PUBLISHED
 from rayrec.schema import Schema
 
 CLICKS = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")
@@ -117,8 +127,7 @@ def test_partitions_reject_invalid_columns(tmp_path: Path) -> None:
         open_index(f"{tmp_path}/log", CLICKS.replace(dense=("dt",)))
     pq.write_table(table(5), tmp_path / "flat.parquet")
     flat = open_index(f"{tmp_path}/flat.parquet", CLICKS, cache=tmp_path / "cache")
-    with pytest.raises(InputError, match=r"split last_partition: .*flat.parquet must be in a folder named KEY=VALUE"):
-        Split(kind="last_partition").rows(flat)
+    rejects(r"split last_partition: .*flat.parquet must be in a folder named KEY=VALUE", Split(kind="last_partition").rows, flat)
 
 
 def test_edited_log_is_reported_and_old_caches_removed(tmp_path: Path) -> None:
@@ -162,5 +171,180 @@ def test_old_rewritten_tables_are_removed(tmp_path: Path) -> None:
 def test_raw_files_reject_foreign_folders(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / name).write_bytes(b"\x93NUMPY")
     (tmp_path / "index.json").write_text("{}")
-    with pytest.raises(InputError, match=message):
-        open_index(str(tmp_path), SCHEMA, cache=tmp_path / "cache")
+    rejects(message, open_index, str(tmp_path), SCHEMA, cache=tmp_path / "cache")
+
+
+# Idx files: correct reading, and rejection of damaged or missing files in one line ------------------------------------
+IMAGES = np.arange(5 * 4 * 3, dtype=np.uint8).reshape(5, 4, 3)
+LABELS = np.array([3, 0, 9, 1, 1], np.uint8)
+
+
+def test_read_idx_parses_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(bytes([0, 0, 8, 2, 0, 0, 0, 2, 0, 0, 0, 3, 1, 2, 3, 4, 5, 255]))
+    array = read_idx(str(path))
+    assert (array.dtype, array.tolist()) == (np.uint8, [[1, 2, 3], [4, 5, 255]])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("separator", ["-", "."])
+def test_read_part_returns_pairs(tmp_path: Path, packed: bool, separator: str) -> None:
+    pack = gzip.compress if packed else bytes
+    end = ".gz" if packed else ""
+    for part, rows in (("train", 5), ("t10k", 2)):
+        (tmp_path / f"{part}-images{separator}idx3-ubyte{end}").write_bytes(pack(idx(IMAGES[:rows])))
+        (tmp_path / f"{part}-labels{separator}idx1-ubyte{end}").write_bytes(pack(idx(LABELS[:rows])))
+    for part, rows in (("train", 5), ("t10k", 2)):
+        read = read_part(str(tmp_path), part, num_classes=10)
+        assert read.labels is not None
+        assert (read.images.tolist(), read.labels.tolist()) == (IMAGES[:rows].tolist(), LABELS[:rows].tolist())
+    assert read_part(f"file://{tmp_path}", "t10k", num_classes=10).images.shape == (2, 4, 3)
+
+
+def test_idx_names_match_fetched_files(tmp_path: Path) -> None:
+    for file in PUBLISHED["mnist"]:
+        (tmp_path / file.name).touch()
+    found = [find(str(tmp_path), part, what) for part in ("train", "t10k") for what in ("images", "labels")]
+    assert found == [str(tmp_path / file.name) for file in PUBLISHED["mnist"]]
+    plain = tmp_path / "t10k-labels-idx1-ubyte"  # unpacked beside its packed self: the same rows, faster to read
+    plain.touch()
+    assert find(str(tmp_path), "t10k", "labels") == str(plain)
+    (tmp_path / "t10k-labels.idx1-ubyte").touch()
+    rejects(r"t10k-labels-idx1-ubyte and t10k-labels\.idx1-ubyte; keep one", find, str(tmp_path), "t10k", "labels")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not an idx file .it begins with nothing"),
+        (b"\0\0\x08", "not an idx file .it begins with 00 00 08"),
+        (b"<html>not found</html>", "not an idx file .it begins with 3c 68 74 6d"),
+        (b"\1" + idx(LABELS)[1:], "not an idx file"),
+        (bytes([0, 0, 8, 0]), "not an idx file"),
+        (b"\0\0\x0d" + idx(LABELS)[3:], "idx type of images and labels must be bytes, 0x08, got 0x0d"),
+        (idx(IMAGES)[:10], "cut short within its header of 16 bytes"),
+        (idx(IMAGES)[:-1], "cut short, has 75 bytes, but its 5 x 4 x 3 values need 76"),
+        (idx(IMAGES) + b"\0", "too long, has 77 bytes, but its 5 x 4 x 3 values need 76"),
+        (gzip.compress(idx(IMAGES), mtime=0)[:-9], "cut short, not a complete gzip file"),
+        (gzip.compress(idx(IMAGES), mtime=0)[:-8] + bytes(8), "damaged, not a gzip file to its end"),
+        (gzip.compress(b"", mtime=0)[:10] + b"\xff" * 30, "damaged, not a gzip file to its end"),
+        (gzip.compress(idx(IMAGES), mtime=0) + b"more", "damaged, not a gzip file to its end"),
+    ],
+    ids=range(13),
+)
+def test_damaged_files_are_rejected(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "train-images-idx3-ubyte"
+    path.write_bytes(content)
+    line = rejects(message, read_idx, str(path))
+    assert line.startswith(f"{path}: ")
+    assert "idx type" in message or f"rayrec fetch mnist --out {tmp_path}" in line
+
+
+def test_read_idx_rejects_wrong_shapes(tmp_path: Path) -> None:
+    images, labels = tmp_path / "train-images-idx3-ubyte", tmp_path / "train-labels-idx1-ubyte"
+    rejects(r"train-images-idx3-ubyte not found.* rayrec fetch mnist --out ", read_part, str(tmp_path), "train", num_classes=10)
+    images.write_bytes(idx(IMAGES))
+    rejects(r"train-labels-idx1-ubyte not found.* rayrec fetch mnist --out ", read_part, str(tmp_path), "train", num_classes=10)
+    rejects(r"nowhere: train-images-idx3-ubyte not found", read_part, str(tmp_path / "nowhere"), "train", num_classes=10)
+    rejects(r"nowhere: no such file; get it again .rayrec fetch mnist", read_images, str(tmp_path / "nowhere"))
+    labels.write_bytes(idx(LABELS[:4]))
+    rejects(r"has 5 images, but .*train-labels-idx1-ubyte has 4 labels", read_pair, str(images), str(labels), num_classes=10)
+    labels.write_bytes(idx(np.array([3, 0, 10, 1, 200], np.uint8)))
+    rejects(r"label of row 2 must be 0 to 9, got 10; set num_classes to 201", read_part, str(tmp_path), "train", num_classes=10)
+    assert read_labels(str(labels), num_classes=201).tolist() == [3, 0, 10, 1, 200]
+    rejects(r"must have shape \(rows, height, width\), got \(5,\); name the file of the images", read_images, str(labels))
+    rejects(r"must have shape \(rows,\), got \(5, 4, 3\); name the file of the labels", read_labels, str(images), num_classes=10)
+
+
+# Labels other than 0 and 1: detected in the first scan, with the values and a fix -------------------------------------
+RATED = Schema(label="rating", sparse=("user",), tokens="any", delimiter=",")
+FOUND: dict[str, tuple[list[Any], str]] = {
+    "stars": ([1, 5, 3, 2, 4], "found 1, 2, 3, 4, 5 in column rating; derive one, such as rating >= 4"),
+    "signs": ([-1, -1, 1], "found -1, 1 in column rating; derive one, such as rating >= 1"),
+    "one and two": ([2, 2, 1], "found 1, 2 in column rating; derive one, such as rating >= 2"),
+    "halves": ([0.5, 0.25, 1.0], "found 0.25, 0.5, 1 in column rating; derive one, such as rating >= 0.5"),
+    "words": (["yes", "no"], "found no, yes in column rating; derive one, such as rating == 'yes'"),
+    "unknown words": (["a", "b"], "found a, b in column rating; derive one, such as rating == 'b'"),
+    "many": (list(range(10, 40)), "found 10, 11, 12, 13, 14, 15, 16, 17 and others in column rating; derive one"),
+}
+
+
+def write(folder: Path, values: list[Any], kind: str, *, good: int = 0) -> Path:
+    """Write a table whose labels repeat `values`, after some valid ones."""
+    labels = [type(values[0])(1)] * good + [values[row % len(values)] for row in range(100)]
+    table = pa.table({"rating": labels, "user": [f"u{row % 9}" for row in range(len(labels))]})
+    if kind == "parquet":
+        pq.write_table(table, folder / "log.parquet")
+        return folder / "log.parquet"
+    lines = [f"{label:g},u" if isinstance(label, float) else f"{label},u" for label in labels]
+    (folder / "log.csv").write_text("rating,user\n" + "\n".join(lines) + "\n")
+    return folder / "log.csv"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+@pytest.mark.parametrize("name", FOUND)
+def test_check_head_rejects_wrong_labels(tmp_path: Path, name: str, kind: str) -> None:
+    values, expected = FOUND[name]
+    line = rejects("", LogSource.at(str(write(tmp_path, values, kind))).check_head, RATED)
+    assert f"log.{kind}: labels must be 0 or 1, {expected}" in line
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+@pytest.mark.parametrize("values", [[True, False], ["true", "False"], [0.0, 1.0], ["1", "0.0"]])
+def test_boolean_labels_are_accepted(tmp_path: Path, values: list[Any], kind: str) -> None:
+    LogSource.at(str(write(tmp_path, values, kind))).check_head(RATED)
+
+
+def test_allowed_fraction_of_wrong_labels_passes(tmp_path: Path) -> None:
+    path = str(write(tmp_path, [1, 2, 3, 4, 5], "csv"))
+    LogSource.at(path).check_head(RATED, max_bad_fraction=0.8)
+    rejects("found 1, 2, 3, 4, 5", LogSource.at(path).check_head, RATED, max_bad_fraction=0.7)
+
+
+@pytest.mark.parametrize("good", [0, 2000], ids=["from the start", "later"])
+def test_commands_name_labels_and_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, good: int) -> None:
+    """Includes labels beyond the first rows; no message suggests skipping more rows."""
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "schema.yaml").write_text("{label: rating, sparse: [user], tokens: any, delimiter: ','}")
+    write(tmp_path, [1, 2, 3, 4, 5], "csv", good=good)
+    log, schema = str(tmp_path / "log.csv"), ["--schema", str(tmp_path / "schema.yaml")]
+    for command in (
+        ["train", "clicks", "--train-data.path", log, "--storage-path", str(tmp_path / "runs"), *schema],
+        ["vocabulary", log, "--out", str(tmp_path / "v"), *schema],
+        ["preprocess", log, "--out", str(tmp_path / "p"), "--format", "parquet", *schema],
+        ["split", log, "--out", str(tmp_path / "s"), "--by", "rows", *schema],
+        ["validate", log, *schema],
+    ):
+        assert cli.run(command) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert "labels must be 0 or 1, found 1, 2, 3, 4, 5 in column rating; derive one, such as rating >= 4" in line
+        assert command[0] == "validate" or "max-bad-fraction" not in line  # validate names another broken gate
+
+
+TEXT = Schema(tokens="hexadecimal", label="click", dense=("age",), sparse=("user",))
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (["1", "2", "3"], "found 1, 2, 3 in column click; derive one, such as click >= 2"),
+        (["-1", "1"], "found -1, 1 in column click; derive one, such as click >= 1"),
+        (["0.0", "1.0"], "found 0.0, 1.0 in column click; write them as 0 and 1"),
+        (["no", "yes"], "found no, yes in column click; derive one, such as click == 'yes'"),
+    ],
+)
+def test_labels_of_text_are_named(tmp_path: Path, labels: list[str], expected: str) -> None:
+    text = "".join(f"{labels[row % len(labels)]}\t3\t0000000a\n" for row in range(60)).encode()
+    (tmp_path / "log.txt").write_bytes(text)
+    faults = parse(TEXT, text, path=str(tmp_path / "log.txt"))[1]
+    line = rejects("labels must be 0 or 1, ", LogIndex((), Faults.from_dict(faults.to_dict())).check, 0.001, "log")
+    assert line.endswith(expected)
+    rejects("labels must be 0 or 1", LogSource.at(str(tmp_path / "log.txt")).check_head, TEXT)
+
+
+def test_faults_of_several_tasks_name_all_labels() -> None:
+    total = Faults.merged(parse(TEXT, f"{label}\t3\t0000000a\n".encode())[1] for label in (5, 10, 9, 5))
+    assert total.labels == {"click": ["5", "9", "10"]}
+    total.add(Faults({"too few columns": 5}))  # most lines have another fault
+    assert total.wrong_labels() is None
+    assert Faults.from_dict({"counts": {}, "first": []}).labels == {}  # of an index of an earlier version

@@ -1,10 +1,18 @@
 """Preprocessed rows are the encoded raw rows, bit for bit, in every order; damaged folders are refused."""
 
+import errno
+import gzip
 import itertools
 import json
+import os
 import re
+import shutil
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,13 +21,16 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 from builders.click_models import hashed_preprocessor
-from builders.engines import LoopEngine
-from builders.faults import flip
+from builders.engines import Died, LoopEngine
+from builders.faults import at_first, fails_with, flip, raising, rejects
 from builders.logs import learn, open_index
+from builders.runs import files_in
 from builders.same import assert_same
 from builders.torchrec_scripts import torchrec_criteo
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rayrec import host_resources
+from rayrec import host_resources, storage
 from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.encoding.encoder import MultiHot
@@ -28,18 +39,21 @@ from rayrec.data.encoding.presets import ALL, RAYREC
 from rayrec.data.encoding.rules import DenseColumn
 from rayrec.data.engine import TaskContext
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.index import LogIndex
+from rayrec.data.logs.faults import Faults
+from rayrec.data.logs.index import LogIndex, SegmentRange, numbered
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.splits import Split
-from rayrec.data.materialized import dataset
+from rayrec.data.materialized import dataset, write_tasks
 from rayrec.data.materialized.dataset import PreprocessedDataset, open_preprocessed
 from rayrec.data.materialized.dataset import read as read_preprocessed
-from rayrec.data.materialized.formats import WRITABLE_FORMATS
+from rayrec.data.materialized.formats import WRITABLE_FORMATS, combine
+from rayrec.data.materialized.write_tasks import Permutation, gather_runs, write_run
 from rayrec.data.materialized.writer import preprocess
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.block_order import BlockOrder, full_epoch
 from rayrec.ingest.stream import MappedSource, RowStream, encode_block
 from rayrec.schema import Schema
+from rayrec.storage.cache import unpack
 
 ROWS = 3_000
 MULTI_HOT = MultiHot(sizes=(3, 1, 5, *(1,) * 22, 2))
@@ -101,8 +115,7 @@ def test_every_order_returns_equal_rows(days: LogIndex, preprocessor: Preprocess
     write(days, preprocessor, tmp_path / "out", format, sets=sets)
     (tmp_path / "out").rename(tmp_path / "moved")
     dataset = open_preprocessed(str(tmp_path / "moved"))
-    assert dataset.index.format == format
-    assert dataset.index.faults == days.faults
+    assert (dataset.index.format, dataset.index.faults) == (format, days.faults)
     assert [s.rows for s in dataset.index.segments] == [s.rows for s in days.segments]
     assert Split(kind="last_file").rows(dataset.index) == sets == dataset.sets
     for rows in ((0, days.rows), sets["train"], sets["test"]):
@@ -184,12 +197,12 @@ def test_parquet_stores_lists_and_weights(tmp_path: Path, lists: tuple[LogIndex,
     assert set(read.column_names) == {"clicked", "w", "price", "shop", "seen", "set"}
 
 
-def test_write_rejects_unsupported_columns(
-    days: LogIndex, lists: tuple[LogIndex, Preprocessor], preprocessor: Preprocessor, tmp_path: Path
-) -> None:
+def test_write_rejects_unsupported_columns(days: LogIndex, lists: Any, preprocessor: Preprocessor, tmp_path: Path) -> None:
     unweighted = lists[1].schema.replace(weight=None)
     single = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")
+    missing = replace(hashed(SCHEMA, 9), dense=(DenseColumn(missing_value=3.0),) * 13)
     cases = [
+        (days, missing, "binary", r"as 0, but in column int_0 0 becomes 0\.0 and missing 3\.0\. Use --format npy"),
         (lists[0], lists[1], "npy", "cannot store the weights of column w. Use --format parquet"),
         (lists[0], hashed(unweighted, 9), "npy", "cannot store the lists of column seen. Use --format parquet"),
         (lists[0], hashed(single, 9), "binary", "stores integers, but tokens: any .* Use --format npy or parquet"),
@@ -198,11 +211,7 @@ def test_write_rejects_unsupported_columns(
         (days, preprocessor, "csv", "format: must be one of binary, npy, parquet, got 'csv'"),
     ]
     for index, made, format, message in cases:
-        with pytest.raises(InputError, match=message):
-            write(index, made, tmp_path / "out", format)
-    missing = replace(hashed(SCHEMA, 9), dense=(DenseColumn(missing_value=3.0),) * 13)
-    with pytest.raises(InputError, match=r"as 0, but in column int_0 0 becomes 0\.0 and missing 3\.0\. Use --format npy"):
-        write(days, missing, tmp_path / "out", "binary")
+        rejects(message, write, index, made, tmp_path / "out", format)
     assert not list(tmp_path.iterdir())
 
 
@@ -283,9 +292,7 @@ def test_row_stream_reads_mapped_rows(days: LogIndex, preprocessor: Preprocessor
     assert_same(next(RowStream(MappedSource(preprocessor, in_memory=True), block_ranges)), expected[0])
 
 
-def test_load_rejects_rows_beyond_memory(
-    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_rejects_rows_beyond_memory(days: Any, preprocessor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = write(days, preprocessor, tmp_path / "out", "binary")
     monkeypatch.setattr(host_resources, "memory", lambda: host_resources.Memory(2000, 1000))
     (block,) = order_of(made.index, 0, 5).blocks(0)
@@ -307,23 +314,18 @@ def test_damaged_files_raise(days: LogIndex, preprocessor: Preprocessor, tmp_pat
     name = made.manifest["files"][1]["name"]
     content = (out / name).read_bytes()
     size = len(content)
-
-    def is_told(why: str, **how: bool) -> None:
-        with pytest.raises(InputError, match=f"{name}: {why}"):
-            open_preprocessed(str(out), **how)
-
     flip(out / name)
     open_preprocessed(str(out))
-    is_told("checksum does not match: the dataset is damaged. Copy it again", verify=True)
+    rejects(f"{name}: checksum does not match: the dataset is damaged. Copy it again", open_preprocessed, str(out), verify=True)
     (out / name).write_bytes(content[:-5])
-    is_told(f"size must be {size} bytes, got {size - 5}: .* again with `rayrec preprocess`")
+    told = f"{name}: size must be {size} bytes, got {size - 5}: .* again with `rayrec preprocess`"
+    rejects(told, open_preprocessed, str(out))
     (out / name).unlink()
-    is_told("not found")
+    rejects(f"{name}: not found", open_preprocessed, str(out))
     (out / name).write_bytes(content)
     for file in made.manifest["files"]:  # and after the dataset was opened
         (out / file["name"]).write_bytes((out / file["name"]).read_bytes()[:-9])
-    with pytest.raises(InputError, match=r"the dataset is damaged\. Copy it again"):
-        read_preprocessed(made.index.segments[:1], np.arange(3), preprocessor)
+    rejects(r"the dataset is damaged\. Copy it again", read_preprocessed, made.index.segments[:1], np.arange(3), preprocessor)
 
 
 def test_open_rejects_invalid_manifest(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
@@ -338,8 +340,7 @@ def test_open_rejects_invalid_manifest(days: LogIndex, preprocessor: Preprocesso
         (None, r"dataset\.json not found\. Make a preprocessed dataset with `rayrec preprocess LOG"),
     ):
         manifest.write_text(content) if content else manifest.unlink()
-        with pytest.raises(InputError, match=why):
-            open_preprocessed(str(out))
+        rejects(why, open_preprocessed, str(out))
 
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
@@ -353,10 +354,9 @@ def test_read_rejects_ids_outside_table(days: LogIndex, tmp_path: Path, format: 
     preprocessor.__dict__["num_embeddings"] = [1 << 20] * 3 + [int(ids.max())] + [1 << 20] * 22
     order = np.arange(len(ids))[::-1]
     assert len(read_preprocessed(segments, order[order != row], preprocessor)) == len(ids) - 1
-    with pytest.raises(InputError) as error:
-        read_preprocessed(segments, order, preprocessor)
-    file, number = re.search(r"/out/([^:]*): row (\d+) column cat_3: id", str(error.value)).groups()
-    assert f"id {ids.max()} is outside its table of {ids.max():,} rows: " in str(error.value)
+    line = rejects("", read_preprocessed, segments, order, preprocessor)
+    file, number = re.search(r"/out/([^:]*): row (\d+) column cat_3: id", line).groups()
+    assert f"id {ids.max()} is outside its table of {ids.max():,} rows: " in line
     if format == "parquet":
         assert pq.read_table(tmp_path / "out" / file)["cat_3"][int(number)].as_py() == ids.max()
     else:
@@ -394,5 +394,323 @@ def test_checksums_are_compared_once(
     assert opened() == made.index
     assert not done
     flip(path := out / made.manifest["files"][1]["name"], -1)
-    with pytest.raises(InputError, match=rf"{path.name}: checksum does not match: the dataset is damaged"):
-        opened()
+    rejects(rf"{path.name}: checksum does not match: the dataset is damaged", opened)
+
+
+# Preprocessing resumes where it stopped, with the same bytes, and says what stands in its way -------------------------
+LOG_ROWS = 2_000
+
+
+def make(multi_hot: MultiHot | None = None) -> Preprocessor:
+    return hashed_preprocessor([2**28] * 26, dense=(DenseColumn(),) * 13, multi_hot=multi_hot)
+
+
+@pytest.fixture
+def log(click_log: Path, tmp_path: Path) -> Path:
+    lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:LOG_ROWS]
+    folder = tmp_path / "log"
+    folder.mkdir()
+    for day in range(2):
+        (folder / f"day_{day}").write_bytes(b"".join(lines[day * 1000 : day * 1000 + 1000]))
+    return folder
+
+
+def run(log: Path | str, out: Path | str, **changes: Any) -> dict[str, Any]:
+    index = open_index(log)
+    sets = changes.pop("sets") if "sets" in changes else Split(kind="last_file").rows(index)
+    arguments: dict[str, Any] = {"preprocessor": make(), "format": "binary", "engine": LoopEngine(), "segments_per_task": 2}
+    return preprocess(index, out=str(out), sets=sets, **{**arguments, **changes})
+
+
+@given(st.binary(), st.binary())
+def test_combining_checksums(first: bytes, second: bytes) -> None:
+    assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+@pytest.mark.parametrize("format", WRITABLE_FORMATS)
+@pytest.mark.parametrize("shuffle", ["none", "full"])
+def test_interrupted_job_resumes(log: Path, tmp_path: Path, format: str, shuffle: str) -> None:
+    settings = {"format": format, "shuffle": shuffle, "seed": 4}
+    if format == "parquet":
+        settings["preprocessor"] = make(MultiHot(sizes=(2, 3, *(1,) * 24)))
+    whole_engine = LoopEngine()
+    whole = run(log, tmp_path / "whole", engine=whole_engine, **settings)
+    expected = files_in(tmp_path / "whole")
+    for tasks in range(0, whole_engine.tasks, 3):
+        out = tmp_path / f"after-{tasks}"
+        fails_with(Died, "", run, log, out, engine=LoopEngine(tasks), **settings)
+        assert not out.exists()
+        done, notes, engine = [], [], LoopEngine()
+        again = run(log, out, engine=engine, progress=done.append, note=notes.append, **settings)
+        assert (engine.tasks, done[-1], files_in(out)) == (whole_engine.tasks - tasks, LOG_ROWS, expected)
+        assert (again["hash"], again["bytes"]) == (whole["hash"], whole["bytes"])
+        assert [note for note in notes if note.startswith("Resuming ")] == notes[: tasks > 0]
+        assert not Path(f"{out}.partial").exists()
+
+
+def test_kill_after_last_task_resumes(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "write_bytes", at_first([Died()], storage.write_bytes, end="dataset.json"))
+    fails_with(Died, "", run, log, tmp_path / "out", format="npy")
+    engine = LoopEngine()
+    run(log, tmp_path / "out", format="npy", engine=engine)
+    assert engine.tasks == 0
+    open_preprocessed(str(tmp_path / "out"), verify=True)
+
+
+def test_repeated_task_writes_equal_bytes(log: Path, tmp_path: Path) -> None:
+    class Twice(LoopEngine):
+        def run(self, name: str, function: Any, items: Sequence[Any], *, block_bytes: int = 0) -> Iterator[pa.Table]:
+            for item in [*items[::-1], *items]:
+                function(item)
+            yield from super().run(name, function, items)
+
+    for format in WRITABLE_FORMATS:
+        run(log, tmp_path / format, format=format)
+        run(log, tmp_path / f"{format}-twice", format=format, engine=Twice())
+        assert files_in(tmp_path / format) == files_in(tmp_path / f"{format}-twice")
+
+
+def test_resume_rejects_other_inputs(log: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    fails_with(Died, "", run, log, out, engine=LoopEngine(2))
+    for changes, named in (
+        ({"format": "npy"}, "format"),
+        ({"sets": None}, "sets"),
+        ({"segments_per_task": 3, "shuffle": "full"}, "shuffle, seed, segments_per_task"),
+        ({"preprocessor": make(MultiHot(sizes=(1,) * 26))}, "preprocessor"),
+    ):
+        rejects(rf"incomplete output of a call with a different {named}; use the same .* remove", run, log, out, **changes)
+    day = log / "day_1"
+    day.write_bytes(day.read_bytes() + day.read_bytes())
+    rejects("with a different sets, log;", run, log, out)
+    shutil.rmtree(f"{out}.partial")
+    run(log, out)
+    assert open_preprocessed(str(out)).index.rows == 3000
+
+
+def test_preprocess_rejects_invalid_logs(log: Path, tmp_path: Path) -> None:
+    run(log, tmp_path / "out")
+    made, arguments = open_preprocessed(str(tmp_path / "out")), {"preprocessor": make(), "out": str(tmp_path / "b")}
+    for index, why in (
+        (made.index, "preprocessed already, in format binary. Use the raw log"),
+        (LogIndex((), Faults()), "no rows to write"),
+    ):
+        rejects(why, preprocess, index, format="npy", engine=LoopEngine(), **arguments)
+    with pytest.raises(InputError, match=r"sets: rows 4-9 of b overlap other sets or exceed the log of 2000 rows"):
+        run(log, tmp_path / "b", sets={"a": (0, 5), "b": (4, 9)})
+
+
+def test_rows_outside_sets_are_stored(log: Path, tmp_path: Path) -> None:
+    run(log, tmp_path / "out", format="parquet", sets={"train": (100, 1500), "test": (1600, 1999)})
+    assert {path.name for path in (tmp_path / "out").glob("set=*")} == {"set=train", "set=test", "set=other"}
+    assert open_preprocessed(str(tmp_path / "out")).sets == {"train": (100, 1500), "test": (1600, 1999)}
+
+
+def test_preprocess_writes_to_urls_and_small_disk_raises(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """file:// stands for any URL: parquet goes straight below it, dataset.json last."""
+    out = f"file://{tmp_path}/remote"
+    for format in ("binary", "npy"):
+        rejects(rf"remote: format {format} is written in place.*a folder and copy it", run, log, out, format=format)
+    rejects("a full shuffle needs a file system", run, log, out, format="parquet", shuffle="full")
+    fails_with(Died, "", run, log, out, format="parquet", engine=LoopEngine(3))
+    assert not LogSource.at(out).is_preprocessed
+    run(log, out, format="parquet")
+    run(log, tmp_path / "local", format="parquet")
+    assert files_in(tmp_path / "remote") == files_in(tmp_path / "local")
+    assert len(read_preprocessed(open_preprocessed(out, verify=True).index.segments, np.arange(LOG_ROWS), make())) == LOG_ROWS
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
+    rejects(r"out\.partial: about 0\.0 GB are needed, 0\.0 GB are free\. Free space or", run, log, tmp_path / "out")
+    assert not Path(f"{tmp_path / 'out'}.partial").exists()
+
+
+def test_full_disk_resumes_and_partial_writes_continue(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", raising(OSError(errno.ENOSPC, "No space left on device")))
+        rejects(r"out\.partial: No space left on device; make room there and run the same", run, log, tmp_path / "out")
+    run(log, tmp_path / "out")
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, start: pwrite(descriptor, data[:1000], start))
+    run(log, tmp_path / "pieces")
+    assert files_in(tmp_path / "out") == files_in(tmp_path / "pieces")
+
+
+def test_invisible_folder_raises(log: Path, tmp_path: Path) -> None:
+    class Elsewhere(LoopEngine):
+        def run(self, name: str, function: Any, items: Sequence[Any], *, block_bytes: int = 0) -> Iterator[pa.Table]:
+            (tmp_path / "out.partial").rename(tmp_path / "away")
+            return super().run(name, function, items)
+
+    with pytest.raises(InputError, match=r"out\.partial: not visible to tasks on .*; choose an --out that all"):
+        run(log, tmp_path / "out", engine=Elsewhere())
+
+
+def test_names_of_files(log: Path, tmp_path: Path) -> None:
+    """A packed file's are those of the plain one; files of one name in two folders get numbers."""
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "train.txt.gz").write_bytes(gzip.compress((log / "day_0").read_bytes()))
+    plain = unpack(storage.list_files(str(tmp_path / "packed"))[0], str(tmp_path / "cache"))
+    shutil.copytree(log, tmp_path / "log2")
+    for place, format, names in (
+        (plain.path, "npy", ["train_dense.npy", "train_labels.npy", "train_sparse.npy"]),
+        (f"{tmp_path}/log*/*", "binary", ["day_0-2.bin", "day_0.bin", "day_1-2.bin", "day_1.bin"]),
+    ):
+        run(place, tmp_path / format, format=format, sets=None)
+        assert sorted(path.name for path in (tmp_path / format).glob("*.[nb]*")) == names
+
+
+def test_manifest_contents(log: Path, tmp_path: Path) -> None:
+    result = run(log, tmp_path / "out", format="npy", shuffle="full", seed=9)
+    assert set(result) == {"rows", "out", "format", "hash", "bytes", "seconds", "rows_per_s"}
+    manifest = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert (manifest["rows"], manifest["shuffle"], manifest["seed"]) == (LOG_ROWS, "full", 9)
+    assert manifest["sets"] == {"train": [0, 1000], "validation": [1000, 1500], "test": [1500, 2000]}
+    assert manifest["raw_files"] == ["day_0", "day_1"]
+    assert manifest["source"] == [{"path": str(day), "bytes": day.stat().st_size} for day in sorted(log.iterdir())]
+    for file in manifest["files"]:
+        assert zlib.crc32((tmp_path / "out" / file["name"]).read_bytes()) == int(file["crc32"], 16)
+
+
+# A full shuffle is one permutation of the training rows, in any portions; how evenly orders mix days ------------------
+PREPROCESSOR = hashed_preprocessor([2**28] * 26, dense=(DenseColumn(),) * 13)
+
+
+@pytest.fixture(scope="module")
+def index(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> LogIndex:
+    lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:2000]
+    folder = tmp_path_factory.mktemp("days")
+    for day in range(4):
+        (folder / f"day_{day}").write_bytes(b"".join(lines[day * 500 : day * 500 + 500]))
+    return open_index(folder)
+
+
+def all_rows(index: LogIndex, start: int, stop: int) -> EncodedRows:
+    return read_preprocessed(index.segments, np.arange(start, stop), PREPROCESSOR)
+
+
+def keys(rows: EncodedRows) -> list[bytes]:
+    ids = np.stack(rows.ids, 1)
+    return [a.tobytes() + b.tobytes() + c.tobytes() for a, b, c in zip(rows.dense, ids, rows.label, strict=True)]
+
+
+def shuffled(index: LogIndex, out: Path, **changes: Any) -> PreprocessedDataset:
+    arguments: dict[str, Any] = {"format": "binary", "sets": Split(kind="last_file").rows(index), "shuffle": "full", "seed": 1}
+    preprocess(index, preprocessor=PREPROCESSOR, out=str(out), engine=LoopEngine(), **{**arguments, **changes})
+    return open_preprocessed(str(out), verify=True)
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**40))
+def test_permutation_is_bijective(size: int, seed: int) -> None:
+    places = Permutation(size, seed=seed)(np.arange(size))
+    assert places.dtype == np.int64
+    assert (np.sort(places) == np.arange(size)).all()
+
+
+def test_permutations_are_uniform_also_of_distant_rows_and_neighbours() -> None:
+    large = Permutation(4_195_197_692, seed=7)
+    rows = np.array([0, 1, 2**31, 4_195_197_691])
+    places = large(rows)
+    assert len(set(places.tolist())) == 4
+    assert (places < 4_195_197_692).all()
+    assert (large(rows[::-1]) == places[::-1]).all()
+    assert (Permutation(4_195_197_692, seed=8)(rows) != places).any()
+    # chi-squared with 23 degrees of freedom: 49.7 at p = 0.001.
+    tries = 12_000
+    counts = Counter(tuple(Permutation(4, seed=seed)(np.arange(4)).tolist()) for seed in range(tries))
+    assert len(counts) == 24
+    assert sum((count - tries / 24) ** 2 / (tries / 24) for count in counts.values()) < 49.7
+    places = Permutation(1_000_000, seed=0)(np.arange(1_000_000))
+    assert abs(np.corrcoef(np.arange(len(places)), places)[0, 1]) < 0.005
+    assert abs(np.corrcoef(places[:-1], places[1:])[0, 1]) < 0.005
+    steps = np.bincount(np.abs(np.diff(places)) * 20 // 1_000_000, minlength=20)
+    expected = np.diff(1 - (1 - np.arange(21) / 20) ** 2) * 999_999  # of two independent places
+    assert (np.abs(steps - expected) < 6 * np.sqrt(expected)).all()
+
+
+def test_gather_runs_restores_positions(tmp_path: Path) -> None:
+    places = np.random.default_rng(0).permutation(1000)
+    lists = pa.array([[i] * (i % 3) for i in range(1000)], pa.large_list(pa.int32()))
+    table = pa.table({"lists": lists, "pairs": pa.FixedSizeListArray.from_arrays(pa.array(np.arange(2000)), 2)})
+    paths = []
+    for number, start in enumerate(range(0, 1000, 250)):
+        paths.append(str(tmp_path / f"{number}.arrow"))
+        write_run([table.slice(start, 100), table.slice(start + 100, 150)], places[start : start + 250], paths[-1])
+    for start, stop in ((0, 1000), (0, 1), (333, 650), (999, 1000)):
+        assert gather_runs(paths, start, stop).equals(table.take(pa.array(np.argsort(places)[start:stop])))
+
+
+def test_shuffle_moves_training_rows_only(index: LogIndex, tmp_path: Path) -> None:
+    plain, mixed = shuffled(index, tmp_path / "plain", shuffle="none"), shuffled(index, tmp_path / "mixed")
+    start, stop = mixed.sets["train"]
+    assert (start, stop) == (0, 1500)
+    before, after = keys(all_rows(plain.index, 0, 2000)), keys(all_rows(mixed.index, 0, 2000))
+    assert (before[stop:], sorted(before[:stop])) == (after[stop:], sorted(after[:stop]))
+    assert [after[place] for place in Permutation(1500, seed=1)(np.arange(1500))] == before[:stop]
+    sizes = [[(s.start, s.stop, s.rows) for s in made.index.segments] for made in (plain, mixed)]
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("format", WRITABLE_FORMATS)
+def test_shuffle_matches_for_any_tasks(index: LogIndex, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = keys(all_rows(shuffled(index, tmp_path / "expected").index, 0, 2000))
+    for segments_per_task in (1, 4, 1000):
+        made = shuffled(index, tmp_path / str(segments_per_task), format=format, segments_per_task=segments_per_task)
+        assert keys(all_rows(made.index, 0, 2000)) == expected
+    monkeypatch.setattr("rayrec.data.materialized.writer.MAX_SHUFFLE_TASKS", 2)
+    made = shuffled(index, tmp_path / "few", format=format, segments_per_task=1)
+    assert keys(all_rows(made.index, 0, 2000)) == expected
+    assert keys(all_rows(shuffled(index, tmp_path / "other", format=format, seed=2).index, 0, 2000)) != expected
+
+
+def unevenness(days: np.ndarray, batch_size: int) -> float:
+    """0 where each batch has all days' shares, 1 where each is of one of equally many days."""
+    count = len(np.unique(days))
+    batches = days[: len(days) // batch_size * batch_size].reshape(-1, batch_size)
+    shares = np.stack([(batches == day).mean(1) for day in range(count)], 1)
+    return float(np.abs(shares - 1 / count).sum(1).mean() / 2 / (1 - 1 / count))
+
+
+def orders_of_days(shuffle: str, *, days: int, segments: int, rows: int, segments_per_block: int) -> np.ndarray:
+    """The day of each row in an epoch's order of a log of `days` files of `segments` segments of `rows` rows."""
+    index = numbered((f"day_{day}", 0, rows, rows) for day in range(days) for _ in range(segments))
+    total = days * segments * rows
+    if shuffle == "full":
+        day_of_row = np.arange(total) // (segments * rows)
+        return day_of_row[np.argsort(Permutation(total, seed=1)(np.arange(total)))]
+    parts = tuple(SegmentRange(segment, 0, rows) for segment in index)
+    blocks = BlockOrder(parts, shuffle, seed=1, segments_per_block=segments_per_block).blocks(0)
+    day_of_part = [np.repeat([int(part.segment.path.removeprefix("day_")) for part in block.parts], rows) for block in blocks]
+    return np.concatenate([of_block[block.order()] for of_block, block in zip(day_of_part, blocks, strict=True)])
+
+
+def test_shuffles_mix_days() -> None:
+    """Seven days of 200 segments of 100 rows in batches of 256."""
+    size = {"days": 7, "segments": 200, "rows": 100}
+    found = {
+        (shuffle, per_block): unevenness(orders_of_days(shuffle, **size, segments_per_block=per_block), 256)
+        for shuffle, per_block in (*((name, 8) for name in ("none", "files", "full")), *(("window", n) for n in (8, 32, 128)))
+    }
+    assert found["none", 8] > 0.98
+    assert found["files", 8] > 0.98
+    assert 0.45 > found["window", 8] > found["window", 32] > found["window", 128]
+    chance = found["full", 8]
+    assert 0.06 < chance < 0.09
+    assert found["window", 128] < chance + 0.07
+
+
+def test_gather_reads_needed_pages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The column of places is searched where it is mapped."""
+    rows = 500_000
+    places = np.random.default_rng(0).permutation(rows)
+    path = str(tmp_path / "run.arrow")
+    write_run([pa.table({"value": places})], places, path)
+    allocated: list[int] = []
+
+    def searchsorted(*arguments: Any) -> Any:
+        allocated.append(pa.total_allocated_bytes())
+        return np.searchsorted(*arguments)
+
+    monkeypatch.setattr(write_tasks, "np", SimpleNamespace(**{**vars(np), "searchsorted": searchsorted}))
+    before = pa.total_allocated_bytes()
+    assert gather_runs([path], 1000, 1100).column("value").to_pylist() == list(range(1000, 1100))
+    assert len(allocated) == 1
+    assert allocated[0] - before < 8 * rows // 4

@@ -98,7 +98,7 @@ def test_schedstat_increases() -> None:
     assert after[2] < 3600  # seconds
 
 
-def test_stage_needs_measured_and_survives_errors() -> None:
+def test_stage_needs_measured_and_metadata_round_trips() -> None:
     with stage("read"):
         pass
 
@@ -110,9 +110,6 @@ def test_stage_needs_measured_and_survives_errors() -> None:
         measured(fail, rows_of=lambda _: 0)
     _, times = measured(lambda: None, rows_of=lambda _: 0)
     assert times.wall_s == {}
-
-
-def test_table_metadata_roundtrip() -> None:
     table = pa.table({"a": [1, 2]}).replace_schema_metadata({b"other": b"kept"})
     assert times_of(table) is None
     times = BlockTimes(2, {"read": 0.5}, {"read": 0.25}, {"read": 0.125}, 1_790_000_000.0)

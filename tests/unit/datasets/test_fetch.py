@@ -22,12 +22,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from builders.faults import fails_with, rejects
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.datasets import criteo
 from rayrec.datasets.download import RetryConfig
-from rayrec.datasets.fetch import fetch
-from rayrec.datasets.published_files import RemoteFile
+from rayrec.datasets.fetch import PUBLISHED, fetch, files_of
+from rayrec.datasets.published_files import RemoteFile, names_text, require_files
+from rayrec.humanize import size_text
 
 BODY = random.Random(0).randbytes(3_000_000)
 OTHER = random.Random(1).randbytes(3_000_000)
@@ -164,19 +167,16 @@ def test_present_files_are_skipped(server: Server, tmp_path: Path) -> None:
         (tmp_path / "fetched.json").write_text(damaged)
         assert fetch([file], str(tmp_path)) == [{**first, "url": None, "status": "present"}]
     assert len(served.requests) == 1
-
     (tmp_path / "a.gz").write_bytes(OTHER)
     assert fetch([file], str(tmp_path))[0]["status"] == "present"  # the size is right
     with pytest.raises(InputError, match=r"a\.gz: sha256 must be .* as fetched, got \w+\. Remove it to fetch it again"):
         fetch([file], str(tmp_path), verify=True)
     (tmp_path / "a.gz").write_bytes(BODY[:-1])
-    with pytest.raises(InputError, match=r"size must be 3,000,000 bytes as fetched, got 2,999,999\. Remove it"):
-        fetch([file], str(tmp_path))
+    rejects(r"size must be 3,000,000 bytes as fetched, got 2,999,999\. Remove it", fetch, [file], str(tmp_path))
     (tmp_path / "fetched.json").unlink()
     with pytest.raises(InputError, match=r"size must be 3,000,000 bytes as published, got 2,999,999\. Remove it"):
         fetch([server.file(size_bytes=len(BODY))], str(tmp_path))
-    with pytest.raises(InputError, match=r"md5 must be \w+ as published, got \w+\. Remove it"):
-        fetch([file], str(tmp_path))
+    rejects(r"md5 must be \w+ as published, got \w+\. Remove it", fetch, [file], str(tmp_path))
 
 
 @pytest.mark.parametrize("validator", [{"etag": '"one"'}, {"etag": None, "modified": "Mon, 01 Jun 2026 00:00:00 GMT"}])
@@ -194,11 +194,9 @@ def test_broken_connection_resumes(server: Server, tmp_path: Path, validator: di
 def test_fetch_resumes_interrupted_download(server: Server, tmp_path: Path) -> None:
     served = server.files["a.gz"] = Served(drops=[1_000_000])
     once = RETRIES.replace(attempts=1)
-    with pytest.raises(InputError, match=r"the connection broke after 1,000,000 of 3,000,000 bytes"):
-        fetch([server.file()], str(tmp_path), retries=once)
+    rejects(r"the connection broke after 1,000,000 of 3,000,000 bytes", fetch, [server.file()], str(tmp_path), retries=once)
     assert (tmp_path / "a.gz.partial").stat().st_size == 1_000_000
-    with pytest.raises(InputError, match="contains no data files"):
-        storage.list_files(str(tmp_path))
+    rejects("contains no data files", storage.list_files, str(tmp_path))
     fetch([server.file()], str(tmp_path), retries=once)
     assert (tmp_path / "a.gz").read_bytes() == BODY
     assert served.requests[1]["Range"] == "bytes=1000000-"
@@ -215,8 +213,7 @@ def test_partial_file_of_unknown_version_restarts(server: Server, tmp_path: Path
 
 def test_complete_partial_file_skips_request(server: Server, tmp_path: Path) -> None:
     served = server.files["a.gz"] = Served(drops=[2_999_999])
-    with pytest.raises(InputError):
-        fetch([server.file()], str(tmp_path), retries=RETRIES.replace(attempts=1))
+    rejects("", fetch, [server.file()], str(tmp_path), retries=RETRIES.replace(attempts=1))
     with open(tmp_path / "a.gz.partial", "ab") as file:
         file.write(BODY[-1:])
     [result] = fetch([server.file()], str(tmp_path), retries=RETRIES)
@@ -275,8 +272,7 @@ def test_checksums_of_publisher_and_server(server: Server, tmp_path: Path) -> No
     assert "nothing was checked" in notes[0]
     # Unpacked on its way, so that the server's md5 is of something else.
     assert verified(Served(google=md5(OTHER), headers={"x-goog-stored-content-encoding": "gzip"})) == "length"
-    with pytest.raises(InputError, match=r"md5 must be \w+ by the server"):
-        verified(Served(google=md5(OTHER)))
+    rejects(r"md5 must be \w+ by the server", verified, Served(google=md5(OTHER)))
 
 
 def test_recompressed_file_matches_by_content(server: Server, tmp_path: Path) -> None:
@@ -288,8 +284,7 @@ def test_recompressed_file_matches_by_content(server: Server, tmp_path: Path) ->
     assert result["verified"] == "published md5 of its contents"
     for damaged in (gzip.compress(text[:-1]), repacked[:-20], b"no gzip at all"):
         server.files["a.gz"] = Served(body=damaged)
-        with pytest.raises(InputError, match="and its content differs too"):
-            fetch([file], str(tmp_path / "other"), retries=RETRIES)
+        rejects("and its content differs too", fetch, [file], str(tmp_path / "other"), retries=RETRIES)
 
 
 @pytest.mark.parametrize(
@@ -314,24 +309,20 @@ def test_base_url_replaces_published_urls(server: Server, tmp_path: Path) -> Non
     file = RemoteFile(name="a.gz", url="http://127.0.0.1:1/a.gz", md5=md5(BODY))
     [result] = fetch([file], str(tmp_path), base_url=f"{server.url}/mirror/", retries=RETRIES)
     assert result["url"] == f"{server.url}/mirror/a.gz"
-    with pytest.raises(InputError, match="must be an http"):
-        fetch([file], str(tmp_path), base_url="file:///etc")
-    with pytest.raises(InputError, match="local folder"):
-        fetch([file], "s3://bucket/folder")
+    rejects("must be an http", fetch, [file], str(tmp_path), base_url="file:///etc")
+    rejects("local folder", fetch, [file], "s3://bucket/folder")
 
 
 def test_unreachable_hosts_raise(server: Server, tmp_path: Path) -> None:
     refused = RemoteFile(name="a.gz", url="http://127.0.0.1:1/a.gz", page="https://example.org/a")
-    with pytest.raises(InputError, match=r"Connection refused.*Put it into .* by hand from https://example\.org/a, or"):
-        fetch([refused], str(tmp_path), retries=RETRIES)
+    by_hand = r"Connection refused.*Put it into .* by hand from https://example\.org/a, or"
+    rejects(by_hand, fetch, [refused], str(tmp_path), retries=RETRIES)
     release = threading.Event()
     server.files["a.gz"] = Served(before=lambda served, number: release.wait(60) and None)
-    with pytest.raises(InputError, match="no answer in time"):
-        fetch([server.file()], str(tmp_path), retries=RETRIES.replace(timeout_s=0.1, attempts=1))
+    rejects("no answer in time", fetch, [server.file()], str(tmp_path), retries=RETRIES.replace(timeout_s=0.1, attempts=1))
     release.set()
     server.files["a.gz"] = Served(headers={"Content-Encoding": "gzip"})
-    with pytest.raises(InputError, match="response is gzip-encoded"):
-        fetch([server.file()], str(tmp_path), retries=RETRIES)
+    rejects("response is gzip-encoded", fetch, [server.file()], str(tmp_path), retries=RETRIES)
 
 
 def test_retry_waits_grow_and_are_bounded(server: Server, tmp_path: Path) -> None:
@@ -367,8 +358,7 @@ def test_failure_stops_other_downloads_resumably(server: Server, tmp_path: Path)
     later = server.files["c.gz"] = Served()
     files = [server.file("a.gz"), server.file("b.gz"), server.file("c.gz")]
     started = time.monotonic()
-    with pytest.raises(InputError, match=r"b\.gz: cannot be fetched .*404 Not Found"):
-        fetch(files, str(tmp_path), retries=RetryConfig(first_wait_s=30.0))
+    rejects(r"b\.gz: cannot be fetched .*404 Not Found", fetch, files, str(tmp_path), retries=RetryConfig(first_wait_s=30.0))
     assert time.monotonic() - started < 25  # a wait between attempts ends with it
     assert not later.requests
     server.files["b.gz"] = Served()
@@ -380,11 +370,10 @@ def test_full_disk_raises_before_download(server: Server, tmp_path: Path, monkey
     served = server.files["a.gz"] = Served()
     usage = type(shutil.disk_usage(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10_000_000, 8_000_000, 2_000_000))
-    with pytest.raises(InputError, match=r"a\.gz needs 3 MB, 2 MB are free\. Free space there"):
-        fetch([server.file(about_bytes=3_000_000)], str(tmp_path), retries=RETRIES)
+    larger = server.file(about_bytes=3_000_000)
+    rejects(r"a\.gz needs 3 MB, 2 MB are free\. Free space there", fetch, [larger], str(tmp_path), retries=RETRIES)
     assert not served.requests
-    with pytest.raises(InputError, match=r"a\.gz needs 3 MB"):  # as the server says
-        fetch([server.file()], str(tmp_path), retries=RETRIES)
+    rejects(r"a\.gz needs 3 MB", fetch, [server.file()], str(tmp_path), retries=RETRIES)  # as the server says
     assert not (tmp_path / "a.gz.partial").exists()
 
 
@@ -399,8 +388,7 @@ def test_concurrent_fetch_raises(server: Server, tmp_path: Path) -> None:
     thread = threading.Thread(target=fetch, args=([server.file()], str(tmp_path)), kwargs={"retries": RETRIES})
     thread.start()
     assert inside.wait(60)
-    with pytest.raises(InputError, match="another fetch is writing there"):
-        fetch([server.file()], str(tmp_path), retries=RETRIES)
+    rejects("another fetch is writing there", fetch, [server.file()], str(tmp_path), retries=RETRIES)
     release.set()
     thread.join()
     assert (tmp_path / "a.gz").read_bytes() == BODY
@@ -441,15 +429,12 @@ def test_archive_extracts_wanted_members_only(server: Server, tmp_path: Path) ->
         ("train.txt", "published md5", archive.url),
         ("test.txt", "length", archive.url),
     ]
-    assert (folder / "train.txt").read_bytes() == train
-    assert (folder / "test.txt").read_bytes() == test
+    assert ((folder / "train.txt").read_bytes(), (folder / "test.txt").read_bytes()) == (train, test)
     assert not (folder / "train.txt").is_symlink()
     assert sorted(os.listdir(folder)) == [".fetch.lock", "fetched.json", "test.txt", "train.txt"]
-    assert os.listdir(tmp_path) == ["folder"]
-    assert notes[0] == "Not for sale"
+    assert (os.listdir(tmp_path), notes[0]) == (["folder"], "Not for sale")
     assert [result["status"] for result in fetch(files, str(folder), verify=True)] == ["present", "present"]
     assert len(served.requests) == 1
-
     # One that the user put there by hand is used, and stays.
     by_hand = tmp_path / "by_hand"
     by_hand.mkdir()
@@ -464,8 +449,7 @@ def test_fetch_rejects_invalid_archives(server: Server, tmp_path: Path) -> None:
         folder = tmp_path / str(len(os.listdir(tmp_path)))
         server.files["all.tar.gz"] = Served(body=body)
         file = RemoteFile(name="train.txt", archive=server.file("all.tar.gz"), **known)
-        with pytest.raises(InputError, match=match):
-            fetch([file], str(folder), retries=RETRIES)
+        fails_with(InputError, match, fetch, [file], str(folder), retries=RETRIES)
         assert not [name for name in os.listdir(folder) if name.startswith("train.txt")]
 
     whole = _archive({"train.txt": BODY[:1_000_000]})
@@ -477,3 +461,81 @@ def test_fetch_rejects_invalid_archives(server: Server, tmp_path: Path) -> None:
         middle = len(compressed) // 2
         fails(compressed[:middle] + b" " * 100_000 + compressed[middle + 100_000 :], "damaged tar file")
     fails(whole, r"train\.txt of .*: md5 must be \w+ as published", md5=md5(OTHER))
+
+
+# The published files are described as they were published, and a folder is asked for them by name ---------------------
+def test_row_counts_match_benchmarks() -> None:
+    rows = [file.rows or 0 for file in criteo.FULL_DAYS]
+    assert (len(rows), sum(rows[:23]), rows[23]) == (24, 4_195_197_692, 178_274_637)
+    assert [file.rows for file in criteo.KAGGLE_FILES] == [45_840_617, 6_042_135]
+    assert [file.plain_name for file in criteo.SMALL_DAYS] == ["day_0", "day_1", "day_2", "day_3", "day_23"]
+    for file in criteo.FULL_DAYS:  # a slip in one of the tables would stand out
+        assert 245 < file.unpacked_about_bytes / file.rows < 262
+        assert 0.31 < file.about_bytes / file.unpacked_about_bytes < 0.345
+
+
+def test_published_files_are_valid_and_accepted_in_any_form(tmp_path: Path) -> None:
+    for files in PUBLISHED.values():
+        names = [file.name for file in files]
+        assert len(set(names)) == len(names)
+        for file in files:
+            source = file.archive or file
+            assert source.url.startswith("https://")
+            assert file.published_at.startswith("https://")
+            for checksum in (file.md5, file.unpacked_md5, source.md5):
+                assert checksum is None or (len(checksum) == 32 and int(checksum, 16))
+    assert len({file.md5 for files in PUBLISHED.values() for file in files}) == 2 + 24 + 4
+    rejects("did you mean 'criteo_small'", files_of, "criteo_smal")
+    rejects("there are criteo_kaggle, criteo_small, criteo_full, mnist", files_of, "zzz")
+
+    def found(names: list[str], wanted: tuple[RemoteFile, ...]) -> list[str]:
+        for name in names:
+            (tmp_path / name).touch()
+            os.truncate(tmp_path / name, 15_000_000_000)
+        notes.clear()
+        return [Path(path).name for path in require_files(str(tmp_path), wanted, fetch_name="x", note=notes.append)]
+
+    notes: list[str] = []
+    days = ["day_0", "day_1.gz", "day_2.parquet", "day_23.gz"]
+    rejects(r"missing day_3 \(", found, [*days, "day_3.gz.old"], criteo.SMALL_DAYS)
+    assert found([*days, "day_3.parquet"], criteo.SMALL_DAYS) == [*days[:3], "day_3.parquet", "day_23.gz"]
+    assert notes == [f"{tmp_path}/day_0: 15 GB, but 49.8 GB are published"]
+    assert found(["train.parquet", "test.txt.gz"], criteo.KAGGLE_FILES) == ["train.parquet", "test.txt.gz"]
+    rejects(r"more than once \(test\.txt and test\.txt\.gz\)\. Keep one of each", found, ["test.txt"], criteo.KAGGLE_FILES)
+
+
+def test_require_files_returns_all_paths(tmp_path: Path) -> None:
+    for file in criteo.SMALL_DAYS:
+        (tmp_path / file.plain_name).write_bytes(b"1\n")
+    (tmp_path / "day_7").write_bytes(b"1\n")  # not wanted
+    notes, wanted = [], files_of("criteo_small")
+    expected = [str(tmp_path / f"day_{day}") for day in (0, 1, 2, 3, 23)]
+    assert require_files(str(tmp_path), wanted, fetch_name="criteo_small", note=notes.append) == expected
+    assert (notes[0], len(notes)) == (f"{tmp_path}/day_0: 2 B, but 49.8 GB are published", 5)
+    (tmp_path / "day_3").rename(tmp_path / "day_3.gz.partial")
+    assert rejects("", require_files, str(tmp_path), wanted, fetch_name="criteo_small") == (
+        f"{tmp_path}: missing day_3 (181,115,208 rows, about 15.1 GB as .gz, 45.9 GB unpacked); published at "
+        "https://ailab.criteo.com/download-criteo-1tb-click-logs-dataset. "
+        f"Run `rayrec fetch criteo_small --out {tmp_path}`."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("criteo_full", r"day_0 to day_23 \(24 files, 4,373,472,329 rows, about 367 GB as \.gz, 1\.11 TB unpacked\)"),
+        ("criteo_kaggle", r"train\.txt \(45,840,617 rows, about 11\.1 GB\)"),
+        ("mnist", r".*train-images-idx3-ubyte \(60,000 rows, 9,912,422 bytes, 47 MB unpacked\)"),
+        ("y", r"x \(number of rows not published, size not published\)\. Run `rayrec fetch y"),
+    ],
+)
+def test_require_files_reports_missing_files(tmp_path: Path, name: str, why: str) -> None:
+    files = [RemoteFile(name="x")] if name == "y" else files_of(name)
+    for path in (tmp_path, tmp_path / "absent"):
+        rejects(f"missing {why}", require_files, str(path), files, fetch_name=name)
+
+
+def test_names_and_sizes_are_readable() -> None:
+    assert names_text(["day_0", "day_1", "day_2", "day_5", "day_7", "day_8", "x"]) == ("day_0 to day_2, day_5, day_7, day_8, x")
+    sizes = (4_542, 9_912_422, 16_300_000_000, 1.13e12)
+    assert [size_text(int(size)) for size in sizes] == ["4.54 kB", "9.91 MB", "16.3 GB", "1.13 TB"]

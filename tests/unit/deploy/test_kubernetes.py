@@ -62,7 +62,7 @@ def _config_of_the_job() -> TrainConfig:
     return parse(COMMANDS["train"], words[2:]).arguments[0]
 
 
-def test_the_command_of_the_job() -> None:
+def test_job_command_and_cluster_match_manifests() -> None:
     config = _config_of_the_job()
     assert config.name == _manifest("RayJob")["metadata"]["name"] == "nightly-DATE"
     trainers = dict(_pods("RayJob"))["trainers"]
@@ -71,6 +71,7 @@ def test_the_command_of_the_job() -> None:
     cpus = trainers["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"]
     assert config.scaling.cpus_per_worker is not None
     assert config.scaling.cpus_per_worker <= float(cpus)
+    assert _cluster("RayCluster") == _cluster("RayJob")
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -83,16 +84,11 @@ def test_pods(kind: str) -> None:
         assert "metrics" in {port["name"] for port in container["ports"]}, "what the PodMonitor scrapes"
         assert container["resources"]["requests"] == container["resources"]["limits"]
         pool = spec["nodeSelector"]["rayrec/pool"]
-        tolerated = {toleration["value"] for toleration in spec.get("tolerations", [])}
-        assert tolerated == {pool} - {"on-demand"}, name
+        assert {toleration["value"] for toleration in spec.get("tolerations", [])} == {pool} - {"on-demand"}, name
         if name == "head":
             assert pool == "on-demand"
             assert group["rayStartParams"]["num-cpus"] == "0"
     assert _cluster(kind)["rayVersion"] == version("ray")
-
-
-def test_job_keeps_its_cluster() -> None:
-    assert _cluster("RayCluster") == _cluster("RayJob")
 
 
 @pytest.mark.parametrize("kind", ["RayCluster", "RayJob"])
@@ -107,7 +103,7 @@ def test_leaving_trainer_has_time_for_notice(kind: str) -> None:
     assert notice_s > _config_of_the_job().failure.grace_s
 
 
-def test_serve_configuration_round_trips() -> None:
+def test_serve_configuration_and_service_names_are_valid() -> None:
     checked = ServeDeploySchema.model_validate(yaml.safe_load(_manifest("RayService")["spec"]["serveConfigV2"]))
     (application,) = checked.applications
     assert application.import_path == "rayrec.serve:build"
@@ -119,18 +115,12 @@ def test_serve_configuration_round_trips() -> None:
     autoscaling = application.args["autoscaling"]
     cpus = float(groups["replicas"]["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"])
     assert autoscaling["max_replicas"] * application.args["cpus_per_replica"] <= cpus * groups["replicas"]["maxReplicas"]
-
-
-def test_service_names_are_allowed_hosts() -> None:
     (application,) = yaml.safe_load(_manifest("RayService")["spec"]["serveConfigV2"])["applications"]
     config = build_application(application["args"])._bound_deployment.init_args[0]
     service, namespace = f"{_manifest('RayService')['metadata']['name']}-serve-svc", "rayrec"
     for name in (f"{service}:8000", f"{service}.{namespace}", f"{service}.{namespace}.svc.cluster.local", "10.8.0.1:8000"):
         assert config.is_allowed_host(name), "also of a pod's address, which probes and Prometheus use"
     assert not config.is_allowed_host("evil.example")
-
-
-def test_proxies_of_the_service_decline_upgrades() -> None:
     for _, group in _pods("RayService"):
         (variable,) = group["template"]["spec"]["containers"][0]["env"]
         assert variable["name"] == server.PROXY_CALLBACK_VARIABLE

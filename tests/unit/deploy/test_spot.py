@@ -27,13 +27,10 @@ def cluster() -> Any:
     return yaml.safe_load((AWS / "cluster.yaml").read_text())
 
 
-def test_ray_accepts_the_cluster(cluster: dict[str, Any]) -> None:
+def test_ray_accepts_cluster_with_on_demand_head(cluster: dict[str, Any]) -> None:
     validate_config(prepare_config(cluster))
     with pytest.raises(Exception, match="max_worker"):
         validate_config(prepare_config({**cluster, "max_worker": 3}))
-
-
-def test_only_the_head_is_on_demand(cluster: dict[str, Any]) -> None:
     for name, kind in cluster["available_node_types"].items():
         is_spot = kind["node_config"].get("InstanceMarketOptions") == {"MarketType": "spot"}
         is_head = name == cluster["head_node_type"]

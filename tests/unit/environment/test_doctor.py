@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from builders.faults import rejects
 from packaging.requirements import Requirement
 
-from rayrec.config import InputError
 from rayrec.environment.doctor import Finding, closure, diagnose, doctor
 from rayrec.environment.installation import Installed, Machine, Probe, installed_distributions, probe_all, this_machine
 
@@ -57,14 +57,10 @@ def _only(findings: list[Finding]) -> Finding:
     return findings[0]
 
 
-def test_valid_installation_has_no_findings() -> None:
-    assert diagnose(CPU, WORKS, MACHINE) == []
-    assert diagnose(CUDA, WORKS_ON_CUDA, GPU_MACHINE) == []
+def test_missing_and_partial_extras_are_told_and_valid_ones_are_not() -> None:
+    assert (diagnose(CPU, WORKS, MACHINE), diagnose(CUDA, WORKS_ON_CUDA, GPU_MACHINE)) == ([], [])
     of_pytorch = {**_without(CPU, "fbgemm-gpu-cpu"), "fbgemm-gpu": Installed("1.8.0+cpu", holds_fbgemm=True)}
     assert diagnose(of_pytorch, WORKS, MACHINE) == []
-
-
-def test_unneeded_requirements_are_ignored() -> None:
     extra = 'mosaicml-streaming==0.13.0; extra == "language"'
     streaming = Installed("0.13.0", requires=("numpy<2.1", "torchvision>=0.10", "oci<3", "xxhash<4", "boto3<2"))
     with_it = {**CPU, "mosaicml-streaming": streaming, "xxhash": Installed("3.8"), "boto3": Installed("1.44")}
@@ -73,9 +69,6 @@ def test_unneeded_requirements_are_ignored() -> None:
     found = _only(diagnose(_without(with_it, "xxhash"), WORKS, MACHINE))
     assert found.text == "not installed: xxhash; mosaicml-streaming needs xxhash<4"
     assert diagnose(_without(with_it, "xxhash", "mosaicml-streaming"), WORKS, MACHINE) == []
-
-
-def test_missing_extra_is_listed_and_partial_extra_is_problem() -> None:
     report = doctor(installed=CPU, probes=WORKS, machine=MACHINE, pip="pip")
     assert report.ok
     assert report.extras == {"onnx": "pip install 'rayrec[onnx]'"}
@@ -85,9 +78,6 @@ def test_missing_extra_is_listed_and_partial_extra_is_problem() -> None:
     text = "not installed: onnxruntime; rayrec needs onnxruntime>=1.20"
     assert diagnose(in_part, WORKS, MACHINE) == [Finding("problem", text, ("pip install 'onnxruntime>=1.20'",))]
     assert diagnose({**in_part, "onnxruntime": Installed("1.30")}, WORKS, MACHINE) == []
-
-
-def test_cuda_fbgemm_with_cpu_torch_is_problem() -> None:
     probes = {**WORKS, **dict.fromkeys(("fbgemm_gpu", "torchrec"), Probe(ok=False, error="OSError: undefined symbol"))}
     finding, *_ = diagnose({**CUDA, "torch": CPU["torch"]}, probes, GPU_MACHINE)
     text = "fbgemm-gpu is the CUDA build, torch 2.13.0+cpu a CPU build: they do not import together"
@@ -146,7 +136,7 @@ def test_problem_names_fix(
     assert _only(diagnose(installed, probes, machine)) == Finding("problem", text, commands)
 
 
-def test_cpu_builds_with_cuda_device_are_noted() -> None:
+def test_cpu_builds_and_cuda_torch_without_libraries_are_noted() -> None:
     fbgemm, torch = diagnose(CPU, WORKS, GPU_MACHINE)
     assert (fbgemm.kind, torch.kind) == ("note", "note")
     assert "CPU build" in fbgemm.text
@@ -154,9 +144,6 @@ def test_cpu_builds_with_cuda_device_are_noted() -> None:
     assert torch.text.startswith("torch is a CPU build and sees none")
     built_for = replace(WORKS["torch"], cuda_build="13.0")
     assert "built for CUDA 13.0" in diagnose(CUDA, {**WORKS, "torch": built_for}, GPU_MACHINE)[0].text
-
-
-def test_cuda_torch_without_libraries_suggests_cpu_index() -> None:
     error = "ImportError: libcudart.so.13: cannot open shared object file: No such file or directory"
     probes = {**{name: Probe(ok=False, error=error) for name in WORKS}, "ray": WORKS["ray"]}
     finding = _only(diagnose(CPU, probes, MACHINE))  # one cause, one finding
@@ -168,39 +155,29 @@ def test_cuda_torch_without_libraries_suggests_cpu_index() -> None:
     assert "CPU" not in on_gpu.text
 
 
-def test_transitive_requirements_are_checked() -> None:
+def test_transitive_requirements_rayrec_and_machine_are_checked() -> None:
     assert [finding.text for finding in diagnose(_without(CPU, "click", "tqdm", "pyarrow"), WORKS, MACHINE)] == [
         "not installed: click; ray needs click>=7",
         "not installed: pyarrow; ray needs pyarrow>=9",  # by ray[data]; fastapi, of another extra, is not asked for
         "not installed: tqdm; torchrec needs tqdm",
     ]
-
-
-def test_closure_handles_cycles() -> None:
     installed = {"a": Installed("1", requires=("b",)), "b": Installed("1", requires=("a", "c[x]")), "c": Installed("1")}
     asked = [(asker, str(requirement)) for asker, requirement in closure([Requirement("a")], installed)]
     assert sorted(asked) == [("", "a"), ("a", "b"), ("b", "a"), ("b", "c[x]")]
-
-
-def test_rayrec_and_machine_are_checked() -> None:
     finding = _only(diagnose(CPU, WORKS, MACHINE, kernels="no such file"))
     assert (finding.kind, finding.text) == ("problem", "the compiled kernels do not load: no such file")
     assert "only found on the path" in diagnose(_without(CPU, "rayrec"), WORKS, MACHINE)[0].text
     spaced, note = diagnose(CPU, WORKS, replace(MACHINE, shm_bytes=0, interpreter="/my work/.venv/bin/python"))
     assert (spaced.kind, note.kind) == ("problem", "note")
     assert spaced.text.startswith("/my work/.venv/bin/python: ")
-
-
-def test_small_shm_is_noted() -> None:
     shm = _only(diagnose(CPU, WORKS, replace(MACHINE, shm_bytes=64 << 20)))
-    assert shm.kind == "note"
-    assert shm.remedy[0] == "docker run --shm-size=6.0g …"
+    assert (shm.kind, shm.remedy[0]) == ("note", "docker run --shm-size=6.0g …")
     large = replace(MACHINE, free_memory_bytes=500 * GIB, memory_bytes=512 * GIB)
     assert diagnose(CPU, WORKS, large) == []  # 16 GiB of /dev/shm are enough for Ray
     assert diagnose(CPU, WORKS, replace(MACHINE, shm_bytes=None)) == []
 
 
-def test_report_is_readable_and_plain() -> None:
+def test_report_is_readable_and_missing_packaging_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     good = doctor(installed=CPU, probes=WORKS, machine=MACHINE, pip="pip")
     lines = [" ".join(line.split()) for line in good.lines()]
     assert (good.ok, lines[-1]) == (True, "all fits together")
@@ -214,12 +191,8 @@ def test_report_is_readable_and_plain() -> None:
     noted = doctor(installed=CPU, probes=WORKS, machine=replace(MACHINE, shm_bytes=0))
     assert noted.ok
     assert any(line.startswith("note: ") for line in noted.lines())
-
-
-def test_missing_packaging_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "packaging.requirements", None)
-    with pytest.raises(InputError, match="install packaging"):
-        doctor(installed=CPU, probes=WORKS, machine=MACHINE)
+    rejects("install packaging", doctor, installed=CPU, probes=WORKS, machine=MACHINE)
 
 
 MODULES = {
@@ -250,14 +223,11 @@ def test_failed_import_fails_only_its_probe(tmp_path: Path, monkeypatch: pytest.
     assert probes["hangs"] == Probe(ok=False, error="did not finish within 5 s")
 
 
-def test_this_machine_returns_resources() -> None:
+def test_resources_and_packages_of_this_machine_are_found() -> None:
     machine = this_machine()
     assert machine.python == ".".join(map(str, sys.version_info[:3]))
     assert machine.cpu_cores >= 1
     assert 0 < machine.free_memory_bytes <= machine.memory_bytes
-
-
-def test_installed_distributions_returns_packages() -> None:
     installed = installed_distributions()
     assert any(requirement.startswith("torch==") for requirement in installed["rayrec"].requires)
     assert [name for name, each in installed.items() if each.holds_fbgemm] in (["fbgemm-gpu-cpu"], ["fbgemm-gpu"])

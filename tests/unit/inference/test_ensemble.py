@@ -1,5 +1,6 @@
 """Several checkpoints as one model, which scores their mean and works like any checkpoint."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from builders.click_models import ANY, SMALL, Saved, hashed_preprocessor, save_clicks
-from builders.faults import flip
+from builders.faults import flip, rejects
 
 import rayrec
 from rayrec import checkpoint as checkpoints
@@ -17,26 +18,35 @@ from rayrec import recipes
 from rayrec.checkpoint.writer import TargetSlice, join
 from rayrec.cli import run
 from rayrec.config import InputError
-from rayrec.data.encoded_rows import EncodedRows
+from rayrec.data.encoded_rows import EncodedRows, JaggedIds
+from rayrec.data.logs.text_parser import parse
+from rayrec.inference.compare import compare as compare_checkpoints
+from rayrec.inference.config import ComparisonGates
+from rayrec.inference.evaluate import ScoredRows, scored_rows
 from rayrec.inference.model import open_served
+from rayrec.inference.scoring import ScoringJob
+from rayrec.metrics.binary import binary_metrics
+from rayrec.metrics.significance import Resampling, compare
 from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.cost import network_multiply_adds
 from rayrec.models.ranking import widedeep
 from rayrec.models.ranking.deepfm import DeepFMConfig
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.ranking.ensemble import EnsembleConfig
 from rayrec.models.ranking.finalnet import FinalNetConfig
-from rayrec.schema import Feature
+from rayrec.observe.console import Console
+from rayrec.schema import Feature, Schema
+from rayrec.workloads.recsys.baselines import Baselines, one_hot, open_baselines
 from rayrec.workloads.recsys.distillation import Teacher, load_targets
 
 FINAL = FinalNetConfig(embedding_dim=4, first_tower=(8,), second_tower=(6,), embedding_penalty=0.1)
-FACTORS = DeepFMConfig(embedding_dim=8, mlp=(8,))  # whose table rows are wider than its embeddings
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
     folder = tmp_path_factory.mktemp("models")
-    kinds: tuple[ClickModelConfig, ...] = (SMALL, FINAL, FACTORS)
+    kinds = (SMALL, FINAL, DeepFMConfig(embedding_dim=8, mlp=(8,)))  # whose table rows are wider than its embeddings
     return [save_clicks(folder / str(seed), model=model, seed=seed, scale=3.0) for seed, model in enumerate(kinds)]
 
 
@@ -96,22 +106,18 @@ def test_ensemble_keeps_list_inputs(tmp_path: Path) -> None:
 def test_incompatible_models_are_rejected(models: list[Saved], tmp_path: Path) -> None:
     first, out = str(models[0].run), str(tmp_path / "out")
     elsewhere = save_clicks(tmp_path / "elsewhere", preprocessor=hashed_preprocessor(range(11, 11 + 3 * 26, 3)))
-    rounded = save_clicks(tmp_path / "rounded", precision="bf16")
     rejected: list[tuple[list[Path], str]] = [
         ([], "at least two checkpoints"),
         ([elsewhere.run], "Preprocessor does not match"),
-        ([rounded.run], "precision bf16 does not match fp32 of"),
+        ([save_clicks(tmp_path / "rounded", precision="bf16").run], "precision bf16 does not match fp32 of"),
         ([tmp_path], "contains no complete checkpoint"),
     ]
     for others, message in rejected:
-        with pytest.raises(InputError, match=message):
-            rayrec.ensemble([first, *map(str, others)], out=out)
-    with pytest.raises(InputError, match="exists already"):
-        rayrec.ensemble([first, first], out=str(tmp_path))
+        rejects(message, rayrec.ensemble, [first, *map(str, others)], out=out)
+    rejects("exists already", rayrec.ensemble, [first, first], out=str(tmp_path))
     (data,) = elsewhere.checkpoint.glob("data_*.safetensors")
     flip(data)
-    with pytest.raises(InputError, match="damaged, the checksum of"):
-        rayrec.ensemble([str(elsewhere.run)] * 2, out=out)
+    rejects("damaged, the checksum of", rayrec.ensemble, [str(elsewhere.run)] * 2, out=out)
     assert not Path(out).exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "rounded"]
 
@@ -167,8 +173,7 @@ def test_ensemble_settings_are_checked(capsys: pytest.CaptureFixture[str]) -> No
         ({"embedding_dim": 8}, "embedding_dim: must be at least 0 and at most 0, got 8"),
     ]
     for options, message in rejected:
-        with pytest.raises(InputError, match=message):
-            several.replace(workload={"model": options})
+        rejects(message, several.replace, workload={"model": options})
     assert run(["config", "criteo_demo", "--model", "finalnet+dnc"]) == 2
     assert "model: unknown model dnc" in capsys.readouterr().err
 
@@ -193,3 +198,182 @@ def test_older_widedeep_keeps_second_bias(tmp_path: Path, monkeypatch: pytest.Mo
     rayrec.ensemble([str(saved.run), str(saved.run)], out=str(tmp_path / "ensemble"))
     for path in (saved.run, tmp_path / "export", tmp_path / "ensemble"):
         np.testing.assert_allclose(open_served(str(path)).score(rows), expected, atol=1e-5)
+
+
+# Comparison of checkpoints on the same rows: metrics, differences, ensemble and gates ---------------------------------
+ROWS = 2_000
+QUIET: dict[str, Any] = {"cluster_address": "none", "console": Console(quiet=True), "resamples": 50}
+
+
+@pytest.fixture(scope="module")
+def log(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("log") / "train.txt"
+    path.write_bytes(b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:ROWS]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
+    """Train two seeds, and a larger model with a separate Preprocessor."""
+    folder = tmp_path_factory.mktemp("models")
+    first = save_clicks(folder / "a", seed=1, scale=3.0)
+    custom = hashed_preprocessor(range(11, 11 + 3 * 26, 3))
+    wide = SMALL.replace(bottom_mlp=(64, 8), top_mlp=(64, 1))
+    return [first, save_clicks(folder / "b", seed=2, scale=3.0), save_clicks(folder / "c", model=wide, preprocessor=custom)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+
+
+def _labels(log: Path) -> np.ndarray:
+    return np.array([int(line[:1]) for line in log.read_bytes().splitlines()], np.uint8)
+
+
+@pytest.fixture(scope="module")
+def found(compared: list[Saved], log: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYREC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return rayrec.compare([str(saved.run) for saved in compared], str(log), ensemble=True, group="cat_5", **QUIET)
+
+
+def test_comparison_matches_single_evaluations(found: dict[str, Any], compared: list[Saved], log: Path) -> None:
+    labels = _labels(log)
+    assert (found["rows"], found["label_rate"]) == (ROWS, pytest.approx(labels.mean()))
+    assert [model["name"] for model in found["models"]] == ["a", "b", "c", "ensemble"]
+    logits = [
+        saved.logits(saved.preprocessor.encode(parse(saved.preprocessor.schema, log.read_bytes())[0])) for saved in compared
+    ]
+    logits.append(np.mean(logits, axis=0, dtype=np.float64).astype(np.float32))
+    for report, expected in zip(found["models"], logits, strict=True):
+        metrics = binary_metrics(expected, labels)
+        assert {name: report[name] for name in metrics} == pytest.approx(metrics, abs=1e-4)
+        low, high = report["intervals"]["auroc"]
+        assert low < report["auroc"] < high
+        assert 0 < report["gauc"] < 1
+        assert report["rows_per_s"] > 0
+    pairs = {(pair["model"], pair["other"]): pair for pair in found["differences"]}
+    assert len(pairs) == 6
+    for name, expected_difference in compare(logits[2], logits[0], labels, Resampling(resamples=50)).items():
+        report = pairs["c", "a"][name]
+        assert report["method"] == expected_difference.method
+        for field in ("difference", "low", "high"):
+            assert report[field] == pytest.approx(getattr(expected_difference, field), abs=1e-3)
+        assert report["p_value"] == pytest.approx(expected_difference.p_value, abs=0.05)
+    assert found["failures"] == []
+
+
+def test_costs_match_checkpoints_and_gates_compare_models(found: dict[str, Any], compared: list[Saved], log: Path) -> None:
+    told_of = found["models"]
+    for saved, report in zip(compared, told_of, strict=False):
+        assert report["parameters"] == sum(parameter.numel() for parameter in saved.model.parameters())
+        model = saved.config.workload.model  # type: ignore[attr-defined]
+        inputs = ModelInputs.of(saved.preprocessor.inputs)
+        assert report["multiply_adds"] == network_multiply_adds(saved.model.head.network, inputs, model)
+        assert report["checkpoint"] == str(saved.checkpoint)
+        assert report["preprocessor"] == saved.preprocessor.hash()
+    for name in ("parameters", "multiply_adds"):
+        assert told_of[3][name] == sum(report[name] for report in told_of[:3])
+    place = str(compared[0].run)
+    found = rayrec.compare([place, place], str(log), **QUIET)
+    assert [model["name"] for model in found["models"]] == [f"1: {place}", f"2: {place}"]
+    assert found["differences"][0]["auroc"]["p_value"] == 1
+    assert found["differences"][0]["logloss"]["difference"] == 0
+    places = [str(saved.run) for saved in compared[::2]]
+    found = rayrec.compare(places, str(log), gates=ComparisonGates(min_auroc_gain=0.5, max_p_value=1e-9), **QUIET)
+    gain = found["differences"][0]["auroc"]
+    assert [line.partition(":")[0] for line in found["failures"]] == ["gates.min_auroc_gain", "gates.max_p_value"]
+    assert f"c gains {gain['difference']:+.5f} AUROC over a, less than 0.5" in found["failures"][0]
+    passed = ComparisonGates(min_auroc_gain=gain["difference"] - 1e-9, max_p_value=1.0)
+    assert rayrec.compare(places, str(log), gates=passed, **QUIET)["failures"] == []
+
+
+def test_compare_command_output_and_exit_status(compared: list[Saved], log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["compare", *(str(saved.run) for saved in compared[:2]), str(log), "--resamples", "20", "--cluster.address", "none"]
+    assert run(command) == 0
+    captured = capsys.readouterr()  # a pipe
+    assert json.loads(captured.out)["failures"] == []
+    lines = captured.err[captured.err.index("2,000 rows, label") :].splitlines()
+    assert lines[0].split()[:6] == ["2,000", "rows,", "label", "rate", lines[0].split()[4], "auroc"]
+    assert [line.split()[0] for line in lines[1:3]] == ["a", "b"]
+    assert any(line.startswith("b less a") for line in lines)
+    assert run([*command, "-q", "--gates.min-auroc-gain", "0.9"]) == 2
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert [model["name"] for model in report["models"]] == ["a", "b"]
+    assert "gauc" not in report["models"][0]
+    assert "gates.min_auroc_gain: b gains" in captured.err.splitlines()[-1]
+
+
+def test_invalid_comparison_is_rejected_first(compared: list, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayrec.inference.compare.scored_rows", lambda *_: pytest.fail("rows are scored"))
+    schema = compared[0].preprocessor.schema
+    swapped = schema.replace(dense=(schema.dense[1], schema.dense[0], *schema.dense[2:]))
+    other = save_clicks(tmp_path / "d", preprocessor=hashed_preprocessor(range(5, 5 + 7 * 26, 7), swapped))
+    for places, match in (
+        ([], "^compare: needs at least two checkpoints, or one and --baselines"),
+        ([other.run], r"d: schema's 'dense' does not match .*a\. Compare models of one log\."),
+        ([tmp_path / "none"], "none: "),
+    ):
+        rejects(match, rayrec.compare, [str(place) for place in (compared[0].run, *places)], str(log), **QUIET)
+    with pytest.raises(InputError, match="runs/mnist: recipe mnist_resnet18 does not predict clicks"):
+        compare_checkpoints(["runs/a", "runs/mnist"], "log", configs=[compared[0].config, recipes.mnist_resnet18()])
+
+
+def test_different_rows_are_rejected(compared: list[Saved], log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the log changed between two models."""
+    numbers = itertools.count()
+
+    def changed(job: ScoringJob, console: Console) -> ScoredRows:
+        rows = scored_rows(job, console)
+        rows.checksums = (next(numbers), 0)
+        return rows
+
+    monkeypatch.setattr("rayrec.inference.compare.scored_rows", changed)
+    with pytest.raises(InputError, match=r"b: rows or labels do not match a\. Compare models of one log\."):
+        rayrec.compare([str(saved.run) for saved in compared[:2]], str(log), **QUIET)
+
+
+def test_baselines_train_on_model_rows(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = save_clicks(tmp_path / "run", train_data={"path": str(log)})
+    arguments = ["--baselines", "lightgbm", "logistic", "--resamples", "20", "--cluster.address", "none", "--json"]
+    assert run(["compare", str(saved.run), str(log), *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [model["name"] for model in found["models"]] == [saved.run.name, "lightgbm", "logistic"]
+    labels = _labels(log)
+    for model in found["models"][1:]:
+        assert (model["trained_rows"], model["checkpoint"]) == (ROWS - ROWS // 7, None)
+        assert model["auroc"] > 0.6
+        assert model["parameters"] > 10
+        assert model["label_rate"] == pytest.approx(labels.mean())
+    options: dict[str, Any] = {"baselines": ("logistic",), "baseline_rows": 500, "gates": ComparisonGates(min_auroc_gain=0.0)}
+    again = rayrec.compare([str(saved.run)] * 2, str(log), **options, **QUIET)
+    assert again["models"][-1]["trained_rows"] == 500
+    assert again["failures"] == []  # of the second network, not of the baseline
+    for flags, message in (
+        (["--ensemble"], "gates and --ensemble need at least two checkpoints"),
+        (["logistic"], "baselines: values must be unique"),
+        (["--baseline-rows", "0"], "baseline_rows: must be at least 1, got 0"),
+    ):
+        assert run(["compare", str(saved.run), str(log), "--baselines", "logistic", *flags]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_baseline_features(tmp_path: Path) -> None:
+    """Category rates exclude a row's own label, lists are one-hot sums, and untrainable data is rejected."""
+    labels = (np.random.default_rng(0).random(4_000) < 0.3).astype(np.float32)
+    unique = np.arange(4_000, dtype=np.int32)  # each category once: a rate that knew the label would separate the rows
+    rows = EncodedRows(np.zeros((4_000, 1), np.float32), [unique], {"label": labels})
+    preprocessor = hashed_preprocessor([4_000], Schema(tokens="hexadecimal", dense=("a",), sparse=("b",)))
+    options = Baselines(preprocessor, rows, rows, "", recipes.criteo_demo())
+    assert binary_metrics(options.fit("lightgbm").logits(rows), labels)["auroc"] < 0.6
+    lists = JaggedIds(np.array([3, 3, 4]), np.array([2, 1]))
+    features = one_hot(EncodedRows(np.array([[0.5], [1.5]], np.float32), [lists, np.array([3, 3])]))
+    assert (features.shape, features[0].max(), features.nnz) == ((2, 1 + (1 << 20)), 2, 6)
+    assert features.sum(axis=1).tolist() == [[0.5 + 3], [1.5 + 2]]
+    only_lists = EncodedRows(np.zeros((2, 0), np.float32), [lists], {"label": np.array([0.0, 1.0], np.float32)})
+    with pytest.raises(InputError, match=r"neither numbers nor columns of one category. Leave out lightgbm"):
+        Baselines(preprocessor, only_lists, only_lists, "", recipes.criteo_demo()).fit("lightgbm")
+    with pytest.raises(InputError, match="must name the training log"):
+        open_baselines(recipes.criteo_demo(), str(save_clicks(tmp_path / "run").checkpoint), max_rows=1, kinds=())

@@ -1,14 +1,25 @@
 """Linear stacks, towers and batch norms against torch: equal outputs and gradients, deterministically."""
 
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from builders.faults import fails_with, until
 from ranks.checkpoint import run_ranks
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from rayrec.collectives import global_means
+from rayrec.layers import cpu_watch, dots, kernel_threads
 from rayrec.layers.batch_norm import GlobalBatchNorm
+from rayrec.layers.cpu_watch import CpuWatch, WaitPolicy, waiting_share
+from rayrec.layers.dots import _indices, _OperatorDots, pairwise_dots
+from rayrec.layers.keyed_embeddings import Delivery, KeyedEmbeddings
 from rayrec.layers.mlp import MLP, Precision, linear_stack, relu_backward_
 from rayrec.layers.tower import Tower
 
@@ -82,22 +93,25 @@ def test_bf16_is_close_and_keeps_float32_gradients(final_activation: bool) -> No
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_linear_stack_is_bit_identical_for_same_inputs(precision: str) -> None:
+def test_linear_stack_repeats_bits_and_accepts_any_number_of_rows(precision: str) -> None:
     torch.manual_seed(0)
     mlp = MLP(40, (96, 1), final_activation=False, precision=precision)
     inputs, weights = torch.randn(300, 40), torch.randn(300, 1)
     _, first = gradients(mlp, inputs, weights)
     _, second = gradients(mlp, inputs, weights)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_no_rows_give_zero_gradients(precision: str) -> None:
     mlp = MLP(13, (32, 1), final_activation=False, precision=precision)
     output = mlp(torch.zeros(0, 13))
     output.sum().backward()
     assert output.shape == (0, 1)
     assert all(torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in mlp.parameters())
+    torch.manual_seed(0)
+    mlp, inputs = MLP(13, (32, 16, 1), final_activation=False, precision=precision), torch.randn(40, 13)
+    with torch.no_grad():
+        together = mlp(inputs)
+        alone = torch.cat([mlp(inputs[row : row + 1]) for row in range(40)])
+    tolerance = 1e-6 if precision == "fp32" else 0.03
+    torch.testing.assert_close(alone, together, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("in_features", [13, 70])
@@ -133,26 +147,12 @@ def test_input_major_weight_gradient_matches_output_major(in_features: int, out_
         assert got.is_contiguous()  # No copy into the parameter's layout needed
 
 
-def test_export_uses_plain_operators() -> None:
+def test_export_uses_plain_operators_and_empty_layer_learns_bias() -> None:
     mlp = MLP(13, (32, 1), final_activation=False).eval()
     inputs = torch.randn(4, 13)
     program = torch.export.export(mlp, (inputs,))
     torch.testing.assert_close(program.module()(inputs), mlp(inputs), atol=1e-5, rtol=1e-4)
     assert "mkldnn" not in program.graph_module.code
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_few_rows_match_many_rows(precision: Precision) -> None:
-    torch.manual_seed(0)
-    mlp, inputs = MLP(13, (32, 16, 1), final_activation=False, precision=precision), torch.randn(40, 13)
-    with torch.no_grad():
-        together = mlp(inputs)
-        alone = torch.cat([mlp(inputs[row : row + 1]) for row in range(40)])
-    tolerance = 1e-6 if precision == "fp32" else 0.03
-    torch.testing.assert_close(alone, together, atol=tolerance, rtol=tolerance)
-
-
-def test_layer_without_inputs_learns_bias() -> None:
     mlp = MLP(0, (16, 8), final_activation=True)
     output = mlp(torch.zeros(20, 0))
     torch.testing.assert_close(output[0], mlp.layers[1](mlp.layers[0].bias.relu()).relu())
@@ -162,8 +162,6 @@ def test_layer_without_inputs_learns_bias() -> None:
 
 
 # Towers: their formula is in models/ranking/test_formulas.py ----------------------------------------------------------
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_tower_returns_precision_dtype(precision: Precision) -> None:
     outputs = Tower(5, (4, 3), batch_norm=True, precision=precision)(torch.randn(16, 5))
@@ -172,8 +170,6 @@ def test_tower_returns_precision_dtype(precision: Precision) -> None:
 
 
 # Batch normalization and means over all workers' rows -----------------------------------------------------------------
-
-
 FEATURES, STEPS = 3, 4
 PARTS = ((0, 7), (7, 7), (7, 8))
 """Rows of each rank. One has none."""
@@ -231,3 +227,211 @@ def test_batch_norm_with_unequal_workers_matches_one_worker(tmp_path: Path) -> N
         for name in ("running_mean", "running_var"):
             torch.testing.assert_close(part[name], getattr(whole, name), rtol=1e-4, atol=1e-4)
             assert torch.equal(part[name], found[0][name])
+
+
+# Kernel of pairwise dot products against torch's operators ------------------------------------------------------------
+def drawn(rows: int, features: int, dim: int, kinds: tuple[torch.dtype, torch.dtype]) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(rows + features + dim)
+    order = tuple(torch.randperm(features, generator=generator).tolist())
+    dense, sparse = (torch.randn(rows, width, generator=generator) for width in (dim, features * dim))
+    return dense.to(kinds[0]).requires_grad_(), sparse.to(kinds[1]).requires_grad_(), order  # type: ignore[return-value]
+
+
+FLOAT, HALF = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("kinds", [(FLOAT, FLOAT), (HALF, FLOAT), (HALF, HALF), (FLOAT, HALF)])
+@pytest.mark.parametrize(
+    ("rows", "features", "dim"), [(0, 3, 4), (1, 1, 1), (5, 2, 3), (7, 26, 16), (3, 33, 20), (600, 16, 33), (4, 70, 64)]
+)
+def test_dots_kernel_matches_operators(rows: int, features: int, dim: int, kinds: tuple[torch.dtype, torch.dtype]) -> None:
+    dense, sparse, order = drawn(rows, features, dim, kinds)
+    by_kernel = pairwise_dots(dense, sparse, order)
+    with_torch_ops = _OperatorDots.apply(dense, sparse, *_indices(order, dim, torch.device("cpu")))
+    assert by_kernel.dtype == with_torch_ops.dtype == kinds[0]
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if kinds[0] == FLOAT else {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(by_kernel, with_torch_ops, **tolerance)
+    weights = torch.linspace(-1, 1, by_kernel.shape[1]).to(kinds[0])
+    results = [torch.autograd.grad(output, (dense, sparse), weights.expand_as(output)) for output in (by_kernel, with_torch_ops)]
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if HALF not in kinds else {"rtol": 2e-2, "atol": 2e-2}
+    for got, expected in zip(*results, strict=True):
+        assert got.dtype == expected.dtype
+        torch.testing.assert_close(got, expected, **tolerance)
+
+
+def test_dots_are_bit_identical_for_any_threads_and_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, sparse, order = drawn(1_000, 26, 16, (FLOAT, FLOAT))
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(pairwise_dots(dense, sparse, order))
+    finally:
+        torch.set_num_threads(before)
+    monkeypatch.setattr(kernel_threads, "openmp_parallel", lambda: None)
+    results.append(pairwise_dots(dense, sparse, order))
+    for result in results[1:]:
+        assert torch.equal(result, results[0])
+
+
+@pytest.mark.parametrize("capability", ["DEFAULT", "AVX2", "AVX512"])
+def test_vectorized_selects_kernel_for_cpu(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = ("DEFAULT", "AVX2", "AVX512")
+    if torch.backends.cpu.get_cpu_capability() not in order[order.index(capability) :]:
+        pytest.skip("not this CPU")
+    dense, sparse, places = drawn(40, 26, 16, (FLOAT, FLOAT))
+    expected = pairwise_dots(dense, sparse, places)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    kernel_threads.vectorized.cache_clear()
+    try:
+        ending = "dots" if capability == "DEFAULT" else capability.lower()
+        assert kernel_threads.vectorized("rayrec_pairwise_dots").__name__.endswith(ending)
+        torch.testing.assert_close(pairwise_dots(dense, sparse, places), expected)
+    finally:
+        kernel_threads.vectorized.cache_clear()
+
+
+def test_kernel_raises_memory_error_and_torch_counts_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernel_threads.openmp_parallel() is not None
+    dense, sparse = torch.zeros(1, 1), torch.zeros(1, 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    arguments = dots._structure(dense, sparse, [0], torch.zeros(1, 2))
+    arguments.vectors = 1 << 26  # Their products exceed the address space
+    with pytest.raises(MemoryError, match="rayrec_pairwise_dots"):
+        kernel_threads.run_kernel(kernel_threads.vectorized("rayrec_pairwise_dots"), arguments, 1, at_once=1)
+    dense, sparse, order = drawn(8, 26, 16, (FLOAT, FLOAT))
+    with FlopCounterMode(display=False) as counter:
+        pairwise_dots(dense, sparse, order).sum().backward()
+    assert counter.get_total_flops() == 2 * 2 * 8 * 27 * 27 * 16
+
+
+# Embeddings by feature name, for any delivery order -------------------------------------------------------------------
+DOTTED = ["b", "a", "c"]
+VALUES = torch.arange(24.0).view(2, 12)
+ORDER = (2, 0, 1)
+
+
+def test_embeddings_have_one_order_and_are_awaited_on_first_use() -> None:
+    plain = KeyedEmbeddings.in_order(DOTTED, 4, VALUES)
+    moved = torch.cat([VALUES[:, 4 * number : 4 * number + 4] for number in ORDER], dim=1)
+    delivered = KeyedEmbeddings(DOTTED, 4, lambda: (moved, ORDER))
+    assert delivered.pooled_unordered()[0] is moved
+    assert plain.flattened() is VALUES
+    assert torch.equal(delivered.flattened(), VALUES)
+    assert torch.equal(delivered.stacked(), VALUES.view(2, 3, 4))
+    assert list(delivered) == DOTTED
+    for number, feature in enumerate(DOTTED):
+        assert torch.equal(delivered[feature], VALUES[:, 4 * number : 4 * number + 4])
+        assert torch.equal(plain[feature], delivered[feature])
+    fails_with(KeyError, "d", delivered.__getitem__, "d")
+    calls = []
+
+    def deliver() -> Delivery:
+        calls.append(1)
+        return VALUES, (0, 1, 2)
+
+    embedded = KeyedEmbeddings(DOTTED, 4, deliver)
+    assert (len(embedded), "a" in list(embedded), calls) == (3, True, [])
+    embedded.stacked()
+    embedded.flattened()
+    assert calls == [1]
+
+
+# Detection of CPU contention, and short OpenMP waits during contention ------------------------------------------------
+_MS = 1_000_000
+ROW = [1.0] * cpu_watch._CONTENDED_INTERVALS
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    for name in cpu_watch._WAIT_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def decisions(policy: WaitPolicy, shares: list[float], *, start_s: float = 0.0) -> list[bool]:
+    return [policy.update(share, start_s + place * 0.1) for place, share in enumerate(shares)]
+
+
+def test_wait_policy_and_ratio_follow_contention() -> None:
+    assert decisions(WaitPolicy(), [0.9, 0.9, 0.9, 0.9, 0.1] * 3) == [False] * 15
+    assert decisions(WaitPolicy(), [*ROW, 0.0]) == [False, False, False, False, True, True]
+    policy, now_s, short_s = WaitPolicy(), 0.0, []
+    decisions(policy, ROW[1:])
+    for _ in range(9):
+        assert policy.update(1.0, now_s)
+        begin_s = now_s
+        while policy.update(1.0, now_s):
+            now_s += 0.125
+        short_s.append(now_s - begin_s)
+    assert short_s == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    policy = WaitPolicy()
+    assert decisions(policy, ROW)[-1]
+    assert decisions(policy, [0.3, 0.3, 1.0, 0.2], start_s=5.0) == [False, False, False, False]
+    assert decisions(policy, ROW, start_s=6.0) == [False, False, False, False, True]
+    assert policy.update(1.0, 7.3)
+    assert not policy.update(1.0, 7.5)  # Initial duration again
+    before = [(0, 0), (5 * _MS, 5 * _MS), (0, 0)]
+    assert waiting_share(before, [(90 * _MS, 10 * _MS), (6 * _MS, 9 * _MS), (1 * _MS, 3 * _MS)]) == 0.1
+    assert waiting_share(before, [(90 * _MS, 10 * _MS), (10 * _MS, 95 * _MS), (0, 0)]) == pytest.approx(90 / 95)
+    assert waiting_share(before, before) == 0.0
+
+
+_SPINNING = """
+import threading, time, torch
+from pathlib import Path
+from rayrec.layers import cpu_watch
+
+torch.set_num_threads(2)
+(worker,) = set(cpu_watch._run_in_team(torch.get_num_threads())) - {threading.get_native_id()}
+path, values = Path(f"/proc/self/task/{worker}/schedstat"), torch.ones(1_000_000)
+
+def spinning_ns():
+    before = cpu_watch._run_and_wait_ns(path)[0]
+    for _ in range(20):
+        values.add_(1)
+        time.sleep(0.005)
+    return cpu_watch._run_and_wait_ns(path)[0] - before
+
+waits = cpu_watch._ShortWaits()
+print(spinning_ns())
+waits.set(True)
+print(spinning_ns())
+waits.set(False)
+print(spinning_ns())
+"""
+
+
+def test_short_waits_make_threads_sleep() -> None:
+    """Compare the CPU time of an idle thread between operators, in a process whose OpenMP may spin."""
+    environment = {name: value for name, value in os.environ.items() if name not in cpu_watch._WAIT_VARIABLES}
+    ended = subprocess.run([sys.executable, "-c", _SPINNING], env=environment, capture_output=True, text=True, check=True)
+    long_ns, short_ns, long_again_ns = map(int, ended.stdout.split())
+    assert short_ns < min(long_ns, long_again_ns) / 3
+
+
+def test_cpu_watch_reports_contention_once(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = iter(range(10**9))
+
+    def waits_always(path: Path) -> tuple[int, int]:
+        return 0, next(reads) * 100 * _MS
+
+    monkeypatch.setattr(cpu_watch, "_run_and_wait_ns", waits_always)
+    monkeypatch.setattr(cpu_watch, "_INTERVAL_S", 0.005)
+    shares: list[float] = []
+    watch = CpuWatch(shares.append)
+    until(lambda: "rayrec-idle-team" in [thread.name for thread in threading.enumerate()])
+    watch.close()
+    assert shares == [1.0]
+    assert not {"rayrec-idle-team", "rayrec-cpu-watch"} & {thread.name for thread in threading.enumerate()}
+
+
+def test_cpu_watch_respects_user_settings(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu_watch._can_shorten_waits(2)
+    assert not cpu_watch._can_shorten_waits(1)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert not cpu_watch._can_shorten_waits(2)

@@ -3,7 +3,10 @@
 import itertools
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +15,16 @@ from builders.faults import rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from ranks import metric
 from ranks.checkpoint import run_ranks
-from sklearn.metrics import ndcg_score, roc_auc_score
+from sklearn.metrics import log_loss, ndcg_score, roc_auc_score
 from torch import distributed
 
+from rayrec.metrics import binary as metrics
 from rayrec.metrics import ranking
+from rayrec.metrics.binary import binary_metrics
 from rayrec.metrics.ranking import NO_GROUP, RankingAccumulator, gauc, ranking_metrics
+from rayrec.metrics.significance import METRICS, Resampling, _Model, _poisson_table, compare, intervals
 
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -78,8 +85,7 @@ def few_rows(draw: st.DrawFn) -> Rows:
 def test_ties_match_mean_of_orders(case: Rows, k: int) -> None:
     found = ranking_metrics(*case, ks=(k,))
     expected = {**by_hand(*case), **over_all_orders(*case, k)}
-    assert found == pytest.approx(expected, nan_ok=True)
-    assert set(found) == set(expected)
+    assert (found, set(found)) == (pytest.approx(expected, nan_ok=True), set(expected))
 
 
 @pytest.mark.parametrize("k", [1, 3, 10, 100])
@@ -152,3 +158,265 @@ def test_ranking_metrics_reject_invalid_arguments() -> None:
     rejects("groups: must have one per row, 2, got 3", kept.update, np.zeros(3, np.int64), np.zeros(2), np.zeros(2))
     kept.update(np.zeros(1, np.int64), np.array([np.nan]), np.zeros(1))
     rejects("1 of 1 logits are NaN", kept.compute)
+
+
+# Binary metrics match scikit-learn in hard cases, on any number of processes ------------------------------------------
+@st.composite
+def two_classes(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    count = draw(st.integers(2, 60))
+    few = st.sampled_from([-3.5, -1.0, -0.0, 0.0, 1e-40, 0.25, 7.0])  # Many ties
+    many = st.floats(-12, 12, width=32)  # scikit-learn's probabilities would round to 1 outside
+    logits = draw(hnp.arrays(np.float32, count, elements=draw(st.sampled_from([few, many]))))
+    labels = draw(hnp.arrays(np.int64, count, elements=st.integers(0, 1)))
+    labels[0], labels[1] = 0, 1  # Both classes
+    return logits, labels
+
+
+@settings(max_examples=150, deadline=None)
+@given(two_classes())
+def test_binary_metrics_match_scikit_learn(case: tuple[np.ndarray, np.ndarray]) -> None:
+    logits, labels = case
+    result = metrics.binary_metrics(logits, labels)
+    probability = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    rate = labels.mean()
+    loss = log_loss(labels, np.stack([1 - probability, probability], 1))
+    entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
+    assert result["auroc"] == pytest.approx(roc_auc_score(labels, logits), abs=1e-12)
+    assert result["logloss"] == pytest.approx(loss, rel=1e-9)
+    assert result["normalized_entropy"] == pytest.approx(loss / entropy, rel=1e-9)
+    assert result["calibration"] == pytest.approx(probability.sum() / labels.sum(), rel=1e-9)
+    assert result["expected_calibration_error"] == pytest.approx(_calibration_error(logits, labels, 15), abs=1e-12)
+    assert (result["rows"], result["label_rate"]) == (len(labels), pytest.approx(rate))
+
+
+@settings(max_examples=100, deadline=None)
+@given(two_classes())
+def test_auroc_matches_fraction_of_ordered_pairs(case: tuple[np.ndarray, np.ndarray]) -> None:
+    logits, labels = case
+    positives, negatives = logits[labels == 1][:, None], logits[labels == 0][None, :]
+    pairs = int(2 * (positives > negatives).sum() + (positives == negatives).sum())
+    assert metrics.auroc(logits, labels) == pairs / (2 * positives.size * negatives.size)
+
+
+def _calibration_error(logits: np.ndarray, labels: np.ndarray, bins: int) -> float:
+    """Compute the error from its definition, bin by bin."""
+    probability = 1 / (1 + np.exp(-logits.astype(np.float32).astype(np.float64)))
+    places = np.minimum(np.floor(probability * bins), bins - 1)
+    found = [places == place for place in range(bins)]
+    return sum(own.mean() * abs(probability[own].mean() - labels[own].mean()) for own in found if own.any())
+
+
+def test_calibration_error_auroc_and_logloss_of_extreme_logits() -> None:
+    def error(logits: Any, labels: list[int]) -> float:
+        return metrics.binary_metrics(logits, labels)["expected_calibration_error"]
+
+    assert (error([-np.inf, np.inf], [0, 1]), error([-np.inf, np.inf], [1, 0])) == (0, 1)
+    assert error([0.0, 0.0, 0.0, 0.0], [0, 0, 0, 1]) == pytest.approx(0.25)
+    # In fifteen bins, opposite errors do not cancel.
+    assert error(np.log([1 / 9, 1 / 9, 9.0, 9.0]), [1, 0, 0, 1]) == pytest.approx(0.4)
+    assert math.isnan(error([], []))
+    values = [-np.inf, -3e38, -1.0, -1e-45, 0.0, 1e-45, 1.0, 3e38, np.inf]
+    for cut in range(1, len(values)):
+        assert metrics.auroc(values, [0] * cut + [1] * (len(values) - cut)) == 1.0
+    assert metrics.auroc([-0.0, 0.0], [1, 0]) == 0.5
+
+    def logloss(logits: list[float], labels: list[int]) -> float:
+        return metrics.binary_metrics(logits, labels)["logloss"]
+
+    assert (logloss([1e30, -1e30], [1, 0]), logloss([1000.0], [0])) == (0.0, 1000.0)
+    assert (logloss([np.inf], [1]), logloss([np.inf], [0])) == (0.0, math.inf)
+    assert logloss([-100.0], [0]) == pytest.approx(math.exp(-100), rel=1e-12)
+
+
+def test_undefined_metrics_are_nan_and_invalid_rows_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(1)
+    logits, labels = generator.normal(size=1000).round(1), generator.integers(0, 2, 1000)
+    whole = metrics.binary_metrics(logits, labels)
+    monkeypatch.setattr(metrics, "_BLOCK_ROWS", 7)
+    blocks = metrics.binary_metrics(logits, labels)
+    assert (blocks["auroc"], blocks) == (whole["auroc"], pytest.approx(whole, rel=1e-13))
+    negatives = metrics.binary_metrics([1.0, 2.0], [0, 0])
+    assert math.isnan(negatives["auroc"])
+    assert math.isnan(negatives["calibration"])
+    assert math.isnan(negatives["normalized_entropy"])
+    assert negatives["logloss"] > 0
+    positives = metrics.binary_metrics([1.0, 2.0], [1, 1])
+    assert math.isnan(positives["auroc"])
+    assert positives["calibration"] < 1
+    empty = metrics.binary_metrics([], [])
+    assert empty["rows"] == 0
+    assert all(math.isnan(value) for name, value in empty.items() if name != "rows")
+    rejects("1 of 2 logits are NaN", metrics.auroc, [math.nan, 0.0], [0, 1])
+    rejects("labels: must be 0 or 1, got 2 in row 1", metrics.binary_metrics, [0.0, 0.0], [0, 2])
+    rejects("got nan in row 0", metrics.binary_metrics, [0.0], [math.nan])
+    rejects("labels: must have one per logit", metrics.auroc, [0.0, 0.0], [1])
+    code = "import sys, rayrec.metrics.binary; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_accumulator_matches_binary_metrics_also_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_BLOCK_ROWS", 16)
+    generator = np.random.default_rng(2)
+    logits, labels = generator.normal(size=100).astype(np.float32), generator.integers(0, 2, 100)
+    accumulator = metrics.BinaryMetricsAccumulator()
+    for start, stop in [(0, 5), (5, 5), (5, 60), (60, 100)]:
+        part = torch.from_numpy(logits[start:stop]).reshape(-1, 1).requires_grad_()
+        accumulator.update(part, torch.from_numpy(labels[start:stop]).float())
+    assert (accumulator.rows, accumulator.compute()) == (100, metrics.binary_metrics(logits, labels))
+    accumulator.update(torch.tensor([0.5, -0.5], dtype=torch.bfloat16), torch.tensor([True, False]))
+    assert accumulator.compute()["auroc"] == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_distributed_metrics_match_one_process(world_size: int, tmp_path: Path) -> None:
+    run_ranks(metric.metrics_of_ranks, world_size, str(tmp_path))
+    loaded = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+    assert all(refused for refused, _ in loaded)
+    results = [result for _, result in loaded]
+    cases = ((logits, labels) for logits, labels in metric.cases() for _ in metric.bounds(len(labels), world_size))
+    expected = [metrics.binary_metrics(*case) for case in cases]
+    assert len(expected) == len(results[0])
+    for index, wanted in enumerate(expected):
+        for ranks_result in results:
+            got = ranks_result[index]
+            assert repr(got) == repr(results[0][index])  # Bit-identical on all ranks, including NaN
+            for name in ("auroc", "rows", "label_rate"):
+                assert repr(got[name]) == repr(wanted[name])
+            assert got == pytest.approx(wanted, rel=1e-12, nan_ok=True)
+
+
+# Intervals contain the true value as often as their confidence; comparisons detect real differences only --------------
+FEW = Resampling(resamples=200)
+
+
+def _rows(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return calibrated logits, and labels drawn from them."""
+    generator = np.random.default_rng(seed)
+    logits = generator.normal(-1, 1.2, rows).astype(np.float32)
+    return logits, (generator.random(rows) < 1 / (1 + np.exp(-logits))).astype(np.uint8)
+
+
+def _delong_by_pairs(logits: np.ndarray, others: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+    """Return (difference, standard error) by DeLong et al. 1988 directly, over all pairs of rows."""
+    placed = []
+    for values in (logits, others):
+        positives, negatives = values[labels == 1][:, None], values[labels == 0][None, :]
+        right = (positives > negatives) + 0.5 * (positives == negatives)
+        placed.append((right.mean(axis=1), right.mean(axis=0)))
+    (first_positives, first_negatives), (second_positives, second_negatives) = placed
+    covariance = np.cov(first_positives, second_positives) / len(first_positives)
+    covariance += np.cov(first_negatives, second_negatives) / len(first_negatives)
+    contrast = np.array([1, -1])
+    return float(first_positives.mean() - second_positives.mean()), math.sqrt(contrast @ covariance @ contrast)
+
+
+@pytest.mark.parametrize("decimals", [7, 1, 0])
+def test_weighted_metrics_match_repeated_rows(decimals: int) -> None:
+    logits, labels = _rows(500)
+    logits = logits.round(decimals)
+    weights = np.random.default_rng(1).integers(0, 4, 500).astype(np.uint8)
+    expected = binary_metrics(np.repeat(logits, weights), np.repeat(labels, weights))
+    np.testing.assert_allclose(_Model(logits, labels).metrics(weights), [expected[name] for name in METRICS], rtol=1e-12)
+
+
+def test_poisson_intervals_contain_true_value_and_shrink() -> None:
+    table = _poisson_table()
+    assert (len(table), table.mean()) == (65536, pytest.approx(1, abs=5e-5))
+    assert table.var() == pytest.approx(1, abs=5e-4)
+    # Calibrated scores have calibration 1. About 90 intervals of 100 logs with 400 rows should contain it.
+    held = 0
+    for seed in range(100):
+        low, high = intervals(*_rows(400, seed), Resampling(confidence=0.9, resamples=100, seed=seed))["calibration"]
+        held += low <= 1 <= high
+    assert 82 <= held <= 97
+    logits, labels = _rows(20_000)
+    found = intervals(logits, labels, FEW)
+    metrics = binary_metrics(logits, labels)
+    assert list(found) == list(METRICS)
+    for name, (low, high) in found.items():
+        assert low < metrics[name] < high
+    low, high = found["auroc"]
+    area, positives = metrics["auroc"], int(labels.sum())
+    # Hanley & McNeil 1982, which is slightly too wide.
+    first, second = area / (2 - area), 2 * area**2 / (1 + area)
+    negatives = len(labels) - positives
+    variance = area * (1 - area) + (positives - 1) * (first - area**2) + (negatives - 1) * (second - area**2)
+    assert (high - low) / 2 == pytest.approx(1.96 * math.sqrt(variance / positives / negatives), rel=0.2)
+    small = intervals(logits[:1000], labels[:1000], FEW)
+    assert all(high - low < small[name][1] - small[name][0] for name, (low, high) in found.items())
+
+
+def test_intervals_depend_on_seed_only() -> None:
+    rows = _rows(1000)
+    assert intervals(*rows, FEW) == intervals(*rows, FEW)
+    assert intervals(*rows, FEW) != intervals(*rows, Resampling(resamples=200, seed=1))
+
+
+@pytest.mark.parametrize("decimals", [7, 1])
+def test_auroc_difference_matches_delong(decimals: int) -> None:
+    logits, labels = _rows(700)
+    others = (logits + np.random.default_rng(2).normal(0, 0.8, 700).astype(np.float32)).round(decimals)
+    difference, error = _delong_by_pairs(logits, others, labels)
+    found = compare(logits, others, labels, FEW)["auroc"]
+    assert (found.method, found.difference) == ("delong", pytest.approx(difference, abs=1e-12))
+    assert found.high - found.low == pytest.approx(2 * 1.959964 * error, rel=1e-6)
+    assert found.p_value == pytest.approx(math.erfc(difference / error / math.sqrt(2)), rel=1e-9)
+
+
+def test_compare_detects_worse_but_no_equal_model() -> None:
+    logits, labels = _rows(20_000)
+    noise = np.random.default_rng(3).normal(0, 0.5, 20_000).astype(np.float32)
+    metrics, others = binary_metrics(logits, labels), binary_metrics(logits + noise, labels)
+    for name, found in compare(logits, logits + noise, labels, FEW).items():
+        assert found.difference == pytest.approx(metrics[name] - others[name], rel=1e-9), name
+        assert found.low < found.difference < found.high
+        if name != "calibration":
+            assert found.p_value < 0.01
+            assert found.low * found.high > 0
+    assert compare(logits, logits + noise, labels, FEW)["auroc"].low > 0
+    logits, labels = _rows(5000)
+    noise = np.random.default_rng(4).normal(0, 0.3, (40, 2, 5000)).astype(np.float32)
+    found = [compare(*(logits + each), labels, Resampling(resamples=100))["logloss"].p_value for each in noise]
+    assert sum(value < 0.1 for value in found) <= 10  # About 4 of 40
+    for found in compare(logits, logits, labels, FEW).values():
+        assert (found.difference, found.low, found.high, found.p_value) == (0, 0, 0, 1)
+
+
+def test_single_class_and_invalid_arguments_have_no_intervals() -> None:
+    found = intervals(np.tile([0.5, 1.0, 2.0], 10), [0] * 30, FEW)
+    assert all(map(math.isnan, [*found["auroc"], *found["normalized_entropy"], *found["calibration"]]))
+    assert found["logloss"][0] < found["logloss"][1]
+    differences = compare(np.tile([0.5, 1.0], 15), np.tile([0.0, 2.0], 15), [1] * 30, FEW)
+    assert math.isnan(differences["auroc"].p_value)
+    assert 0 < differences["logloss"].p_value <= 1
+    assert all(map(math.isnan, intervals([], [], FEW)["logloss"]))
+    rejects(r"confidence: must be between 0 and 1, .* got 95", Resampling, confidence=95)
+    rejects("resamples: must be at least 2, got 1", Resampling, resamples=1)
+    rejects("NaN", compare, [0.0, 1.0], [math.nan, 1.0], [0, 1], FEW)
+    rejects("labels: must have one per logit", compare, [0.0, 1.0], [1.0], [0, 1], FEW)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("labels", [[], [1], [0, 1], [0, 1, 1], [0] * 12 + [1] * 12])
+def test_few_rows_return_no_intervals_without_warning(labels: list[int]) -> None:
+    logits = np.linspace(-1, 1, len(labels))
+    assert all(math.isnan(end) for ends in intervals(logits, labels, FEW).values() for end in ends)
+    for difference in compare(logits, -logits, labels, FEW).values():
+        assert all(map(math.isnan, (difference.low, difference.high, difference.p_value)))
+
+
+@pytest.mark.filterwarnings("error")
+def test_few_positives_return_logloss_interval_only() -> None:
+    labels, logits = np.repeat([0, 1], [96, 4]), np.linspace(-1, 1, 100)
+    found, differences = intervals(logits, labels, FEW), compare(logits, -logits, labels, FEW)
+    assert found["logloss"][0] < found["logloss"][1]
+    assert differences["logloss"].low < differences["logloss"].high
+    for name in ("auroc", "normalized_entropy", "calibration"):
+        assert all(map(math.isnan, (*found[name], differences[name].low, differences[name].p_value)))
+
+
+def test_enough_rows_return_intervals() -> None:
+    labels = np.repeat([0, 1], [25, 5])
+    low, high = intervals(np.linspace(-1, 1, 30) + labels * 0.5, labels, FEW)["logloss"]
+    assert 0 < low < high

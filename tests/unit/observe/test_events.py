@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders.faults import raising
+from builders.faults import raising, rejects, until
 
-from rayrec.config import Config, InputError
+from rayrec import storage
+from rayrec.config import Config
+from rayrec.observe import event_upload
 from rayrec.observe.event_json import command_line, encode_event, events_in
-from rayrec.observe.events import EventWriter, follow, read_events, readable_events
+from rayrec.observe.events import EventWriter, follow, merge_events, read_events, readable_events
 
 
 @pytest.fixture
@@ -56,8 +59,7 @@ def test_read_events_returns_written_order(path: Path) -> None:
     events = read_events(path)
     assert [event["kind"] for event in events] == ["start", "step", "step"]
     assert before <= events[0]["time"] <= time.time()
-    assert list(events[1]) == ["time", "kind", "step", "loss"]
-    assert events[2]["text"] == "zwei\nZeilen ü"
+    assert (list(events[1]), events[2]["text"]) == (["time", "kind", "step", "loss"], "zwei\nZeilen ü")
     assert _steps(path, kinds={"step"}) == [1, 2]
     assert read_events(path, kinds=()) == []
     writer.write("step")
@@ -89,7 +91,7 @@ class _Login(Config):
     """Hidden."""
 
 
-def test_writer_hides_values_of_secret_keys(path: Path) -> None:
+def test_writer_hides_values_of_secret_keys_and_keeps_token_counts(path: Path) -> None:
     keys = ["password", "DB_PASSWORD", "client_secret", "aws_secret_access_key", "access_key", "accessKey"]
     keys += ["api-key", "token", "hf_token", "authToken", "access_tokens", "token_file"]
     assert [_written(path, **{key: "hush"})[key] for key in keys] == ["***"] * len(keys)
@@ -97,9 +99,6 @@ def test_writer_hides_values_of_secret_keys(path: Path) -> None:
     config = _written(path, config=_Login())["config"]
     assert (config["user"], config["password"]) == ("ann", "***")
     assert "hush" not in path.read_text()
-
-
-def test_writer_keeps_token_counts(path: Path) -> None:
     counts = {"tokens_per_s": 5.5, "num_tokens": 7, "token_count": 3, "tokenizer": "gpt2", "password": None}
     of_texts = {"tokens": "0f3a9c1b22d4e5f6", "schema": {"tokens": "any"}, "data": {"tokens": [1, 2]}}
     assert _written(path, **{**counts, "num_tokens": np.int64(7)}, **of_texts).items() >= {**counts, **of_texts}.items()
@@ -146,8 +145,7 @@ def test_read_events_rejects_invalid_lines(path: Path, line: bytes) -> None:
     _written(path, step=1)
     _append(path, line)
     for step in (2, 3):
-        with pytest.raises(InputError, match=r"events\.jsonl, line 2: not an event"):
-            read_events(path)
+        rejects(r"events\.jsonl, line 2: not an event", read_events, path)
         _write(path, step=step)  # The writer cannot repair it: the line has an end.
 
 
@@ -160,8 +158,8 @@ def test_writer_repairs_end_after_crash(path: Path) -> None:
     assert path.read_bytes().count(b"torn_line") == 1
 
 
-def test_writer_counts_losses_and_warns_once(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_writer_counts_losses_also_without_file_and_warns_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     with caplog.at_level(logging.WARNING), EventWriter(path) as writer:
         writer.write("step", step=1)
@@ -170,10 +168,13 @@ def test_writer_counts_losses_and_warns_once(
             writer.write("step", step=2)
             writer.write("step", step=3)
         writer.write("step", step=4)
-    assert writer.num_lost == 2
-    assert len(caplog.records) == 1
+    assert (writer.num_lost, len(caplog.records)) == (2, 1)
     assert "No space left" in caplog.text
     assert _steps(path) == [1, 4]
+    (tmp_path / "file").write_text("")
+    with EventWriter(tmp_path / "file" / "events.jsonl") as writer:
+        writer.write("step")
+    assert writer.num_lost == 1
 
 
 def test_writer_repairs_short_writes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,8 +186,7 @@ def test_writer_repairs_short_writes(path: Path, monkeypatch: pytest.MonkeyPatch
                 patched.setattr(os, "write", lambda descriptor, line, length=length: write(descriptor, line[:length]))
                 writer.write("step", step=2)
         writer.write("step", step=3)
-    assert writer.num_lost == 2
-    assert _steps(path) == [1, 3]
+    assert (writer.num_lost, _steps(path)) == (2, [1, 3])
 
 
 def test_writer_repairs_line_cut_by_another_writer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,17 +217,9 @@ def test_readable_events_skips_damaged_lines(path: Path) -> None:
     _write(path, step=1)
     _append(path, b'{"time": 1.0, "ki{"time": 2.0, "kind": "failure"}\n')
     _write(path, step=2)
-    with pytest.raises(InputError, match="line 2"):
-        read_events(path)
+    rejects("line 2", read_events, path)
     assert [event["step"] for event in readable_events(path)] == [1, 2]
     assert readable_events(path.parent / "none.jsonl") == []
-
-
-def test_writer_with_unwritable_path_counts_losses(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with EventWriter(tmp_path / "file" / "events.jsonl") as writer:
-        writer.write("step")
-    assert writer.num_lost == 1
 
 
 @pytest.mark.parametrize("text", ["x" * 200_000, "-" * 200_000, "a=" * 100_000, "s3://" * 40_000])
@@ -275,5 +267,251 @@ def test_follow_returns_at_stop_and_rejects_invalid_line(path: Path) -> None:
     assert list(follow(path, stop=stop, poll_s=0.005)) == []
     path.parent.mkdir()
     path.write_bytes(b'{"kind": "a"}\nrubbish\n{"kind": "b"}\n')
-    with pytest.raises(InputError, match="line 2"):
-        list(follow(path, stop=stop))
+    rejects("line 2", list, follow(path, stop=stop))
+
+
+# Events at a URL: background upload of parts, merging and following, without duplicates or delays ---------------------
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "events"
+
+
+@pytest.fixture
+def url(folder: Path) -> str:
+    return f"file://{folder}.jsonl"
+
+
+class Store:
+    """Object store that can be out and counts uploads."""
+
+    def __init__(self) -> None:
+        self.is_out, self.num_uploads, self.num_refused = False, 0, 0
+        self._write = storage.write_bytes
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        if self.is_out:
+            self.num_refused += 1
+            raise OSError(f"{path}: the store was out")
+        self._write(path, data)
+        self.num_uploads += 1
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    store = Store()
+    monkeypatch.setattr(storage, "write_bytes", store.write_bytes)
+    return store
+
+
+def _steps_at(url: str) -> list[int]:
+    return [event["step"] for event in read_events(url)]
+
+
+def _write_steps(url: str, *steps: int) -> None:
+    with EventWriter(url) as writer:
+        for step in steps:
+            writer.write("step", step=step)
+
+
+def test_steps_are_batched_and_other_events_sent_at_once(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_upload, "_INTERVAL_S", 600.0)
+    with EventWriter(url) as writer:
+        writer.write("start", step=0)
+        until(lambda: store.num_uploads == 1)
+        for step in range(1, 50):
+            writer.write("step", step=step)
+        time.sleep(0.2)
+        assert store.num_uploads == 1  # Steps wait after an upload.
+        writer.write("evaluate", step=50)
+        until(lambda: store.num_uploads == 2)
+        assert _steps_at(url) == [*range(51)]
+        monkeypatch.setattr(event_upload, "_INTERVAL_S", 0.1)  # Applies after the next upload.
+        for kind, step in (("evaluate", 51), ("step", 52)):
+            writer.write(kind, step=step)
+            until(lambda step=step: store.num_uploads == step - 48)
+        assert _steps_at(url) == [*range(53)]
+    assert (_steps_at(url), writer.num_lost) == ([*range(53)], 0)
+
+
+def test_flush_uploads_and_returns_success(url: str, store: Store) -> None:
+    writer = EventWriter(url)
+    assert writer.flush()
+    for kind, step in (("start", 1), ("step", 2)):
+        writer.write(kind, step=step)
+        assert writer.flush()
+    assert _steps_at(url) == [1, 2]
+    store.is_out = True
+    writer.write("step", step=3)
+    assert not writer.flush(timeout_s=0.1)
+    store.is_out = False
+    assert writer.flush(timeout_s=60)
+    assert _steps_at(url) == [1, 2, 3]
+    writer.close()
+
+
+def test_long_run_writes_several_parts(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_upload, "PART_BYTES", 500)
+    _write_steps(url, *range(40))
+    names = sorted(os.listdir(folder))
+    assert len(names) > 3
+    assert names[1].endswith("-000002.jsonl")
+    assert _steps_at(url) == [*range(40)]
+
+
+def test_outage_loses_no_events_and_never_blocks(url: str, store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), EventWriter(url) as writer:
+        store.is_out = True
+        start = time.monotonic()
+        for step in range(1000):
+            writer.write("evaluate", step=step)
+        assert time.monotonic() - start < 30
+        until(lambda: store.num_refused >= 2)
+        store.is_out = False
+        assert writer.flush(timeout_s=60)
+    assert (writer.num_lost, _steps_at(url)) == (0, list(range(1000)))
+    assert len(caplog.records) == 1
+    assert "the store was out" in caplog.text
+
+
+def test_close_counts_losses_of_long_outage(url: str, store: Store, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with caplog.at_level(logging.WARNING):
+        writer = EventWriter(url)
+        writer.write("start", step=1)
+        assert writer.flush()
+        store.is_out = True
+        writer.write("step", step=2)
+        writer.write("finish", step=3)
+        monkeypatch.setattr(event_upload, "CLOSE_S", 0.3)
+        start = time.monotonic()
+        writer.close()
+        assert time.monotonic() - start < 5.0
+        writer.write("step", step=4)
+    assert writer.num_lost == 3
+    assert "Lost 2 event(s)" in caplog.text
+    assert _steps_at(url) == [1]
+
+
+def test_uploader_limits_waiting_bytes(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_upload, "_WAITING_BYTES", 1000)
+    store.is_out = True
+    writer = EventWriter(url)
+    for step in range(100):
+        writer.write("step", step=step)
+    assert 70 < (lost := writer.num_lost) < 100
+    store.is_out = False
+    assert writer.flush(timeout_s=60)
+    assert _steps_at(url) == list(range(100 - lost))
+    writer.write("step", step=7)  # There is room again.
+    writer.close()
+    assert writer.num_lost == lost
+
+
+def test_interpreter_exit_flushes_events(url: str) -> None:
+    code = (
+        "import sys; from rayrec.observe.events import EventWriter\n"
+        "writer = EventWriter(sys.argv[1])\n"
+        "for step in range(5): writer.write('step', step=step)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code, url], capture_output=True, text=True, check=True)
+    assert (run.stderr, _steps_at(url)) == ("", list(range(5)))
+
+
+def test_forked_process_writes_separate_parts(url: str, folder: Path) -> None:
+    writer = EventWriter(url)
+    writer.write("step", step=1)
+    child = os.fork()
+    if not child:
+        try:
+            writer.write("step", step=2)
+            writer.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    writer.close()
+    assert (_steps_at(url), len(os.listdir(folder))) == ([1, 2], 2)
+
+
+def test_merge_events_orders_writers_by_time(url: str, folder: Path) -> None:
+    with EventWriter(url) as one, EventWriter(url) as other:
+        for step in range(0, 20, 2):
+            one.write("step", step=step)
+            other.write("step", step=step + 1)
+    assert _steps_at(url) == [*range(20)]
+    for _ in range(2):
+        merge_events(url)
+        assert not folder.exists()
+        assert _steps_at(url) == [*range(20)]
+    _write_steps(url, 20)  # The run continues.
+    assert _steps_at(url) == [*range(21)]
+    merge_events(url)
+    assert _steps_at(url) == _steps_at(f"{folder}.jsonl") == [*range(21)]
+
+
+def test_interrupted_merge_duplicates_no_events(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write_steps(url, 1, 1, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "remove_folder", lambda path: None)
+        merge_events(url)
+    assert (folder.exists(), _steps_at(url)) == (True, [1, 1, 1])
+    merge_events(url)
+    assert (folder.exists(), _steps_at(url)) == (False, [1, 1, 1])
+
+
+def test_merge_keeps_growing_part(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = EventWriter(url)
+    writer.write("start", step=1)
+    assert writer.flush()
+    write_bytes = storage.write_bytes
+
+    def write_and_grow(path: str, data: bytes) -> None:
+        write_bytes(path, data)
+        if path == url:
+            writer.write("finish", step=2)
+            assert writer.flush()
+
+    monkeypatch.setattr(storage, "write_bytes", write_and_grow)
+    merge_events(url)
+    assert _steps_at(url) == [1, 2]
+    writer.close()
+
+
+def test_follow_yields_each_event_once(url: str) -> None:
+    stop = threading.Event()
+    events = follow(url, stop=stop, poll_s=0.01)
+    with EventWriter(url) as writer:
+        writer.write("start", step=1)
+        assert next(events)["step"] == 1
+        writer.write("step", step=2)
+        assert writer.flush()
+        assert next(events)["step"] == 2
+    merge_events(url)
+    _write_steps(url, 3)
+    assert next(events)["step"] == 3
+    merge_events(url)
+    _write_steps(url, 4)
+    stop.set()
+    assert [event["step"] for event in events] == [4]
+
+
+def test_follow_waits_during_store_outage(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write_steps(url, 1)
+    _write_steps(url, 2)
+    read, failures = storage.read_bytes, [False, True, True, True]  # The second part fails after the first was read.
+
+    def fail(path: str) -> bytes:
+        if failures and failures.pop(0):
+            raise OSError("the store was out")
+        return read(path)
+
+    monkeypatch.setattr(storage, "read_bytes", fail)
+    stop = threading.Event()
+    events = follow(url, stop=stop, poll_s=0.01)
+    assert [next(events)["step"], next(events)["step"]] == [1, 2]
+    stop.set()
+    assert list(events) == []
+
+
+def test_read_events_rejects_missing_url(url: str) -> None:
+    rejects("event file not found", read_events, url)
+    merge_events(url)
+    assert not storage.exists(url)

@@ -1,14 +1,19 @@
 """Display of a run: figures, panel, `rayrec top`, and plain lines without a terminal."""
 
+import errno
 import io
+import os
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import run_events
-from builders.faults import until
+from builders.faults import rejects, until
 from rich.console import Console as RichConsole
 
 from rayrec.config import InputError
@@ -44,7 +49,7 @@ def measured() -> list[dict[str, Any]]:
     return [*events, {"time": events[-1]["time"], "kind": "data", "step": 150, **data, **store}]
 
 
-def test_figures_match_running_job() -> None:
+def test_figures_match_running_and_finished_jobs() -> None:
     run = RunSummary(measured())
     assert (run.step, run.steps, run.status) == (150, 200, "training")
     # After its first logged step, the attempt took 6 s for 40 steps.
@@ -55,9 +60,6 @@ def test_figures_match_running_job() -> None:
     assert dict(figures(run))["of peak"] == "above measurement"
     run.update({"time": 1e9, "kind": "finish", "step": 200})
     assert run.status == "finishing"  # It evaluates its test rows.
-
-
-def test_figures_of_finished_run_show_selected_weights() -> None:
     events = measured()
     early = {"time": 2e9, "kind": "early_stop", "step": 150, "best_step": 100, "best_score": 0.8}
     finish = {"time": 2e9, "kind": "finish", "step": 150, "chosen_step": 100, "metrics": {"perplexity": 1.5, "rows": 9}}
@@ -74,7 +76,7 @@ def test_figures_of_finished_run_show_selected_weights() -> None:
     assert (run.status.startswith("finished"), run.steps, dict(figures(run))["perplexity"]) == (False, 400, "2.0000")
 
 
-def test_figures_grow_with_events() -> None:
+def test_figures_grow_with_events_and_panel_shows_phases() -> None:
     run = RunSummary()
     assert figures(run) == []
     assert "preparing" in shown(run)
@@ -85,9 +87,6 @@ def test_figures_grow_with_events() -> None:
     assert run.left_s() is None
     assert ("restarts", "0") not in figures(run)
     assert "step 1 of 10" in shown(run)
-
-
-def test_panel_shows_phases_stages_and_age() -> None:
     run = RunSummary(measured())
     assert run.last_time_s is not None
     text = shown(run, full=True, now_s=run.last_time_s + 1)
@@ -129,8 +128,7 @@ def test_panel_shows_phases_stages_and_age() -> None:
     ],
 )
 def test_console_line_matches_event(event: dict[str, Any], expected: str | None) -> None:
-    assert console_line(event) == expected
-    assert console_line(SAVED, verbose=True) == "step 8  saved p (1 MB)"
+    assert (console_line(event), console_line(SAVED, verbose=True)) == (expected, "step 8  saved p (1 MB)")
 
 
 def console_lines(events: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], **options: Any) -> str:
@@ -146,7 +144,7 @@ def now(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**event, "time": event["time"] + later_s} for event in events]
 
 
-def test_console_prints_plain_lines_without_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_prints_plain_lines_unless_quiet(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = console_lines(now(measured()), capsys)
     assert text.count("train: step") == 1  # The next is due in ten seconds.
     assert "worker 1 died" in text
@@ -157,23 +155,15 @@ def test_console_prints_plain_lines_without_terminal(capsys: pytest.CaptureFixtu
     assert "train: step 150 of 200  loss 0.2231  perplexity 2.0000" in text
     assert "saved runs/run" not in text
     assert "saved runs/run" in console_lines(now(measured()), capsys, verbose=True)
-
-
-def test_console_skips_past_events_and_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert console_lines(now(measured()), capsys, quiet=True) == ""
     assert console_lines([{**event, "time": 1.0} for event in measured()], capsys) == ""
-
-
-def test_top_prints_once_without_terminal(tmp_path: Path) -> None:
     run_events.write_run(tmp_path, measured())
     out = io.StringIO()
     assert top(str(tmp_path), console=screen(out)).step == 150
     assert "step 150 of 200" in out.getvalue()
-    with pytest.raises(InputError, match=r"not a run folder"):
-        top(str(tmp_path / "nowhere"))
+    rejects(r"not a run folder", top, str(tmp_path / "nowhere"))
     run_events.write_run(tmp_path, [{}, {}], mode="a")
-    with pytest.raises(InputError, match="not an event"):
-        top(str(tmp_path), console=screen(out))
+    rejects("not an event", top, str(tmp_path), console=screen(out))
 
 
 def test_top_follows_until_run_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,3 +202,115 @@ def test_top_returns_when_run_fails_or_stops(tmp_path: Path, last: dict[str, Any
     assert "left" not in dict(figures(run))
     run.update({"kind": "run", "time": run.last_time_s})
     assert (run.ended, run.status) == (False, "preparing")
+
+
+# Console output errors never end a run --------------------------------------------------------------------------------
+class Stream(io.StringIO):
+    """Standard error, as a terminal or not, optionally on a full disk."""
+
+    def __init__(self, *, terminal: bool) -> None:
+        super().__init__()
+        self.terminal, self.full, self.num_errors = terminal, False, 0
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    def write(self, text: str) -> int:
+        if self.full:
+            self.num_errors += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+@pytest.fixture(params=[True, False])
+def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Stream:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    return Stream(terminal=request.param)
+
+
+def use(console: Console) -> list[str]:
+    """Use the console like a run and return the completed parts."""
+    done = []
+    console.note("a note")
+    with console.preparing():
+        for number in range(3):
+            console.progress("count", number + 1, 3)
+        done.append("prepared")
+    events = [{**event, "time": time.time()} for event in run_events.run()]
+    with console.training(lambda stop: iter(events)):
+        time.sleep(0.4)  # a few refreshes
+        done.append("trained")
+    console.table("result", [("auroc", "0.8")])
+    return done
+
+
+def test_console_survives_full_disk_closed_and_missing_stream(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    stream.full, console = True, Console()
+    assert use(console) == ["prepared", "trained"]
+    assert stream.num_errors >= 3
+    assert sys.stderr is stream
+    stream.full = False
+    console.note("there is room again")
+    assert stream.getvalue().strip().endswith("there is room again")
+    assert "a note" not in stream.getvalue()  # Lost output stays lost.
+    console = Console()
+    stream.close()
+    assert use(console) == ["prepared", "trained"]
+    monkeypatch.setattr(sys, "stderr", None)
+    assert use(Console()) == ["prepared", "trained"]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_console_survives_broken_pipe(unbuffered: str) -> None:
+    """Standard output and the exit status do not change."""
+    code = "from rayrec.observe.console import Console; console = Console()\n"
+    code += "[console.note(f'note {number}') for number in range(3)]; print('the result')\n"
+    read, write = os.pipe()
+    os.close(read)
+    command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=write, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stdout) == (0, "the result\n")
+
+
+@pytest.mark.parametrize("stream", [True], indirect=True)
+def test_console_keeps_colors_and_live_lines(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    ours, plain = Console()._out, RichConsole(stderr=True)
+    assert (ours.is_terminal, ours.color_system, ours.encoding) == (True, plain.color_system, plain.encoding)
+    use(Console())
+    assert "step 200 of 200" in stream.getvalue()
+    assert "\x1b[" in stream.getvalue()
+
+
+def test_unreadable_events_end_only_the_display(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+
+    def follow(stop: threading.Event) -> Iterator[dict[str, Any]]:
+        yield {"time": time.time() + 1, "kind": "failure", "cause": "worker 1 died"}
+        raise InputError("events.jsonl, line 2: not an event")
+
+    with Console().training(follow):
+        time.sleep(0.2)
+    printed = capsys.readouterr().err
+    assert "worker 1 died: restarting" in printed
+    assert "Stopping the display of this run: events.jsonl, line 2: not an event" in printed
+    assert not failures
+
+
+def test_console_prints_names_without_markup(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    console = Console()
+    for name in ("[red]", "[/x]", ":smile:", "{task}", "a[0]"):
+        console.note(f"note {name}")
+        with console.preparing():
+            console.progress(f"index {name}", 1, 1, note=f"of {name}")
+        console.table(f"title {name}", [(f"key {name}", f"value {name}")])
+        for text in (f"note {name}", f"index {name}", f"of {name}", f"title {name}", f"key {name}", f"value {name}"):
+            assert text in stream.getvalue(), text

@@ -1,6 +1,9 @@
 """HTML reports: valid, self-contained, complete, and without code from events."""
 
+import base64
 import re
+import struct
+import zlib
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -8,17 +11,17 @@ from xml.etree import ElementTree
 
 import pytest
 from builders import run_events
+from builders.faults import rejects
 
 import rayrec
-from rayrec.config import InputError
 from rayrec.observe.bottleneck import diagnose
 from rayrec.observe.report import comparison, training
 from rayrec.observe.report import run as report
-from rayrec.observe.report.charts import NUM_SERIES
+from rayrec.observe.report.charts import NUM_SERIES, Line, Mark, Span, data_url, line_chart, tick_step, timeline
+from rayrec.observe.report.page import table
 from rayrec.observe.report.training import STEP_CHARTS
 from rayrec.observe.run_summary import Price, RunSummary
 
-VOID = {"meta", "img"}
 FINISHED = report.Run(run_events.CONFIG, run_events.run(), run_events.SUMMARY)
 
 
@@ -36,7 +39,7 @@ class _Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
+        if tag not in {"meta", "img"}:
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -77,7 +80,7 @@ def finished() -> str:
     return report.render(FINISHED)
 
 
-def test_page_is_valid_and_self_contained(finished: str) -> None:
+def test_page_is_valid_self_contained_and_deterministic(finished: str) -> None:
     page = _Page(finished)
     assert not {tag for tag, _ in page.elements} & {"script", "link", "iframe", "object"}
     for _, attributes in page.elements:
@@ -87,20 +90,15 @@ def test_page_is_valid_and_self_contained(finished: str) -> None:
     assert "http" not in finished.replace("http-equiv", "")
     assert "prefers-color-scheme: dark" in finished
     assert "url(" not in finished
+    assert report.render(FINISHED) == finished
 
 
-def test_page_escapes_events_and_config(finished: str) -> None:
+def test_page_shows_key_figures_and_charts_of_step_events(finished: str) -> None:
     words = ["<script>alert(1)</script>", "<b>bold</b> & more", "worker 1 died of SIGKILL & <more>"]
     assert _lacking(_Page(finished).text, *words, "What <light> through\nyonder") == []
-
-
-def test_page_shows_key_figures(finished: str) -> None:
     wanted = ["finished", "0123456789abcdef", "torch 2.13.0", "1.6487", "0.25", "75 s", "0.4%", "44 MB", "cut short"]
     wanted += ["2026-09-21 14:13:21 UTC", "0:00:02", "20repeated steps"]  # The first attempt began at 0:00:02.
     assert _lacking(_Page(finished).text, *wanted) == []
-
-
-def test_step_charts_match_step_event_fields() -> None:
     log = (Path(rayrec.__file__).parent / "training" / "step_log.py").read_text()
     for title, name in STEP_CHARTS:
         assert f'"{name}"' in log, title
@@ -119,7 +117,7 @@ def test_page_shows_curves_and_marks(finished: str) -> None:
     assert "training 9 (step 100)" in [circle.findtext("title") for circle in loss.iter("circle")]
 
 
-def test_samples_mark_wrong_predictions(finished: str) -> None:
+def test_samples_mark_wrong_predictions_and_page_shows_progress(finished: str) -> None:
     page = _Page(finished)
     images = page.all("img")
     assert len(images) == 9
@@ -127,9 +125,6 @@ def test_samples_mark_wrong_predictions(finished: str) -> None:
     kinds = [kind for attributes in page.all("figure") if (kind := attributes.get("class")) in ("right", "wrong")]
     assert kinds == ["right"] * 7 + ["wrong", "right"]
     assert _lacking(page.text, "✗ 1 (88%), is 7", "✓ 8 (88%)") == []
-
-
-def test_page_of_running_job_shows_progress() -> None:
     text = _text(run_events.run(finished=False))
     assert _lacking(text, "not finished at step 150 of 200", "validation at step 150", "150 of 200") == []
     ended = ("finish", "summary", "samples")
@@ -144,10 +139,6 @@ def test_page_of_running_job_shows_progress() -> None:
         assert "Curves" not in text
 
 
-def test_page_is_deterministic(finished: str) -> None:
-    assert report.render(FINISHED) == finished
-
-
 def test_report_accepts_file_or_folder(tmp_path: Path) -> None:
     run, out, plain = run_events.write_run(tmp_path / "run"), tmp_path / "out", tmp_path / "plain"
     assert report.write(run) == f"{run}/report.html"
@@ -156,8 +147,7 @@ def test_report_accepts_file_or_folder(tmp_path: Path) -> None:
         assert rayrec.report(run, out=str(place)) == str(path)
         assert path.read_bytes() == Path(run, "report.html").read_bytes()
     assert rayrec.report(run, run, out=str(out / "both")) == str(out / "both" / "report.html")
-    with pytest.raises(InputError, match="not a run folder"):
-        report.write(str(tmp_path))
+    rejects("not a run folder", report.write, str(tmp_path))
 
 
 def test_try_write_report_logs_errors(tmp_path: Path) -> None:
@@ -182,16 +172,15 @@ def test_time_section_sums_phases_and_fifths() -> None:
         "waiting for other workers: 1 s (9.0%); everything else: 0.5 s (4.5%); held up by checkpoints: 0.1 s (0.9%); "
         "evaluation: 1 s (9.0%)"
     )
-    shares = [tip.split(": ") for tip in _tips(course)]
     # Saves and evaluations at steps 50 and 100 belong to the third and the last fifth.
-    evaluations = [share for name, share in shares if name.endswith("evaluation")]
+    evaluations = [share for name, share in (tip.split(": ") for tip in _tips(course)) if name.endswith("evaluation")]
     assert [share.split(" ")[0] for share in evaluations] == ["0.0%", "0.0%", "19.6%", "0.0%", "19.6%"]
     wanted = ["blocked on data 20.0 % of the time: <read> tasks are CPU-bound", "Share of the device's measured peak"]
     wanted += ["read142290.0%80.0%10.0%", "object store5.0% in use", "20profile/steps_20_30"]
     assert _lacking(_Page(page).text, *wanted) == []
 
 
-def test_time_section_without_phases_and_with_all() -> None:
+def test_time_section_has_all_phases_and_data_section_full_run() -> None:
     events = run_events.click_run()
     for event in events:
         event.pop("times_s", None)
@@ -205,10 +194,6 @@ def test_time_section_without_phases_and_with_all() -> None:
     assert '<rect class="dot series-9"' in page
     assert ".dot.series-9 { fill: var(--series-9); }" in page
     assert page.count("--series-9: #") == 2  # by day and by night
-
-
-def test_data_section_covers_full_run() -> None:
-    events = run_events.click_run()
     data = next(event for event in events if event["kind"] == "data")
     stage = {**data["stages"][0], "cpu_share": 0.5}
     # A block made in half a minute is consumed in the last second.
@@ -222,7 +207,7 @@ def test_data_section_covers_full_run() -> None:
     assert "read200100.0%50.0%10.0%" in _text(events)
 
 
-def test_page_shows_calibration_categories_and_tables() -> None:
+def test_page_shows_calibration_tables_and_cost_or_runs_in_columns() -> None:
     page = report.render(_click())
     calibration = _chart(page, "Share of clicks in the test rows")
     assert "observed 0.81 (predicted probability 0.8)" in [circle.findtext("title") for circle in calibration.iter("circle")]
@@ -230,15 +215,9 @@ def test_page_shows_calibration_categories_and_tables() -> None:
     first = ["worker 0, table_wise: 68 kB (51.5%)", "worker 0, row_wise: 64 kB (48.5%)"]
     second = ["worker 1, table_wise: 136 kB (68.0%)", "worker 1, row_wise: 64 kB (32.0%)"]
     assert _tips(_chart(page, "Weights and optimizer state")) == first + second
-
-
-def test_page_shows_cost_if_price_is_set() -> None:
     run = _click(seconds=360.0)
     assert f"cost{run.sums.cost(Price(2.5, nodes=4)).total:.4g}" in _text(run, price=Price(2.5, nodes=4))
     assert "Cost" not in _text(run)
-
-
-def test_comparison_shows_runs_in_columns() -> None:
     runs = [_click("first"), _click("second", auroc=0.8, seconds=2.0, config="seed: 1\nmodel:\n  dim: 8\n"), FINISHED]
     page = comparison.render(runs, price=Price(1.0))
     assert len(_chart(page, "Validation auroc").findall("polyline")) == 2
@@ -252,7 +231,7 @@ def test_comparison_shows_runs_in_columns() -> None:
     assert _lacking(same, "All configurations are equal.", "clicks (1)clicks (2)") == []
 
 
-def test_comparison_averages_over_seeds() -> None:
+def test_comparison_averages_over_seeds_and_shows_provenance(tmp_path: Path) -> None:
     runs = [
         _click(f"seed-{seed}", auroc=auroc, config=f"name: seed-{seed}\nseed: {seed}\nsteps: 9\n")
         for seed, auroc in enumerate((0.78, 0.80, 0.79))
@@ -260,9 +239,6 @@ def test_comparison_averages_over_seeds() -> None:
     text = _Page(comparison.render([*runs, _click("other", config="seed: 0\nsteps: 10\n")])).text
     assert "criteo_demo (seed-0, ...)30.79000 ± 0.01000" in text
     assert "Mean over seeds" not in _Page(comparison.render(runs[:1])).text
-
-
-def test_page_shows_provenance_and_early_stop() -> None:
     events = run_events.click_run()
     events[0] |= {"commit": "0123abcd+", "machine": "host, 8 CPUs", "command": "rayrec train criteo_demo"}
     early = {"time": events[-1]["time"], "kind": "early_stop", "step": 100, "best_step": 50, "best_score": 0.8}
@@ -271,18 +247,14 @@ def test_page_shows_provenance_and_early_stop() -> None:
     wanted = ["commit0123abcd+", "machinehost, 8 CPUs", "commandrayrec train criteo_demo", "weights to usestep 50"]
     wanted += ["early stopat step 100 of 100: no improvement since step 50"]
     assert _lacking(text, *wanted, "95.3% of the way from 0.5 to the best possible 0.8123") == []
-
-
-def test_report_of_several_runs_requires_out(tmp_path: Path) -> None:
     (one, two), out = (run_events.write_run(tmp_path / name) for name in ("one", "two")), str(tmp_path / "both.html")
     assert rayrec.report(one, two, out=out) == out
     assert "2 runs" in _Page(Path(out).read_text()).text
     for message, runs, place in (("--out", [one, two], None), ("at most 8", [one] * 9, out), ("missing run folder", [], out)):
-        with pytest.raises(InputError, match=message):
-            rayrec.report(*runs, out=place)
+        rejects(message, rayrec.report, *runs, out=place)
 
 
-def test_page_is_accessible() -> None:
+def test_page_is_accessible_with_distinct_dashes() -> None:
     page = _Page(report.render(_click()))
     places = {attributes["id"] for _, attributes in page.elements if attributes.get("id")}
     links = {str(attributes["href"]).removeprefix("#") for attributes in page.all("a")}
@@ -300,9 +272,6 @@ def test_page_is_accessible() -> None:
     for name in named:
         assert f"Numbers: {name}" in page.text
     assert "checkpoints0:00:" in page.text  # Values of the timeline's ticks.
-
-
-def test_lines_have_distinct_dashes() -> None:
     style = report.render(FINISHED)
     dashes = re.findall(r"\.line\.series-\d {[^}]*stroke-dasharray: ([^;]*);", style)
     assert len(dashes) == len(set(dashes)) == NUM_SERIES
@@ -327,3 +296,57 @@ def test_startup_section_shows_first_and_last_starts() -> None:
 def _starts(events: list[dict[str, Any]]) -> str:
     section: Any = training.start_up(RunSummary(events).starts)
     return section.body
+
+
+# Charts, tables and images of a report --------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("low", "high", "max_ticks", "expected"), [(0, 1, 5, 0.2), (0, 1000, 7, 200), (0.82, 1, 5, 0.05), (0, 7e-5, 5, 2e-5)]
+)
+def test_tick_step_returns_round_numbers(low: float, high: float, max_ticks: int, expected: float) -> None:
+    assert tick_step(low, high, max_ticks=max_ticks) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("points", [[(1.0, 0.5)], [(1.0, 0.0), (2.0, 0.0)], [(0.0, 3.0)], [(1.0, None), (2.0, 1e30)]])
+def test_line_chart_plots_flat_lines(points: list[tuple[float, float | None]]) -> None:
+    for from_zero in (False, True):
+        figure = line_chart("flat", [Line("flat", points)], x_label="step", from_zero=from_zero)
+        assert "nan" not in figure
+        assert "<circle" in figure
+
+
+def test_line_chart_is_empty_without_points_and_thins_long_lines() -> None:
+    points: Any = [(1.0, None), (2.0, float("nan")), (3.0, float("inf"))]
+    for lines in ([Line("none", points)], []):
+        assert line_chart("none", lines, x_label="step") == ""
+    points: list[tuple[float, float | None]] = [(float(x), 1.0 if x == 77_777 else 0.0) for x in range(100_000)]
+    figure = line_chart("long", [Line("long", points)], x_label="step", marks=[Mark(2e5, "1", "beyond")])
+    assert len(figure) < 30_000
+    assert "beyond" not in figure
+    assert len({pair.split(",")[1] for pair in re.findall(r"[\d.]+,[\d.]+", figure)}) == 2
+
+
+@pytest.mark.parametrize(
+    ("pixels", "kind", "lines"),
+    [([[0, 7, 255], [1, 2, 3]], 0, [b"\0\0\7\xff", b"\0\1\2\3"]), ([[(1, 2, 3), (4, 5, 6)]], 2, [b"\0\1\2\3\4\5\6"])],
+)
+def test_data_url_encodes_png(pixels: Any, kind: int, lines: list[bytes]) -> None:
+    data = base64.b64decode(data_url(pixels).removeprefix("data:image/png;base64,"))
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    chunks, place = {}, 8
+    while place < len(data):
+        length, name = struct.unpack(">I4s", data[place : place + 8])
+        body = data[place + 8 : place + 8 + length]
+        (checksum,) = struct.unpack(">I", data[place + 8 + length : place + 12 + length])
+        assert checksum == zlib.crc32(name + body)
+        chunks[name] = body
+        place += 12 + length
+    assert list(chunks) == [b"IHDR", b"IDAT", b"IEND"]
+    assert struct.unpack(">IIBBBBB", chunks[b"IHDR"]) == (len(pixels[0]), len(pixels), 8, kind, 0, 0, 0)
+    assert zlib.decompress(chunks[b"IDAT"]) == b"".join(lines)
+
+
+def test_empty_columns_and_lanes_are_omitted() -> None:
+    shown = table(["a", "b", "c"], [["x", "", "-"], ["y", "", "1"]], name="t")
+    assert ('<th scope="col">b' in shown, '<th scope="col">c' in shown) == (False, True)
+    drawn = timeline("t", [("training", [Span(0, 1, "x")]), ("restarts", [])], [("evaluations", [])])
+    assert ("training" in drawn, "restarts" in drawn, "evaluations" in drawn) == (True, False, False)

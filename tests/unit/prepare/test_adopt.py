@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders.click_models import make_app
+from builders.faults import flip, rejects
 from builders.requests import post
 from builders.runs import QUIET, events_of, train
 from builders.torchrec_scripts import PARTS, torchrec_criteo, write_contiguous_and_shuffled, write_npy
@@ -26,15 +27,16 @@ from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.extension import rules_of
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.materialized import dataset
+from rayrec.data.text import mds
+from rayrec.data.text.mds import TokenRows
+from rayrec.data.text.text_blocks import open_tokens
+from rayrec.data.text.tokenizer import bytes_bpe, write_tokenizer
 from rayrec.inference.model import open_served
 from rayrec.observe.console import Console
 from rayrec.workloads.base import TrainConfig
 
 ROWS = [700, 650, 301]
-HOTNESS = (3, 1, *(1,) * 23, 2)
 SEGMENT = 128
-
-
 adopt = functools.partial(rayrec.adopt, console=QUIET)
 
 
@@ -120,8 +122,6 @@ def folder(arrays: Path, tmp_path: Path) -> Path:
 
 
 # -- what is written
-
-
 def test_adopt_writes_only_manifest_and_preprocessor(folder: Path) -> None:
     before = contents(folder)
     made = adopt(str(folder))
@@ -130,13 +130,11 @@ def test_adopt_writes_only_manifest_and_preprocessor(folder: Path) -> None:
     assert (made["rows"], made["bad_rows"], made["format"], made["labelled"]) == (sum(ROWS), 0, "npy", True)
     assert made["sets"] == {"train": [0, 1350], "validation": [1350, 1501], "test": [1501, 1651]}
     dense, ids, labels = map(np.concatenate, zip(*(loaded(folder, f"day_{day}") for day in range(3)), strict=True))
-    assert made["num_embeddings"] == (ids.max(axis=0) + 1).tolist()
-    assert made["modulo"] == []
+    assert (made["num_embeddings"], made["modulo"]) == ((ids.max(axis=0) + 1).tolist(), [])
     rows = read(folder)
     for found, expected in ((np.array(rows.ids), ids.T), (rows.dense, dense), (rows.label, labels[:, 0])):
         np.testing.assert_array_equal(found, expected)
-    with pytest.raises(InputError, match=r"already has a dataset\.json, .*Remove its dataset\.json"):
-        adopt(str(folder))
+    rejects(r"already has a dataset\.json, .*Remove its dataset\.json", adopt, str(folder))
 
 
 def test_adopt_splits_last_day_like_torchrec(arrays: Path, adopted: Path) -> None:
@@ -151,23 +149,19 @@ def test_adopt_splits_last_day_like_torchrec(arrays: Path, adopted: Path) -> Non
             np.testing.assert_array_equal(got, rows.ids[9])
 
 
-def test_adopt_reads_mixed_integer_types(adopted: Path) -> None:
+def test_adopt_reads_mixed_types_and_takes_large_ids_modulo(adopted: Path, npy: Path, tmp_path: Path) -> None:
     """IDs of the last day have 64 bits, the others 32."""
     order = np.random.default_rng(0).permutation(sum(ROWS))
     rows, ordered = read(adopted), read(adopted, order)
     assert ordered.ids[0].dtype == np.int32
     np.testing.assert_array_equal(np.array(ordered.ids), np.array(rows.ids)[:, order])
     np.testing.assert_array_equal(ordered.dense, rows.dense[order])
-
-
-def test_adopt_takes_large_ids_modulo_like_torchrec(npy: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(npy, tmp_path / "npy")
     negative = np.load(folder / "day_1_sparse.npy")
     negative[5, 3] = -17
     np.save(folder / "day_1_sparse.npy", negative)
     sizes = [100 + number for number in range(26)]
-    with pytest.raises(InputError, match=r"column 3 has ID -17. .*--num-embeddings-per-feature"):
-        adopt(str(folder))
+    rejects(r"column 3 has ID -17. .*--num-embeddings-per-feature", adopt, str(folder))
     made = adopt(str(folder), num_embeddings_per_feature=sizes)
     assert made["num_embeddings"] == sizes
     assert len(made["modulo"]) > 20
@@ -182,14 +176,11 @@ def test_adopt_takes_large_ids_modulo_like_torchrec(npy: Path, tmp_path: Path) -
 
 
 def test_adopt_notes_hashed_ids(npy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = rayrec.adopt(str(npy), out=str(tmp_path / "out"), console=Console())
-    assert max(made["num_embeddings"]) > 2**31
+    assert max(rayrec.adopt(str(npy), out=str(tmp_path / "out"), console=Console())["num_embeddings"]) > 2**31
     assert "columns have IDs above the number of rows" in capsys.readouterr().err
 
 
 # -- training and after
-
-
 @pytest.fixture(scope="module")
 def runs(adopted: Path, raw: Path) -> tuple[Path, Path]:
     """Train on adopted arrays, and on the same raw rows."""
@@ -203,15 +194,12 @@ def summary_of(run: Path) -> dict[str, Any]:
     return json.loads((run / "summary.json").read_text())
 
 
-def test_adopted_training_matches_raw_training(runs: tuple[Path, Path]) -> None:
+def test_adopted_training_matches_raw_training(runs: tuple[Path, Path], adopted: Path, tmp_path: Path) -> None:
     mine, other = map(summary_of, runs)
     assert mine["weights_sha256"] == other["weights_sha256"]
     for name in ("preprocessor", "rows_of_sets", "metrics", "validation", "rows"):
         assert mine[name] == other[name], name
-
-
-def test_adopted_run_resumes_exactly(runs: tuple[Path, Path], adopted: Path, tmp_path: Path) -> None:
-    """Resumes from the second last checkpoint, in the middle of the epoch."""
+    # Resumes from the second last checkpoint, in the middle of the epoch.
     run = shutil.copytree(runs[0], tmp_path / "adopted")
     shutil.rmtree(run / "checkpoints" / "step_00000016")
     (run / "summary.json").unlink()
@@ -241,26 +229,22 @@ def test_adopted_scores_match_raw_scores(runs: tuple[Path, Path], adopted: Path,
         assert (wrong.status, wrong.json()["error"]["field"]) == (400, "cat_3")
 
 
-def test_adopt_reuses_preprocessor_of_run(runs: tuple[Path, Path], arrays: Path, adopted: Path, tmp_path: Path) -> None:
+def test_adopt_reuses_preprocessor_of_run_and_plans_its_tables(
+    runs: tuple[Path, Path], arrays: Path, adopted: Path, tmp_path: Path
+) -> None:
     """IDs missing from the run's tables are taken modulo their rows."""
     folder = shutil.copytree(arrays, tmp_path / "more", ignore=shutil.ignore_patterns("day_[01]*"))
     assert adopt(str(folder), out=str(tmp_path / "own"))["preprocessor"]
-    with pytest.raises(InputError, match=r"adopt it with the model's: --preprocessor RUN --out DIR"):
-        rayrec.evaluate(str(runs[0]), str(tmp_path / "own"))
+    rejects(r"adopt it with the model's: --preprocessor RUN --out DIR", rayrec.evaluate, str(runs[0]), str(tmp_path / "own"))
     assert adopt(str(folder), preprocessor=str(runs[0]))["preprocessor"] == summary_of(runs[0])["preprocessor"]
     assert rayrec.evaluate(str(runs[0]), str(folder))["rows"] == ROWS[2]
     changed = config_of(adopted, tmp_path, "two").updated({"eval_data": {"path": str(folder), "files": ()}})
     assert train(changed).summary["rows_of_sets"] == {"train": sum(ROWS), "validation": ROWS[2]}
-
-
-def test_adopted_plan_has_array_tables(adopted: Path, tmp_path: Path) -> None:
     size = Preprocessor.load(str(adopted / "preprocessor")).num_embeddings[9]
     assert re.search(rf"^cat_9 +{size:,} ", rayrec.plan(config_of(adopted, tmp_path, "planned")), re.MULTILINE)
 
 
 # -- bags of ids
-
-
 def test_multi_hot_arrays_match_lists(arrays: Path, tmp_path: Path) -> None:
     """Archives like those of materialize_synthetic_multihot_dataset.py, without labels and dense features."""
     bags, raw = tmp_path / "bags", tmp_path / "raw"
@@ -271,14 +255,13 @@ def test_multi_hot_arrays_match_lists(arrays: Path, tmp_path: Path) -> None:
         dense, sparse, labels = loaded(arrays, f"day_{number}")
         ids = [
             np.concatenate([sparse[:, [column]], rng.integers(0, 50, (rows, size - 1))], axis=1).astype(np.int32)
-            for column, size in enumerate(HOTNESS)
+            for column, size in enumerate((3, 1, *(1,) * 23, 2))
         ]
         np.savez(bags / f"day_{number}_sparse_multi_hot.npz", **{str(column): each for column, each in enumerate(ids)})
         plain = [each[:, 0] if each.shape[1] == 1 else each for each in ids]
         write_raw(raw / f"day_{number}.parquet", dense, plain, labels)
     both = {"sparse_path": str(bags), "ids": "sparse_multi_hot", "rows_per_segment": SEGMENT}
-    with pytest.raises(InputError, match=r"^sparse_path: must be used with --out DIR"):
-        adopt(str(arrays), **both)
+    rejects(r"^sparse_path: must be used with --out DIR", adopt, str(arrays), **both)
     made = adopt(str(arrays), out=str(tmp_path / "out"), **both)
     assert (made["format"], made["rows"], made["num_embeddings"][0] >= 50) == ("npz", sum(ROWS), True)
     mine = train(config_of(tmp_path / "out", tmp_path, "mine", steps=6))
@@ -290,8 +273,6 @@ def test_multi_hot_arrays_match_lists(arrays: Path, tmp_path: Path) -> None:
 
 
 # -- what is faulty
-
-
 def changed(folder: Path, name: str, change: Callable[[np.ndarray], np.ndarray | None]) -> None:
     array = np.load(folder / name)
     result = change(array)
@@ -305,8 +286,7 @@ def test_adopt_skips_invalid_rows(folder: Path) -> None:
     np.save(folder / "day_0_dense.npy", dense)
     np.save(folder / "day_0_labels.npy", labels)
     told = r"4 invalid rows \(3 x a number is not finite, 1 x label is not 0 or 1\); first: .*at row 0"
-    with pytest.raises(InputError, match=told):
-        adopt(str(folder))
+    rejects(told, adopt, str(folder))
     made = adopt(str(folder), max_bad_fraction=0.01, rows_per_segment=100)
     assert (made["bad_rows"], made["rows"]) == (4, sum(ROWS) - 4)
     kept = np.delete(dense, [0, 131, 132, 200], axis=0)
@@ -316,11 +296,9 @@ def test_adopt_skips_invalid_rows(folder: Path) -> None:
 
 def test_unlabelled_arrays_are_scored_but_not_evaluated(runs: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
     changed(folder, "day_2_labels.npy", lambda labels: np.full_like(labels, -1))
-    with pytest.raises(InputError, match=r"^day_2: all labels are -1, .* Exclude it with --files day_0 day_1\.$"):
-        adopt(str(folder))
+    rejects(r"^day_2: all labels are -1, .* Exclude it with --files day_0 day_1\.$", adopt, str(folder))
     assert not adopt(str(folder), files=("day_2",), preprocessor=str(runs[0]))["labelled"]
-    with pytest.raises(InputError, match="has no labels to evaluate against"):
-        rayrec.evaluate(str(runs[0]), str(folder))
+    rejects("has no labels to evaluate against", rayrec.evaluate, str(runs[0]), str(folder))
     assert predict(str(runs[0]), str(folder), out=str(tmp_path / "scores"))["rows"] == ROWS[2]
 
 
@@ -353,27 +331,19 @@ def as_bags(folder: Path, name: str, save: Callable[..., None]) -> None:
 )  # fmt: skip
 def test_adopt_rejects_invalid_arrays_in_one_line(folder: Path, spoil: Any, options: dict[str, Any], message: str) -> None:
     spoil(folder)
-    with pytest.raises(InputError, match=message) as found:
-        adopt(str(folder), **options)
-    assert "\n" not in str(found.value)
+    rejects(message, adopt, str(folder), **options)
     assert not (folder / "dataset.json").exists()
 
 
 def test_training_rejects_changed_array(folder: Path, tmp_path: Path) -> None:
     adopt(str(folder))
     changed(folder, "day_1_sparse.npy", lambda ids: ids[::-1])
-    with pytest.raises(InputError, match=r"day_1_sparse\.npy: checksum does not match"):
-        train(config_of(folder, tmp_path, "run"))
+    rejects(r"day_1_sparse\.npy: checksum does not match", train, config_of(folder, tmp_path, "run"))
 
 
-def test_unadopted_arrays_error_names_command(npy: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"of TorchRec's scripts; `rayrec adopt [^`]*npy` checks"):
-        train(config_of(npy, tmp_path, "run"))
-
-
-def test_extend_rejects_adopted_preprocessor(adopted: Path) -> None:
-    with pytest.raises(InputError, match="so it has no vocabulary to extend"):
-        rules_of(Preprocessor.load(str(adopted / "preprocessor")), "here")
+def test_unadopted_arrays_name_command_and_adopted_are_not_extended(npy: Path, tmp_path: Path, adopted: Path) -> None:
+    rejects(r"of TorchRec's scripts; `rayrec adopt [^`]*npy` checks", train, config_of(npy, tmp_path, "run"))
+    rejects("so it has no vocabulary to extend", rules_of, Preprocessor.load(str(adopted / "preprocessor")), "here")
 
 
 def test_adopt_command_returns_summary(arrays: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -391,11 +361,161 @@ def test_adopt_rejects_ids_above_table_limit(folder: Path) -> None:
         changed(folder, "day_0_sparse.npy", lambda ids: np.where(np.indices(ids.shape).sum(0), ids.astype(np.int64), value))
 
     put_id(2**40)
-    with pytest.raises(InputError, match=r"IDs of column 0 must be below 1,099,511,627,776, got 1,099,511,627,776\. Use"):
-        adopt(str(folder))
+    rejects(r"IDs of column 0 must be below 1,099,511,627,776, got 1,099,511,627,776\. Use", adopt, str(folder))
     assert not (folder / "dataset.json").exists()
     with pytest.raises(InputError, match=r"must be from 1 to 1,099,511,627,776, got 1,099,511,627,777"):
         adopt(str(folder), num_embeddings_per_feature=(2**40 + 1,) * 26)
     put_id(2**40 - 1)
     adopt(str(folder))
     assert Preprocessor.load(str(folder / "preprocessor")).num_embeddings[0] == 2**40
+
+
+# Adopted shards of MosaicML's writer: training matches rayrec's, and invalid shards are rejected ----------------------
+BLOCK = 16
+TOKEN_ROWS = np.random.default_rng(0).integers(0, 260, (60, BLOCK))
+Sample = Callable[[np.ndarray], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokenizer with IDs below 260."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(bytes_bpe(["the cat and the hat and the bat"] * 4, 260), str(folder))
+    return folder
+
+
+def cells(name: str, dtype: str, **others: Any) -> Sample:
+    """Return the function of a row's cells: its tokens as a type, and other columns."""
+    return lambda row: {name: row.astype(dtype), **others}
+
+
+FIXED, fixed = {"tokens": "ndarray:uint16:16"}, cells("tokens", "uint16")
+OTHERS = {"attention_mask": "ndarray:uint8", "input_ids": "ndarray:int64", "label": "int"}
+others = cells("input_ids", "int64", attention_mask=np.ones(BLOCK, np.uint8), label=3)
+
+
+def write(folder: Path, columns: dict[str, str], sample: Sample, rows: np.ndarray = TOKEN_ROWS, **options: Any) -> Path:
+    with mds.load_streaming().MDSWriter(out=str(folder), columns=columns, size_limit=1200, **options) as writer:
+        for row in rows:
+            writer.write(sample(row))
+    return folder
+
+
+def adopted_rows(place: str, cache: Path) -> np.ndarray:
+    tokens = open_tokens(place)
+    rows = TokenRows(tokens.set_path("train"), column=tokens.columns["train"], cache_folder=str(cache))
+    assert len(rows.chunk_rows) > 1
+    order = np.random.default_rng(1).permutation(len(rows))
+    rows.will_read(order[:7])
+    found = rows.read(order)["tokens"]
+    rows.close()
+    assert found.dtype == np.int64
+    return found[np.argsort(order)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "sample", "options"),
+    [
+        ({"tokens": "ndarray:int32:16"}, cells("tokens", "int32"), {}),
+        ({"tokens": "ndarray:int32"}, cells("tokens", "int32"), {"hashes": ["sha1", "xxh64"]}),
+        ({"input_ids": "ndarray"}, cells("input_ids", "uint16"), {"compression": "zstd:7"}),
+        ({"tokens": "bytes"}, lambda row: {"tokens": row.astype(np.int64).tobytes()}, {"compression": "gz"}),
+        (OTHERS, others, {"compression": "br:2", "hashes": ["md5"]}),
+        ({"ids": "ndarray:uint32:16"}, cells("ids", "uint32"), {"compression": "snappy"}),
+        ({"ids": "ndarray:uint16:16"}, cells("ids", "uint16"), {"compression": "bz2"}),
+    ],
+    ids=["fixed", "dynamic", "any-zstd", "bytes-gz", "others-br", "snappy", "bz2"],
+)
+def test_adopted_shards_keep_rows(tmp_path: Path, tokenizer: Path, columns: dict[str, str], sample: Sample, options: Any) -> None:
+    folder = write(tmp_path / "set", columns, sample, **options)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    made = adopt(str(folder), tokenizer=str(tokenizer))
+    assert (made["block_size"], made["sets"]["train"]["blocks"]) == (BLOCK, 60)
+    for place in (str(folder), f"file://{folder}"):  # the latter takes the way of a store's
+        np.testing.assert_array_equal(adopted_rows(place, tmp_path / "cache"), TOKEN_ROWS)
+    assert {path.name for path in folder.iterdir()} == {*before, "manifest.json", "tokenizer"}
+    assert all((folder / name).read_bytes() == content for name, content in before.items())
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_adopt_writes_next_to_shards_at_url(tmp_path: Path, tokenizer: Path, compression: str | None) -> None:
+    folder = write(
+        tmp_path / "set", {"tokens": "ndarray:int32"}, cells("tokens", "int32"), compression=compression, hashes=["xxh64"]
+    )
+    url = f"file://{folder}"
+    rejects(f"`rayrec adopt {url} --tokenizer DIR`", train, recipes.gpt2_tiny(url), name="advised", storage_path=str(tmp_path))
+    rejects("Remove --out", adopt, url, tokenizer=str(tokenizer), out=str(tmp_path / "out"))
+    assert adopt(url, tokenizer=str(tokenizer))["out"] == url
+    np.testing.assert_array_equal(adopted_rows(url, tmp_path / "cache"), TOKEN_ROWS)
+
+
+def test_adopted_shards_match_rayrec_shards_in_training(tmp_path: Path, tokenizer: Path) -> None:
+    """Equal tokens, written by rayrec and by MosaicML's writer, compressed and with other columns. Linked, not copied."""
+    for name, rows in (("train", TOKEN_ROWS[:48]), ("val", TOKEN_ROWS[48:])):
+        write(tmp_path / "theirs" / name, OTHERS, others, rows, compression="zstd")
+    out = tmp_path / "adopted"
+    adopt(str(tmp_path / "theirs"), out=str(out), tokenizer=str(tokenizer))
+    assert (out / "val").is_symlink()
+    theirs = json.loads((out / "manifest.json").read_text())
+    assert {name: found["blocks"] for name, found in theirs["sets"].items()} == {"train": 48, "validation": 12}
+    own = tmp_path / "own"
+    for name, their_name, rows in (("train", "train", TOKEN_ROWS[:48]), ("validation", "val", TOKEN_ROWS[48:])):
+        shards = json.loads((out / their_name / "index.json").read_text())["shards"]
+        infos, rest = [], iter(rows.astype(np.uint16))
+        for number, shard in enumerate(shards):
+            of_shard = np.array([*itertools.islice(rest, shard["samples"])])
+            infos.append(mds.write_shard(of_shard, str(own / name / f"shard.{number:05d}.mds")))
+        mds.write_index(str(own / name), infos)
+    write_tokenizer({path.name: path.read_bytes() for path in tokenizer.iterdir()}, str(own / "tokenizer"))
+    sets = {name: {"blocks": found["blocks"]} for name, found in theirs["sets"].items()}
+    (own / "manifest.json").write_text(json.dumps({**theirs, "sets": sets}))
+    found = [trained(path, tmp_path / "runs") for path in (out, own)]
+    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+    assert found[0]["metrics"] == found[1]["metrics"]
+    assert rayrec.evaluate(str(tmp_path / "runs" / "adopted"), str(out))["loss"] == pytest.approx(found[0]["metrics"]["loss"])
+
+
+def trained(path: Path, runs: Path) -> dict[str, Any]:
+    workload = {"model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": BLOCK}, "max_new_tokens": 2}
+    data: Any = {"train_data": {"shuffle": "window", "segments_per_block": 2}, "steps": 6, "batch_size": 8}
+    config = recipes.gpt2_tiny(str(path)).replace(workload=workload, scaling={"num_workers": 1}, **data)
+    return train(config, storage_path=str(runs), name=path.name).summary
+
+
+def flipped(folder: Path) -> Path:
+    """Flip a bit of the second shard."""
+    flip(sorted(folder.glob("shard*"))[1], -9, bit=4)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda f: write(f, FIXED, fixed), {"tokenizer": None}, r"Specify the tokenizer .* --tokenizer DIR$"),
+        (lambda f: write(f, {"text": "str"}, lambda row: {"text": "a cat"}), {}, r"is text, not tokens\. .*--format mds"),
+        (lambda f: write(f, {"a": "ndarray:uint16:16", "b": "int"}, cells("a", "uint16", b=1)), {},
+         r"its rows have a \(ndarray:uint16:16\), b \(int\)\. Name the token column with --column\.$"),
+        (lambda f: write(f, FIXED, fixed), {"column": "ids"}, r"with --column, ids not found\.$"),
+        (lambda f: write(f, {"tokens": "json"}, lambda row: {"tokens": row.tolist()}), {}, "integers or bytes, got json"),
+        (lambda f: write(f, {"tokens": "ndarray:int32"}, lambda row: {"tokens": row[: 5 + row[0] % 2].astype(np.int32)}), {},
+         r"all rows must have \d tokens of int32 at the same offset\. Write rows of one length"),
+        (lambda f: write(f, {"tokens": "ndarray"}, cells("tokens", "float32")), {}, "must be arrays of integers"),
+        (lambda f: write(f, {"tokens": "bytes"}, lambda row: {"tokens": row.astype(np.int32).tobytes()}), {},
+         r"below 260, the size of the tokenizer, .*another --token-dtype"),
+        (lambda f: write(f, FIXED, lambda row: fixed(row + 3)), {}, r"tokens must be below 260, .*, got \d+ to 262"),
+        (lambda f: flipped(write(f, FIXED, fixed, hashes=["sha1"])), {}, r"shard\.00001\.mds: damaged: sha1 must be"),
+        (lambda f: flipped(write(f, FIXED, fixed, compression="zstd", hashes=["md5"])), {}, r"\.zstd: damaged: md5 must be"),
+        (lambda f: write(f, FIXED, fixed), {"split": "sevenths"}, r"^--split: an option for arrays .*not for MDS shards"),
+    ],
+)  # fmt: skip
+def test_adopt_rejects_invalid_shards_in_one_line(tmp_path: Path, tokenizer: Path, make: Any, options: Any, message: str) -> None:
+    folder = make(tmp_path / "set")
+    rejects(message, adopt, str(folder), **{"tokenizer": str(tokenizer), **options})
+    assert not (folder / "manifest.json").exists()
+
+
+def test_unadopted_shards_error_names_command(tmp_path: Path) -> None:
+    folder = str(write(tmp_path / "set", FIXED, fixed))
+    rejects(r"`rayrec adopt [^`]*set --tokenizer DIR`", train, recipes.gpt2_tiny(folder), scaling={"num_workers": 1})
+    with pytest.raises(InputError, match=r"must contain plain text, got MDS shards.*`rayrec adopt [^`]*set --tokenizer DIR`"):
+        rayrec.preprocess(folder, out=str(tmp_path / "out"), format="mds", console=QUIET)

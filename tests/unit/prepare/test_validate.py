@@ -2,8 +2,11 @@
 
 import gzip
 import json
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +16,34 @@ import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 import pytest
 from builders.engines import LoopEngine
+from builders.faults import rejects
 from builders.logs import learn, open_index
+from builders.raw_blocks import block_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import roc_auc_score
 
-from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.presets import merged
+from rayrec.data.encoding.rules import SparseColumn
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, numbered
 from rayrec.data.logs.splits import MAX_SLICES, slices_of
+from rayrec.data.logs.text_parser import parse
+from rayrec.data.raw_block import RawBlock
 from rayrec.data.synthetic import generate
+from rayrec.hashing import murmur3
 from rayrec.observe.console import Console
+from rayrec.prepare import data_report
 from rayrec.prepare import validate as module
 from rayrec.prepare.config import PreparationConfig
 from rayrec.prepare.data_report import Gates, Report
+from rayrec.prepare.log_statistics import DECILES, TOP, ColumnStats, StatsJob, quantile_edges, row_hashes
 from rayrec.schema import Schema
 
 SCHEMA = Schema(tokens="hexadecimal", label="click", dense=("a", "b"), sparse=("s", "t"))
 CONFIG = PreparationConfig(schema=SCHEMA, max_bad_fraction=0.0)
 ALLOWED = Gates(max_bad_fraction=1.0, min_rows=0, allow_constant_columns=True)
-
 Line = tuple[int, int | None, int | None, int | None, int | None]
 """Label, a, b, s, t."""
 
@@ -74,7 +87,6 @@ def varied(rows: int, seed: int = 0) -> list[Line]:
 
 
 # -- what a report says
-
 SMALL: dict[str, list[Line]] = {
     "day_0": [(1, 0, 1, 7, 1), (0, -2, 1, 7, 1), (0, 5, 1, 8, None), (0, 5, 1, 7, 2)],
     "day_1": [(1, None, 1, 7, 3), (0, 5, 1, 9, None), (0, 5, 1, 8, 1), (1, None, 1, 7, 1), (0, 5, 1, 8, 1), (1, 0, 1, 7, 1)],
@@ -113,24 +125,19 @@ def test_report_describes_sparse_columns(small: dict[str, Any]) -> None:
     assert (t["values"], t["distinct"], t["missing_rate"]) == (8, 3, 0.2)
     assert (t["top_1_rate"], t["once_rate"]) == (6 / 8, 2 / 8)
     # Known before day_1 at min_count 2: 7 of s (9, 8, 8 are not), 1 of t (3 is not).
-    assert s["unknown_rate"] == 3 / 6
-    assert t["unknown_rate"] == 1 / 5
+    assert (s["unknown_rate"], t["unknown_rate"]) == (3 / 6, 1 / 5)
     assert "day_1" in small["unknown_to"]
     # s: 7, 8 and the rest, which comes once: 3/4, 1/4, 0 and 3/6, 2/6, 1/6
     assert s["drift"] == pytest.approx((1 / 4 + 1 / 12 + 1 / 6) / 2)
-    assert small["slices"][1]["drift"]["s"] == s["drift"]
-    assert small["slices"][1]["drift"]["click"] == 0.25
+    assert (small["slices"][1]["drift"]["s"], small["slices"][1]["drift"]["click"]) == (s["drift"], 0.25)
     assert small["slices"][0]["drift"] == {}
 
 
-def test_report_finds_duplicates_and_constants(small: dict[str, Any]) -> None:
+def test_report_finds_duplicates_and_compares_sevenths_of_one_file(small: dict[str, Any], tmp_path: Path) -> None:
     assert small["duplicates"] == {"rate": 0.2, "rows": 10, "sampled": 1}  # 0 5 1 8 1 and 1 0 1 7 1
     assert [text.split()[1] for text in small["warnings"]] == ["b"]
     assert small["passed"]
     json.dumps(small, allow_nan=False)
-
-
-def test_single_file_is_compared_by_sevenths(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     report = found_in(log_of(tmp_path / "a", only=varied(25)))
     assert report["slices_by"] == "seventh"
@@ -141,11 +148,15 @@ def test_single_file_is_compared_by_sevenths(tmp_path: Path) -> None:
     assert (report["unknown_to"], report["sparse"]["s"]["unknown_rate"]) == (None, None)
 
 
-def test_many_files_are_grouped_into_slices(tmp_path: Path) -> None:
+def test_many_and_converted_files_are_grouped_into_slices(tmp_path: Path) -> None:
     report = found_in(log_of(tmp_path, **{f"f{i}": varied(2, i) for i in range(MAX_SLICES + 6)}))
     assert (report["slices_by"], len(report["slices"])) == ("files", MAX_SLICES)
     assert sum(piece["rows"] for piece in report["slices"]) == report["rows"] == 2 * (MAX_SLICES + 6)
     assert report["slices"][-1]["name"].endswith(f"f{MAX_SLICES + 5}")
+    folder = "/c/tables/0123456789abcdef"
+    paths = [f"{folder}/00000/d.csv.parquet", f"{folder}/00001/d.csv.parquet", "/log/e.parquet"]
+    index = LogIndex(numbered(((path, 0, 5, 5) for path in paths), "table"), Faults())
+    assert [(piece.name, piece.start, piece.stop) for piece in slices_of(index)[1]] == [("d.csv", 0, 10), ("e.parquet", 10, 15)]
 
 
 def test_decompressed_files_keep_names(tmp_path: Path) -> None:
@@ -153,17 +164,9 @@ def test_decompressed_files_keep_names(tmp_path: Path) -> None:
     assert [piece["name"] for piece in found_in(log_of(tmp_path, **packed))["slices"]] == ["day_0", "day_1"]
 
 
-def test_converted_file_is_one_slice() -> None:
-    folder = "/c/tables/0123456789abcdef"
-    paths = [f"{folder}/00000/d.csv.parquet", f"{folder}/00001/d.csv.parquet", "/log/e.parquet"]
-    index = LogIndex(numbered(((path, 0, 5, 5) for path in paths), "table"), Faults())
-    assert [(piece.name, piece.start, piece.stop) for piece in slices_of(index)[1]] == [("d.csv", 0, 10), ("e.parquet", 10, 15)]
-
-
 def test_unlabelled_log_is_validated(tmp_path: Path) -> None:
     text = text_of(varied(30)).replace(b"\n1\t", b"\n").replace(b"\n0\t", b"\n")[2:]
-    config = CONFIG.replace(schema=SCHEMA.replace(label=None))
-    report = found_in(log_of(tmp_path, only=text), config=config)
+    report = found_in(log_of(tmp_path, only=text), config=CONFIG.replace(schema=SCHEMA.replace(label=None)))
     assert (report["rows"], report["label"], report["slices"][0]["label_rate"]) == (30, None, None)
     assert report["dense"]["a"]["auroc"] is None
     assert "click" not in report["slices"][6]["drift"]
@@ -188,16 +191,13 @@ def test_invalid_log_fails_gates(tmp_path: Path) -> None:
 def test_validate_rejects_preprocessed_data_and_other_schemas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = log_of(tmp_path, only=varied(40))
     preprocessor_of(path, tmp_path / "prepared")
-    with pytest.raises(InputError, match="columns must match"):
-        validate(path, config=CONFIG.replace(schema=SCHEMA.replace(dense=("a", "c"))), preprocessor=tmp_path / "prepared")
+    other = CONFIG.replace(schema=SCHEMA.replace(dense=("a", "c")))
+    rejects("columns must match", validate, path, config=other, preprocessor=tmp_path / "prepared")
     (tmp_path / "prepared" / "dataset.json").write_text("{}")
-    with pytest.raises(InputError, match="preprocessed"):
-        validate(tmp_path / "prepared")
+    rejects("preprocessed", validate, tmp_path / "prepared")
 
 
 # -- against a Preprocessor
-
-
 def preprocessor_of(path: Path, folder: Path, config: PreparationConfig = CONFIG) -> Preprocessor:
     made = learn(open_index(path, segment_bytes=config.segment_bytes, schema=SCHEMA), SCHEMA, config.rules)
     made.save(str(folder))
@@ -238,7 +238,6 @@ def test_unknown_rate_compares_last_slice_to_past(tmp_path: Path, modulo: int | 
 
 
 # -- planted faults
-
 FAULTS = {
     "empty line": (b"\n", ""),
     "too few columns": (b"1\t2\n", ""),
@@ -265,7 +264,6 @@ def test_report_finds_injected_fault(tmp_path: Path, kind: str) -> None:
 
 
 # -- gates
-
 DAYS = {"day_0": varied(200), "day_1": [(*row[:3], row[3] + 1000, row[4]) for row in varied(200, 1)]}
 CONSTANT = {name: [(*row[:4], 5) for row in day] for name, day in DAYS.items()}
 MISSING = [(i % 2, None if i % 5 < 3 else i, i % 7, i % 3, i % 4) for i in range(50)]
@@ -305,13 +303,10 @@ def test_max_bad_fraction_defaults_to_preparation(tmp_path: Path) -> None:
     "gates", [{"max_drift": 1.5}, {"max_missing_rate": -0.1}, {"min_label_rate": 0.5, "max_label_rate": 0.4}]
 )
 def test_gates_reject_invalid_limits(gates: dict[str, float]) -> None:
-    with pytest.raises(InputError, match=r"(?i)gates"):
-        Gates(**gates)  # type: ignore[arg-type]
+    rejects("(?i)gates", Gates, **gates)
 
 
 # -- planted drift and leakage
-
-
 def test_report_finds_injected_drift(tmp_path: Path) -> None:
     days = [varied(4000, seed) for seed in range(3)]
     days[1] = [(y, a + 30, b, s, t) for y, a, b, s, t in days[1] if a is not None]
@@ -345,8 +340,6 @@ def test_report_warns_of_leaking_column(tmp_path: Path, column: str) -> None:
 
 
 # -- the division of the work does not matter
-
-
 def test_report_ignores_log_division(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [(y, None if a == 3 else a, b, s if s > 3 else None, t) for y, a, b, s, t in varied(3000)]
     bad = b"junk\n" * 15
@@ -379,7 +372,6 @@ def test_duplicates_are_sampled_within_memory(tmp_path: Path, monkeypatch: pytes
 
 
 # -- other logs
-
 ANY = Schema(label="y", dense=("price",), sparse=("user", "tags"), tokens="any", lists=("tags",), weight="w", delimiter=",")
 CSV = """user,tags,y,price,w,ignored
 ann,red|blue,1,0.5,1,x
@@ -413,8 +405,7 @@ def test_any_click_log_is_validated(tmp_path: Path, form: str) -> None:
 def test_synthetic_log_passes_validation(tmp_path: Path) -> None:
     generate(str(tmp_path / "log"), rows=6000, dialect="terabyte", days=3, seed=1, parallelism=1)
     report = validate(tmp_path / "log", Gates(allow_constant_columns=True), config=PreparationConfig())
-    assert report.failures == []
-    assert report.content["rows"] == 6000
+    assert (report.failures, report.content["rows"]) == ([], 6000)
     assert [piece["name"] for piece in report.content["slices"]] == ["day_0", "day_1", "day_2"]
     lines = report.lines()
     assert max(map(len, lines)) <= 120
@@ -428,3 +419,221 @@ def test_names_are_not_parsed_as_markup(tmp_path: Path) -> None:
     schema = Schema(label="click", dense=("[/b]",), sparse=(":x: [i]",), tokens="any", delimiter=",")
     text = "\n".join(validate(path, config=PreparationConfig(schema=schema, max_bad_fraction=0.1)).lines(width=200))
     assert [name for name in ("[/b]", ":x: [i]", str(path)) if name not in text] == []
+
+
+# Statistics compared with plain Python for any division of the rows, and figures with manual results ------------------
+TWO_NUMBERS = Schema(tokens="hexadecimal", label="y", dense=("a", "b"), sparse=("s",))
+LISTS = Schema(label="y", dense=("a",), sparse=("s", "tags"), tokens="any", lists=("tags",), weight="w")
+Row = tuple[int, float | None, int | None, Sequence[int], float]
+"""Label, a, s, tags, weight of LISTS."""
+ROWS = st.lists(
+    st.tuples(
+        st.integers(0, 1),
+        st.none() | st.sampled_from([-3.0, -0.5, 0.0, 0.25, 1.0, 7.0, 1e17]),
+        st.none() | st.integers(0, 6),
+        st.lists(st.integers(0, 5), max_size=4),
+        st.sampled_from([0.0, 0.5, 2.0]),
+    ),
+    min_size=1,
+    max_size=60,
+)
+
+
+def block_of_rows(rows: Sequence[Row]) -> RawBlock:
+    labels, a, s, tags, weights = zip(*rows, strict=True)
+    others = {"labels": {"y": np.array(labels, np.float32)}, "weights": np.array(weights, np.float32)}
+    return block_of(LISTS, {"a": a, "s": s, "tags": tags}, **others)
+
+
+def job_of(schema: Schema, num_slices: int = 1, *, top: Sequence[Sequence[int]], hash_shift: int = 0) -> StatsJob:
+    edges = quantile_edges([np.arange(1.0, 41.0)] * len(schema.dense))  # 1, 2 ... 39
+    return StatsJob(schema, num_slices, edges, tuple(np.array(t, np.uint64) for t in top), hash_shift)
+
+
+JOB = job_of(LISTS, 2, top=[[3, 1], [2]])
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS, st.data())
+def test_stats_match_plain_python(rows: list[Row], data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, len(rows)))
+    tally = ColumnStats.empty(JOB)
+    for number, part, first_row in ((0, rows[:cut], 0), (1, rows[cut:], cut)):
+        if part:
+            tally.count(block_of_rows(part), JOB, number, first_row)
+    slices = [rows[:cut], rows[cut:]]
+    assert tally.rows.tolist() == [len(part) for part in slices]
+    assert tally.clicks.tolist() == [sum(row[0] for row in part) for part in slices]
+    absent = [[sum(row[1] is None for row in p), sum(row[2] is None for row in p), sum(not row[3] for row in p)] for p in slices]
+    assert tally.missing.tolist() == absent
+    present = [row[1] for row in rows if row[1] is not None]
+    assert tally.signs.tolist() == [[sum(x < 0 for x in present), present.count(0)], [0, sum(row[4] == 0 for row in rows)]]
+    assert tally.limits[0].tolist() == ([min(present), -max(present)] if present else [math.inf, math.inf])
+    assert tally.limits[1].tolist() == [min(row[4] for row in rows), -max(row[4] for row in rows)]
+    for part, dense, sparse in zip(slices, tally.dense_bins, tally.sparse_bins, strict=True):
+        deciles = Counter(DECILES if x is None else sum(x > 4 * k for k in range(1, 10)) for _, x, *_ in part)
+        assert dense[0].tolist() == [deciles[k] for k in range(DECILES + 1)]
+        for column, top in ((2, [3, 1]), (3, [2])):
+            values = [x for row in part for x in ([row[2]] if column == 2 else row[3] or [None])]
+            counts = Counter(values)
+            rest = len(values) - counts[None] - sum(counts[t] for t in top)
+            expected = [counts[t] for t in top] + [0] * (TOP - len(top)) + [rest, counts[None]]
+            assert sparse[column - 2].tolist() == expected
+    logs = [math.copysign(math.log1p(abs(x)), x) for x in present]
+    found = data_report.mean_and_deviation(tally.moments[0].tolist())
+    assert found == (None if not logs else pytest.approx((np.mean(logs), np.std(logs)), abs=2e-6))
+    assert tally.sparse_outcomes[0, :-1, [1, 3]].sum() == sum(row[0] for row in rows if row[2] is not None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS, st.data())
+def test_stats_ignore_log_division(rows: list[Row], data: st.DataObject) -> None:
+    whole = ColumnStats.empty(JOB)
+    whole.count(block_of_rows(rows), JOB, 0, 17)
+    total, hashes, start = ColumnStats.empty(JOB), [], 0
+    while start < len(rows):
+        stop = data.draw(st.integers(start + 1, len(rows)))
+        part = ColumnStats.empty(JOB)
+        part.count(block_of_rows(rows[start:stop]), JOB, 0, 17 + start)
+        hashes.append(total.add(part.to_table()))
+        start = stop
+    total.hashes = np.concatenate(hashes)
+    for field in fields(ColumnStats):
+        np.testing.assert_array_equal(getattr(total, field.name), getattr(whole, field.name), err_msg=field.name)
+
+
+def test_stats_of_text_and_columns_match() -> None:
+    raw, _ = parse(TWO_NUMBERS, b"1\t5\t\t0000000a\n0\t-7\t1\t\n0\t0\t999999999\tffffffff\n")
+    values = {"a": [5, -7, 0], "b": [None, 1, 999999999], "s": [10, None, 2**32 - 1]}
+    columns = block_of(TWO_NUMBERS.replace(tokens="any"), values, labels={"y": np.array([1, 0, 0], np.float32)})
+    job = job_of(TWO_NUMBERS, top=[[10]])
+    one, other = ColumnStats.empty(job), ColumnStats.empty(job)
+    one.count(raw, job, 0, 0)
+    other.count(columns, job, 0, 0)
+    assert one.to_table() == other.to_table()
+
+
+@settings(max_examples=100, deadline=None)
+@given(ROWS)
+def test_equal_rows_have_equal_hashes(rows: list[Row]) -> None:
+    hashes = row_hashes(block_of_rows(rows)).tolist()
+    plain = [(*row[:3], tuple(row[3]), row[4]) for row in rows]
+    assert len(set(hashes)) == len(set(plain))
+    assert len(set(zip(plain, hashes, strict=True))) == len(set(plain))
+
+
+def test_row_hashes_distinguish_columns_and_edges_are_values() -> None:
+    rows: list[Row] = [(label, a, s, [], 0.0) for label, a, s in ((0, None, None), (0, 0.0, None), (0, None, 0), (1, None, None))]
+    rows += [(0, None, None, tags, 0.0) for tags in ([0], [0, 0], [1, 2], [2, 1])]
+    hashes = row_hashes(block_of_rows(rows)).tolist()
+    assert len(set(hashes)) == len(rows)
+    assert row_hashes(block_of_rows([(0, -0.0, None, [], 0.0)])) == hashes[1]
+    rows: list[Row] = [(0, float(i % 500), None, [], 1.0) for i in range(2000)]
+    job = job_of(LISTS, top=[[], []], hash_shift=2)
+    tally = ColumnStats.empty(job)
+    tally.count(block_of_rows(rows), job, 0, 0)
+    assert 300 < len(tally.hashes) < 700  # a quarter
+    assert set(Counter(tally.hashes.tolist()).values()) == {4}
+    assert data_report.duplicate_rate(tally.hashes) == 0.75
+    edges = quantile_edges([np.arange(1000.0), np.zeros(0), np.array([5.0])])
+    assert edges.shape == (3, 39)
+    assert edges[0, [3, 19, 35]].tolist() == [99, 499, 899]
+    assert not edges[1].any()
+    assert set(edges[2]) == {5.0}
+
+
+@pytest.mark.parametrize(
+    ("clicks", "rows", "expected"),
+    [(10, 100, (0.05523, 0.17437)), (0, 10, (0.0, 0.27753)), (10, 10, (0.72247, 1.0)), (0, 0, None)],
+)
+def test_wilson_interval_matches_reference(clicks: int, rows: int, expected: tuple[float, float] | None) -> None:
+    assert data_report.wilson_interval(clicks, rows) == (expected and pytest.approx(expected, abs=1e-5))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [([1, 1, 0], [2, 2, 0], 0), ([4, 0], [0, 9], 1), ([3, 1], [1, 3], 0.5), ([0, 0], [1, 3], None)],
+)
+def test_total_variation_matches_reference(first: list[int], second: list[int], expected: float | None) -> None:
+    found = data_report.total_variation(np.array(first), np.array(second))
+    assert (found and found[0]) == expected
+
+
+def test_total_variation_expectation_matches_samples() -> None:
+    rng = np.random.default_rng(0)
+    shares = rng.dirichlet(np.full(50, 0.5))
+    drawn = [data_report.total_variation(rng.multinomial(2000, shares), rng.multinomial(500, shares)) for _ in range(200)]
+    distances, by_chance = np.array(drawn).T
+    assert by_chance.mean() == pytest.approx(distances.mean(), rel=0.05)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32))
+def test_auroc_of_rates_matches_scored_rows(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    outcomes = rng.poisson(rng.exponential(20, (12, 4))).astype(np.int64)
+    misses, clicks, held_misses, held_clicks = outcomes.T
+    average = clicks.sum() / (misses + clicks).sum()
+    scores = (clicks + 10 * average) / (misses + clicks + 10)
+    labels = np.repeat([0, 1], [held_misses.sum(), held_clicks.sum()])
+    of_rows = np.concatenate([np.repeat(scores, held_misses), np.repeat(scores, held_clicks)])
+    if min(held_misses.sum(), held_clicks.sum()) >= 20:
+        assert data_report.auroc_of_rates(outcomes) == pytest.approx(roc_auc_score(labels, of_rows))
+
+
+def test_auroc_of_rates_concentration_and_top_match_reference() -> None:
+    assert data_report.auroc_of_rates(np.array([[300, 0, 100, 0], [0, 300, 0, 100]])) == 1
+    assert data_report.auroc_of_rates(np.full((2, 4), 100)) == 0.5
+    assert data_report.auroc_of_rates(np.array([[300, 0, 19, 0], [0, 300, 0, 100]])) is None
+    assert data_report.auroc_of_rates(np.zeros((2, 4), np.int64)) is None
+
+    def rates(repeated: list[int], distinct: int) -> list[float | None]:
+        found = data_report.concentration(np.array(repeated, np.int64), distinct)
+        return [found[f"{name}_rate"] for name in ("top_1", "top_10", "top_100", "once")]
+
+    assert rates([2, 9, 4], 8) == [0.45, 1.0, 1.0, 0.25]  # and 5 that come once
+    assert rates([3] * 250 + [100] * 2, 302) == [0.1, (200 + 24) / 1000, (200 + 98 * 3) / 1000, 0.05]
+    assert rates([], 0) == [None] * 4
+    rng = np.random.default_rng(3)
+    tokens, counts = rng.permutation(1000).astype(np.uint32), rng.integers(1, 20, 1000)
+    expected = tokens[np.lexsort((tokens, -counts))][:TOP]
+    for _ in range(3):
+        order = rng.permutation(1000)
+        found = data_report.top_categories(tokens[order], counts[order])
+        assert (found.dtype, found.tolist()) == (np.uint64, expected.tolist())
+
+
+def test_unknown_rate_counts_merged_categories() -> None:
+    tokens, counts = np.array([12, 2, 7], np.uint32), np.array([5, 1, 3])
+    assert [x.tolist() for x in merged(tokens, counts)[:2]] == [[2, 7, 12], [1, 3, 5]]
+    assert [x.tolist() for x in merged(tokens % 10, counts)[:2]] == [[2, 7], [6, 3]]
+    assert [x.tolist() for x in merged(tokens[:0], counts[:0])[:2]] == [[], []]
+    assert data_report.unknown_rate(tokens, counts, np.array([2, 12], np.uint32)) == 3 / 9
+    assert data_report.unknown_rate(tokens, counts, tokens[:0]) == 1
+    assert data_report.unknown_rate(tokens[:0], counts[:0], tokens) is None
+
+
+FOUR = SparseColumn(num_embeddings=4, num_tokens=4)  # ids 2, 3, 4 % 4 = 0, 5 % 4 = 1
+THREE = SparseColumn(num_embeddings=3, num_tokens=4)  # 2, 0, 1, 2
+HASHED = SparseColumn(num_embeddings=12, num_tokens=None)  # 2 + token mod 10
+KNOWN, SOME = [70, 50, 60, 90], {50: 1, 60: 2, 70: 3, 90: 4, 13: 50, 14: 50}
+
+
+@pytest.mark.parametrize(
+    ("column", "vocabulary", "counts", "expected"),
+    [(FOUR, KNOWN, SOME, 0), (THREE, KNOWN, SOME, 0.7), (HASHED, [], {1: 3, 11: 2, 5: 4, 7: 1}, 0.5), (HASHED, [], {}, None)],
+)
+@pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
+def test_collision_rate_matches_encoder(
+    column: SparseColumn, vocabulary: list[int], counts: dict[int, int], expected: Any, dtype: type
+) -> None:
+    known, tokens = np.array(vocabulary, dtype), np.array(list(counts), dtype)
+    assert data_report.collision_rate(column, known, tokens, np.array(list(counts.values()), np.int64)) == expected
+
+
+def test_collision_rate_supports_murmur3() -> None:
+    column = SparseColumn(10, None, first_id=0, murmur3=True)
+    tokens, counts = np.arange(1, 16, dtype=np.uint32), np.arange(1, 16)
+    places = (murmur3(np.arange(16, dtype=np.uint32)) % 10).tolist()
+    expected = sum(token for token in range(1, 16) if places[1:].count(places[token]) > 1) / sum(range(1, 16))
+    assert data_report.collision_rate(column, np.zeros(0, np.uint32), tokens, counts) == expected

@@ -44,18 +44,14 @@ def error_of(reply: Reply, status: int) -> dict[str, Any]:
     assert reply.status == status, reply.body
     assert reply.headers["content-type"] == "application/json"
     result = reply.json()
-    assert set(result) == {"error"}
-    assert set(result["error"]) == {"message", "row", "field"}
+    assert (set(result), set(result["error"])) == ({"error"}, {"message", "row", "field"})
     return result["error"]
 
 
 # -- scores
-
-
 def test_text_json_and_labelled_text_score_equally(app: ScoringApp) -> None:
     result = post(app, TEXT).json()
-    assert result["model"] == MODEL.version
-    assert result["preprocessor"] == MODEL.preprocessor.hash()
+    assert (result["model"], result["preprocessor"]) == (MODEL.version, MODEL.preprocessor.hash())
     np.testing.assert_array_equal(np.array(result["logits"], np.float32), logits_of(MODEL, TEXT))
     np.testing.assert_allclose(result["scores"], 1 / (1 + np.exp(-np.array(result["logits"], np.float64))), rtol=1e-6)
     labelled = b"".join(b"%d\t%s\n" % (number % 2, line) for number, line in enumerate(TEXT.splitlines()))
@@ -82,14 +78,11 @@ def test_unknown_categories_are_counted_and_named(app: ScoringApp) -> None:
     assert after[of_column] - before.get(of_column, 0) == 2 * sum("cat_3" in names for names in expected)
 
 
-def test_missing_category_is_not_unknown() -> None:
+def test_missing_category_is_not_unknown_unlike_hashed_and_bags() -> None:
     """Even if both have the same id, and known tokens have it too."""
     columns = tuple(SparseColumn(NUM_TOKENS, NUM_TOKENS, first_id=0, unknown_id=2, missing_id=2) for _ in SCHEMA.sparse)
     shared = make_model(make_preprocessor(sparse=columns))
     assert post(make_app(shared), TEXT).json()["unknown"] == post(make_app(MODEL), TEXT).json()["unknown"]
-
-
-def test_unknown_categories_of_hashed_columns_and_bags() -> None:
     hashed = (SparseColumn(NUM_TOKENS + 2, NUM_TOKENS), *[SparseColumn(50, None)] * (len(SCHEMA.sparse) - 1))
     vocabulary = np.array([token(0, number) for number in range(NUM_TOKENS)], np.uint32)
     result = post(make_app(make_model(make_preprocessor(sparse=hashed, tokens=vocabulary))), TEXT, query="columns=true").json()
@@ -112,8 +105,6 @@ def test_integer_buckets_are_categories() -> None:
 
 
 # -- a log of one's own
-
-
 def test_custom_schema_scores_json_and_csv() -> None:
     app = APPS["own"]
     rows = [
@@ -122,8 +113,7 @@ def test_custom_schema_scores_json_and_csv() -> None:
         {"item": True, "click": 1, "importance": 0.5},
     ]
     result = post(app, {"rows": rows}, query="columns=true").json()
-    assert result["unknown"] == [0, 3, 1]
-    assert result["unknown_columns"] == [[], ["user", "tags"], ["item"]]
+    assert (result["unknown"], result["unknown_columns"]) == ([0, 3, 1], [[], ["user", "tags"], ["item"]])
     lines = [f"3,1.5,{token(0, 1)},{token(1, 0)},{token(2, 0)}|{token(2, 1)}", f',-2e5,"someone",,a|{token(2, 2)}|b', ",,,1,"]
     bare = "\n".join(lines).encode()
     labelled = "\n".join("1,0.5," + line for line in lines).encode()
@@ -207,7 +197,7 @@ def test_empty_line_is_rejected(text: bytes) -> None:
     assert csv_reply("texts", quoted.replace(b"\n\na", b"\na")).json()["unknown"] == [3, 3]
 
 
-def test_line_ends_in_quotes_do_not_end_rows() -> None:
+def test_quoted_line_ends_are_kept_and_rounded_floats_rejected() -> None:
     """For any field length, also in a header."""
     good = b'u,"a ""\n\nb""","' + b"x" * 140_000 + b'\n"\n'
     assert csv_reply("texts", good * 3).json()["unknown"] == [3] * 3
@@ -217,9 +207,6 @@ def test_line_ends_in_quotes_do_not_end_rows() -> None:
     app = make_app(make_model(make_preprocessor(TEXTS.replace(sparse=("a\nb", 'c"', "tags")))))
     for parameters in ("", "; header=present"):
         assert csv_reply(app, b'tags,"c""","a\nb"\nt,u,x\nt,u,y\n', parameters).json()["unknown"] == [3, 3]
-
-
-def test_rounded_json_floats_are_rejected_as_categories() -> None:
     app = APPS["own"]
     assert post(app, {"rows": [{"item": 2.0**53 - 1}]}).json() == post(app, {"rows": [{"item": 2**53 - 1}]}).json()
     assert post(app, {"rows": [{"item": 2**53 + 1}, {"item": -(2**63)}, {"item": 2**64 - 1}]}).status == 200
@@ -308,8 +295,6 @@ def test_every_row_is_scored_separately(body: tuple[str, list[dict[str, Any]], l
 
 
 # -- refusals
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -372,15 +357,10 @@ def test_nonfinite_scores_return_422(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- limits
-
-
-def test_content_types_are_checked(app: ScoringApp) -> None:
+def test_content_types_and_request_sizes_are_checked(app: ScoringApp) -> None:
     """test_golden_replies.py has other types."""
     error_of(post(app, TEXT, headers={"content-encoding": "gzip"}), 415)
     assert post(app, TEXT, media_type="Text/Tab-Separated-Values; charset=UTF-8").status == 200
-
-
-def test_request_sizes_are_limited() -> None:
     app = make_app(MODEL, max_body_bytes=2000, max_rows=3)
     assert post(app, b"".join(row_text(number) for number in range(3))).status == 200
     error_of(post(app, b"".join(row_text(number) for number in range(4))), 413)
@@ -466,7 +446,7 @@ def test_parsed_json_fits_memory_estimate(row: str) -> None:
     assert num_bytes <= json_memory(content, schema=SCHEMA)
 
 
-def test_large_body_is_parsed_in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_body_is_parsed_in_thread_with_any_line_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrec.serve.app._INLINE_BYTES", 1)
     opened_by: list[threading.Thread] = []
 
@@ -479,9 +459,6 @@ def test_large_body_is_parsed_in_thread(monkeypatch: pytest.MonkeyPatch) -> None
     assert post(app, TEXT).status == 200
     error_of(post(app, b"\n\n"), 400)
     assert (len(opened_by), threading.main_thread() in opened_by) == (2, False)
-
-
-def test_rows_are_counted_for_all_line_ends() -> None:
     for content in (b"1\r2\r3", b"1\n2\n3\n", b"1\r\n2\r\n3\r\n", b"1\n2\r3\r\n", b'1,"\n\r\n"\n"2\n"\r3'):
         assert open_body(content, "csv", schema=TEXTS, max_rows=3, header=False).num_rows == 3
         with pytest.raises(RequestError, match="3 rows in one request"):
@@ -490,16 +467,13 @@ def test_rows_are_counted_for_all_line_ends() -> None:
     assert open_body(b'"\n"\n', "tsv", schema=SCHEMA, max_rows=3).num_rows == 2  # no quotes in such a log
 
 
-def test_chunked_aborted_and_late_bodies() -> None:
+def test_chunked_and_late_bodies_and_bearer_tokens() -> None:
     app = make_app(MODEL)
     headers = {"content-type": "text/tab-separated-values"}
     chunks = [TEXT[start : start + 100] for start in range(0, len(TEXT), 100)]
     assert ask(app, "POST", "/v1/score", headers=headers, parts=chunks).json() == post(app, TEXT).json()
     assert asyncio.run(request(app, "POST", "/v1/score", headers=headers, parts=[b"1"], disconnect=True)) is None
     error_of(ask(make_app(MODEL, time_limit_s=0.2), "POST", "/v1/score", headers=headers, parts=[b"1", 5.0, b"2"]), 408)
-
-
-def test_bearer_token_is_required() -> None:
     app = make_app(MODEL, token_digest=hashlib.sha256(b"open sesame").digest())
     bearer = {"authorization": "Bearer open sesame"}
     assert post(app, TEXT, headers=bearer).status == 200
@@ -515,7 +489,9 @@ def test_bearer_token_is_required() -> None:
         assert ask(app, "GET", path).status == 200
 
 
-def test_token_may_end_in_blank_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_may_end_in_blank_byte_and_other_host_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, app: ScoringApp
+) -> None:
     """Such as the last byte of à in UTF-8."""
     token = "voilà \u0085".encode()
     (tmp_path / "token").write_bytes(token + b"\n")
@@ -523,17 +499,11 @@ def test_token_may_end_in_blank_byte(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for config, sent in ((ServeConfig(token_file=str(tmp_path / "token")), b" "), (ServeConfig(token_env="TOKEN"), b"\xff")):
         app = make_app(MODEL, token_digest=config.token_digest())
         assert post(app, TEXT, headers={"authorization": b"Bearer " + sent + token}).status == 200
-
-
-def test_upgrade_offer_closes_connection(app: ScoringApp) -> None:
-    """Ray Serve's proxies would keep it open, and parse the body as another request."""
+    # Ray Serve's proxies would keep it open, and parse the body as another request.
     offer = {"connection": "upgrade", "upgrade": "h2c"}
     assert post(app, TEXT, headers=offer).headers["connection"] == "close"
     assert ask(app, "GET", "/nowhere", headers=offer).headers["connection"] == "close"
     assert "connection" not in post(app, TEXT).headers
-
-
-def test_other_host_name_is_rejected() -> None:
     app = make_app(MODEL, allowed_hosts=("api.example.org",))
     for path in ("/", "/readyz", "/openapi.json", "/metrics", "/v1/score", "/nowhere"):
         assert "evil.example" in error_of(ask(app, "GET", path, headers={"host": "evil.example"}), 421)["message"]
@@ -541,8 +511,6 @@ def test_other_host_name_is_rejected() -> None:
 
 
 # -- other paths
-
-
 def test_paths_and_methods(app: ScoringApp) -> None:
     assert ask(app, "GET", "/healthz").json() == {"status": "alive"}
     ready = ask(app, "GET", "/readyz").json()
@@ -583,7 +551,7 @@ def _samples(app: ScoringApp) -> dict[str, float]:
     return result
 
 
-def test_metrics_count_requests_and_rows() -> None:
+def test_metrics_count_requests_and_failure_affects_one_only(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app(MODEL)
     post(app, TEXT)
     post(app, TEXT)
@@ -595,14 +563,9 @@ def test_metrics_count_requests_and_rows() -> None:
     assert result['rayrec_serve_batch_rows_bucket{le="16.0"}'] == 0
     assert result['rayrec_serve_batch_rows_bucket{le="64.0"}'] == 2
     assert result['rayrec_serve_batch_rows_bucket{le="+Inf"}'] == result["rayrec_serve_batch_rows_count"] == 2
-    assert result["rayrec_serve_batch_rows_sum"] == 100
-    assert result["rayrec_serve_request_seconds_count"] == 3
+    assert (result["rayrec_serve_batch_rows_sum"], result["rayrec_serve_request_seconds_count"]) == (100, 3)
     assert result["rayrec_serve_waiting_rows"] == 0
     assert result[f'rayrec_serve_replicas{{model="{MODEL.version}",preprocessor="{MODEL.preprocessor_hash}"}}'] == 1
-
-
-def test_failure_affects_one_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    app = make_app(MODEL)
     with monkeypatch.context() as patch:
         patch.setattr("rayrec.serve.responses.OOVCounter.count", lambda *_: 1 / 0)
         assert "division" not in json.dumps(error_of(post(app, TEXT), 500))

@@ -106,8 +106,7 @@ async def test_rejected_and_cancelled_bodies(model: Model) -> None:
     model.may.release(9)
     with pytest.raises(RequestError, match="bad"):
         await tasks[1]
-    assert await tasks[3] == 8
-    assert model.batches == [[1], [13, 8]]
+    assert (await tasks[3], model.batches) == (8, [[1], [13, 8]])
 
 
 @_in_loop

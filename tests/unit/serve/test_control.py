@@ -8,21 +8,24 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
-from builders.click_models import ANY, make_model, make_preprocessor
-from builders.faults import until
-from builders.requests import sample_values
+from builders.click_models import ANY, logits_of, make_model, make_preprocessor, row_text
+from builders.faults import rejects, until
+from builders.requests import ask, post, post_async, sample_values
 
 from rayrec.compat import ray_compat
 from rayrec.config import InputError
 from rayrec.inference.model import ServedModel
 from rayrec.serve import control, deployment, replica_models
+from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.control import REGISTER, REPORT_TIMEOUT_S, Control, Register, change_shadow, revert_model, swap_model
 from rayrec.serve.counters import Counters, Snapshot
@@ -30,7 +33,6 @@ from rayrec.serve.replica_models import ConfiguredModels, DesiredState, ModelSou
 
 MODELS = {name: make_model(seed=number) for number, name in enumerate("abc")}
 OTHER = make_model(make_preprocessor(ANY))
-COUNTERS = Counters()
 DIED = ray.exceptions.ActorDiedError()
 
 
@@ -98,7 +100,7 @@ class World:
 
     def start(self) -> None:
         name = str(next(self.names))
-        models = ReplicaModels(self.open, COUNTERS)
+        models = ReplicaModels(self.open, Counters())
         models.set_desired(DesiredState(0, ModelSource(0, "a"), configured=ConfiguredModels("a")))
         self.report(name, models)
         while not models.ready or models.incomplete:
@@ -231,19 +233,15 @@ def test_swap_rollback_and_shadow(replicas: Replicas) -> None:
     replicas.start("first")
     replicas.start("second")
     server = Control("rayrec")
-    with pytest.raises(InputError, match="no other model"):
-        server.change(revert_model)
+    rejects("no other model", server.change, revert_model)
     result = replicas.swap("b")
     assert (result["model"], result["previous"], result["shadow"]) == ("b", "a", None)
     assert replicas.cluster.versions() == [MODELS["b"].version] * 2
     for path, cause in (("other columns", "schemas differ in"), ("gone", r"gone: damaged \(the current model stays\)")):
-        with pytest.raises(InputError, match=cause):
-            replicas.swap(path)
-        with pytest.raises(InputError, match=cause):
-            server.change(lambda desired, path=path: change_shadow(desired, path))
+        rejects(cause, replicas.swap, path)
+        rejects(cause, server.change, lambda desired, path=path: change_shadow(desired, path))
     assert len(server.call_register("describe")["failures"]) == 4
-    assert server.change(revert_model)["model"] == "a"
-    assert server.change(revert_model)["model"] == "b"
+    assert (server.change(revert_model)["model"], server.change(revert_model)["model"]) == ("a", "b")
     result = server.change(lambda desired: change_shadow(desired, "c"))
     assert result["shadow"] == "c"
     assert {replica["shadow"] for replica in result["replicas"].values()} == {MODELS["c"].version}
@@ -266,8 +264,7 @@ def test_replica_started_during_rejected_swap_keeps_model(replicas: Replicas) ->
     replicas.slow["a"] = threading.Event()
     thread = replicas.begin(replicas.start, "second")
     for path in ("other columns", "gone"):
-        with pytest.raises(InputError, match=r"schemas differ|damaged"):
-            replicas.swap(path)
+        rejects(r"schemas differ|damaged", replicas.swap, path)
     replicas.slow["a"].set()
     thread.join(60)
     assert replicas.cluster.versions() == [MODELS["a"].version] * 2
@@ -290,8 +287,7 @@ def test_unreached_replica_catches_up(replicas: Replicas) -> None:
 
 def test_unloadable_first_model_is_reported(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "REPORT_TIMEOUT_S", 0.5)  # for which a change waits for the replica that did not start
-    with pytest.raises(InputError, match="gone: damaged"):
-        replicas.start("first", model="gone")
+    rejects("gone: damaged", replicas.start, "first", model="gone")
     assert replicas.cluster.register.describe()["failures"] == {"0": "gone: damaged"}
     assert replicas.start("second", model="b")._models.model is MODELS["b"]  # of a configuration that was corrected
     replicas.start("third", model="b", shadow="gone")
@@ -340,8 +336,7 @@ def test_restarted_register_recovers_from_replicas(replicas: Replicas) -> None:
 
 def test_stopped_server_raises(cluster: Cluster) -> None:
     cluster.running = False
-    with pytest.raises(InputError, match="desired: the server was stopped"):
-        Control("rayrec").change(revert_model)
+    rejects("desired: the server was stopped", Control("rayrec").change, revert_model)
 
 
 def test_counters_outlive_replica(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,3 +374,142 @@ def test_register_pickles_without_rayrec() -> None:
     actor = ray_compat.shared_actor(REGISTER, Register, started_serve=True)["deployment_actors"][0]
     code = "import pickle, sys; pickle.loads(sys.stdin.buffer.read()); assert 'rayrec' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], input=actor._serialized_actor_class, check=True, timeout=120)
+
+
+# Model changes of a replica while it answers: swap, rollback, shadow --------------------------------------------------
+TEXT = b"".join(row_text(number) for number in range(20))
+A, B = ModelSource(0, "a"), ModelSource(1, "b")
+
+
+def load(path: str) -> ServedModel:
+    if path not in MODELS:
+        raise InputError(f"{path}: damaged")
+    return MODELS[path]
+
+
+def _switch(models: ReplicaModels, desired: DesiredState) -> str:
+    models.set_desired(desired)
+    return models.switch()
+
+
+def _host(*, load: object = load) -> tuple[ReplicaModels, Counters]:
+    counters = Counters()
+    models = ReplicaModels(load, counters)  # type: ignore[arg-type]
+    assert not _switch(models, DesiredState(0, A))
+    return models, counters
+
+
+def test_swap_under_load_loses_no_request() -> None:
+    models, counters = _host(load=lambda path: time.sleep(0.2) or load(path))
+    app = ScoringApp(models, counters, config=ServeConfig())
+    expected = {model.version: logits_of(model, TEXT) for model in MODELS.values()}
+    done = threading.Event()
+
+    def swap() -> None:
+        for serial, name in enumerate("bcabc", start=1):
+            _switch(models, DesiredState(serial, ModelSource(serial, name)))
+        done.set()
+
+    answers: list[dict[str, Any]] = []
+
+    async def load_it() -> None:
+        async def client() -> None:
+            while not done.is_set():
+                reply = await post_async(app, TEXT)
+                assert reply.status == 200
+                answers.append(reply.json())
+
+        threading.Thread(target=swap).start()
+        await asyncio.gather(*(client() for _ in range(8)))
+
+    asyncio.run(load_it())
+    assert {answer["model"] for answer in answers} == set(expected)
+    for answer in answers:
+        np.testing.assert_allclose(np.array(answer["logits"], np.float32), expected[answer["model"]], atol=1e-5)
+    app.close()
+
+
+def test_rejected_model_changes_no_state_and_late_replica_checks() -> None:
+    models, _ = _host()
+    assert models.load(DesiredState(1, ModelSource(1, "gone"))) == "gone: damaged"
+    assert (models.status().failed, models.status().cause) == (ModelSource(1, "gone"), "gone: damaged")
+    models, _ = _host(load={"a": MODELS["a"], "other": OTHER}.__getitem__)
+    for desired in (DesiredState(1, ModelSource(1, "other")), DesiredState(1, A, shadow=ModelSource(1, "other"))):
+        assert "schemas differ in" in models.load(desired)
+    assert models.model is MODELS["a"]
+    models, _ = _host()
+    assert not models.load(DesiredState(1, B))
+    assert models.model is MODELS["a"]
+    models.drop(DesiredState(1, B))
+    assert models.status().model == A
+    models = ReplicaModels({"other": OTHER, "a": MODELS["a"]}.__getitem__, Counters())
+    schema = MODELS["a"].preprocessor.schema
+    assert "schemas differ in" in _switch(models, DesiredState(2, ModelSource(1, "other"), schema=schema))
+    assert not models.ready
+    assert "schemas differ in" in _switch(models, DesiredState(3, A, schema=schema, shadow=ModelSource(3, "other")))
+    assert models.model is MODELS["a"]
+
+
+def test_failed_model_is_retried_and_rollback_needs_no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = dict(MODELS)
+    models, _ = _host(load=lambda path: result[path])
+    model = result.pop("b")
+    assert _switch(models, DesiredState(1, B)) == "'b'"
+    assert models.model is MODELS["a"]
+    assert not models.incomplete  # for some seconds
+    monkeypatch.setattr(replica_models, "RETRY_S", -1.0)
+    assert models.incomplete
+    result["b"] = model
+    assert not models.switch()
+    assert models.model is MODELS["b"]
+    assert not models.incomplete
+    assert models.status().failed is None
+    models, _ = _host()
+    assert not _switch(models, DesiredState(2, ModelSource(2, "c"), previous=B))
+    assert not _switch(models, DesiredState(1, B, previous=A))
+    assert models.model is MODELS["c"]
+    opened: list[str] = []
+    models, _ = _host(load=lambda path: opened.append(path) or load(path))
+    for serial, (model, previous) in enumerate(((B, A), (A, B), (B, A)), start=1):
+        _switch(models, DesiredState(serial, model, previous=previous))
+    assert models.model is MODELS["b"]
+    assert opened == ["a", "b"]
+    _switch(models, DesiredState(4, ModelSource(4, "b")))  # wished for again: the folder may hold something else now
+    assert opened == ["a", "b", "b"]
+
+
+def test_shadow_counts_score_differences() -> None:
+    models, counters = _host()
+    app = ScoringApp(models, counters, config=ServeConfig())
+    plain = post(app, TEXT).json()
+    _switch(models, DesiredState(1, A, shadow=B))
+    assert post(app, TEXT).json() == plain
+    for _ in range(3):
+        post(app, TEXT)
+    version = MODELS["b"].version
+    until(lambda: sample_values(counters.snapshot()).get(("rayrec_serve_shadow_rows_total", (("model", version),))) == 80.0)
+    counted = sample_values(counters.snapshot())
+    scores = [1 / (1 + np.exp(-logits_of(MODELS[name], TEXT).astype(np.float64))) for name in "ab"]
+    differences = np.tile(np.abs(scores[0] - scores[1]), 4)
+    name = "rayrec_serve_shadow_score_difference"
+    assert counted[f"{name}_sum", ()] == pytest.approx(differences.sum(), rel=1e-3)
+    assert counted[f"{name}_count", ()] == 80
+    assert counted[f"{name}_bucket", (("le", "0.01"),)] == np.count_nonzero(differences <= 0.01)
+    assert f'rayrec_serve_shadow_rows_total{{model="{version}"}} 80' in ask(app, "GET", "/metrics").body.decode()
+    _switch(models, DesiredState(2, A))
+    assert models.status().shadow is None
+    app.close()
+
+
+def test_slow_shadow_drops_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    models, counters = _host()
+    go_on = threading.Event()
+    monkeypatch.setattr("rayrec.serve.responses.BatchScorer.score", lambda *_: go_on.wait(30))
+    _switch(models, DesiredState(1, A, shadow=B))
+    app = ScoringApp(models, counters, config=ServeConfig())
+    for _ in range(20):
+        assert post(app, TEXT).status == 200
+    dropped = sample_values(counters.snapshot())["rayrec_serve_shadow_dropped_rows_total", ()]
+    assert dropped in (20 * 11, 20 * 12)  # 8 wait, and one may be at work
+    go_on.set()
+    app.close()

@@ -14,7 +14,6 @@ from builders.requests import Reply, post_async
 JSON, TSV, CSV = "application/json", "text/tab-separated-values", "text/csv"
 Request = tuple[str, bytes, str]
 """Media type, body, query."""
-
 NUMBERS = [
     *("true", "false", "null", "0", "-1", "3.0", "3.5", "-0.0", "1e2", "1e18", "-1e18", "1e17", "1e400", "NaN", "1.5e-300"),
     *("999999999999999999", "1000000000000000000", "9007199254740993", "9007199254740993.0", "-9223372036854775809"),
@@ -122,9 +121,8 @@ def _own_requests() -> Iterator[Request]:
     yield CSV, line.encode() + b"\xff", ""
     yield f"{CSV}; header=maybe", line.encode(), ""
     yield f"{CSV}; header=absent; label=present", line.encode(), ""
-    labelled = f"1,0.5,{line},0,3.5,1970-01-02"
     for label in ("", "; label=present", "; label=absent"):
-        yield f"{CSV}; header=absent{label}", f"{labelled}\nx,,{line},?,,".encode(), ""
+        yield f"{CSV}; header=absent{label}", f"1,0.5,{line},0,3.5,1970-01-02\nx,,{line},?,,".encode(), ""
     yield TSV, line.replace(",", "\t").encode(), ""
     yield TSV, f"{header}\n{line}".replace(",", "\t").encode(), ""
 

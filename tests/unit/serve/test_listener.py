@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import uvicorn
 from builders.click_models import make_app, make_model, row_text
-from builders.faults import until
+from builders.faults import fails_with, rejects, until
 from builders.requests import Reply, ask
 from hosts.ports import free_ports
 from ray._common.utils import import_attr
@@ -23,7 +23,6 @@ from ray.serve._private.http_util import validate_http_proxy_callback_return
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 
-from rayrec.config import InputError
 from rayrec.serve.listener import Limits, Listener, _BoundedProtocol, bound_proxy, sole_proxy
 from rayrec.serve.server import PROXY_CALLBACK, PROXY_CALLBACK_VARIABLE
 
@@ -80,7 +79,6 @@ def test_listeners_use_one_port_and_drain_on_close() -> None:
     one.close()
     assert not one.alive
     assert _post(port) == 200
-
     go_on, used = threading.Event(), threading.Event()
     score = apps[1]._batcher._score
 
@@ -158,12 +156,9 @@ def test_idle_connection_is_closed(listen: Callable[..., int]) -> None:
         list(clients.map(run, cases))
 
 
-def test_line_ends_between_requests_are_ignored(listen: Callable[..., int]) -> None:
+def test_line_ends_are_ignored_and_pipelined_requests_limited(listen: Callable[..., int]) -> None:
     answers = _answers(listen(), *[b"\r\n" + REQUEST + b"\r\n"] * 3, LAST)
     assert answers == [(200, None)] * 3 + [(200, "close")]
-
-
-def test_pipelined_requests_are_limited(listen: Callable[..., int]) -> None:
     port = listen()
     with _connected(port) as connection:
         connection.sendall(REQUEST * 50)
@@ -181,10 +176,9 @@ def test_client_that_never_reads_is_disconnected() -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", port))
         connection.settimeout(0.5)
-        page = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
         with contextlib.suppress(TimeoutError, BrokenPipeError, ConnectionResetError):
             while True:
-                connection.sendall(page * 50)
+                connection.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 50)
                 time.sleep(0.01)
         until(lambda: not listener._server.server_state.connections, timeout_s=20)
 
@@ -198,8 +192,7 @@ def test_closing_resets_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
         closing = threading.Thread(target=ending.close)
         closing.start()
         time.sleep(0.1)
-        with pytest.raises(TimeoutError):  # not accepted, to be reset later
-            _connected(port, 0.1)
+        fails_with(TimeoutError, "", _connected, port, 0.1)  # not accepted, to be reset later
         other = _listener(port, end_s=1)
         time.sleep(0.6)
         connection.sendall(REQUEST)  # the listener has seen that it shall end
@@ -215,8 +208,7 @@ def test_used_port_is_rejected() -> None:
     with socket.socket() as used:
         used.bind(("127.0.0.1", 0))
         used.listen()
-        with pytest.raises(InputError, match="cannot listen there"):
-            _listener(used.getsockname()[1])
+        rejects("cannot listen there", _listener, used.getsockname()[1])
 
 
 def _answers(port: int, *pieces: bytes, half_close: bool = False) -> list[tuple[int, str | None]]:
@@ -325,7 +317,7 @@ def test_half_closed_connection_receives_answers(listen: Callable[..., int], mon
         assert _answers(port, *pieces, half_close=True) == answers
 
 
-def test_connection_half_closed_after_answer_ends(listen: Callable[..., int]) -> None:
+def test_half_closed_connection_ends_and_host_header_is_checked(listen: Callable[..., int]) -> None:
     with _connected(listen()) as connection:
         connection.sendall(REQUEST)
         answer = connection.recv(65536)
@@ -335,9 +327,6 @@ def test_connection_half_closed_after_answer_ends(listen: Callable[..., int]) ->
         connection.shutdown(socket.SHUT_WR)
         while connection.recv(65536):
             pass
-
-
-def test_host_header_must_be_single_and_valid(listen: Callable[..., int]) -> None:
     port = listen()
     path = b"GET /openapi.json HTTP/1.%d\r\nconnection: close\r\n%s\r\n"
     for hosts, status in (([], 400), ([b"localhost"] * 2, 400), ([b""], 421), ([b"localhost"], 200), ([b"evil"], 421)):

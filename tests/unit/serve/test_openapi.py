@@ -22,8 +22,6 @@ REFUSALS = schemathesis.Config.from_dict(
     {"checks": {"negative_data_rejection": {"expected-statuses": [400, 401, 413, 415, 422]}}}
 )
 """Too many rows are 413, which is none of the fuzzer's own."""
-
-
 RELAXED = settings(
     max_examples=100, database=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import ray
-from builders.faults import raising
+from builders.faults import raising, rejects
 from hosts.ports import free_ports
 
 from rayrec.checkpoint import folder_of
@@ -43,21 +43,15 @@ def _instance(*applications: str, with_proxies: bool = True) -> ServeInstance:
         ("direct", _instance("other"), False, "direct", 8000),
     ],
 )
-def test_ingress_is_resolved_for_cluster(
-    asked: Any, instance: ServeInstance | None, private_ray: bool, ingress: str, port: int
-) -> None:
+def test_ingress_is_resolved_for_cluster(asked: Any, instance: Any, private_ray: bool, ingress: str, port: int) -> None:
     settled = settle(ServeConfig(ingress=asked), instance, private_ray=private_ray)
     assert (settled.ingress, settled.port) == (ingress, port)
 
 
-def test_conflicting_ingress_is_rejected() -> None:
+def test_ingress_conflicts_are_rejected_and_urls_told() -> None:
     with pytest.raises(InputError, match="without HTTP proxies, for other"):
         settle(ServeConfig(ingress="serve"), _instance("other", with_proxies=False), private_ray=False)
-    with pytest.raises(InputError, match="proxies listen at 9000"):
-        settle(ServeConfig(ingress="direct", port=9000), _instance("other"), private_ray=False)
-
-
-def test_urls_of_proxies_and_replicas() -> None:
+    rejects("proxies listen at 9000", settle, ServeConfig(ingress="direct", port=9000), _instance("other"), private_ray=False)
     assert urls(ServeConfig(ingress="serve", host="::1"), _instance()) == ["http://[::1]:8000"]
     assert urls(ServeConfig(ingress="serve", host="0.0.0.0"), _instance()) == ["http://10.0.0.1:8000"]
     direct = ServeConfig(ingress="direct", host="::", port=7000)
@@ -71,13 +65,11 @@ def test_first_answering_url_is_returned(tmp_path: Path, monkeypatch: pytest.Mon
         Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         assert first_answering(["http://127.0.0.1:1", url], versions=["v1"]) == url
-        with pytest.raises(InputError, match="something else answers"):
-            first_answering([url], versions=["v2"], timeout_s=0)
+        rejects("something else answers", first_answering, [url], versions=["v2"], timeout_s=0)
         server.shutdown()
     with pytest.raises(InputError, match=r"does not answer at http://127.0.0.1:1 .*refused.*--host 0.0.0.0"):
         first_answering(["http://127.0.0.1:1"], versions=["v1"], timeout_s=0)
-    with pytest.raises(InputError, match="no replica or proxy has an address"):
-        first_answering([], versions=["v1"], timeout_s=0)
+    rejects("no replica or proxy has an address", first_answering, [], versions=["v1"], timeout_s=0)
 
 
 def test_ray_serve_application_is_built() -> None:
@@ -107,17 +99,15 @@ def test_ray_serve_application_is_built() -> None:
     ],
 )
 def test_invalid_application_is_rejected(args: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        build(args)
+    rejects(message, build, args)
 
 
-def test_port_has_one_server() -> None:
+def test_port_has_one_server_until_process_ends() -> None:
     """Replicas of the owner share the port. A second server, or one next to another program, cannot use it."""
     port, owner = free_ports(1), rf"by process {os.getpid()} \(.+\)\. Choose another --port"
     with lock_port("127.0.0.1", port):
         for _ in range(2):
-            with pytest.raises(InputError, match=f"127.0.0.1:{port}: .*{owner}"), lock_port("127.0.0.1", port):
-                pass
+            rejects(f"127.0.0.1:{port}: .*{owner}", lock_port("127.0.0.1", port).__enter__)
         with bind("127.0.0.1", port, shared=True) as one, bind("127.0.0.1", port, shared=True) as other:
             one.listen()
             other.listen()
@@ -126,11 +116,7 @@ def test_port_has_one_server() -> None:
     for shared in (False, True):  # a replica that outlived its server, or another program
         with bind("0.0.0.0", port, shared=shared) as other:
             other.listen()
-            with pytest.raises(InputError, match=owner), lock_port("127.0.0.1", port):
-                pass
-
-
-def test_port_lock_ends_with_process() -> None:
+            rejects(owner, lock_port("127.0.0.1", port).__enter__)
     port = free_ports(1)
     child = os.fork()
     if not child:
@@ -171,14 +157,11 @@ def test_host_header_matches_server_names(value: str, host: str, allowed: tuple[
     assert ServeConfig(host=host, allowed_hosts=allowed).is_allowed_host(value) is own
 
 
-def test_allowed_hosts_must_be_names() -> None:
+def test_ray_inherits_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http://a", "a:80", "a/b", "*a", ""):
-        with pytest.raises(InputError, match="allowed_hosts"):
-            ServeConfig(allowed_hosts=(name,))
+        rejects("allowed_hosts", ServeConfig, allowed_hosts=(name,))
     ServeConfig(allowed_hosts=("fd00::1", "a", "*", "*.b-c.d"))
 
-
-def test_ray_inherits_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(*_: object, **__: object) -> None:
         raise InputError(f"inherited: {set(os.environ.values())}")
 
@@ -187,9 +170,8 @@ def test_ray_inherits_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrec.cluster.connection.connect", connect)
     monkeypatch.setenv("SERVE_TOKEN", "open sesame")
     config = ServerConfig(token_env="SERVE_TOKEN")
-    with pytest.raises(InputError, match="inherited: ") as raised:
-        server.serve_forever("run", config=config, address=None, console=Console(quiet=True), started=print)
-    assert "open sesame" not in str(raised.value)
+    run = partial(server.serve_forever, "run", config=config, address=None, console=Console(quiet=True), started=print)
+    assert "open sesame" not in rejects("inherited: ", run)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +193,7 @@ def test_address_must_be_of_running_cluster(monkeypatch: pytest.MonkeyPatch, add
     if message.startswith("asked for"):
         monkeypatch.setattr(control, "quieten", lambda: None)
         monkeypatch.setattr("rayrec.cluster.connection.connect", connect)
-    with pytest.raises(InputError, match=message):
-        control.roll_back(address=address and address.replace("PORT", str(free_ports(1))))
+    rejects(message, control.roll_back, address=address and address.replace("PORT", str(free_ports(1))))
 
 
 @pytest.mark.parametrize(
@@ -230,8 +211,7 @@ def test_address_must_be_of_running_cluster(monkeypatch: pytest.MonkeyPatch, add
     ],
 )
 def test_options_for_running_server_are_rejected(model: str | None, given: dict[str, Any], unused: str) -> None:
-    with pytest.raises(InputError, match=unused):
-        serve(model, **given)
+    rejects(unused, serve, model, **given)
 
 
 SOUND: dict[str, Any] = {"version": VERSION, "files": {}, "tensors": {}, "state": {}, "block_bytes": 1, "score": 0.9}
@@ -246,21 +226,16 @@ def _save(run: Path, step: int, score: float | None, *, without: str = "", **cha
 
 def test_followed_checkpoint_is_newest_or_best(tmp_path: Path) -> None:
     assert choose(str(tmp_path), "newest") is None
-    first = _save(tmp_path, 10, None)
-    assert choose(str(tmp_path), "newest") == first
+    assert _save(tmp_path, 10, None) == choose(str(tmp_path), "newest")
     assert choose(str(tmp_path), "best") is None
     best = [_save(tmp_path, 20, 0.75), _save(tmp_path, 30, 0.8), _save(tmp_path, 40, 0.8)][-1]
     newest = _save(tmp_path, 50, 0.7)
-    assert choose(str(tmp_path), "best") == best
-    assert choose(str(tmp_path), "newest") == newest
+    assert (choose(str(tmp_path), "best"), choose(str(tmp_path), "newest")) == (best, newest)
     (Path(newest) / "manifest.json").write_text("{")
-    assert choose(str(tmp_path), "newest") == best
-    assert choose(os.path.relpath(tmp_path), "best") == best
+    assert (choose(str(tmp_path), "newest"), choose(os.path.relpath(tmp_path), "best")) == (best, best)
 
 
-def test_following_skips_damaged_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_following_skips_damaged_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     good = _save(tmp_path, 10, 0.5)
     for step, name in enumerate(("score", "files"), start=20):
         _save(tmp_path, step, 0.9, without=name)
@@ -346,9 +321,7 @@ def test_failed_checkpoint_is_retried(watched: Watched, tmp_path: Path, capsys: 
     assert capsys.readouterr().err.count("Keeping the model: the store was out") == 4
 
 
-def test_following_survives_outages(
-    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_following_survives_outages(watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     watch = watched.watch
     for error in (OSError("the store was out for 5 s"), InputError("access denied"), None):
         monkeypatch.setattr(server, "choose", raising(error) if error else choose)

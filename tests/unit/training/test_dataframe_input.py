@@ -1,5 +1,9 @@
 """Training on a DataFrame or Dataset, equal to training on Parquet files with its rows."""
 
+import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +12,19 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders.faults import raising, rejects
+from builders.csv_runs import train, write_days
+from builders.digits import write_digits
+from builders.faults import fails_with, raising, rejects
 from builders.runs import LEAN, QUIET
 
 import rayrec
 from rayrec import recipes, storage
 from rayrec.config import InputError
 from rayrec.recipes.criteo import criteo_demo
+from rayrec.recipes.mnist import mnist_resnet18
 from rayrec.schema import Schema
-from rayrec.training import dataframe_input
+from rayrec.training import dataframe_input, resume
+from rayrec.training.resume import data_difference, data_versions
 from rayrec.workloads.base import TrainConfig
 
 SCHEMA = Schema(label="liked", dense=("age",), sparse=("user", "movie"), tokens="any", delimiter=",")
@@ -62,8 +70,8 @@ def test_dataframe_run_matches_parquet_run(tmp_path: Path) -> None:
     assert result.summary["weights_sha256"] == expected.summary["weights_sha256"]
     assert result.metrics == expected.metrics
     longer = small.replace(steps=6)
-    with pytest.raises(InputError, match=r"data/train: the run started with other data \(rows: 600 -> 599\)"):
-        rayrec.train(longer, data=frame.iloc[1:], console=QUIET)
+    message = r"data/train: the run started with other data \(rows: 600 -> 599\)"
+    rejects(message, rayrec.train, longer, data=frame.iloc[1:], console=QUIET)
     resumed = rayrec.train(longer, data=frame, eval_data=held_out, console=QUIET)
     assert (resumed.summary["steps"], resumed.summary["rows_lost"], resumed.summary["rows_repeated"]) == (6, 0, 0)
 
@@ -91,8 +99,8 @@ def test_resumed_run_keeps_written_data(tmp_path: Path) -> None:
     assert written.read_bytes() == before
     retyped = r"columns: {.*'age': 'double'.*} -> {.*'age': 'int64'.*}"
     for changed, message in ((ratings(601), r"rows: 600 -> 601"), (ratings().assign(age=1), retyped)):
-        with pytest.raises(InputError, match=rf"{tmp_path}/run/data/train: .* other data \({message}\). Use the same"):
-            write(config(tmp_path), changed, resumes=True)
+        told = rf"{tmp_path}/run/data/train: .* other data \({message}\). Use the same"
+        rejects(told, write, config(tmp_path), changed, resumes=True)
     write(config(tmp_path), ratings(601))  # nothing is trained yet
     assert pq.read_metadata(written).num_rows == 601
 
@@ -107,8 +115,7 @@ def test_data_without_manifest_is_rewritten(tmp_path: Path) -> None:
 
 def test_failed_write_leaves_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pq, "write_table", raising(OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match="No space left"):
-        write(config(tmp_path), ratings())
+    fails_with(OSError, "No space left", write, config(tmp_path), ratings())
     assert not list((tmp_path / "run" / "data").iterdir())
 
 
@@ -127,13 +134,10 @@ def test_dataframe_input_rejects_invalid_data(tmp_path: Path, data: Any, changes
     assert not list(tmp_path.iterdir())
 
 
-def test_dataframe_input_rejects_other_recipes(tmp_path: Path) -> None:
+def test_dataframe_input_accepts_criteo_and_rejects_other_recipes(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="train_data: recipe mnist_resnet18 does not train on tables"):
         rayrec.train(recipes.mnist_resnet18().replace(storage_path=str(tmp_path)), data=ratings())
-
-
-def test_dataframe_input_accepts_criteo_columns(tmp_path: Path) -> None:
-    """Categories of 8 hexadecimal digits, and integers that pandas stores as floats because of missing values."""
+    # Categories of 8 hexadecimal digits, and integers that pandas stores as floats because of missing values.
     recipe = criteo_demo().replace(name="run", storage_path=str(tmp_path))
     schema = recipe.workload.table_schema
     columns = {schema.label: [0, 1], **{name: [None, 3] for name in schema.dense}, **dict.fromkeys(schema.sparse, "0000000a")}
@@ -158,3 +162,115 @@ def test_dataset_is_written_as_parquet(local_ray: None, tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(written, frame[list(COLUMNS)].sort_values(list(COLUMNS), ignore_index=True))
     write(config(tmp_path), dataset, resumes=True)
     assert storage.list_files(str(place)) == files
+
+
+# Finished run under the same name: its summary for unchanged data, else one line and status 2 -------------------------
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    write_days(folder, 0, 1)
+    os.utime(folder / "log" / "day_0.csv", (1e9, 1e9))  # day_1 is the newest
+    assert train(folder) == 0
+    return folder
+
+
+@pytest.fixture
+def finished(trained: Path, tmp_path: Path) -> Path:
+    """Copy the folder with all file times, like a moved log."""
+    return Path(shutil.copytree(trained, tmp_path / "copy"))
+
+
+def same_size(folder: Path) -> None:
+    file = folder / "log" / "day_0.csv"
+    file.write_text(file.read_text().replace(",1", ",2"))
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "grown folder": (lambda folder: write_days(folder, 2), "train_data has 3 files of"),
+    "grown file": (lambda folder: write_days(folder, 1, rows=401), "train_data has 2 files of"),
+    "bytes of the same size": (same_size, "train_data has 2 files of"),
+    "renamed file": (lambda folder: (folder / "log" / "day_0.csv").rename(folder / "log" / "a.csv"), "still has 2 files of"),
+    "path that is gone": (lambda folder: (folder / "log").rename(folder / "gone"), "log: no such file or folder"),
+    "no files": (lambda folder: [file.unlink() for file in (folder / "log").iterdir()], "contains no data files"),
+}
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_finished_run_rejects_other_data(finished: Path, capsys: pytest.CaptureFixture[str], change: str, quiet: bool) -> None:
+    make, expected = CHANGES[change]
+    make(finished)
+    assert train(finished, quiet=quiet) == 2
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert out == ""
+    assert line.startswith(f"rayrec train: {finished}/run: finished already, with other data: ")
+    assert expected in line
+    assert "choose another --name" in line.lower()
+
+
+def test_finished_run_with_same_data_prints_summary_and_reads_nothing(
+    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its old or another path; other readers of the folder do not matter."""
+    (finished / "log" / "_SUCCESS").write_text("")
+    assert train(finished) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["data"]["train_data"]["files"] == 2
+    (finished / "log").rename(finished / "moved")
+    assert train(finished, log="moved") == 0
+    assert json.loads(capsys.readouterr().out) == summary
+    monkeypatch.setattr("rayrec.workloads.recsys.ClickWorkload.prepare", raising(AssertionError("data was read")))
+    assert train(finished, log="moved") == 0
+
+
+def test_finished_run_rejects_added_evaluation_data(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_days(finished / "other", 5)
+    assert train(finished, "--eval-data.path", str(finished / "other" / "log")) == 2
+    assert "eval_data has 1 file of" in capsys.readouterr().err
+
+
+def test_summary_without_data_versions_is_accepted(finished: Path) -> None:
+    path = finished / "run" / "summary.json"
+    summary = json.loads(path.read_text())
+    del summary["data"]
+    path.write_text(json.dumps(summary))
+    write_days(finished, 2)
+    assert train(finished) == 0  # nothing to compare with
+    (finished / "log").rename(finished / "gone")
+    assert train(finished) == 2
+
+
+def test_changed_data_is_rejected_for_preprocessed_rows(trained: Path, tmp_path: Path) -> None:
+    schema = Schema(label="click", dense=("age",), sparse=("user", "item"), tokens="any", delimiter=",")
+    for name in ("first", "second"):
+        options = {"schema": schema, "split": "sevenths", "console": QUIET}
+        rayrec.preprocess(str(trained / "log"), out=str(tmp_path / name), format="parquet", **options)
+    before = data_versions(recipes.clicks(str(tmp_path / "first"), schema=schema))
+    assert before["train_data"]["files"] > 3  # in folders
+    assert data_difference(before, data_versions(recipes.clicks(str(tmp_path / "first"), schema=schema))) is None
+    assert data_difference(before, data_versions(recipes.clicks(str(tmp_path / "second"), schema=schema)))
+
+
+def test_changed_data_is_rejected_for_images_and_tokens(tmp_path: Path) -> None:
+    digits = write_digits(tmp_path / "digits", train=20, test=10)
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
+    small = {"vocabulary_size": 300, "block_size": 16, "shard_bytes": 2000, "validation_fraction": 0.2}
+    rayrec.preprocess(str(tmp_path / "text.txt"), out=str(tmp_path / "tokens"), format="mds", console=QUIET, **small)
+    shard = next((tmp_path / "tokens" / "validation").glob("*.mds"))
+    labels, text = digits / "t10k-labels-idx1-ubyte.gz", recipes.gpt2_tiny(str(tmp_path / "tokens"))
+    for config, file in ((mnist_resnet18(str(digits)), labels), (text, shard)):
+        before = data_versions(config)
+        assert data_difference(before, data_versions(config)) is None
+        os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
+        assert data_difference(before, data_versions(config)).startswith("train_data still has ")
+        file.unlink()
+        assert data_difference(before, data_versions(config))
+
+
+def test_data_without_files_has_no_version(tmp_path: Path) -> None:
+    """A custom workload may interpret its path freely. Its finished runs are not compared."""
+    config = recipes.clicks("table of a database").replace(storage_path=str(tmp_path), name="run")
+    assert resume.listed_data(config) == {}
+    resume._check_same_data("run", config, {"data": {}})
+    rejects("finished already, with other data: table of a database: no such file", resume._check_same_data, "run", config, {})

@@ -35,7 +35,7 @@ def of(measured: MeasuredSpeed, text: str, *, workers: int = 2) -> Forecast:
     return extrapolate(measured, shape, shares, threads_per_worker=None)
 
 
-def test_forecast_names_model_bottleneck() -> None:
+def test_forecast_scales_and_names_model_data_or_cpu_bottleneck() -> None:
     found = of(MEASURED, "cpus=2")
     assert (found.bottleneck, found.rows_per_s) == ("model", 40_000)
     assert found.data_rows_per_s == pytest.approx(2 / 5e-6)
@@ -44,24 +44,18 @@ def test_forecast_names_model_bottleneck() -> None:
     assert "4 MB on the worker with most" in found.text()
     assert "slice" not in found.text()
     assert "slice of the log" in replace(found, measured_speed=replace(MEASURED, sampled_vocabulary=True)).text()
-
-
-def test_forecast_scales_with_cores_and_nodes() -> None:
     assert of(MEASURED, "cpus=8").model_rows_per_s == pytest.approx(4 * 40_000)
     found = of(MEASURED, "cpus=8,nodes=4", workers=8)
     assert found.model_rows_per_s == pytest.approx(16 * 40_000)
     assert found == of(MEASURED, "cpus=8,nodes=1,cpu_nodes=3", workers=8)  # without GPUs all nodes are alike
     assert found.cpu_rows_per_s == pytest.approx(32 / 49.5e-6)
     assert "On 4 nodes of 8 CPUs:" in found.text()
-
-
-def test_forecast_names_data_or_shared_cpu_bottleneck() -> None:
     for wall_s, cpu_s, bottleneck, rows_per_s in ((100e-6, 1e-6, "data", 20_000), (40e-6, 40e-6, "cpus", 2 / 85e-6)):
         found = of(replace(MEASURED, stage_wall_s={"read": wall_s}, stage_cpu_s={"read": cpu_s}), "cpus=2")
         assert (found.bottleneck, found.rows_per_s) == (bottleneck, pytest.approx(rows_per_s))
 
 
-def test_forecast_includes_network_between_nodes() -> None:
+def test_forecast_includes_network_and_returns_cpus_per_gpu() -> None:
     names: tuple[Exchange, ...] = ("ids", "embeddings", "gradients", "all_reduce")
     flows = {name: ExchangeBytes(2, 1) for name in names}
     flows["embeddings"].add_all_to_all([500_000.0] * 2, to_owner=False)  # 4 Mbit from each node
@@ -76,9 +70,6 @@ def test_forecast_includes_network_between_nodes() -> None:
     assert (slow.bottleneck, slow.rows_per_s) == ("network", pytest.approx(1000 / 0.105))
     assert "  network  12.5k rows/s in all, by network_gbit=0.1\n" in slow.text()
     assert "About 9520 rows/s, limited by the network between workers" in slow.text()
-
-
-def test_forecast_returns_cpus_per_gpu() -> None:
     found = of(replace(MEASURED, device="cuda", num_workers=1, rows_per_s=1_000_000.0), "cpus=16,gpus=1,nodes=2,cpu_nodes=3")
     assert found.model_rows_per_s == pytest.approx(2e6)
     assert found.cpu_rows_per_s is None
@@ -122,11 +113,10 @@ def test_cluster_shape_rejects_invalid_text(text: str) -> None:
 
 
 def test_forecast_rejects_unsupported_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="2 workers need 2 CPU"):
-        forecast(recipes.criteo_demo("log.txt").replace(scaling={"cpus_per_worker": 1.0}), ClusterShape(1.0))
+    config = recipes.criteo_demo("log").replace(scaling={"cpus_per_worker": 1.0})
+    rejects("2 workers need 2 CPU", forecast, config, ClusterShape(1.0))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(InputError, match="no GPU found on this machine to measure the model"):
-        forecast(recipes.criteo_demo("log.txt"), ClusterShape(8.0, 1.0, 2))
+    rejects("no GPU found on this machine to measure the model", forecast, config, ClusterShape(8.0, 1.0, 2))
     other = recipes.gpt2_tiny("tokens")
     with pytest.raises(InputError, match="cannot be measured before training"):
         other.workload.probe_speed(other, target=Target(1, 1), local_workers=1, cuda=False, train=train_locally)

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from builders.faults import fails_with
 from ray.train import PreemptionInfo
 
 from rayrec.training.stop_monitor import MORE_WORKERS, NODE_PREEMPTED, RESUMES, GracePeriod, Signals, StopMonitor, last_save_s
@@ -86,7 +87,7 @@ def test_preemption_notice_saves_and_ends_before_deadline(
     assert watch.urgent() == (ended_at is not None)  # an evaluation is not waited for
 
 
-def test_preemption_overrides_scale_up_but_not_signals() -> None:
+def test_preemption_overrides_scale_up_which_waits_unlike_signals() -> None:
     for cause, expected in ((MORE_WORKERS, NODE_PREEMPTED), ("SIGTERM", "SIGTERM")):
         info = PreemptionInfo(deadline_ms=1, preempted_node_to_ranks={"a": [1]})
         watch = StopMonitor(None, rank=0, preemption=lambda info=info: info)  # type: ignore[misc]
@@ -95,11 +96,13 @@ def test_preemption_overrides_scale_up_but_not_signals() -> None:
         assert watch.poll()[0]
         assert watch.cause == expected
     assert NODE_PREEMPTED in RESUMES  # the driver starts another attempt
+    watch = StopMonitor(None, rank=1)
+    for cause, expected in ((None, (False, False)), (MORE_WORKERS, (True, False)), ("SIGTERM", (True, True))):
+        watch.cause = cause
+        assert (watch.poll()[0], watch.urgent()) == expected
 
 
-# SIGTERM and Ctrl-C: at once, or noted while workers save ------------------------------------------------------------
-
-
+# SIGTERM and Ctrl-C: at once, or noted while workers save -------------------------------------------------------------
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
 def test_signals_raise_or_are_noted(number: signal.Signals, error: type[BaseException]) -> None:
     before = signal.getsignal(number)
@@ -110,10 +113,8 @@ def test_signals_raise_or_are_noted(number: signal.Signals, error: type[BaseExce
         with signals.deferred():
             signal.raise_signal(number)
             assert signals.cause == number.name
-            with pytest.raises(error):  # the second
-                signal.raise_signal(number)
-        with pytest.raises(error):
-            signals.throw()
+            fails_with(error, "", signal.raise_signal, number)  # the second
+        fails_with(error, "", signals.throw)
     assert signal.getsignal(number) is before
 
 
@@ -126,10 +127,3 @@ def test_signals_ignores_other_threads() -> None:
 
     with ThreadPoolExecutor() as pool:
         assert pool.submit(within).result() is before
-
-
-def test_scale_up_waits_for_evaluation_and_signal_does_not() -> None:
-    watch = StopMonitor(None, rank=1)
-    for cause, expected in ((None, (False, False)), (MORE_WORKERS, (True, False)), ("SIGTERM", (True, True))):
-        watch.cause = cause
-        assert (watch.poll()[0], watch.urgent()) == expected

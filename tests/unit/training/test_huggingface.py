@@ -91,14 +91,11 @@ def test_huggingface_loop_matches_own_loop(changes: dict[str, Any]) -> None:
     assert dataclasses.asdict(own.progress) | timeless == dataclasses.asdict(other.progress) | timeless
 
 
-def test_huggingface_loop_matches_own_loop_with_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_loop_with_onednn_and_accumulated_parts_match(monkeypatch: pytest.MonkeyPatch) -> None:
     products = products_by_onednn(monkeypatch)
     test_huggingface_loop_matches_own_loop({"workload": {"accumulate": 2}})
     assert products
-
-
-def test_accumulated_parts_match_full_batch() -> None:
-    """Three parts of 8 rows, or of the epoch's last 4; only rounding may differ."""
+    # Three parts of 8 rows, or of the epoch's last 4; only rounding may differ.
     own = Attempt(loop.run, config(workload={"model": {"dropout": 0.0}}))
     parts = Attempt(huggingface.run, config(workload={"model": {"dropout": 0.0}, "accumulate": 3}))
     losses = [[fields["loss"] for _, fields in attempt.told()] for attempt in (own, parts)]
@@ -119,23 +116,16 @@ def test_resumed_attempt_matches_uninterrupted_weights(whole: Attempt, step: int
     assert found == [event for event in expected if event[1]["step"] > step]
 
 
-def test_stop_request_saves_step_and_resumes(whole: Attempt) -> None:
+def test_stop_ends_preemption_saves_and_due_evaluation_is_made(whole: Attempt) -> None:
     first = Attempt(huggingface.run, config(), stop_at=6)
     assert not first.finished
-    assert first.progress.step == 6
-    assert list(first.saves) == [4, 6]
+    assert (first.progress.step, list(first.saves)) == (6, [4, 6])
     rest = Attempt(loop.run, config(), start=first.saves[6])  # either loop may resume where the other stopped
     assert same(rest.tensors(), whole.tensors())
-
-
-def test_preemption_notice_saves_and_training_continues(whole: Attempt) -> None:
     warned = Attempt(huggingface.run, config(), preempt_at=6)
     assert warned.finished
     assert list(warned.saves) == [4, 6, 8, 12, 13]
     assert same(warned.tensors(), whole.tensors())
-
-
-def test_stop_at_due_evaluation_resumes_with_evaluation(whole: Attempt) -> None:
     first = Attempt(huggingface.run, config(log_every=5), stop_at=5)
     assert (first.progress.step, first.progress.evaluation_due) == (5, True)
     rest = Attempt(huggingface.run, config(log_every=5), start=first.saves[5])

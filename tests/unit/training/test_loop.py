@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from builders.faults import rejects
+from builders import savers
+from builders.faults import fails_with, flip, raising, rejects
 from builders.loops import StopSignal, fake_setup
 
 from rayrec import recipes
+from rayrec.checkpoint import Checkpoint, Retention, folder_of, weights_sha256
+from rayrec.checkpoint.state import model_tensors
 from rayrec.observe.timing import PHASES
 from rayrec.optim.config import PlateauConfig
 from rayrec.trained_rows import RowNumbers, TrainedRows
-from rayrec.training import loop, step_log
+from rayrec.training import loop, step_log, worker
+from rayrec.training.launchers.base import AttemptContext
 from rayrec.training.loop import SegmentEnd, next_segment_end
 from rayrec.training.progress import Progress, Training, judge, lower_on_plateau, with_lowered_rates
-from rayrec.training.step_log import StepAccounting
+from rayrec.training.step_log import StepAccounting, multiply_adds_per_s, multiply_adds_per_s_or_zero
+from rayrec.training.worker import finish
+from rayrec.workloads.run_config import ScalingConfig
 from rayrec.workloads.step_timer import HostTimer, StepTimer
 
 
@@ -167,8 +176,7 @@ def test_pause_evaluates_and_saves_without_changing_run() -> None:
     assert not again.run(pause_at=0.25)  # nothing is left to train
     assert (again.pipeline.trained, again.saves, again.events) == ([], [], [])
     assert not again.run(pause_at=0.4)  # where the run evaluates in any case
-    assert again.saves == [(8, 80, 0.58, True, True)]
-    assert again.progress.best_step == 8
+    assert (again.saves, again.progress.best_step) == ([(8, 80, 0.58, True, True)], 8)
     last = Run(progress=again.progress)
     assert last.run(pause_at=1.0)
     assert last.pipeline.trained == list(range(8, 20))
@@ -215,8 +223,7 @@ def test_stop_trains_pulled_batches_and_saves(ahead: int) -> None:
     assert run.pipeline.trained == list(range(stopped))
     again = Run(ahead=ahead, progress=run.progress)
     assert again.run()
-    assert again.pipeline.trained == list(range(stopped, 20))
-    assert again.saved() == [16, 20]
+    assert (again.pipeline.trained, again.saved()) == (list(range(stopped, 20)), [16, 20])
 
 
 @pytest.mark.parametrize(("stop_at", "step", "evaluated"), [(15, 16, [16, 20]), (20, 20, [20])])
@@ -232,15 +239,12 @@ def test_stop_at_due_evaluation_defers_to_next_start(stop_at: int, step: int, ev
     assert not again.progress.evaluation_due
 
 
-def test_preemption_notice_saves_once_and_continues() -> None:
+def test_preemption_saves_once_and_early_stopping_best_and_last() -> None:
     run = Run(ahead=3, preempt_at=10)
     assert run.run()
     assert run.saved() == [8, 14, 16, 20]
     assert run.saves[1] == (14, 140, None, True, True)
     assert run.pipeline.trained == list(range(20))
-
-
-def test_early_stopping_saves_best_and_last() -> None:
     run = Run(early_stopping={"patience": 1, "min_improvement": 0.2}, evaluate_every=5, checkpoint={"every": 50})
     assert run.run()
     # Better at every evaluation, though never by enough: the second ends it.
@@ -266,7 +270,7 @@ def test_patience_counts_from_last_sufficient_improvement(scores: list[float], s
     assert (progress.since_best, progress.best, progress.best_step) == (since_best, best, 3)
 
 
-def test_learning_rates_fall_without_improvement() -> None:
+def test_learning_rates_fall_without_improvement_and_scale_schedule() -> None:
     plateau = PlateauConfig(patience=2, factor=0.1, min_improvement=0.01)
     progress, lowered = Progress(), []
     for step, score in enumerate([0.5, 0.505, 0.52, 0.53, 0.51, 0.525, 0.52, 0.6]):
@@ -277,9 +281,6 @@ def test_learning_rates_fall_without_improvement() -> None:
     assert lowered == [(4, pytest.approx(0.1)), (6, pytest.approx(0.01))]
     assert (progress.plateau_reference, progress.plateau_evaluations) == (0.6, 0)
     assert not lower_on_plateau(Progress(plateau_reference=1.0), 0.0, PlateauConfig())
-
-
-def test_lowered_rates_scale_schedule() -> None:
     optimizer = SimpleNamespace(param_groups=[{"lr": 0.0}, {"lr": 0.0}, {"lr": 0.0}])
 
     def begin_step(step: int, total: int) -> None:
@@ -299,8 +300,7 @@ def test_lowered_rates_scale_schedule() -> None:
 def test_plateau_is_logged_and_saved() -> None:
     run = Run(plateau={"patience": 1, "min_improvement": 0.2, "factor": 0.5}, evaluate_every=5)
     assert run.run()
-    assert run.told("plateau") == [10, 15, 20]
-    assert run.progress.state()["learning_rate_scale"] == 0.125
+    assert (run.told("plateau"), run.progress.state()["learning_rate_scale"]) == ([10, 15, 20], 0.125)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -489,7 +489,7 @@ def test_rows_count_when_trained(ahead: int, fault: dict[str, int], rows: int, w
     assert run.progress.trained.lost_and_repeated(tally(10 * batches)) == wrong
 
 
-def test_trained_rows_span_attempts_on_worker_0() -> None:
+def test_trained_rows_span_attempts_on_worker_0_and_may_be_missing() -> None:
     run = Run(ahead=3, stop_at=11)
     run.loader = Loader(0, 20, numbered=True)
     assert not run.run()
@@ -500,9 +500,193 @@ def test_trained_rows_span_attempts_on_worker_0() -> None:
     again.loader = Loader(first.step, 20, numbered=True)
     assert again.run()
     assert again.progress.trained == tally(200)
-
-
-def test_checkpoint_without_row_tally_resumes_uncounted() -> None:
     state = Run().progress.state()
     del state["trained"]
     assert Progress.from_state(state, rank=0).trained is None
+
+
+# End of a worker, and its measurements before training ----------------------------------------------------------------
+CPU = torch.device("cpu")
+LAST, BEST = {"auroc": 7.0}, {"auroc": 4.0}
+STOPPED_EARLY = Progress(step=7, rows=70, best=4.0, best_step=4, since_best=3, metrics=LAST, best_metrics=BEST)
+
+
+class Evaluated:
+    """Model whose only weight is its step, with a metric equal to the weight."""
+
+    def __init__(self, folder: Path, *, sets: tuple[str, ...] = ("validation",), patience: int = 3) -> None:
+        self.model = torch.nn.Linear(1, 1, bias=False)
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.evaluations: list[tuple[str, float]] = []
+        config = recipes.criteo_demo("none").replace(early_stopping={"patience": patience})
+        prepared = SimpleNamespace(folder=str(folder / "preprocessor"))
+        self.attempt = AttemptContext(config, str(folder), prepared, None, 0.0, engine=None, channel=None, storage_token="")  # type: ignore[arg-type]
+        with closing(savers.Run(folder)) as run:
+            saver = run.saver(retention=Retention(num_to_keep=9))
+            for step in (4, 7):
+                torch.nn.init.constant_(self.model.weight, step)
+                savers.save(saver, step, model_tensors(self.model))
+        self.expected = TrainedRows()
+        self.stop_signal = StopSignal()
+        self.setup: Any = SimpleNamespace(
+            model=self.model,
+            pipeline=SimpleNamespace(progress=next, reset=lambda: None),
+            eval_batches={name: lambda name=name: self.batches(name) for name in sets},
+            make_metrics=lambda: SimpleNamespace(update=None, compute=lambda: {"auroc": self.weight()}),
+            make_samples=lambda: [{"of": list(self.evaluations[-1:])}],
+        )
+
+    def weight(self) -> float:
+        return self.model.weight.item()
+
+    def batches(self, name: str) -> Iterator[Any]:
+        self.evaluations.append((name, self.weight()))
+        return iter(())
+
+    def finish(self, progress: Progress = STOPPED_EARLY, *, evaluated_step: int | None = 7) -> Any:
+        def log(kind: str, fields: dict[str, Any]) -> None:
+            self.events.append((kind, fields))
+
+        parts: dict[str, Any] = {"expected": self.expected, "log": log, "stop_signal": self.stop_signal}
+        return finish(self.attempt, self.setup, progress, evaluated_step=evaluated_step, **parts)
+
+
+VALIDATION = ("validation",)
+
+
+@pytest.mark.parametrize(
+    ("sets", "patience", "evaluated_step", "chosen", "evaluations"),
+    [
+        (VALIDATION, 3, 7, 4, [("validation", 4.0)]),  # the best weights
+        (("validation", "test"), 3, 7, 4, [("test", 4.0)]),
+        (VALIDATION, 0, 7, 7, []),  # the last weights, at most once
+        (VALIDATION, 0, None, 7, [("validation", 7.0)]),
+    ],
+)
+def test_finish_evaluates_chosen_weights(
+    tmp_path: Path, sets: tuple[str, ...], patience: int, evaluated_step: int | None, chosen: int, evaluations: list[Any]
+) -> None:
+    run = Evaluated(tmp_path, sets=sets, patience=patience)
+    told = run.finish(evaluated_step=evaluated_step)
+    assert (told["step"], told["chosen_step"], told["checkpoint"]) == (7, chosen, folder_of(str(tmp_path), chosen))
+    assert told["weights_sha256"] == weights_sha256(Checkpoint(told["checkpoint"]))
+    assert told["metrics"] == told["validation"] == {"auroc": float(chosen)}
+    assert run.evaluations == evaluations
+    assert run.events == [("finish", told), ("samples", {"samples": [{"of": evaluations}]})]
+
+
+def test_damaged_best_weights_raise_input_error(tmp_path: Path) -> None:
+    run = Evaluated(tmp_path)
+    (file,) = Path(folder_of(str(tmp_path), 4)).glob("data_*.safetensors")
+    flip(file, -1)
+    rejects(r"best weights of the run\. Train it again", run.finish)
+
+
+@pytest.mark.parametrize(
+    ("trained", "expected"),
+    [
+        ([[0, 1, 2, 3]], (0, 0)),
+        ([[0, 1], [3]], (1, 0)),
+        ([[0, 1, 2, 3], [2]], (0, 1)),
+        ([[0, 1, 1, 3]], (1, 1)),
+        ([None], (None, None)),  # of a loader that does not number its rows
+    ],
+)
+def test_finish_reports_lost_and_repeated_rows(tmp_path: Path, trained: list[Any], expected: tuple[Any, Any]) -> None:
+    run = Evaluated(tmp_path, patience=0)
+    run.expected.add_ranges([(0, 4)], epoch=0)
+    progress = dataclasses.replace(STOPPED_EARLY, trained=None if trained == [None] else TrainedRows())
+    for numbers in trained:
+        progress.count(None if numbers is None else RowNumbers(0, np.array(numbers)))
+    told = run.finish(progress)
+    assert (told["rows_lost"], told["rows_repeated"]) == expected
+
+
+def test_stop_request_ends_final_test(tmp_path: Path) -> None:
+    run = Evaluated(tmp_path, sets=("validation", "test"))
+    run.stop_signal = StopSignal(stop_after_scored=0)
+    run.setup.eval_batches["test"] = lambda: iter([object()] * 10)
+    run.setup.make_metrics = lambda: SimpleNamespace(update=lambda output: None, compute=dict)
+    assert run.finish() is None
+    assert run.events == []
+
+
+@pytest.mark.parametrize("evaluated_step", [7, None])
+def test_samples_use_evaluation_mode(tmp_path: Path, evaluated_step: int | None) -> None:
+    run = Evaluated(tmp_path, patience=0)
+    run.model.train()
+    run.setup.make_samples = lambda: [{"training": run.model.training}]
+    run.finish(evaluated_step=evaluated_step)
+    assert run.events[-1] == ("samples", {"samples": [{"training": False}]})
+
+
+def test_first_save_removes_summary_and_slow_save_is_logged_once(tmp_path: Path) -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+    log = worker.saver_log(str(tmp_path), lambda kind, fields: events.append((kind, fields)), grace_s=60.0)
+    summary = tmp_path / "summary.json"
+    summary.write_text("{}")
+    log("checkpoint_late", {"step": 5, "cause": "full"})
+    assert summary.exists()
+    log("checkpoint", {"step": 5, "write_s": 9.0})
+    assert not summary.exists()
+    for step in (6, 7):
+        log("checkpoint", {"step": step, "write_s": 61.0})
+    assert [(kind, fields["step"]) for kind, fields in events] == [
+        ("checkpoint_late", 5), ("checkpoint", 5), ("checkpoint", 6), ("checkpoint_slow", 6), ("checkpoint", 7)
+    ]  # fmt: skip
+
+
+def test_failed_matrix_product_is_skipped_or_returns_zero(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(step_log, "_WINDOW_S", 0.001)
+    whole = multiply_adds_per_s(CPU, precision="fp32")
+    monkeypatch.setattr(torch.nn.functional, "linear", raising(NotImplementedError("no such operation")))
+    if torch.backends.mkldnn.is_available():
+        assert multiply_adds_per_s(CPU, precision="fp32") > 0
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    fails_with(NotImplementedError, "no such operation", multiply_adds_per_s, CPU, precision="fp32")
+    assert whole > 0
+    monkeypatch.setattr(step_log, "_of_cuda", raising(torch.OutOfMemoryError("CUDA out of memory")))
+    with caplog.at_level(logging.WARNING):
+        assert multiply_adds_per_s_or_zero(torch.device("cuda"), precision="bf16") == 0.0
+    assert "Cannot measure the peak of cuda (CUDA out of memory)" in caplog.text
+
+
+@pytest.mark.parametrize(("mine", "other", "expected"), [(5.0, 15.0, 20.0), (5.0, 0.0, None), (0.0, 15.0, None)])
+def test_peak_requires_all_workers(monkeypatch: pytest.MonkeyPatch, mine: float, other: float, expected: float | None) -> None:
+    def over_workers(*values: float) -> tuple[list[float], list[float]]:
+        pairs = list(zip(values, (other, float(other == 0.0)), strict=True))
+        return [sum(pair) / 2 for pair in pairs], [max(pair) for pair in pairs]
+
+    monkeypatch.setattr(worker, "over_workers", over_workers)
+    assert worker.peak_of_all(mine, world_size=2) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "share", "threads"),
+    [
+        ({}, 8, 8),
+        ({}, 0, 1),
+        ({"cpus_per_worker": 3.0}, 8, 3),
+        ({"cpus_per_worker": 0.5}, 8, 1),
+        ({"cpus_per_worker": 16.0}, 8, 8),
+        ({"cpus_per_worker": 3.0, "threads_per_worker": 5}, 8, 5),
+    ],
+)
+def test_threads_respect_reserved_cpus(settings: dict[str, Any], share: int, threads: int) -> None:
+    assert worker.threads_of_worker(ScalingConfig(**settings), node_cpus=share) == threads
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_tf32_follows_configuration(allowed: bool) -> None:
+    switches = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [switch.allow_tf32 for switch in switches]
+    try:
+        for switch in switches:
+            switch.allow_tf32 = not allowed
+        worker.allow_tf32(allowed)
+        assert [switch.allow_tf32 for switch in switches] == [allowed, allowed]
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.allow_tf32 = value

@@ -109,16 +109,13 @@ def test_bottleneck_detects_slow_row_source(work: Callable[[float], None], cause
     assert (found.bottleneck, found.cause) == ("data", cause)
 
 
-def test_bottleneck_detects_slow_model_with_full_accounting() -> None:
+def test_bottleneck_detects_slow_model_and_checkpoint_storage() -> None:
     found, events = small_run(model_s=5 * DELAY_S)
     assert found.bottleneck == "model"
     for before, event in pairwise([event for event in events if event["kind"] == "step"]):
         assert event["times_s"]["forward"] >= 5 * DELAY_S
         assert event["multiply_adds_per_s"] > 0
         assert sum(event["times_s"].values()) == pytest.approx((event["rows"] - before["rows"]) / event["rows_per_s"])
-
-
-def test_bottleneck_detects_slow_checkpoint_storage() -> None:
     found, _ = small_run(save_s=0.5)
     assert found.bottleneck == "checkpoint"
 

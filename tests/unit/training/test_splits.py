@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders.csv_runs import train, write_days
@@ -30,14 +31,11 @@ def summary(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
         ("kind named_days validation-names day_3", {"train": 1200, "validation": 400}),
     ],
 )
-def test_train_without_test_rows_reports_validation(
-    folder: Path, capsys: pytest.CaptureFixture[str], flags: str, sets: dict[str, int]
-) -> None:
+def test_train_without_test_rows_reports_validation(folder: Path, capsys: Any, flags: str, sets: dict[str, int]) -> None:
     names = flags.split()
     assert not train(folder, *(f"--workload.preset.split.{w}" if not place % 2 else w for place, w in enumerate(names)))
     found = summary(capsys)
-    assert found["rows_of_sets"] == sets
-    assert found["metrics"] == found["validation"]
+    assert (found["rows_of_sets"], found["metrics"]) == (sets, found["validation"])
     assert cli.run(["report", str(folder / "run")]) == 0
     assert cli.run(["export", str(folder / "run"), "--out", str(folder / "exported")]) == 0
 
@@ -53,9 +51,7 @@ def test_train_accepts_split_files_without_test(folder: Path, capsys: pytest.Cap
     assert found["metrics"] == found["validation"]
 
 
-def test_best_auroc_uses_same_test_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_best_auroc_uses_same_test_rows(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A generated log knows the best AUROC only for its own test rows."""
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     synthetic.generate(str(tmp_path / "log"), rows=3_000, seed=1, parallelism=1)

@@ -147,8 +147,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
     ],
 )
 def test_error_that_ends_run_is_recorded_and_reported(tmp_path: Path, failing: Failing, error: Exception, cause: Any) -> None:
-    events = failing(error)
-    cause = cause or str(error)
+    events, cause = failing(error), cause or str(error)
     assert [event["kind"] for event in events] == ["run", "prepared", "start_up", "start", "step", "failure"]
     assert (events[-1]["cause"], events[-1]["last"]) == (cause, True)
     assert RunSummary(events).standing() == f"failed ({cause}) at step 5 of 20"
@@ -157,8 +156,7 @@ def test_error_that_ends_run_is_recorded_and_reported(tmp_path: Path, failing: F
 
 
 def test_error_before_training_is_recorded(tmp_path: Path, failing: Failing) -> None:
-    events = failing(InputError("no such log"), wrong=True)
-    assert [event["kind"] for event in events] == ["run", "failure"]
+    assert [event["kind"] for event in failing(InputError("no such log"), wrong=True)] == ["run", "failure"]
     assert (tmp_path / "run" / "report.html").exists()
 
 
@@ -184,7 +182,6 @@ def test_rejected_settings_change_no_file(tmp_path: Path, failing: Failing, monk
     failing(InputError("no room"), seed=5, log_every=3)
     assert f"Resuming {tmp_path}/run with changed settings (log_every: 1 -> 3)" in NOTES
     assert b"log_every: 3" in settings.read_bytes()
-
     finished = CONFIGS[-1].replace(steps=20, log_every=3, seed=5)
     summary = {"config_hash": run_hash(finished), "steps": 20, "epochs": 0.4, "checkpoint": "c"}
     storage.write_json(str(tmp_path / "run" / "summary.json"), summary)
@@ -215,16 +212,26 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Console:
     return console
 
 
-def test_summary_counts_epochs_and_time_of_all_drivers(tmp_path: Path) -> None:
+def test_summary_covers_all_drivers_despite_damaged_events(tmp_path: Path) -> None:
     result, notes = summarized(tmp_path)
     assert result.summary["epochs"] == pytest.approx(1.5, abs=0.02)  # neither the four that were allowed nor one
-    assert result.summary["wall_s"] == pytest.approx(50.0)
-    assert result.summary["restarts"] == 1
+    assert (result.summary["wall_s"], result.summary["restarts"]) == (pytest.approx(50.0), 1)
     assert not notes
     assert read_events(tmp_path / "events.jsonl")[-1]["kind"] == "summary"
+    damaged = lines()
+    damaged[2:3] = ['{"time": 1020.0, "kind": "st{"time": 1020.5, "kind": "checkpoint"}\n']
+    result, notes = summarized(tmp_path, damaged)
+    assert result.summary["wall_s"] == pytest.approx(50.0)
+    (note,) = notes
+    assert "events.jsonl, line 3: not an event" in note
+    assert "\n" not in note
+    result, notes = summarized(tmp_path, [])
+    assert (result.summary["wall_s"], result.summary["restarts"], result.summary["verdict"]) == (0.0, 0, None)
+    assert result.summary["epochs"] == pytest.approx(1.5, abs=0.02)
+    assert not notes
 
 
-def test_result_converts_to_ray_train(tmp_path: Path) -> None:
+def test_result_converts_to_ray_train_and_has_checkpoint_path(tmp_path: Path) -> None:
     result, _ = summarized(tmp_path)
     of_ray = result.to_ray()
     assert isinstance(of_ray, ray.train.Result)
@@ -232,10 +239,6 @@ def test_result_converts_to_ray_train(tmp_path: Path) -> None:
     assert of_ray.checkpoint.path == result.checkpoint
     assert of_ray.get_best_checkpoint("accuracy", "max") == of_ray.checkpoint
     assert len(of_ray.metrics_dataframe) == len(result.metrics_dataframe) == 2
-
-
-def test_result_checkpoint_has_path_and_directory(tmp_path: Path) -> None:
-    result, _ = summarized(tmp_path)
     assert (result.checkpoint.path, type(result.checkpoint.path)) == (str(result.checkpoint), str)
     assert checkpoint.open_checkpoint(result.checkpoint).step == 15
     with result.checkpoint.as_directory() as folder:
@@ -248,20 +251,3 @@ def test_result_checkpoint_has_path_and_directory(tmp_path: Path) -> None:
     config = recipes.criteo_demo("log")
     given, plain = (config.replace(init_from=path).to_yaml() for path in (result.checkpoint, str(result.checkpoint)))
     assert given == plain
-
-
-def test_summary_survives_damaged_events(tmp_path: Path) -> None:
-    damaged = lines()
-    damaged[2:3] = ['{"time": 1020.0, "kind": "st{"time": 1020.5, "kind": "checkpoint"}\n']
-    result, notes = summarized(tmp_path, damaged)
-    assert result.summary["wall_s"] == pytest.approx(50.0)
-    (note,) = notes
-    assert "events.jsonl, line 3: not an event" in note
-    assert "\n" not in note
-
-
-def test_summary_survives_lost_events(tmp_path: Path) -> None:
-    result, notes = summarized(tmp_path, [])
-    assert (result.summary["wall_s"], result.summary["restarts"], result.summary["verdict"]) == (0.0, 0, None)
-    assert result.summary["epochs"] == pytest.approx(1.5, abs=0.02)
-    assert not notes

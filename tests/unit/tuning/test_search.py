@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders.faults import raising, rejects
+from builders.faults import fails_with, raising, rejects
 from builders.runs import QUIET
 from pyarrow import csv
 
@@ -121,13 +121,11 @@ def test_killed_search_matches_uninterrupted_one(
 
     monkeypatch.setattr(of_trials, "train_until", killed)
     searched = config.replace(name="killed", train_data={"path": str(log)})
-    with pytest.raises(KeyboardInterrupt):
-        rayrec.tune(searched, search=SEARCH, console=QUIET)
+    fails_with(KeyboardInterrupt, "", rayrec.tune, searched, search=SEARCH, console=QUIET)
     away.rename(log)
     again = rayrec.tune(searched, search=SEARCH, console=QUIET)
     assert sorted(set(parts)) == [(0, 54), (1, 2), (1, 6), (1, 18), (1, 54), (3, 2), (3, 6), (4, 2)]
     assert len(parts) == len(set(parts)) + 1
-
     assert outcomes(again) == outcomes(found)
     assert again["compared"] == found["compared"]
 
@@ -181,9 +179,7 @@ def own_config(log: str, schema: Schema, storage_path: str) -> TrainConfig:
     ("name", "schema", "format"),
     [("log.csv", TWO_LABELS, "parquet"), ("log.parquet", TWO_LABELS, "parquet"), ("log.csv", ONE_LABEL, "npy")],
 )
-def test_own_log_search_matches_training_from_raw_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, schema: Schema, format: str
-) -> None:
+def test_search_matches_training_from_raw_rows(tmp_path: Path, monkeypatch: Any, name: str, schema: Schema, format: str) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     config = own_config(own_log(str(tmp_path / name)), schema, str(tmp_path / "runs"))
     found = rayrec.tune(config, search=OWN_SEARCH, console=QUIET)
@@ -212,8 +208,7 @@ def test_search_in_s3_resumes_and_matches_a_local_one(bucket: str, tmp_path: Pat
     here, there = (own_config(log, ONE_LABEL, path) for path in (str(tmp_path / "runs"), f"{bucket}/runs"))
     with monkeypatch.context() as patch:
         patch.setattr(writer, "write_manifest", raising(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            rayrec.tune(there, search=OWN_SEARCH, stop_early=False, console=QUIET)
+        fails_with(KeyboardInterrupt, "", rayrec.tune, there, search=OWN_SEARCH, stop_early=False, console=QUIET)
     found = [rayrec.tune(config, search=OWN_SEARCH, stop_early=False, console=QUIET) for config in (here, there)]
     assert open_preprocessed(f"{found[1]['folder']}/data").format == "parquet"
     assert outcomes(found[1]) == outcomes(found[0])

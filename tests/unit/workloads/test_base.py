@@ -4,15 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from builders.faults import rejects
 
 from rayrec import recipes
+from rayrec.config import InputError
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.finalmlp import FinalMLPConfig
 from rayrec.schema import Schema
 from rayrec.workloads.run_config import ScalingConfig
-from rayrec.workloads.worker_setup import learning_rate_factor
+from rayrec.workloads.worker_setup import learning_rate_factor, memory_errors
 
 
 @pytest.mark.parametrize(
@@ -51,14 +53,11 @@ def test_scaling_config_rejects_invalid_values(changes: dict[str, Any], message:
     rejects(message, ScalingConfig, **changes)
 
 
-def test_early_stopping_and_plateau_reject_invalid_values() -> None:
+def test_configs_reject_early_stopping_plateau_and_schema(tmp_path: Path) -> None:
     unkept = {"checkpoint": {"keep_best": 0}, "early_stopping": {"patience": 2}}
     rejects("must be at least 1, because early stopping uses the best weights", recipes.criteo_demo().replace, **unkept)
     for factor in (0.0, 1.0):
         rejects("above 0 and below 1", recipes.criteo_demo().replace, plateau={"factor": factor})
-
-
-def test_click_workload_rejects_schema_without_sparse(tmp_path: Path) -> None:
     config = recipes.clicks(str(tmp_path), Schema(dense=("age", "price"), tokens="any", delimiter=","))
     rejects(r"must have a sparse column for a click model. Name a column of categ", config.workload.check, config)
     buckets = config.replace(workload={"preset": {"dense": "buckets"}})
@@ -77,3 +76,44 @@ def test_click_workload_rejects_unsupported_columns(tmp_path: Path, model: Click
     config.workload.check(config)
     refused = config.replace(workload={"model": model})
     rejects(f"^{message}", refused.workload.check, refused)
+
+
+# GPU out-of-memory errors ---------------------------------------------------------------------------------------------
+CUDA = torch.device("cuda", 3)
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 3 has a total capacity of 79.11 GiB.")
+
+
+def placed(name: str, rows: int, *, ranks: dict[int, int], share: float = 1.0) -> dict[str, Any]:
+    return {"table": name, "num_embeddings": rows, "embedding_dim": 128, "bytes_of_rank": ranks, "device_share": share}
+
+
+def told(described: dict[str, Any], error: Exception = FULL) -> str:
+    with pytest.raises(InputError) as found, memory_errors(described, rank=1, device=CUDA):
+        raise error
+    assert found.value.__cause__ is error
+    return str(found.value)
+
+
+def test_out_of_memory_error_names_tables_cache_and_remedies() -> None:
+    tables = [
+        placed("small", 1_000, ranks={1: 512_000}),
+        placed("elsewhere", 90_000_000, ranks={0: 46_080_000_000}),
+        placed("items", 40_000_000, ranks={1: 20_480_000_000}),
+        placed("users", 10_000_000, ranks={0: 1, 1: 5_120_000_000}),
+        placed("third", 2_000, ranks={1: 1_024_000}),
+    ]
+    assert told({"tables": tables, "batch_size": 65_536}) == (
+        "worker 1: cuda:3 is out of memory for 20.00 GiB more; its tables take 25.6 GB, the largest items (40,000,000 x 128) "
+        "20.5 GB, users (10,000,000 x 128) 5.12 GB, third (2,000 x 128) 1.02 MB. Try to lower --batch-size (now 65,536), or "
+        "shard the tables over more workers (--scaling.num-workers), or store tables in host memory "
+        "(--workload.sharding.uvm-caching), or shrink them (embedding_dim, min_count, max_num_embeddings)."
+    )
+    text = told({"tables": [placed("items", 40_000_000, ranks={1: 20_480_000_000}, share=0.1)]})
+    assert "its tables take 2.05 GB" in text
+    assert "--workload.sharding.uvm-cache-fraction" in text
+    assert "--workload.sharding.uvm-caching)" not in text
+    assert "--workload.parallel fsdp" in told({"parallel": "ddp", "batch_size": 8})
+    assert told({}).endswith("cuda:3 is out of memory for 20.00 GiB more. Try to use a GPU with more memory.")
+    assert "is out of memory. " in told({}, RuntimeError("CUDA error: out of memory"))  # of a library under torch
+    with pytest.raises(RuntimeError, match=r"^shapes$"), memory_errors({}, rank=0, device=CUDA):
+        raise RuntimeError("shapes")

@@ -7,18 +7,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
-from builders.faults import rejects
+from builders.faults import flip, raising, rejects
+from builders.runs import QUIET
+from builders.scored_rows import Net, rows_file, scored, trained
 from ranks import data_parallel
-from ranks.checkpoint import run_ranks
+from ranks.checkpoint import run_ranks, same
 from torch.nn import functional
 
+from rayrec import recipes
 from rayrec.batch import StepOutput
 from rayrec.checkpoint import Checkpoint, drop_tied_tensors, full_tensors, weights_sha256
+from rayrec.config import InputError
 from rayrec.metrics.means import RowMetrics
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, NamedOptimizer
+from rayrec.workloads.base import ScoringContext
+from rayrec.workloads.data_parallel.scoring import load_model
 from rayrec.workloads.data_parallel.worker import multiply_adds_per_row
+from rayrec.workloads.scoring import Scoring
 from rayrec.workloads.worker_setup import seed_generators, step_seed
 
 
@@ -69,8 +78,7 @@ class _Uncountable(torch.nn.Module):
 
 
 def test_uncountable_model_trains(caplog: pytest.LogCaptureFixture) -> None:
-    configuration = data_parallel.config(1)
-    workload: Any = configuration.workload
+    workload: Any = data_parallel.config(1).workload
     sets = {"validation": workload.open_set(None, None, "validation")}
     context: Any = SimpleNamespace(device=torch.device("cpu"))
     assert multiply_adds_per_row(workload, workload.build(None), sets, context) == 4 * 36  # four layers of 6 by 6
@@ -96,7 +104,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     return folder, data_parallel.train(str(folder), 0, data_parallel.config(1))
 
 
-def test_one_worker_matches_plain_torch(alone: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_one_worker_matches_plain_torch_and_evaluates(alone: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, events = alone
     configuration = data_parallel.config(1)
     torch.manual_seed(configuration.seed)
@@ -122,9 +130,6 @@ def test_one_worker_matches_plain_torch(alone: tuple[Path, list[dict[str, Any]]]
     assert "model.outer.weight" not in stored  # tied to the inner one
     for name, value in drop_tied_tensors(model.state_dict()).items():
         assert torch.equal(stored[f"model.{name}"], value), name
-
-
-def test_training_writes_events_and_evaluates(alone: tuple[Path, list[dict[str, Any]]]) -> None:
     _, events = alone
     evaluations = [event for event in events if event["kind"] == "evaluate"]
     assert [event["step"] for event in evaluations] == [6, 12]
@@ -139,15 +144,12 @@ def test_two_workers_match_one(kind: str, alone: tuple[Path, list[dict[str, Any]
     assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
 
 
-def test_fsdp_rejects_full_parameter_optimizers() -> None:
+def test_fsdp_with_onednn_matches_and_full_parameters_are_rejected(tmp_path: Path) -> None:
     workload = data_parallel.config(1).workload
     for kind in ("lamb", "lars"):
         workload.replace(optimizer={"kind": kind})
         rejects(f"kind: {kind} requires norms of full parameters", workload.replace, optimizer={"kind": kind}, parallel="fsdp")
-
-
-def test_fsdp_with_onednn_matches_one_worker(tmp_path: Path) -> None:
-    """FSDP shards and gathers the oneDNN layers of a GPT-2."""
+    # FSDP shards and gathers the oneDNN layers of a GPT-2.
     data_parallel.train(str(tmp_path / "alone"), 0, data_parallel.next_token_config(1))
     run_ranks(data_parallel.fsdp_by_onednn, 2, str(tmp_path / "fsdp"))
     assert _close(_tensors(tmp_path / "alone" / "6"), _tensors(tmp_path / "fsdp" / "6"))
@@ -161,37 +163,27 @@ def test_fsdp_checkpoint_resumes_on_one_worker_and_back(alone: tuple[Path, list[
     assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
 
 
-def test_step_repeated_after_crash_is_identical(tmp_path: Path) -> None:
+def test_repeated_or_no_steps_keep_weights_and_statistics(tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]]) -> None:
     run_ranks(data_parallel.noisy, 2, str(tmp_path))
-
-
-def test_resume_without_steps_keeps_weights(alone: tuple[Path, list[dict[str, Any]]]) -> None:
+    run_ranks(data_parallel.statistics, 2, str(tmp_path))
     folder, _ = alone
     before = weights_sha256(Checkpoint(str(folder / "12")))
     data_parallel.train(str(folder), 0, data_parallel.config(1), from_step=12)
     assert weights_sha256(Checkpoint(str(folder / "12"))) == before
-
-
-def test_batch_norm_statistics_match_on_all_workers(tmp_path: Path) -> None:
-    run_ranks(data_parallel.statistics, 2, str(tmp_path))
-
-
-def test_means_weight_rows_equally() -> None:
     metrics = RowMetrics(lambda means: {**means, "double": 2 * means["loss"]})
     for values in ([1.0, 1.0, 1.0], [5.0], []):
         tensor = torch.tensor(values)
         metrics.update(StepOutput(tensor.sum(), measures={"loss": tensor}))
     assert metrics.compute() == {"loss": 2.0, "double": 4.0}
+    rejects("accumulate: must be at least 1, got 0", data_parallel.Small, accumulate=0)
+    rejects("loop: must be rayrec for recipe", data_parallel.config(1).replace, loop="huggingface")
 
 
-def test_step_seeds_differ() -> None:
+def test_step_seeds_differ_and_seed_generators_equally(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = {step_seed(seed, step, rank) for seed in range(3) for step in range(5) for rank in range(2)}
     assert len(seeds) == 30
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert step_seed(1, 2, 0) == step_seed(1, 2, 0)
-
-
-def test_seed_generators_matches_manual_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     number = step_seed(3, 7, 1)
     draws = []
     for seed in (torch.manual_seed, lambda number: seed_generators(number, torch.device("cpu"))):
@@ -201,6 +193,91 @@ def test_seed_generators_matches_manual_seed(monkeypatch: pytest.MonkeyPatch) ->
     assert all(torch.equal(*pair) for pair in zip(*draws, strict=True))
 
 
-def test_settings_reject_invalid_values() -> None:
-    rejects("accumulate: must be at least 1, got 0", data_parallel.Small, accumulate=0)
-    rejects("loop: must be rayrec for recipe", data_parallel.config(1).replace, loop="huggingface")
+# Data-parallel scoring: row order, saved weights and exact means ------------------------------------------------------
+Saved = tuple[str, Net]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return trained(tmp_path_factory.mktemp("run"))
+
+
+def _open(checkpoint: str, path: str, **changes: Any) -> Scoring:
+    context: dict[str, Any] = {"config": scored(), "evaluating": False, "batch_rows": None, "console": QUIET, **changes}
+    never = raising(AssertionError("opening rows needs no data tasks"))
+    return context["config"].workload.open_scoring(ScoringContext(checkpoint=checkpoint, path=path, engine=never, **context))
+
+
+def _tables(scoring: Scoring) -> list[pa.Table]:
+    score = scoring.load("cpu")
+    return [score(block) for block in range(scoring.num_blocks)]
+
+
+def _metrics(scoring: Scoring, rows: int) -> dict[str, float]:
+    totals = scoring.make_totals()
+    for table in _tables(scoring):
+        totals.update(table)
+    assert totals.rows == rows
+    return totals.compute()
+
+
+@pytest.mark.parametrize(("rows", "batch", "blocks"), [(1, None, 1), (10, None, 1), (11, None, 2), (1000, 10, 17), (1000, 3, 42)])
+def test_rows_are_predicted_once_in_order(saved: Saved, tmp_path: Path, rows: int, batch: int | None, blocks: int) -> None:
+    path = rows_file(tmp_path, rows, labelled=False)
+    scoring = _open(saved[0], path, batch_rows=batch)
+    assert (scoring.rows, scoring.num_blocks) == (rows, blocks)
+    table = pa.concat_tables(_tables(scoring))
+    assert (table.column("row").to_pylist(), table.column("row").type) == (list(range(rows)), pa.int64())
+    with torch.no_grad():
+        expected = saved[1](torch.from_numpy(np.load(path)["x"])).numpy()
+    logits = np.array(table.column("logits").to_pylist())
+    np.testing.assert_allclose(logits, expected, atol=1e-6)
+    best = logits.argmax(axis=1)
+    assert table.column("best").to_pylist() == best.tolist()
+    assert table.column("named").to_pylist() == [f"class {number}" for number in best]
+
+
+def test_loaded_model_matches_saved_and_means_cover_all_rows(saved: Saved, tmp_path: Path) -> None:
+    path = rows_file(tmp_path, 1003)
+    arrays = np.load(path)
+    with torch.no_grad():
+        logits = saved[1](torch.from_numpy(arrays["x"]))
+        losses = torch.nn.functional.cross_entropy(logits, torch.from_numpy(arrays["label"]), reduction="none")
+    metrics = _metrics(_open(saved[0], path, evaluating=True), 1003)
+    assert metrics["loss"] == pytest.approx(losses.double().mean().item(), rel=1e-7)
+    assert (metrics["perplexity"], metrics["bits"]) == (pytest.approx(np.exp(metrics["loss"])), 32)
+    scoring = _open(saved[0], rows_file(tmp_path, 5), evaluating=True, config=scored().replace(precision="bf16"))
+    assert _metrics(scoring, 5)["bits"] == 16
+    rejects("has no labels", _open, saved[0], rows_file(tmp_path, 5, labelled=False), evaluating=True)
+    rejects("has no rows to score", _open, saved[0], rows_file(tmp_path, 0))
+    model = load_model(scored().workload, scored(), checkpoint=saved[0])  # type: ignore[arg-type]
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert model.outer.weight is model.inner.weight
+    assert same(model.state_dict(), saved[1].state_dict())
+    assert not any(name.startswith("model.outer.weight") for name in Checkpoint(saved[0]).manifest()["tensors"])
+
+
+@pytest.mark.parametrize(
+    ("part", "module", "message"),
+    [
+        ("norm", torch.nn.BatchNorm1d(9), r": norm.bias: shape must be \[9\], got \[4\]"),
+        ("more", torch.nn.Linear(2, 2), r": more.bias: shape must be \[2\], got absent"),
+        ("outer", torch.nn.Linear(4, 4), r": outer.weight: shape must be \[4, 4\], got absent"),
+    ],
+)
+def test_model_rejects_other_weights(saved: Saved, monkeypatch: pytest.MonkeyPatch, part: str, module: Any, message: str) -> None:
+    config, other = scored(), Net()
+    setattr(other, part, module)
+    monkeypatch.setattr(type(config.workload), "build_from", lambda *_, **__: other)
+    rejects(message, load_model, config.workload, config, checkpoint=saved[0])
+
+
+def test_damaged_weights_and_click_models_are_rejected(tmp_path: Path) -> None:
+    checkpoint, _ = trained(tmp_path)
+    chunk = Checkpoint(checkpoint).manifest()["tensors"]["model.inner.weight"]["chunks"][0]
+    flip(f"{checkpoint}/{chunk['file']}", chunk["start"])
+    rejects("damaged, the checksum", load_model, scored().workload, scored(), checkpoint=checkpoint)
+    config = recipes.criteo_demo()
+    with pytest.raises(InputError, match=r"recipe criteo_demo cannot be exported. Use `rayrec predict`"):
+        config.workload.export(config, checkpoint="run", out=str(tmp_path))

@@ -1,7 +1,9 @@
 """Tests of the language workload: row losses, generation, weights, and invalid input."""
 
+import copy
 import json
 import math
+import pickle
 import shutil
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import torch
 from builders.faults import rejects, watched
 from ranks.checkpoint import same
+from ranks.data_parallel import products_by_onednn
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from rayrec import checkpoint
@@ -30,6 +33,7 @@ from rayrec.data.text.tokenizer import (
     write_tokenizer,
 )
 from rayrec.recipes.gpt2 import gpt2, gpt2_tiny
+from rayrec.workloads import language_model
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.scoring import load_model
 from rayrec.workloads.data_parallel.worker import multiply_adds_per_row
@@ -77,9 +81,7 @@ def model_of(vocabulary_size: int = 30, *, seed: int = 0, scale: float = 5.0) ->
 
 
 # -- the arithmetic
-
-
-def test_row_losses_match_model_loss() -> None:
+def test_row_losses_match_model_and_cost_counts_products() -> None:
     model = model_of(scale=1.0)
     text_blocks = torch.randint(0, 30, (5, BLOCK))
     losses = row_losses(model, text_blocks)
@@ -87,16 +89,10 @@ def test_row_losses_match_model_loss() -> None:
     assert losses.mean().item() == pytest.approx(model(text_blocks, labels=text_blocks).loss.item(), rel=1e-6)
     for row, loss in zip(text_blocks, losses, strict=True):
         assert loss.item() == pytest.approx(model(row[None], labels=row[None]).loss.item(), rel=1e-5)
-
-
-def test_perplexity_and_score() -> None:
     workload = LanguageWorkload()
     assert workload.metrics({"loss": 2.0}) == {"loss": 2.0, "perplexity": pytest.approx(math.exp(2.0))}
     assert math.isfinite(workload.metrics({"loss": 1e6})["perplexity"])
     assert workload.score({"loss": 1.0}) > workload.score({"loss": 2.0})
-
-
-def test_row_cost_counts_matrix_products() -> None:
     width, layers, vocabulary_size = 512, 2, 40  # so that the largest are oneDNN's
     config = small(None, model={"n_layer": layers, "n_embd": width})
     torch.manual_seed(0)
@@ -109,8 +105,6 @@ def test_row_cost_counts_matrix_products() -> None:
 
 
 # -- generation
-
-
 def prompts_of(*rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-align prompts, padded with a token that must not matter."""
     width = max(map(len, rows))
@@ -124,28 +118,12 @@ def made(model: torch.nn.Module, *rows: list[int], count: int, temperature: floa
     return generate(model, prompts, lengths, chances=chances, temperature=temperature, **how).tolist()
 
 
-def test_greedy_text_matches_transformers() -> None:
+def test_greedy_text_matches_transformers_and_without_cache() -> None:
     model = model_of()
     prompt, greedy = torch.tensor([[3, 1, 4]]), {"max_new_tokens": BLOCK - 3, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **greedy)[0, 3:].tolist()
     assert made(model, [3, 1, 4], count=BLOCK - 3) == [expected]
 
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_continuation_is_independent_of_padding(temperature: float) -> None:
-    """Includes generation past the window, which continues from the latter half."""
-    model = model_of()
-    chances = torch.rand(3, 40, generator=torch.Generator().manual_seed(1))
-    rows = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [2]]
-    together = made(model, *rows, count=40, temperature=temperature, chances=chances)
-    for number, row in enumerate(rows):
-        # The longest has no padding in either; the others go on alike up to where windows end at other tokens.
-        count = 40 if number == 1 else 10
-        own = chances[number : number + 1, :count]
-        assert made(model, row, count=count, temperature=temperature, chances=own)[0] == together[number][:count]
-
-
-def test_generation_without_cache_matches() -> None:
     class Forgetful(torch.nn.Module):
         """Wrapper that passes all tokens in each call."""
 
@@ -162,7 +140,21 @@ def test_generation_without_cache_matches() -> None:
     assert made(Forgetful(), [3, 1, 4], count=40) == made(model_of(), [3, 1, 4], count=40)
 
 
-def test_sampling_follows_probabilities() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_continuation_is_independent_of_padding(temperature: float) -> None:
+    """Includes generation past the window, which continues from the latter half."""
+    model = model_of()
+    chances = torch.rand(3, 40, generator=torch.Generator().manual_seed(1))
+    rows = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [2]]
+    together = made(model, *rows, count=40, temperature=temperature, chances=chances)
+    for number, row in enumerate(rows):
+        # The longest has no padding in either; the others go on alike up to where windows end at other tokens.
+        count = 40 if number == 1 else 10
+        own = chances[number : number + 1, :count]
+        assert made(model, row, count=count, temperature=temperature, chances=own)[0] == together[number][:count]
+
+
+def test_sampling_follows_probabilities_and_depends_on_prompt_only() -> None:
     model = model_of(scale=2.0)
     probabilities = model(torch.tensor([[3, 1, 4]])).logits[0, -1].softmax(dim=0)
     rows = 4000
@@ -172,20 +164,6 @@ def test_sampling_follows_probabilities() -> None:
     assert (shares - probabilities).abs().max() < 0.03
     assert made(model, [3, 1, 4], count=1, temperature=1.0, chances=torch.tensor([[0.0]]))[0][0] >= 0
     assert made(model, [3, 1, 4], count=1, temperature=1.0, chances=torch.tensor([[1 - 2**-24]]))[0][0] < 30
-
-
-def test_generation_stops_at_end_token() -> None:
-    model = model_of(TextTokenizer(bytes_bpe([TEXT * 20], 280), "tokenizer").vocabulary_size)
-    free = made(model, [3, 1, 4], [5, 9], count=30)
-    end = free[0][4]
-    stopped = made(model, [3, 1, 4], [5, 9], count=30, end_token=end)
-    first = free[0].index(end)
-    assert stopped[0][: first + 1] == free[0][: first + 1]
-    assert set(stopped[0][first:]) == {end}
-    assert len(made(model, [3, 1, 4], count=30, end_token=end)[0]) == first + 1  # nothing is made after it
-
-
-def test_sampling_depends_on_prompt_only() -> None:
     model = model_of(TOKENIZER.vocabulary_size, scale=1.0)
     settings: dict[str, Any] = {"tokenizer": TOKENIZER, "window": BLOCK, "max_new_tokens": 8, "temperature": 1.0}
 
@@ -200,7 +178,14 @@ def test_sampling_depends_on_prompt_only() -> None:
     assert all(len(text) == 8 for text in together)
 
 
-def test_prompts_are_read_from_lines(tmp_path: Path) -> None:
+def test_prompts_are_lines_and_generation_stops_at_end_token(tmp_path: Path) -> None:
+    model = model_of(TextTokenizer(bytes_bpe([TEXT * 20], 280), "tokenizer").vocabulary_size)
+    free = made(model, [3, 1, 4], [5, 9], count=30)
+    end = free[0][4]
+    stopped = made(model, [3, 1, 4], [5, 9], count=30, end_token=end)
+    first = free[0].index(end)
+    assert (stopped[0][: first + 1], set(stopped[0][first:])) == (free[0][: first + 1], {end})
+    assert len(made(model, [3, 1, 4], count=30, end_token=end)[0]) == first + 1  # nothing is made after it
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"the fox\r\n\n" + b"the lazy dog " * 3)
     arrays = read_prompts(str(path), TOKENIZER, window=BLOCK).read(np.arange(3))
@@ -214,8 +199,6 @@ def test_prompts_are_read_from_lines(tmp_path: Path) -> None:
 
 
 # -- checkpoints, exports and initial weights
-
-
 @pytest.fixture(scope="module", params=["characters", "bytes_bpe"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("saved")
@@ -226,13 +209,12 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     torch.manual_seed(0)
     model = config.workload.build(prepared)
     tensors = {f"model.{name}": value for name, value in checkpoint.drop_tied_tensors(model.state_dict()).items()}
-
     extra = ExtraFiles(config.workload.checkpoint_files(prepared))
     checkpoint.save(str(folder / "step"), tensors, state={}, extra_files=extra.write)
     return config, str(folder / "step"), model
 
 
-def test_checkpoint_stores_tied_weights_once(saved: Saved) -> None:
+def test_tied_weights_are_stored_once_and_export_loads_elsewhere(saved: Saved, tmp_path: Path) -> None:
     config, folder, model = saved
     names = list(checkpoint.Checkpoint(folder).manifest()["tensors"])
     assert "model.transformer.wte.weight" in names
@@ -240,6 +222,16 @@ def test_checkpoint_stores_tied_weights_once(saved: Saved) -> None:
     loaded = load_model(config.workload, config, checkpoint=folder)
     text_blocks = torch.randint(0, model.config.vocab_size, (2, BLOCK))
     assert torch.equal(loaded(text_blocks).logits, model.eval()(text_blocks).logits)
+    told = config.workload.export(config, checkpoint=folder, out=str(tmp_path / "out"))
+    assert told["bytes"] == (tmp_path / "out" / "model.safetensors").stat().st_size
+    other, problems = GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(problems.values())
+    text_blocks = torch.randint(0, model.config.vocab_size, (2, BLOCK))
+    assert torch.equal(other(text_blocks).logits, model.eval()(text_blocks).logits)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ours = load_tokenizer(f"{folder}/tokenizer")
+    assert tokenizer("the lazy fox")["input_ids"] == ours.encode("the lazy fox").tolist()
+    assert tokenizer.eos_token_id == ours.end_token == other.config.eos_token_id
 
 
 def test_predictions_continue_prompts(saved: Saved, tmp_path: Path) -> None:
@@ -260,7 +252,7 @@ def test_predictions_continue_prompts(saved: Saved, tmp_path: Path) -> None:
     assert all(columns["text"])
 
 
-def test_scoring_uses_checkpoint_tokenizer(saved: Saved, tmp_path: Path) -> None:
+def test_scoring_uses_tokenizer_and_cut_of_training(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, folder, _ = saved
     (tmp_path / "more.txt").write_text(TEXT * 3)
     source = config.workload.open_labelled(config, checkpoint=folder, path=str(tmp_path / "more.txt"))
@@ -270,10 +262,6 @@ def test_scoring_uses_checkpoint_tokenizer(saved: Saved, tmp_path: Path) -> None
     folder_of(tmp_path / "other", files=characters(set("other characters")))
     open_labelled = partial(config.workload.open_labelled, config, checkpoint=folder)
     rejects("tokenizer does not match the model", open_labelled, path=str(tmp_path / "other"))
-
-
-def test_scoring_cuts_text_as_training(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, folder, _ = saved
     reads = watched(monkeypatch, text_blocks, "read_texts")
     (tmp_path / "more.txt").write_text(TEXT * 3)
     older = tmp_path / "older"
@@ -286,21 +274,7 @@ def test_scoring_cuts_text_as_training(saved: Saved, tmp_path: Path, monkeypatch
     assert [part_bytes for _, part_bytes, _ in reads] == [PART_BYTES, 4 << 20]
 
 
-def test_export_loads_in_transformers(saved: Saved, tmp_path: Path) -> None:
-    config, folder, model = saved
-    told = config.workload.export(config, checkpoint=folder, out=str(tmp_path / "out"))
-    assert told["bytes"] == (tmp_path / "out" / "model.safetensors").stat().st_size
-    other, problems = GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(problems.values())
-    text_blocks = torch.randint(0, model.config.vocab_size, (2, BLOCK))
-    assert torch.equal(other(text_blocks).logits, model.eval()(text_blocks).logits)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    ours = load_tokenizer(f"{folder}/tokenizer")
-    assert tokenizer("the lazy fox")["input_ids"] == ours.encode("the lazy fox").tolist()
-    assert tokenizer.eos_token_id == ours.end_token == other.config.eos_token_id
-
-
-def test_training_starts_from_pretrained_weights(saved: Saved, tmp_path: Path) -> None:
+def test_training_starts_from_matching_pretrained_weights(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Covers exports, save_pretrained, and hub weights without the name prefix and with masks."""
     from safetensors.torch import load_file, save_file
 
@@ -322,10 +296,6 @@ def test_training_starts_from_pretrained_weights(saved: Saved, tmp_path: Path) -
     rejects(r"ln_f.bias must have shape \[16\], as in the model, got None", load_weights, other, str(hub))
     (hub / "model.safetensors").rename(hub / "pytorch_model.bin")
     rejects("model.safetensors not found. Other formats may contain code", load_weights, other, str(hub))
-
-
-def test_pretrained_weights_reject_mismatch(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, folder, model = saved
     config.workload.export(config, checkpoint=folder, out=str(tmp_path / "export"))
     begun = config.replace(workload={"weights": str(tmp_path / "export")})
     torch.manual_seed(5)
@@ -341,8 +311,6 @@ def test_pretrained_weights_reject_mismatch(saved: Saved, tmp_path: Path, monkey
 
 
 # -- the run around it
-
-
 def test_samples_continue_validation_text(tmp_path: Path) -> None:
     folder_of(tmp_path)
     config = small(tmp_path)
@@ -416,7 +384,7 @@ def test_plain_text_error_names_preprocess_command(tmp_path: Path) -> None:
         rejects(message, prepare, small(path), tmp_path)
 
 
-def test_resume_and_evaluation_reject_other_tokens(tmp_path: Path) -> None:
+def test_evaluation_rejects_other_tokens_and_uses_all_blocks(tmp_path: Path) -> None:
     folder_of(tmp_path / "tokens")
     folder_of(tmp_path / "same")
     folder_of(tmp_path / "other", files=characters(set("others")), text="others")
@@ -425,9 +393,6 @@ def test_resume_and_evaluation_reject_other_tokens(tmp_path: Path) -> None:
     assert tokens == same != other
     apart = configs[0].replace(eval_data={"path": str(tmp_path / "other")})
     rejects("block size, tokenizer or vocabulary does not match", prepare, apart, tmp_path)
-
-
-def test_evaluation_folder_without_validation_uses_all_blocks(tmp_path: Path) -> None:
     for name, sets in (("tokens", {"train": 8}), ("held_out", {"train": 5})):
         folder_of(tmp_path / name, sets=sets)
     config = small(tmp_path / "tokens").replace(eval_data={"path": str(tmp_path / "held_out")})
@@ -447,3 +412,108 @@ def test_recipes_match_descriptions() -> None:
 @pytest.mark.parametrize("fields", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": math.inf}])
 def test_generation_settings_are_validated(fields: dict[str, float]) -> None:
     rejects("(max_new_tokens: must be at least 1|temperature: must be at least 0 and below inf), got", LanguageWorkload, **fields)
+
+
+# GPT-2 models against HuggingFace, and their oneDNN layers ------------------------------------------------------------
+TINY = GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=24, dropout=0.0)
+
+
+def test_num_parameters_and_function_match_huggingface() -> None:
+    model = TINY.build(50, end_of_text=49)
+    assert sum(parameter.numel() for parameter in model.parameters()) == TINY.num_parameters(50)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert (model.config.eos_token_id, model.config.n_positions) == (49, 24)
+    # The fused activation equals GPT-2's. All other settings are transformers' defaults.
+    from transformers import GPT2Config as HuggingFaceConfig
+    from transformers import GPT2LMHeadModel
+
+    model = TINY.build(50)
+    other = GPT2LMHeadModel(
+        HuggingFaceConfig(
+            vocab_size=50, n_layer=2, n_head=2, n_embd=16, n_positions=24, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+    )
+    other.load_state_dict(model.state_dict())
+    tokens = torch.randint(0, 50, (3, 24))
+    torch.testing.assert_close(model(tokens).logits, other(tokens).logits)
+
+
+WIDE = GPT2Config(n_layer=2, n_head=2, n_embd=64, n_positions=24, dropout=0.0)
+"""Config wide enough for oneDNN, also in the backward pass."""
+
+
+def pair() -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Build our model and HuggingFace's model with the same weights."""
+    from transformers import GPT2Config as HuggingFaceConfig
+    from transformers import GPT2LMHeadModel
+
+    model = WIDE.build(50)
+    other = GPT2LMHeadModel(HuggingFaceConfig.from_dict(WIDE.to_huggingface(50)))
+    other.load_state_dict(model.state_dict())
+    return model, other
+
+
+def test_loss_and_gradients_match_huggingface(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = products_by_onednn(monkeypatch)
+    tokens = torch.randint(0, 50, (4, 24))
+    model, other = pair()
+    assert [*model.state_dict()] == [*other.state_dict()]
+    shapes, expected = ({name: value.shape for name, value in each.named_parameters()} for each in (model, other))
+    assert shapes == expected
+    losses = [each(tokens, labels=tokens).loss for each in (model, other)]
+    assert len(products) == 4 * WIDE.n_layer + 1  # and none in the other
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    for loss in losses:
+        loss.backward()
+    gradients = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.stride() == parameter.stride(), name
+        torch.testing.assert_close(parameter.grad, gradients[name].grad, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(tokens).logits, other.eval()(tokens).logits)
+        torch.testing.assert_close(model(tokens[:1, :3]).logits, other(tokens[:1, :3]).logits)
+
+
+def test_bf16_and_small_products_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = products_by_onednn(monkeypatch)
+    tokens = torch.randint(0, 50, (2, 24))
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, others = (each(tokens).logits for each in pair())
+    assert not products
+    assert torch.equal(ours, others)
+    monkeypatch.setattr(language_model, "_MIN_MULTIPLY_ADDS", 2 * 24 * 64 * 4 * 64)
+    model, other = pair()
+    tokens = torch.randint(0, 50, (2, 24))
+    torch.testing.assert_close(model(tokens).logits, other(tokens).logits)
+    assert len(products) == 2 * WIDE.n_layer  # the two wide ones of each block
+
+
+def test_onednn_layers_support_copy_pickle_and_checkpointing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    products_by_onednn(monkeypatch)
+    tokens = torch.randint(0, 50, (2, 24))
+    model, _ = pair()
+    model(tokens, labels=tokens).loss.backward()
+    model.eval()
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(type(model).from_pretrained(tmp_path)(tokens).logits, model(tokens).logits)
+    model.train()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    model(tokens, labels=tokens, use_cache=False).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n_layer": 0}, "n_layer: must be at least 1, got 0"),
+        ({"n_embd": 10, "n_head": 3}, "must be a multiple of n_head 3"),
+        ({"dropout": 1.0}, "below 1"),
+    ],
+)
+def test_gpt2_config_rejects_invalid_sizes(fields: dict[str, float], message: str) -> None:
+    rejects(message, GPT2Config, **fields)

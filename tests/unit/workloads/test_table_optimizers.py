@@ -120,11 +120,8 @@ def test_joint_clipping_rejects_unsupported_settings(settings: dict[str, Any], m
     rejects(message, config.workload.check, config)
 
 
-def test_joint_clipping_rejects_zero() -> None:
+def test_sparse_adam_skips_other_rows_and_zero_norm_is_rejected(tmp_path: Path) -> None:
     rejects(r"max_gradient_norm: must be above 0, got 0\.0", click.config, TABLES, 1, max_gradient_norm=0.0)
-
-
-def test_sparse_adam_skips_other_rows_under_every_plan(tmp_path: Path) -> None:
     ends = []
     for plan in ("table_wise", "column_wise", "data_parallel"):
         setup = set_up(plan, kind="sparse_adam")
@@ -159,7 +156,7 @@ def test_resumed_run_matches_uninterrupted(kind: Any, tmp_path: Path) -> None:
     assert states == {"exp_avg", "exp_avg_sq", "step"}
 
 
-def test_normal_initial_values_match_under_every_plan(tmp_path: Path) -> None:
+def test_initial_values_match_and_evaluation_has_no_gradients(tmp_path: Path) -> None:
     starts = []
     for plan in ("table_wise", "column_wise", "data_parallel"):
         sharding = ShardingConfig(sharding_types=(plan,), min_column_width=4)
@@ -169,9 +166,6 @@ def test_normal_initial_values_match_under_every_plan(tmp_path: Path) -> None:
     assert starts[0].std().item() == pytest.approx(1e-4, rel=0.1)
     assert torch.equal(starts[0], starts[1])
     assert torch.equal(starts[0], starts[2])
-
-
-def test_evaluation_collects_no_gradients(tmp_path: Path) -> None:
     setup = set_up("table_wise", kind="adam")
     with torch.no_grad():
         setup.model(click.batch(TABLES, 0, 0, 1))

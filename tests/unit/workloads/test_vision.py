@@ -13,16 +13,18 @@ import torch
 from builders.digits import idx, pictures, write_digits
 from builders.faults import rejects
 from ranks.checkpoint import same
+from torch.nn import functional
 
 from rayrec import checkpoint
 from rayrec.checkpoint.safetensors import read_weights, write_weights
 from rayrec.config import InputError
 from rayrec.data.engine import ThreadEngine
 from rayrec.ingest.loader import Loader
+from rayrec.layers.operation_count import counted
 from rayrec.recipes.mnist import mnist_resnet18, mnist_resnet18_augmented
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.vision import AugmentationConfig, Prepared, ResNetConfig, VisionWorkload
-from rayrec.workloads.vision_model import augmented, normalised
+from rayrec.workloads.vision_model import BatchNorm, ResNet, augmented, load_weights, normalised
 
 SMALL = ResNetConfig(blocks=(1, 1, 1, 1))
 
@@ -48,8 +50,6 @@ def on_worker(config: TrainConfig) -> WorkerContext:
 
 
 # -- the arithmetic
-
-
 @pytest.mark.parametrize(("mean", "std"), [(0.5, 0.5), (0.1307, 0.3081), (0.485, 0.229)])
 def test_normalization_is_bit_identical_to_torchvision(mean: float, std: float) -> None:
     images = torch.arange(256, dtype=torch.uint8).reshape(4, 8, 8)
@@ -66,7 +66,7 @@ def moved(images: torch.Tensor, *, seed: int = 0, **fields: float) -> torch.Tens
     return augmented(images, **AugmentationConfig(**fields).to_dict())
 
 
-def test_augmentation_follows_seed_and_keeps_range() -> None:
+def test_augmentation_follows_seed_and_applies_to_training_only() -> None:
     images = torch.from_numpy(pictures(np.arange(20) % 10, seed=0))
     how = {"max_shift": 3.0, "max_rotation_degrees": 15.0, "max_scale": 0.1}
     result = moved(images, **how)
@@ -81,6 +81,12 @@ def test_augmentation_follows_seed_and_keeps_range() -> None:
     torch.testing.assert_close(moved(images), images.float(), atol=1e-2, rtol=0)
     assert moved(images[:0], **how).shape == (0, 28, 28)
     assert not AugmentationConfig().moves
+    tensors = {"images": torch.full((2, 8, 8), 7, dtype=torch.uint8), "labels": torch.tensor([0, 2])}
+    assert VisionWorkload(model=SMALL).augment(tensors) is tensors
+    changed = VisionWorkload(model=SMALL, augmentation=AugmentationConfig(max_shift=4.0)).augment(tensors)
+    assert changed["images"].dtype == torch.float32
+    assert changed["labels"] is tensors["labels"]
+    assert tensors["images"].dtype == torch.uint8
 
 
 def centres(images: torch.Tensor) -> torch.Tensor:
@@ -98,13 +104,30 @@ def spots(rows: int, *places: tuple[int, int]) -> torch.Tensor:
     return images
 
 
-def test_shifts_are_pixels() -> None:
+def test_shifts_are_pixels_and_measures_cross_entropy_and_hits() -> None:
     images = spots(400, (11, 23))
     shift = centres(moved(images, max_shift=3.0)) - centres(images.float())
     assert shift.abs().max() <= 3.01
     assert shift.max(dim=0).values.min() > 2.8
     assert shift.min(dim=0).values.max() < -2.8
     assert shift.mean(dim=0).abs().max() < 0.3
+    workload = VisionWorkload(model=SMALL, label_smoothing=0.2)
+    table = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0]])
+    tensors = {"images": torch.zeros(2, 8, 8, dtype=torch.uint8), "labels": torch.tensor([0, 2])}
+
+    def model(images: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(images, torch.full((2, 1, 8, 8), -1.0))
+        return table
+
+    likely = table.double().exp() / table.double().exp().sum(1, keepdim=True)
+    plain = [-math.log(likely[0, 0]), -math.log(likely[1, 2])]
+    smooth = [0.8 * plain[row] - 0.2 / 3 * sum(math.log(p) for p in likely[row]) for row in range(2)]
+    measures = workload.measure(model, tensors)  # type: ignore[arg-type]
+    assert measures["loss"].tolist() == pytest.approx(smooth)
+    with torch.no_grad():
+        measures = workload.measure(model, tensors)  # type: ignore[arg-type]
+    assert (measures["loss"].tolist(), measures["accuracy"].tolist()) == (pytest.approx(plain), [1.0, 0.0])
+    assert workload.score({"accuracy": 0.5, "loss": 3.0}) == 0.5
 
 
 @pytest.mark.parametrize("fields", [{"max_rotation_degrees": 20.0}, {"max_scale": 0.2}])
@@ -126,39 +149,7 @@ def test_rotation_and_scaling_are_centered(fields: dict[str, float]) -> None:
         assert (angles[0].min().item(), angles[0].max().item()) == pytest.approx((-20, 20), abs=0.7)
 
 
-def test_measures_are_cross_entropy_and_hits() -> None:
-    workload = VisionWorkload(model=SMALL, label_smoothing=0.2)
-    table = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0]])
-    tensors = {"images": torch.zeros(2, 8, 8, dtype=torch.uint8), "labels": torch.tensor([0, 2])}
-
-    def model(images: torch.Tensor) -> torch.Tensor:
-        assert torch.equal(images, torch.full((2, 1, 8, 8), -1.0))
-        return table
-
-    likely = table.double().exp() / table.double().exp().sum(1, keepdim=True)
-    plain = [-math.log(likely[0, 0]), -math.log(likely[1, 2])]
-    smooth = [0.8 * plain[row] - 0.2 / 3 * sum(math.log(p) for p in likely[row]) for row in range(2)]
-    measures = workload.measure(model, tensors)  # type: ignore[arg-type]
-    assert measures["loss"].tolist() == pytest.approx(smooth)
-    with torch.no_grad():
-        measures = workload.measure(model, tensors)  # type: ignore[arg-type]
-    assert measures["loss"].tolist() == pytest.approx(plain)
-    assert measures["accuracy"].tolist() == [1.0, 0.0]
-    assert workload.score({"accuracy": 0.5, "loss": 3.0}) == 0.5
-
-
-def test_augmentation_applies_to_training_only() -> None:
-    tensors = {"images": torch.full((2, 8, 8), 7, dtype=torch.uint8), "labels": torch.tensor([0, 2])}
-    assert VisionWorkload(model=SMALL).augment(tensors) is tensors
-    changed = VisionWorkload(model=SMALL, augmentation=AugmentationConfig(max_shift=4.0)).augment(tensors)
-    assert changed["images"].dtype == torch.float32
-    assert changed["labels"] is tensors["labels"]
-    assert tensors["images"].dtype == torch.uint8
-
-
 # -- from files to rows
-
-
 def test_sets_match_file_rows(without_ray: None, folder: Path, tmp_path: Path) -> None:
     config = mnist_resnet18(str(folder))
     config.workload.check(config)
@@ -178,7 +169,7 @@ def test_sets_match_file_rows(without_ray: None, folder: Path, tmp_path: Path) -
     assert elsewhere.workload.set_rows(prepare(elsewhere)) == {"train": 60, "validation": 10, "test": 10}
 
 
-def test_resume_rejects_changed_images(without_ray: None, folder: Path, tmp_path: Path) -> None:
+def test_resume_and_prepare_reject_other_images(without_ray: None, folder: Path, tmp_path: Path) -> None:
     def loader_of(path: Path, state: dict[str, Any] | None = None) -> Loader[Any, Any]:
         config = mnist_resnet18(str(path)).replace(batch_size=8)
         return config.workload.make_loader(on_worker(config), prepare(config), state=state, step=0)
@@ -193,6 +184,10 @@ def test_resume_rejects_changed_images(without_ray: None, folder: Path, tmp_path
     *images, last = gzip.decompress(path.read_bytes())
     path.write_bytes(gzip.compress(bytes([*images, last ^ 1])))  # as many rows
     rejects(r"^train_data: [^\n]* data_hash [^\n]* another --name\.$", loader_of, moved, state)
+    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(np.zeros((2, 8, 8), np.uint8)))
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.zeros(2, np.uint8)))
+    with pytest.raises(InputError, match=r"test images of \(8, 8\) pixels do not match training images of \(28, 28\)"):
+        prepare(mnist_resnet18(str(folder)).replace(eval_data={"path": str(tmp_path)}))
 
 
 @pytest.mark.parametrize(
@@ -214,13 +209,6 @@ def test_prepare_rejects_unusable_input(without_ray: None, folder: Path, change:
     assert "\n" not in str(raised.value)
 
 
-def test_prepare_rejects_test_images_of_other_size(without_ray: None, folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(np.zeros((2, 8, 8), np.uint8)))
-    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.zeros(2, np.uint8)))
-    with pytest.raises(InputError, match=r"test images of \(8, 8\) pixels do not match training images of \(28, 28\)"):
-        prepare(mnist_resnet18(str(folder)).replace(eval_data={"path": str(tmp_path)}))
-
-
 @pytest.mark.parametrize(
     "fields",
     [{"model": ResNetConfig(num_channels=3)}, {"std": 0.0}, {"validation_rows": -1}, {"label_smoothing": 1.0}, {"accumulate": 0}],
@@ -231,8 +219,6 @@ def test_settings_reject_impossible_values(fields: dict[str, Any]) -> None:
 
 
 # -- weights
-
-
 def test_initial_weights_load_from_file(without_ray: None, folder: Path, tmp_path: Path) -> None:
     coloured = ResNetConfig(num_channels=3).build()
     torch.save(coloured.state_dict(), tmp_path / "weights.pt")
@@ -291,8 +277,6 @@ def test_read_weights_rejects_damaged_and_unsafe_files(tmp_path: Path, name: str
 
 
 # -- trained models
-
-
 def test_path_resolves_to_image_and_label_files(folder: Path, tmp_path: Path) -> None:
     config = mnist_resnet18()
     workload = config.workload
@@ -304,8 +288,7 @@ def test_path_resolves_to_image_and_label_files(folder: Path, tmp_path: Path) ->
         source = workload.open_inputs(config, checkpoint="", path=str(path))
         return len(source), sorted(source.read(np.arange(1)))
 
-    assert labelled(folder) == 30
-    assert labelled(folder / "train-images-idx3-ubyte.gz") == 60
+    assert (labelled(folder), labelled(folder / "train-images-idx3-ubyte.gz")) == (30, 60)
     assert inputs(folder) == (30, ["images", "labels"])
     (tmp_path / "train-images.idx3-ubyte").write_bytes(idx(np.zeros((4, 28, 28), np.uint8)))
     assert inputs(tmp_path) == (4, ["images"])
@@ -333,7 +316,6 @@ def test_predictions_and_samples_match_softmax(without_ray: None, folder: Path) 
     assert np.array_equal(columns["prediction"], likely.argmax(axis=1))
     assert np.array_equal(columns["probability"], likely.max(axis=1))
     assert "label" not in workload.predict(model, {"images": tensors["images"]})
-
     prepared = prepare(config)
     sets = {name: workload.open_set(on_worker(config), prepared, name) for name in ("validation", "test")}
     samples = workload.samples(model, prepared=prepared, sets=sets, device=torch.device("cpu"))
@@ -346,7 +328,7 @@ def test_predictions_and_samples_match_softmax(without_ray: None, folder: Path) 
         assert sample["probability"] == pytest.approx(columns["probability"][place], abs=1e-5)
 
 
-def test_export_has_torchvision_names(tmp_path: Path) -> None:
+def test_export_has_torchvision_names_and_recipes_are_complete(tmp_path: Path) -> None:
     config = mnist_resnet18().replace(workload={"model": SMALL, "mean": 0.25})
     model = SMALL.build()
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
@@ -358,11 +340,150 @@ def test_export_has_torchvision_names(tmp_path: Path) -> None:
     described = (tmp_path / "out" / "config.json").read_text()
     assert '"mean": 0.25' in described
     assert '"blocks": [' in described
-
-
-def test_recipes_are_complete() -> None:
     plain, better = mnist_resnet18("digits"), mnist_resnet18_augmented("digits")
     assert (plain.batch_size * plain.scaling.max_workers, plain.epochs, plain.train_data.shuffle) == (128, 2, "full")
     assert (plain.workload.optimizer.kind, plain.workload.optimizer.learning_rate) == ("adam", 1e-5)
     assert not plain.workload.augmentation.moves
     assert better.workload.augmentation.moves
+
+
+# ResNet: torchvision's names, shapes, arithmetic, initial values and weights ------------------------------------------
+# Of torchvision 0.28's resnet18(), but for the first layer's channels and the last one's classes.
+CONVOLUTIONS = {"conv1": (64, 1, 7, 7)}
+NORMALISATIONS = {"bn1": 64}
+for stage, width in enumerate((64, 128, 256, 512), start=1):
+    for block, narrower in ((0, max(width // 2, 64)), (1, width)):
+        name = f"layer{stage}.{block}"
+        CONVOLUTIONS |= {f"{name}.conv1": (width, narrower, 3, 3), f"{name}.conv2": (width, width, 3, 3)}
+        NORMALISATIONS |= {f"{name}.bn1": width, f"{name}.bn2": width}
+        if narrower < width:
+            CONVOLUTIONS[f"{name}.downsample.0"] = (width, narrower, 1, 1)
+            NORMALISATIONS[f"{name}.downsample.1"] = width
+
+
+def built(**fields: Any) -> ResNet:
+    torch.manual_seed(0)
+    return ResNetConfig(**fields).build()
+
+
+def test_names_shapes_and_initial_values_match_torchvision() -> None:
+    expected = {f"{name}.weight": shape for name, shape in CONVOLUTIONS.items()}
+    for name, width in NORMALISATIONS.items():
+        expected |= {f"{name}.{part}": (width,) for part in ("weight", "bias", "running_mean", "running_var")}
+        expected[f"{name}.num_batches_tracked"] = ()
+    expected |= {"fc.weight": (10, 512), "fc.bias": (10,)}
+    model = built()
+    assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == expected
+    assert len(expected) == 122
+    # 11,689,512 of the one for 3 channels and 1,000 classes.
+    assert sum(parameter.numel() for parameter in built(num_channels=3, num_classes=1000).parameters()) == 11_689_512
+    deeper = ResNetConfig(blocks=(3, 4, 6, 3), num_channels=3, num_classes=1000).build()
+    assert sum(parameter.numel() for parameter in deeper.parameters()) == 21_797_672  # resnet34
+    assert same(model.state_dict(), built().state_dict())
+    torch.manual_seed(1)
+    assert not torch.equal(ResNetConfig().build().conv1.weight, model.conv1.weight)
+    state = model.state_dict()
+    for name, (width, _, height, _) in CONVOLUTIONS.items():
+        weight = state[f"{name}.weight"]
+        assert weight.std().item() == pytest.approx(math.sqrt(2 / (width * height**2)), rel=0.06), name
+        assert abs(weight.mean().item()) < 0.1 * weight.std().item()
+    for name in NORMALISATIONS:
+        assert (state[f"{name}.weight"] == 1).all()
+        assert (state[f"{name}.bias"] == 0).all()
+    assert state["fc.weight"].abs().max() <= 1 / math.sqrt(512)
+
+
+def spelt_out(state: dict[str, torch.Tensor], images: torch.Tensor, *, training: bool) -> torch.Tensor:
+    """Compute the network from its weights alone."""
+
+    def normalised(name: str, values: torch.Tensor) -> torch.Tensor:
+        mean, variance = state[f"{name}.running_mean"], state[f"{name}.running_var"]
+        if training:
+            mean, variance = values.mean((0, 2, 3)), values.var((0, 2, 3), correction=0)
+        weight, bias = state[f"{name}.weight"], state[f"{name}.bias"]
+        scale = (weight / torch.sqrt(variance + 1e-5))[:, None, None]
+        return (values - mean[:, None, None]) * scale + bias[:, None, None]
+
+    def block(name: str, inputs: torch.Tensor, stride: int) -> torch.Tensor:
+        outputs = functional.conv2d(inputs, state[f"{name}.conv1.weight"], stride=stride, padding=1)
+        outputs = normalised(f"{name}.bn1", outputs).clamp(min=0)
+        outputs = functional.conv2d(outputs, state[f"{name}.conv2.weight"], padding=1)
+        outputs = normalised(f"{name}.bn2", outputs)
+        if f"{name}.downsample.0.weight" in state:
+            inputs = functional.conv2d(inputs, state[f"{name}.downsample.0.weight"], stride=stride)
+            inputs = normalised(f"{name}.downsample.1", inputs)
+        return (outputs + inputs).clamp(min=0)
+
+    values = functional.conv2d(images, state["conv1.weight"], stride=2, padding=3)
+    values = functional.max_pool2d(normalised("bn1", values).clamp(min=0), 3, stride=2, padding=1)
+    for stage in range(1, 5):
+        values = block(f"layer{stage}.0", values, 1 if stage == 1 else 2)
+        values = block(f"layer{stage}.1", values, 1)
+    return functional.adaptive_avg_pool2d(values, 1).flatten(1) @ state["fc.weight"].T + state["fc.bias"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_forward_matches_explicit_network(training: bool) -> None:
+    model = built()
+    generator = torch.Generator().manual_seed(3)
+    for name, value in model.state_dict().items():  # other than 0 and 1
+        if name.endswith(("running_mean", "running_var")) or (value.ndim == 1 and "fc" not in name):
+            value.copy_(torch.rand(value.shape, generator=generator) + 0.5)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    images = torch.randn(5, 1, 28, 28, generator=generator)
+    with torch.no_grad():
+        logits = model.train(training)(images)
+        torch.testing.assert_close(logits, spelt_out(state, images, training=training), rtol=1e-4, atol=1e-4)
+    assert model.bn1.num_batches_tracked.item() == (1 if training else 0)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_batch_norm_accepts_one_row(rows: int) -> None:
+    """Torch rejects a single value per channel, as in the last stage on small images."""
+    model = built().train()
+    before = model.layer4[1].bn2.running_var.clone()
+    model(torch.randn(rows, 1, 28, 28)).sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert torch.equal(model.layer4[1].bn2.running_var, before) == (rows == 1)
+    plain, ours = torch.nn.BatchNorm2d(3), BatchNorm(3)
+    values = torch.randn(2, 3, 2, 2)
+    assert torch.equal(plain(values), ours(values))
+    assert torch.equal(plain.running_var, ours.running_var)
+
+
+def test_three_channel_weights_load_for_gray() -> None:
+    coloured = built(num_channels=3).eval()
+    gray = ResNetConfig().build().eval()
+    load_weights(gray, coloured.state_dict(), where="a.pt")
+    images = torch.randn(4, 1, 28, 28)
+    torch.testing.assert_close(gray(images), coloured(images.expand(-1, 3, -1, -1)), rtol=1e-4, atol=1e-5)
+    # Files of the first years have no counters.
+    load_weights(gray, {name: value for name, value in coloured.state_dict().items() if "num_batches" not in name}, where="a.pt")
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"num_classes": 1000}, r"a\.pt: fc\.weight must have shape \(10, 512\), got \(1000, 512\)\. Choose weights"),
+        ({"blocks": (3, 4, 6, 3)}, r"a.pt: must match a ResNet with blocks \(2, 2.*, got unknown layer1.2.conv1.weight, .* more"),
+        ({"blocks": (1, 1, 1, 1)}, r"a\.pt: must match a ResNet .*, got no layer1\.1\.conv1\.weight, .* more"),
+    ],
+)
+def test_load_weights_rejects_other_networks(other: dict[str, Any], message: str) -> None:
+    model, weights = built(), ResNetConfig(**other).build().state_dict()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rejects(message, load_weights, model, weights, where="a.pt")
+    assert same(model.state_dict(), before)
+    with pytest.raises(InputError, match=r"conv1\.weight must have shape \(64, 3, 7, 7\), got \(64, 1, 7, 7\)"):
+        load_weights(built(num_channels=3), before, where="a.pt")
+
+
+@pytest.mark.parametrize(("channels", "classes", "size", "expected"), [(3, 1000, 224, 1_814_073_344), (1, 10, 28, 33_010_944)])
+def test_multiply_adds_match_layers(channels: int, classes: int, size: int, expected: int) -> None:
+    model = ResNetConfig(num_channels=channels, num_classes=classes).build()
+    assert counted(model, lambda: model(torch.zeros(1, channels, size, size))) == expected
+
+
+@pytest.mark.parametrize("changes", [{"blocks": (2, 2, 0, 2)}, {"num_channels": 0}, {"num_classes": 0}])
+def test_resnet_rejects_impossible_settings(changes: dict[str, Any]) -> None:
+    rejects(r"ResNetConfig\.\w+: .* at least 1", ResNetConfig, **changes)

@@ -17,13 +17,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from builders.engines import LoopEngine
+from builders.faults import rejects
 from builders.logs import open_index
 from builders.raw_blocks import block_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayrec import storage
-from rayrec.config import InputError
 from rayrec.data.encoding import counts as counting
 from rayrec.data.encoding.category_counter import Spill, TokenCounter, count_columns
 from rayrec.data.encoding.counts import NO_ROW, CountingJob, Counts, count_log, count_parts, problems_of
@@ -122,15 +122,12 @@ def test_values_of_64_bits(values: list[int], first_rows: bool, at: int) -> None
     assert found(other.items(4)) == {token: (2 * count, row) for token, (count, row) in wanted.items() if count > 1}
 
 
-def test_counts_exceed_32_bits() -> None:
+def test_counts_exceed_32_bits_and_cover_one_kind_or_no_rows(tmp_path: Path) -> None:
     whole, counts = Counts.empty(0, 1), Counts.empty(0, 1)
     for _ in range(3):
         counts.tokens[0].merge(np.array([7, 8], np.uint32), np.array([2**32 - 1, 1]))
     whole.add(counts.to_table())
     assert counted(whole.tokens[0]) == {7: 3 * (2**32 - 1), 8: 3}
-
-
-def test_one_kind_of_column_and_no_rows(tmp_path: Path) -> None:
     for schema, text in (
         (Schema(tokens="hexadecimal", label=None, dense=(), sparse=("s",)), b"00000001\n00000001\n"),
         (Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=()), b"1\n1\n"),
@@ -167,7 +164,7 @@ def test_moments_match_exact_integer_sums(kind: Any, data: st.DataObject) -> Non
     assert first[1] == pytest.approx(wanted[1], abs=len(there) * (4 if kind == "any" else 1))  # last bit of NumPy's log1p
 
 
-def test_integer_moments_match_kernel() -> None:
+def test_moments_labels_and_file_minimums_are_counted(tmp_path: Path) -> None:
     chance = random.Random(0)
     kinds = (None, 20_000, 10**6, -(10**17))
     values = [kind and round(chance.random() * kind) - 20 for kind in chance.choices(kinds, k=3000)]
@@ -177,9 +174,6 @@ def test_integer_moments_match_kernel() -> None:
         counts.add_rows(block_of(schema, {"a": values}), 0)
         found.append(counts.dense_moments.tolist())
     assert found[0] == found[1]
-
-
-def test_labels_and_file_minimums_are_counted(tmp_path: Path) -> None:
     schema = Schema(tokens="hexadecimal", label="l", dense=("d", "e"), sparse=("s",))
     texts = {"b.txt": b"1\t5\t3\t\n0\t9\t4\t\n", "a.txt": b"1\t5\t\t\n", "c.txt": b"1\t7\t-2\t\n1\t\t8\t\n0\t7\t7\t\n"}
     for name, text in texts.items():
@@ -232,8 +226,7 @@ def test_columns_of_any_log_are_counted(rows: list[tuple[int | None, list[int]]]
     none = [row for row, (token, _) in enumerate(rows, 100) if token is None]
     assert counts.missing.tolist() == [[len(none), min(none, default=NO_ROW)], [len(empty), min(empty, default=NO_ROW)]]
     assert counts.labels.tolist() == [len(empty), len(rows) - len(empty)]
-    assert counts.dense_moments[0, 0] == len(rows) - len(none)
-    assert counts.file_minimum == {}
+    assert (counts.dense_moments[0, 0], counts.file_minimum) == (len(rows) - len(none), {})
 
 
 @pytest.mark.parametrize("first_rows", [False, True])
@@ -331,29 +324,22 @@ def test_spill_files_are_removed(clicks: list[SegmentRange], tmp_path: Path) -> 
     del counts
     assert open_spill_files(folder) == 0
     broken = SegmentRange(replace(clicks[-1].segment, rows=1), 0, 1)
-    with pytest.raises(InputError, match="changed since the log was indexed"):
-        spilled([*clicks, broken], folder)
+    rejects("changed since the log was indexed", spilled, [*clicks, broken], folder)
     assert open_spill_files(folder) == 0
 
 
-def test_spill_rejects_full_disk(clicks: list[SegmentRange], tmp_path: Path) -> None:
+def test_spill_rejects_full_disk_and_url_and_creates_folder(clicks: list[SegmentRange], tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a disk as small as that
     try:
-        with pytest.raises(InputError, match=r"cannot write spilled counts .*File too large.*spill_folder"):
-            spilled(clicks, tmp_path)
+        rejects(r"cannot write spilled counts .*File too large.*spill_folder", spilled, clicks, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert open_spill_files(tmp_path) == 0
-
-
-def test_spill_creates_local_folder_and_rejects_url(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="must be local"):
-        Spill("s3://bucket/x", 1)
+    rejects("must be local", Spill, "s3://bucket/x", 1)
     (tmp_path / "file").write_bytes(b"")
     spill = Spill(str(tmp_path / "file" / "folder"), 1)
-    with pytest.raises(InputError, match="Not a directory"):
-        spill.write([])
+    rejects("Not a directory", spill.write, [])
 
 
 @pytest.mark.parametrize("task_bytes", [1, 1 << 30])

@@ -1,16 +1,21 @@
 """Agreement of kernels, the Arrow path and an export's encode.py on the rules of ids and numbers (data/encoding/rules.py)."""
 
+import ctypes
 import dataclasses
 import datetime
 import itertools
 import json
+import math
+import os
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from builders.faults import rejects
 from builders.logs import made_from
 from builders.raw_blocks import block_of
 from hypothesis import HealthCheck, assume, example, given, settings
@@ -20,20 +25,18 @@ from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding import encoder, presets
 from rayrec.data.encoding.derivation import Derivation
-from rayrec.data.encoding.encoder import MultiHot
+from rayrec.data.encoding.encoder import MultiHot, build_slots, c_dense_column, find_ids, num_slots
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.encoding.presets import Preset
+from rayrec.data.encoding.presets import RAYREC, Preset, make_preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn, bucket_tokens, expand_bag
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import parse
 from rayrec.inference.export.write import encoder_program
+from rayrec.native import library
 from rayrec.schema import Feature, Schema
 
 CHECKED = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-KNOWN = np.zeros(16, np.uint64)
 NUMBERS = st.integers(-(10**18) + 1, 10**18 - 1) | st.integers(-20, 3000)
-
-
 ONE_NUMBER = Schema(tokens="hexadecimal", label=None, dense=("d",))
 
 
@@ -41,8 +44,7 @@ ONE_NUMBER = Schema(tokens="hexadecimal", label=None, dense=("d",))
 def encoder_class(tmp_path_factory: pytest.TempPathFactory) -> Any:
     program = tmp_path_factory.mktemp("export") / "encode.py"
     program.write_text(encoder_program())
-    assert "import rayrec" not in program.read_text()
-    assert "from rayrec" not in program.read_text()
+    assert all(f"{word} rayrec" not in program.read_text() for word in ("import", "from"))
     return runpy.run_path(str(program))["Encoder"]
 
 
@@ -88,8 +90,7 @@ def test_kernels_match_rules(wide: bool, data: st.DataObject) -> None:
 
     wanted = column.encode(tokens, missing, find_ids, preprocessor.id_dtype)
     found = np.asarray(preprocessor.encode(raw).ids[0])
-    assert found.dtype == wanted.dtype
-    assert found.tolist() == wanted.tolist()
+    assert (found.dtype, found.tolist()) == (wanted.dtype, wanted.tolist())
     assert ((found >= 0) & (found < column.num_embeddings)).all()
 
 
@@ -115,7 +116,7 @@ def test_kernel_structs_match_rules(rule: SparseColumn | DenseColumn, changes: d
         if isinstance(column, DenseColumn):
             return bytes(encoder.c_dense_column(column))
         table = b"" if column.num_tokens is None else column.ids().tobytes()
-        return bytes(encoder._c_sparse_column(column, None if column.num_tokens is None else KNOWN)) + table
+        return bytes(encoder._c_sparse_column(column, None if column.num_tokens is None else np.zeros(16, np.uint64))) + table
 
     assert set(changes) == {field.name for field in dataclasses.fields(rule)}
     for name, value in changes.items():
@@ -173,8 +174,7 @@ def test_dense_kernel_matches_rule(values: list[int], column: DenseColumn) -> No
 def test_check_rejects_rules_beyond_kernels(change: dict[str, Any]) -> None:
     column = SparseColumn(**{**vars(SparseColumn(2**33, 5)), **change})
     schema = Schema(tokens="hexadecimal", sparse=("s",))
-    with pytest.raises(InputError, match=r"^preprocessor: [^\n]*column s [^\n]*$"):
-        Preprocessor("test", schema, (), (column,), np.arange(5, dtype=np.uint32)).check()
+    rejects("^preprocessor: .*column s ", Preprocessor("test", schema, (), (column,), np.arange(5, dtype=np.uint32)).check)
 
 
 def test_murmur3_rejects_wide_categories() -> None:
@@ -184,8 +184,6 @@ def test_murmur3_rejects_wide_categories() -> None:
 
 
 # Preprocessors that are made from logs --------------------------------------------------------------------------------
-
-
 def assert_same(found: tuple[np.ndarray, list[Any]], wanted: EncodedRows, names: tuple[str, ...]) -> None:
     dense, ids = found
     np.testing.assert_allclose(dense, wanted.dense, rtol=1e-6, atol=1e-6)
@@ -210,13 +208,12 @@ RULES = st.fixed_dictionaries(
     }
 )
 TEXTS = st.text(alphabet="aé 07-+.truefalsn|,", max_size=5) | st.sampled_from(["true", "FALSE", "nan", "x" * 33, "-0", "7"])
-INTEGERS = st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 12)
 DATES = st.dates(datetime.date(1960, 1, 1), datetime.date(2060, 1, 1)) | st.sampled_from([datetime.date(2024, 2, 3)])
 KINDS: list[tuple[st.SearchStrategy[Any], pa.DataType]] = [
     (TEXTS, pa.string()),
     (TEXTS, pa.large_string()),
     (TEXTS.map(str.encode), pa.binary()),
-    (INTEGERS, pa.int64()),
+    (st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 12), pa.int64()),
     (st.integers(2**63, 2**63 + 9) | st.integers(0, 9), pa.uint64()),
     (st.integers(-9, 9).map(float) | st.just(float("nan")), pa.float64()),
     (st.booleans(), pa.bool_()),
@@ -224,7 +221,6 @@ KINDS: list[tuple[st.SearchStrategy[Any], pa.DataType]] = [
     (TEXTS, pa.dictionary(pa.int32(), pa.string())),
     (st.decimals(-9, 9, places=0), pa.decimal128(9, 2)),
 ]
-WHOLE = st.sampled_from(["7", " 07", "+7.0", "-3", "true", "nan", "", "12"])
 DENSE_KINDS: list[tuple[st.SearchStrategy[Any], pa.DataType]] = [
     (st.floats(-(10.0**17), 10.0**17) | st.just(float("nan")), pa.float64()),
     (st.floats(-9, 9, width=32), pa.float32()),
@@ -249,7 +245,7 @@ def own_logs(draw: st.DrawFn) -> tuple[Schema, pa.Table, pa.Table]:
     columns = {name: column(*draw(st.sampled_from(DENSE_KINDS))) for name in dense}
     items, kind = draw(st.sampled_from(KINDS[:4]))
     columns["s"] = columns["like"] = column(*draw(st.sampled_from(KINDS)))
-    columns["whole"] = column(WHOLE, pa.string())
+    columns["whole"] = column(st.sampled_from(["7", " 07", "+7.0", "-3", "true", "nan", "", "12"]), pa.string())
     columns["lists"] = column(st.lists(items | st.none(), max_size=4), pa.list_(kind))
     columns["split"] = column(TEXTS, pa.string())
     sparse = (*draw(st.permutations(list(columns)[len(dense) :])), "absent")
@@ -344,3 +340,165 @@ def test_encode_py_rejects_unknown_settings(encoder_class: Any, tmp_path: Path, 
     path.write_text(json.dumps(stored))
     with pytest.raises(ValueError, match=r"^preprocessor\.json: unknown setting power in [^\n]*$"):
         encoder_class(str(tmp_path))
+
+
+# Preprocessors that are loaded as they were saved or not at all, and limits of their kernels --------------------------
+SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("a", "b"), sparse=("s", "t", "u"))
+LARGE = 40_000_000
+
+
+def make() -> Preprocessor:
+    dense = (DenseColumn(mean=0.5, scale=2.0, missing_value=-7.5), DenseColumn(mean=-0.25, scale=0.3))
+    sparse = (SparseColumn(6, 4), SparseColumn(5002, 5000), SparseColumn(LARGE, None))
+    tokens = np.array([5, 0, 0xFFFFFFFF, 7, *range(1000, 6000)], np.uint32)
+    return Preprocessor("test", SCHEMA, dense, sparse, tokens, constants={"min_count": 2})
+
+
+def test_lookup_has_largest_int32_id_and_is_two_thirds_full() -> None:
+    first_id = 2**31 - 10
+    slots, known = np.zeros(16, np.uint64), np.arange(3, dtype=np.uint32)
+    assert build_slots(known, (first_id + known).astype(np.int32), slots)
+    assert find_ids(np.array([2, 3, 0], np.uint32), slots, 0).tolist() == [first_id + 2, 0, first_id]
+    for count in [*range(200), 10_000, 1 << 20]:
+        slots = num_slots(count)
+        assert slots & (slots - 1) == 0
+        assert slots * 2 >= count * 3
+        assert slots == 16 or slots < count * 3
+
+
+def test_preprocessor_roundtrip(tmp_path: Path) -> None:
+    rejects(r"preprocessor\.json not found", Preprocessor.load, str(tmp_path))
+    preprocessor = make()
+    preprocessor.save(str(tmp_path))
+    again = Preprocessor.load(str(tmp_path))
+    assert (again.hash(), again.describe()) == (preprocessor.hash(), preprocessor.describe())
+    assert (again.tokens == preprocessor.tokens).all()
+    assert again.tokens.dtype == np.uint32
+    assert (again.slots == preprocessor.slots).all()
+    assert again.num_embeddings == [6, 5002, LARGE]
+    assert sorted(os.listdir(tmp_path)) == ["preprocessor.json", "tokens.npy"]
+
+
+def test_hash_depends_on_all_fields() -> None:
+    base = {field.name: getattr(make(), field.name) for field in dataclasses.fields(Preprocessor)}
+    hashes = {make().hash()}
+    other = base["tokens"].copy()
+    other[-1] += 1
+    for change in (
+        {"preset": "other"},
+        {"constants": {"min_count": 3}},
+        {"dense": (base["dense"][0], DenseColumn(mean=-0.25, scale=float(np.nextafter(0.3, 1))))},
+        {"tokens": other},
+        {"schema": SCHEMA.replace(label="z")},
+    ):
+        hashes.add(Preprocessor(**{**base, **change}).hash())
+    assert len(hashes) == 6
+
+
+def resaved(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Path], object]:
+    return lambda path: np.save(path, change(np.load(path)))
+
+
+def rewritten(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(change(path.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        rewritten(lambda data: data[:-1] + bytes([data[-1] ^ 1])),
+        rewritten(lambda data: data[:-3]),
+        rewritten(lambda data: data[:20]),  # in the header
+        rewritten(lambda data: b""),
+        rewritten(lambda data: b"\x93NUMPY" + os.urandom(50)),
+        resaved(lambda tokens: np.append(tokens[:1], tokens[:-1])),  # one comes twice
+        resaved(lambda tokens: tokens[:-1]),
+        resaved(lambda tokens: np.append(tokens, np.uint32(1))),
+        lambda path: np.save(path, np.array([{"a": 1}], object), allow_pickle=True),
+        Path.unlink,
+    ],
+)
+def test_load_rejects_damaged_tokens(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    make().save(str(tmp_path))
+    damage(tmp_path / "tokens.npy")
+    rejects(str(tmp_path), Preprocessor.load, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda stored: {**stored, "profile": "x"}, ""),
+        (lambda stored: {**stored, "dense": stored["dense"][:1]}, ""),
+        (lambda stored: {**stored, "sparse": stored["sparse"][:2]}, ""),
+        (lambda stored: {**stored, "sparse": [{"num_embeddings": 3}] * 3}, ""),
+        (lambda stored: {**stored, "schema": {"label": "y"}}, ""),
+        (lambda stored: {key: value for key, value in stored.items() if key != "constants"}, ""),
+        (lambda stored: {key: value for key, value in stored.items() if key != "hash"}, ""),
+        (lambda stored: {**stored, "version": 99}, "version 99, this rayrec reads version 2"),
+        (lambda stored: None, r"preprocessor\.json: damaged"),
+    ],
+)
+def test_load_rejects_damaged_description(tmp_path: Path, change: Callable[[dict[str, Any]], Any], why: str) -> None:
+    make().save(str(tmp_path))
+    path = tmp_path / "preprocessor.json"
+    changed = change(json.loads(path.read_text()))
+    path.write_text(json.dumps(changed) if changed else "{")
+    rejects(f"{tmp_path}.*{why}", Preprocessor.load, str(tmp_path))
+
+
+def save_forged(folder: Path, *, tokens: np.ndarray | None = None, **changes: Any) -> None:
+    """Saves a Preprocessor whose hash is right though its values are not."""
+    good = make()
+    object.__setattr__(good, "tokens", good.tokens if tokens is None else tokens)
+    object.__setattr__(good, "sparse", (dataclasses.replace(good.sparse[0], **changes), *good.sparse[1:]))
+    good.save(str(folder))
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        *[{name: value} for name in ("first_id", "unknown_id", "missing_id") for value in (-1, 2**31, 2.5)],
+        {"num_embeddings": 0},
+        {"num_embeddings": 2**50},
+        {"token_modulo": 0},
+        {"token_modulo": 2**33},
+        {"gap": -1},
+        *[{"tokens": np.zeros(5004, dtype)} for dtype in (np.uint8, np.int64, np.float32)],
+        {"tokens": np.zeros((5004, 1), np.uint32)},
+    ],
+    ids=str,
+)
+def test_check_rejects_values_unsafe_for_kernels(tmp_path: Path, forged: dict[str, Any]) -> None:
+    save_forged(tmp_path, **forged)
+    rejects(str(tmp_path), Preprocessor.load, str(tmp_path))
+
+
+def test_smallest_integer_is_encoded_and_hashing_spreads_multiples() -> None:
+    column, out = DenseColumn(), np.empty(2, np.float32)
+    values = np.array([-(2**63), 2**63 - 1], np.int64)
+    library().rayrec_transform_dense(
+        ctypes.c_void_p(values.ctypes.data),
+        ctypes.c_int64(2),
+        ctypes.byref(c_dense_column(column)),
+        ctypes.c_void_p(out.ctypes.data),
+    )
+    assert out.tolist() == [-np.float32(63 * math.log(2)), np.float32(63 * math.log(2))]
+    schema = Schema(label=None, sparse=("s",), tokens="any")
+    raw, _ = parse_table(pa.table({"s": np.arange(0, 50_000_000, 1000)}), schema)
+    preset = RAYREC.replace(max_num_embeddings=100_002)
+    counts = preset.counting(schema).empty()
+    counts.add_rows(raw, 0)
+    counts.tokens[0].count_values(np.arange(1, 200_001, dtype=np.uint64).repeat(2))
+    mixed = make_preprocessor(preset, schema, counts)
+    assert mixed.sparse[0].mixed
+    assert len(set(mixed.encode(raw).ids[0].tolist())) > 35_000
+    before = dataclasses.replace(mixed, sparse=(dataclasses.replace(mixed.sparse[0], mixed=False),))
+    assert set(before.encode(raw).ids[0].tolist()) == {2 + 1000 * i for i in range(100)}
+    assert "mixed" not in before.describe()["sparse"][0]
+    assert before.hash() != mixed.hash()
+
+
+def test_descriptions_of_earlier_versions_stay() -> None:
+    earlier = {**Schema(label=None, sparse=("s",), tokens="any").describe()}
+    assert earlier.pop("category_rules") == 2
+    assert (Schema.described(earlier).category_rules, Schema.described(earlier).describe()) == (1, earlier)

@@ -1,15 +1,24 @@
 """Splits cover every row once, in order, with the chunk sizes of the reference implementations."""
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from builders.faults import rejects
+from builders.logs import open_index
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayrec.config import InputError
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import LogIndex, numbered
-from rayrec.data.logs.splits import Split
+from rayrec.data.logs.index import Block, LogIndex, Segment, SegmentRange, numbered
+from rayrec.data.logs.reading import distinct_names, good_lines, line_starts, read_raw, slice_of, values_of
+from rayrec.data.logs.splits import Slice, Split, slices_of
+from rayrec.data.logs.text_log import Chunk, index_chunk, read_text
+from rayrec.schema import Schema
 
 
 def index_of(*rows: int) -> LogIndex:
@@ -24,14 +33,12 @@ def test_sevenths(rows: int) -> None:
     assert split == {"train": (0, rows - last), "validation": (rows - last, middle), "test": (middle, rows)}
 
 
-def test_criteo_kaggle() -> None:
+def test_known_logs_are_split_by_sevenths_files_and_fractions() -> None:
     ranges = [(0, 39_291_958), (39_291_958, 42_566_288), (42_566_288, 45_840_617)]
     assert [*Split().rows(index_of(45_840_617)).items()] == list(zip(("train", "validation", "test"), ranges, strict=True))
-
-
-def test_last_file_is_held_out() -> None:
     split = Split(kind="last_file").rows(index_of(10, 5, 0, 7, 3, 4))
     assert split == {"train": (0, 22), "validation": (22, 26), "test": (26, 29)}
+    assert Split(kind="fraction", validation=0.29, test=0.0).rows(index_of(60, 40)) == {"train": (0, 71), "validation": (71, 100)}
 
 
 @pytest.mark.parametrize(
@@ -54,14 +61,7 @@ def test_fractions_cover_every_row_in_order(rows: int, validation: float, test: 
         assert abs(ranges[name][1] - ranges[name][0] - rows * share) <= 0.5
 
 
-def test_fraction_without_test_part() -> None:
-    assert Split(kind="fraction", validation=0.29, test=0.0).rows(index_of(60, 40)) == {"train": (0, 71), "validation": (71, 100)}
-
-
-DAYS = ("day_0", "day_1", "day_2", "day_9", "day_10")
-
-
-def days_of(*rows: int, names: tuple[str, ...] = DAYS) -> LogIndex:
+def days_of(*rows: int, names: tuple[str, ...] = ("day_0", "day_1", "day_2", "day_9", "day_10")) -> LogIndex:
     return LogIndex(numbered((name, i, i + 1, count) for i, (name, count) in enumerate(zip(names, rows, strict=True))), Faults())
 
 
@@ -99,8 +99,7 @@ def test_days_are_named(names: dict[str, tuple[str, ...]], expected: dict[str, t
     if expected is not None:
         assert split.rows(days_of(2, 3, 5, 4, 5)) == expected
     else:
-        with pytest.raises(InputError, match=r"days of train are not adjacent at day_10|no day is named day_10\.gz"):
-            split.rows(days_of(2, 3, 5, 4, 5))
+        rejects(r"days of train are not adjacent at day_10|no day is named day_10\.gz", split.rows, days_of(2, 3, 5, 4, 5))
 
 
 def test_days_are_folders_or_files() -> None:
@@ -135,5 +134,101 @@ def test_days_are_folders_or_files() -> None:
 )
 def test_split_rejects_invalid_parts(options: dict[str, Any], message: str) -> None:
     rows = (2, 3, 5, 1, 5) if "overlap" in message else (2, 3, 5, 0, 0)
-    with pytest.raises(InputError, match=message):
-        Split(**options).rows(days_of(*rows))
+    rejects(message, lambda: Split(**options).rows(days_of(*rows)))
+
+
+# Line numbers of valid rows, and the values of a column ---------------------------------------------------------------
+SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("i",), sparse=("c",))
+GOOD = b"1\t3\t0000000a"
+LINES = [GOOD, b"", b"1\t2", b"2\t3\t0000000a", b"1\t3\t0a", b"x" * 5000]
+
+
+@pytest.mark.parametrize("ending", [b"\n", b""])
+@settings(max_examples=40, deadline=None)
+@given(kinds=st.lists(st.sampled_from([0, 0, 0, 1, 2, 3, 4, 5]), min_size=1, max_size=80))
+def test_good_lines_of_any_mixture(tmp_path_factory: pytest.TempPathFactory, ending: bytes, kinds: list[int]) -> None:
+    if not ending and LINES[kinds[-1]] == b"":
+        kinds = [*kinds, 0]  # an empty last line without a newline is no line
+    path = tmp_path_factory.getbasetemp() / "mixture.tsv"
+    content = b"\n".join(LINES[kind] for kind in kinds) + ending
+    path.write_bytes(content)
+    expected = [place for place, kind in enumerate(kinds) if kind == 0]
+    entries, faults = index_chunk(Chunk(str(path), 0, len(content), len(content)), SCHEMA, 200)
+    segments = numbered(entries)
+    assert faults.total == len(kinds) - len(expected)
+    got, first = [], 0
+    for segment in segments:
+        got += [first + int(line) for line in good_lines(segment, SCHEMA)]
+        first += len(line_starts(read_text(segment), segment.stop - segment.start))
+    assert (got, first) == (expected, len(kinds))
+
+
+def test_many_faults(tmp_path: Path) -> None:
+    content = b"".join((GOOD if place % 3 else b"bad") + b"\n" for place in range(1000))
+    (tmp_path / "log.tsv").write_bytes(content)
+    segment = Segment(str(tmp_path / "log.tsv"), 0, len(content), 0, 666)
+    assert good_lines(segment, SCHEMA).tolist() == [place for place in range(1000) if place % 3]
+
+
+HEXADECIMAL = Schema(tokens="hexadecimal", dense=("i", "j"), sparse=("c", "d"))
+ANY = Schema(label="click", dense=("age",), sparse=("user", "tags"), lists=("tags",), tokens="any", delimiter=",")
+
+
+def _values(path: Path, schema: Schema, *columns: str, start: int = 0, stop: int | None = None) -> list[list[object]]:
+    """Return the values of rows [start, stop) in a log of one segment."""
+    with tempfile.TemporaryDirectory() as cache:
+        (segment,) = open_index(path, schema, segment_bytes=1 << 16, cache=cache).segments
+        block = Block((SegmentRange(segment, start, segment.rows if stop is None else stop),), None)
+        raw = read_raw([segment], schema)
+        return [values_of(block, raw, column, schema).to_pylist() for column in columns]
+
+
+def test_text(tmp_path: Path) -> None:
+    lines = ["1\t3\t\t0000000a\t", "0\t-7\t5\t\tffffffff", "nonsense", "0\t\t123456789012\t0000000b\t00000000"]
+    (tmp_path / "log.tsv").write_text("\n".join(lines) + "\n")
+    assert _values(tmp_path / "log.tsv", HEXADECIMAL, "i", "j", "c", "d") == [
+        [3, -7, None],
+        [None, 5, 123456789012],
+        [0xA, None, 0xB],
+        [None, 0xFFFFFFFF, 0],
+    ]
+    assert _values(tmp_path / "log.tsv", HEXADECIMAL, "c", start=1, stop=3) == [[None, 0xB]]
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+def test_csv(tmp_path: Path, faulty: bool) -> None:
+    rows = ["1,30,ann,a|b", "0,,bob,", '0,2.5,"x,y",a', *(["7,1,eve,a"] if faulty else []), "1,-1,,b", "0,4,ann,"]
+    (tmp_path / "log.csv").write_text("\n".join(["click,age,user,tags", *rows]) + "\n")
+    assert open_index(tmp_path / "log.csv", ANY).faults.total == faulty
+    ages, users = [30.0, None, 2.5, -1.0, 4.0], ["ann", "bob", "x,y", None, "ann"]
+    assert _values(tmp_path / "log.csv", ANY, "age", "user") == [ages, users]
+    assert _values(tmp_path / "log.csv", ANY, "user", start=2, stop=4) == [["x,y", None]]
+
+
+@pytest.mark.parametrize(
+    ("users", "expected"),
+    [
+        (pa.array([5, None, 2**62]), ["5", None, str(2**62)]),
+        (pa.array(["a", "", None]), ["a", None, None]),
+        (pa.array(["b", None, "b"]).dictionary_encode(), ["b", None, "b"]),
+        (pa.array([True, False, None]), ["1", "0", None]),
+        (pa.array([b"a", b"", None]), ["a", None, None]),
+        (pa.array([None, None, None]), [None, None, None]),
+    ],
+)
+def test_parquet(tmp_path: Path, users: pa.Array, expected: list[str | None]) -> None:
+    table = pa.table({"click": [1, 0, 1], "age": [1, 2, 3], "user": users, "tags": [["a"], [], None]})
+    pq.write_table(table, tmp_path / "log.parquet")
+    assert _values(tmp_path / "log.parquet", ANY, "user") == [expected]
+
+
+def test_slice_of_names_rows(tmp_path: Path) -> None:
+    for day, rows in enumerate([2, 3]):
+        (tmp_path / f"day_{day}").write_text("1\t3\t\t0000000a\t\n" * rows)
+    index = open_index(tmp_path, HEXADECIMAL, segment_bytes=1 << 16, cache=tmp_path / "cache")
+    stretches = slices_of(index)[1]
+    block = Block(tuple(SegmentRange(segment, 0, segment.rows) for segment in index.segments), None)
+    assert slice_of(block, stretches).to_pylist() == ["day_0"] * 2 + ["day_1"] * 3
+    sevenths = Block((SegmentRange(index.segments[1], 1, 3),), None)
+    assert slice_of(sevenths, [Slice("a", 0, 4), Slice("b", 4, 5)]).to_pylist() == ["a", "b"]
+    assert distinct_names([Slice("a", 0, 1), Slice("b", 1, 2), Slice("a", 2, 3)]) == ["a (1)", "b", "a (2)"]

@@ -24,7 +24,6 @@ SCHEMAS += [
     Schema(tokens="hexadecimal", label=label, dense=columns("d", dense), sparse=columns("s", sparse))
     for label, dense, sparse in (("y", 0, 3), ("y", 3, 0), (None, 1, 0), (None, 0, 1), (None, 2, 62))
 ]
-
 Row = tuple[int | None, list[int], list[int], int]
 
 
@@ -96,7 +95,6 @@ def valid_row(schema: Schema, rng: random.Random, missing: float = 0.2) -> bytes
 PIECES = [bytes([byte]) for byte in b"\t\n\r\0-+ 019afgAFGxX.,/:@`\x80\xff\xb0"]
 PIECES += [b"\r\n", b"\t\t", b"\n\n", b"\xc3\xa4", b"9" * 17, b"9" * 19, b"0" * 30, b"abcdef0", b"abcdef012", b"1" * 4090]
 KINDS = st.sampled_from(["insert", "delete", "replace", "cut"])
-mutations = st.lists(st.tuples(KINDS, st.integers(0, 1 << 20), st.sampled_from(PIECES)), max_size=6)
 
 
 @settings(max_examples=800, deadline=None)
@@ -106,7 +104,7 @@ mutations = st.lists(st.tuples(KINDS, st.integers(0, 1 << 20), st.sampled_from(P
     num_rows=st.integers(0, 5),
     ending=st.sampled_from([b"\n", b"\r\n"]),
     last_ending=st.booleans(),
-    changes=mutations,
+    changes=st.lists(st.tuples(KINDS, st.integers(0, 1 << 20), st.sampled_from(PIECES)), max_size=6),
 )
 def test_mutated_rows(
     *, schema: Schema, seed: int, num_rows: int, ending: bytes, last_ending: bool, changes: list[tuple[str, int, bytes]]
@@ -128,13 +126,10 @@ def test_any_bytes(schema: Schema, text: bytes) -> None:
     check(schema, text)
 
 
-def test_hexadecimal_digits_are_checked_at_all_positions() -> None:
+def test_every_byte_is_checked_in_tokens_labels_and_integers() -> None:
     schema = Schema(tokens="hexadecimal", label=None, dense=(), sparse=("s",))
     for place in range(8):
         check(schema, b"".join(b"12cdEF9a"[:place] + bytes([b]) + b"12cdEF9a"[place + 1 :] + b"\n" for b in range(256)))
-
-
-def test_every_byte_as_label_and_integer() -> None:
     schema = Schema(tokens="hexadecimal", label="y", dense=("d",), sparse=())
     check(schema, b"".join(bytes([b]) + b"\t5\n" for b in range(256)))
     check(schema, b"".join(b"1\t" + bytes([b]) + b"\n" for b in range(256)))
@@ -150,7 +145,7 @@ def test_empty_rows_fit_capacity(schema: Schema) -> None:
         check(schema, text)
 
 
-def test_parse_stops_at_length() -> None:
+def test_parse_stops_at_length_appends_rows_and_has_positions() -> None:
     """Text beyond the end is not used, not even digits."""
     rng = random.Random(3)
     rows = [valid_row(SCHEMA, rng) + b"\n" for _ in range(20)]
@@ -161,9 +156,6 @@ def test_parse_stops_at_length() -> None:
         expected, expected_faults = reference(SCHEMA, text[:cut])
         assert rows_of(parser.block()) == expected
         assert [(fault.byte, fault.kind) for fault in faults.first] == [f[:2] for f in expected_faults]
-
-
-def test_parse_appends_rows_and_reports_file_positions() -> None:
     parser = TextParser(Schema(tokens="hexadecimal", label="y", dense=("d",), sparse=()), 10)
     parser.parse(padded(b"1\t5\n"), 4, path="p", first_byte=0)
     faults = parser.parse(padded(b"0\t6\n1\tx\n"), 8, path="p", first_byte=1000)
@@ -201,8 +193,7 @@ BAD_LINES = {
 def test_bad_lines(kind: str, line: bytes, ending: bytes) -> None:
     text = GOOD + ending + line + ending + GOOD + ending
     raw, faults = parse(SCHEMA, text, path="log")
-    assert raw.rows == 2
-    assert faults.counts == {kind: 1}
+    assert (raw.rows, faults.counts) == (2, {kind: 1})
     (fault,) = faults.first
     assert (fault.path, fault.byte, fault.kind) == ("log", len(GOOD + ending), kind)
     assert kind in faults.describe()
@@ -218,8 +209,7 @@ def test_truncated_last_line_is_rejected(cut: int) -> None:
 
 def test_only_first_faults_have_details() -> None:
     raw, faults = parse(SCHEMA, b"x\n" * 25)
-    assert raw.rows == 0
-    assert faults.total == 25
+    assert (raw.rows, faults.total) == (0, 25)
     assert [fault.byte for fault in faults.first] == list(range(0, 20, 2))
     more = Faults.merged([faults, faults])
     assert (more.total, len(more.first)) == (50, 10)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import pickle
 import shutil
 import signal
@@ -14,12 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders.faults import raising, until
+from builders.faults import fails_with, raising, rejects, until
 from hosts.processes import run_command
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rayrec.config import InputError
-from rayrec.data.text import mds
+from rayrec.data.text import mds, text_blocks
 from rayrec.data.text.mds import TokenRows
+from rayrec.data.text.text_blocks import Source, cut, parts_of, read_part
+from rayrec.data.text.tokenizer import load_tokenizer
 from rayrec.storage import cache
 from rayrec.storage.cache import MIN_FILES, ShardCache
 
@@ -61,8 +65,6 @@ def edited(written: Path, folder: Path, change: Callable[[dict[str, Any]], None]
 
 
 # -- what is read
-
-
 @pytest.mark.parametrize("place", [str, url], ids=["folder", "url"])
 def test_read_returns_rows_in_order(written: Path, tmp_path: Path, place: Callable[[Path], str]) -> None:
     rows = TokenRows(place(written), cache_folder=str(tmp_path))
@@ -78,7 +80,7 @@ def test_read_returns_rows_in_order(written: Path, tmp_path: Path, place: Callab
     rows.close()
 
 
-def test_shards_match_streaming_both_ways(written: Path, tmp_path: Path) -> None:
+def test_shards_match_streaming_both_ways_and_are_reproducible(written: Path, tmp_path: Path) -> None:
     streaming = mds.load_streaming()
     theirs = streaming.StreamingDataset(local=str(written), shuffle=False, batch_size=1)
     np.testing.assert_array_equal(np.stack([sample["tokens"] for sample in theirs]), ROWS)
@@ -91,17 +93,12 @@ def test_shards_match_streaming_both_ways(written: Path, tmp_path: Path) -> None
     rows = TokenRows(str(tmp_path / "theirs"))
     assert len(rows.chunk_rows) > 2
     np.testing.assert_array_equal(rows.read(np.arange(97))["tokens"], wide)
-
-
-def test_equal_rows_write_equal_bytes(written: Path, tmp_path: Path) -> None:
     again = write(tmp_path / "again")
     for file in written.iterdir():
         assert (again / file.name).read_bytes() == file.read_bytes()
 
 
 # -- one among many processes
-
-
 READER = """
 import sys
 import numpy as np
@@ -157,22 +154,14 @@ print(*before, *held(), while_open[1] > before[1])
 """What a process holds before and after reading: open files, mapped shards, threads, and streaming, which is slow to import."""
 
 
-def test_close_releases_memory_and_threads(written: Path, tmp_path: Path) -> None:
+def test_readers_release_all_when_closed_and_cannot_be_pickled(written: Path, tmp_path: Path) -> None:
     # A process of its own: what other tests leave to the garbage collector would be counted here.
     *held, seen = run_command(sys.executable, "-c", GIVEN_BACK, url(written), tmp_path).stdout.split()
-    assert held[:4] == held[4:]
-    assert held[3] == "False"
-    assert seen == "True"
-
-
-def test_pickling_raises(written: Path) -> None:
-    with pytest.raises(TypeError, match="in the process that reads"):
-        pickle.dumps(TokenRows(str(written)))
+    assert (held[:4], held[3], seen) == (held[4:], "False", "True")
+    fails_with(TypeError, "in the process that reads", pickle.dumps, TokenRows(str(written)))
 
 
 # -- a store of shards
-
-
 def test_cached_shards_are_not_fetched(written: Path, tmp_path: Path) -> None:
     for expected in (True, False):
         rows = TokenRows(url(written), cache_folder=str(tmp_path))
@@ -200,8 +189,7 @@ def test_limited_cache_keeps_limit_and_mapped_shards(tmp_path: Path) -> None:
     assert first.downloaded_bytes == 2 * shard_bytes
     assert copies(cache)[1].name == "shard.00001.mds"  # mapped all the time
     first.close()
-    with pytest.raises(InputError, match=r"^file://[^\n]* at least [\d,]+ bytes[^\n]*$"):
-        TokenRows(url(source), cache_folder=str(cache), cache_bytes=3 * shard_bytes)
+    rejects(r"^file://.* at least [\d,]+ bytes", TokenRows, url(source), cache_folder=str(cache), cache_bytes=3 * shard_bytes)
 
 
 @pytest.mark.slow
@@ -229,8 +217,7 @@ def test_failed_download_retries(written: Path, tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(cache.ShardCache, "fetch", raising(OSError("the store is out")))
         rows.will_read(np.arange(97))
-        with pytest.raises(OSError, match="the store is out"):
-            rows.read(np.arange(3))
+        fails_with(OSError, "the store is out", rows.read, np.arange(3))
     rows.will_read(np.arange(97))
     np.testing.assert_array_equal(rows.read(np.arange(97))["tokens"], ROWS)
     rows.close()
@@ -258,8 +245,6 @@ def test_damaged_copy_is_fetched_again(written: Path, tmp_path: Path) -> None:
 
 
 # -- damage and misuse
-
-
 @pytest.mark.parametrize("place", [str, url], ids=["folder", "url"])
 @pytest.mark.parametrize(
     "content", [lambda data: data[:-1], lambda data: data[:-1] + bytes([data[-1] ^ 1]), None], ids=["short", "flipped", "gone"]
@@ -270,8 +255,7 @@ def test_damaged_shard_raises_with_name(written: Path, tmp_path: Path, place: Ca
     shard.write_bytes(content(shard.read_bytes())) if content else shard.unlink()
     rows = TokenRows(place(tmp_path / "set"), cache_folder=str(tmp_path / "cache"))
     np.testing.assert_array_equal(rows.read(np.arange(30))["tokens"], ROWS[:30])
-    with pytest.raises(InputError, match=r"^[^\n]*set/shard\.00001\.mds: [^\n]*$"):
-        rows.read(np.array([31]))
+    rejects(r"^[^\n]*set/shard\.00001\.mds: [^\n]*$", rows.read, np.array([31]))
     np.testing.assert_array_equal(rows.read(np.array([96]))["tokens"], ROWS[96:])
     rows.close()
 
@@ -286,30 +270,25 @@ def test_damaged_shard_raises_with_name(written: Path, tmp_path: Path, place: Ca
         (lambda index: index["shards"][0].update(column_names=["text"]), "and the same columns"),
         (
             lambda index: [shard.update(column_encodings=["pkl"]) for shard in index["shards"]],
-            r"have tokens \(pkl\), but rayrec writes [^\n]*`rayrec adopt`",
+            r"have tokens \(pkl\), but rayrec writes .*`rayrec adopt`",
         ),
         (lambda index: index["shards"][0]["raw_data"].update(basename="../x.mds"), "in its folder"),
         (lambda index: index["shards"][0].update(samples="many"), "damaged"),
     ],
 )
 def test_reader_rejects_foreign_index(written: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], told: str) -> None:
-    folder = edited(written, tmp_path / "set", change)
-    with pytest.raises(InputError, match=rf"^[^\n]*index\.json: [^\n]*({told})[^\n]*$"):
-        TokenRows(str(folder))
+    rejects(rf"index\.json: .*({told})", TokenRows, str(edited(written, tmp_path / "set", change)))
 
 
 def test_reader_rejects_shard_with_wrong_row_count(written: Path, tmp_path: Path) -> None:
     folder = edited(written, tmp_path / "set", lambda index: index["shards"][0].update(samples=29))
-    with pytest.raises(InputError, match=r"shard\.00000\.mds: damaged: does not have 29 rows"):
-        TokenRows(str(folder)).read(np.array([0]))
+    rejects(r"shard\.00000\.mds: damaged: does not have 29 rows", TokenRows(str(folder)).read, np.array([0]))
 
 
 def test_missing_shards_raise_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"^[^\n]*index\.json: no such file$"):
-        TokenRows(str(tmp_path / "nothing"))
+    rejects(r"^[^\n]*index\.json: no such file$", TokenRows, str(tmp_path / "nothing"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"^streaming is not installed\. Run pip install 'rayrec\[language\]'\.$"):
-        mds.load_streaming()
+    rejects(r"^streaming is not installed\. Run pip install 'rayrec\[language\]'\.$", mds.load_streaming)
 
 
 def test_cache_accepts_any_shard_name(tmp_path: Path) -> None:
@@ -323,3 +302,76 @@ def test_cache_accepts_any_shard_name(tmp_path: Path) -> None:
     thread.start()
     thread.join(20)
     assert fetched == [5]
+
+
+# Parts of a text hold all of it, once, in order, and begin where lines do ---------------------------------------------
+WORDS = st.lists(st.sampled_from(["a", "é", "日本", "😀", "\n", "\n\n", "\r\n", " "]), max_size=60).map("".join)
+
+
+def cuts_of(content: bytes, positions: range) -> list[int]:
+    return [cut(lambda start, count: content[start : start + count], len(content), position) for position in positions]
+
+
+@given(text=WORDS)
+def test_cut_returns_next_line_start(text: str) -> None:
+    content = text.encode()
+    starts = [0, *(place + 1 for place, byte in enumerate(content) if byte == ord("\n")), len(content)]
+    for position, found in enumerate(cuts_of(content, range(len(content) + 1))):
+        assert found == min(start for start in starts if start >= position)
+
+
+@given(text=WORDS)
+def test_endless_line_is_cut_between_characters(text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_blocks, "LINE_BYTES", 4)
+        patch.setattr(text_blocks, "_SCAN_BYTES", 3)
+        content = text.encode()
+        found = cuts_of(content, range(len(content) + 1))
+    assert found == sorted(found)
+    for place in found:
+        content[:place].decode()
+    assert all(place - position <= 8 for position, place in enumerate(found))
+
+
+@given(
+    texts=st.lists(WORDS, min_size=1, max_size=4), part_bytes=st.integers(1, 40), fraction=st.sampled_from([0.0, 0.1, 0.5, 0.99])
+)
+def test_parts_cover_text(texts: list[str], part_bytes: int, fraction: float, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("parts")
+    sources = []
+    for number, text in enumerate(texts):
+        (folder / str(number)).write_bytes(text.encode())
+        sources.append(Source(str(folder / str(number)), f"{number}.txt", len(text.encode())))
+    parts = parts_of(sources, validation_fraction=fraction, part_bytes=part_bytes)
+    assert "".join(map(read_part, parts)) == "".join(texts)
+    assert [part.number for part in parts] == list(range(len(parts)))
+    sets = [part.set for part in parts]
+    assert sets == sorted(sets)  # training text comes first
+    total = len("".join(texts).encode())
+    held_out = sum(part.stop - part.start for part in parts if part.set == "validation")
+    assert held_out == (0 if fraction == 0 else total - int(total * (1 - fraction)))
+    begun = {part.path for part in parts if part.start == 0}
+    assert sum(part.follows for part in parts) >= len(begun) - 2  # but for the first of each set
+
+
+def test_invalid_utf8_has_position_and_bpe_matches_on_any_threads(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"line\n" * 10 + "hé".encode("latin-1"))
+    parts = parts_of([Source(str(tmp_path / "latin.txt"), "latin.txt", 52)], validation_fraction=0.0, part_bytes=16)
+    assert read_part(parts[0]) == "line\n" * 4
+    rejects(r"^latin\.txt: byte 51 is not UTF-8 [^\n]*iconv[^\n]*$", read_part, parts[-1])
+    code = """
+import sys
+from rayrec.data.text.tokenizer import bytes_bpe, write_tokenizer
+texts = [" ".join(f"w{i * j % 997}" for i in range(200)) for j in range(60)]
+write_tokenizer(bytes_bpe(texts, 600), sys.argv[1])
+"""
+    for threads in ("1", "4"):
+        environment = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
+        subprocess.run([sys.executable, "-c", code, str(tmp_path / threads)], env=environment, check=True, timeout=300)
+    assert (tmp_path / "1" / "tokenizer.json").read_bytes() == (tmp_path / "4" / "tokenizer.json").read_bytes()
+
+
+def test_missing_tokenizer_raises_one_line(tmp_path: Path) -> None:
+    rejects(r"^[^\n]*tokenizer not found\. [^\n]*$", load_tokenizer, str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    rejects(r"^[^\n]*: not a tokenizer, or of another version[^\n]*$", load_tokenizer, str(tmp_path))

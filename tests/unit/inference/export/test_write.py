@@ -1,7 +1,13 @@
 """Exported click models, which must score like their checkpoint."""
 
+import csv
+import dataclasses
 import importlib
 import json
+import os
+import pickle
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -11,28 +17,39 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders.click_models import SMALL, Saved, bucketed_preprocessor, lists_preprocessor, save_clicks
-from builders.exports import ROWS, export_of, scored_by_strangers, write_criteo_rows
+from builders.click_models import SMALL, Saved, bucketed_preprocessor, lists_preprocessor, multi_hot_preprocessor, save_clicks
+from builders.exports import ROWS, changed, export_of, reseal, scored_by_strangers, write_criteo_rows
+from builders.faults import fails_with, flip, rejects
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
 import rayrec
 from rayrec import cli, models, recipes
 from rayrec.config import InputError
+from rayrec.data.encoded_rows import EncodedRows, JaggedIds
+from rayrec.data.encoding.encoder import MultiHot
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.index import Segment, SegmentRange
 from rayrec.data.logs.text_parser import parse
 from rayrec.inference.config import ExportConfig
 from rayrec.inference.export.manifest import read_manifest
-from rayrec.inference.export.parity import compare, spread
+from rayrec.inference.export.onnx import onnx_inputs
+from rayrec.inference.export.parity import ParityRows, _encoder_failure, compare, compare_encoder, spread
+from rayrec.inference.export.plain_encoder import Encoder
 from rayrec.inference.export.readme import FROM_RAW, LOADER
-from rayrec.inference.export.write import export
+from rayrec.inference.export.triton import MAX_BATCH_ROWS, config_pbtxt
+from rayrec.inference.export.write import encoder_program, export
 from rayrec.inference.model import open_served
+from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.scoring_tables import Quantization
+from rayrec.schema import Feature, Schema
+from rayrec.serve.requests import RequestBody, RequestError
+from rayrec.serve.row_readers import make_reader
 
 
 @pytest.mark.parametrize(("quantization", "tolerance"), [("fp32", 1e-6), ("fp16", 2e-3), ("int8", 0.03), ("int4", 0.5)])
-def test_export_scores_match_checkpoint(
-    saved: Saved, exported: Callable[[str], Path], quantization: Quantization, tolerance: float
-) -> None:
+def test_export_scores_match_checkpoint(saved: Saved, exported: Any, quantization: Quantization, tolerance: float) -> None:
     """So do the scores of the README's program."""
     folder = exported(quantization)
     served, checkpoint = open_served(str(folder)), open_served(str(saved.run))
@@ -52,9 +69,7 @@ def test_export_scores_match_checkpoint(
         np.testing.assert_allclose(score(some.dense, list(some.ids)), served.score(some), rtol=0, atol=2e-5)
 
 
-def test_raw_rows_are_scored_without_rayrec(
-    saved: Saved, exported: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_raw_rows_are_scored_without_rayrec(saved: Saved, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = shutil.copytree(exported("fp32"), tmp_path / "moved")
     assert saved.config.train_data.path is not None
     lines = Path(saved.config.train_data.path).read_text().splitlines()[:50]
@@ -69,11 +84,9 @@ def test_raw_rows_are_scored_without_rayrec(
         for name in [name for name in sys.modules if name.partition(".")[0] in ("rayrec", "encode")]:
             hidden.delitem(sys.modules, name)
         hidden.setitem(sys.modules, "rayrec", None)
-        with pytest.raises(ModuleNotFoundError):
-            importlib.import_module("rayrec")
+        fails_with(ModuleNotFoundError, "", importlib.import_module, "rayrec")
         exec(program, result)
-        encode = Path(sys.modules["encode"].__file__ or "")
-        assert encode.resolve().parent == folder.resolve()  # it is the export's
+        assert Path(sys.modules["encode"].__file__ or "").resolve().parent == folder.resolve()  # it is the export's
         assert [name for name in sys.modules if name.partition(".")[0] == "rayrec"] == ["rayrec"]
         hidden.delitem(sys.modules, "encode")
     served = open_served(str(exported("fp32")))
@@ -84,7 +97,7 @@ def test_raw_rows_are_scored_without_rayrec(
     np.testing.assert_allclose(result["result"], expected, rtol=0, atol=1e-5)
 
 
-def test_report_has_parity_size_and_speed(saved: Saved, exported: Callable[[str], Path]) -> None:
+def test_report_and_manifest_describe_export(saved: Saved, exported: Callable[[str], Path]) -> None:
     report = json.loads((exported("int8") / "report.json").read_text())
     parity = report["parity"]
     assert (parity["rows"], parity["origin"], parity["failure"]) == (ROWS, f"rows of {saved.config.train_data.path}", None)
@@ -95,9 +108,6 @@ def test_report_has_parity_size_and_speed(saved: Saved, exported: Callable[[str]
     report = json.loads((exported("fp32") / "report.json").read_text())
     assert report["parity"]["max_logit_difference"] < 1e-6
     assert report["program_parity"]["max_logit_difference"] <= 1e-5
-
-
-def test_manifest_lists_every_file(exported: Callable[[str], Path]) -> None:
     folder = exported("int8")
     files = read_manifest(str(folder))["files"]
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
@@ -158,8 +168,7 @@ def test_export_with_different_scores_leaves_no_folder(saved: Saved, tmp_path: P
     told = export_of(saved, tmp_path / "out", quantize="int4", max_auroc_loss=0.0, ignore_parity=True)
     assert "AUROC" in told["parity"]["failure"]
     assert json.loads((tmp_path / "out" / "report.json").read_text())["parity"] == told["parity"]
-    with pytest.raises(InputError, match="exists already"):
-        export_of(saved, tmp_path / "out")
+    rejects("exists already", export_of, saved, tmp_path / "out")
 
 
 def test_export_command_prints_report(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,19 +183,16 @@ def test_export_command_prints_report(saved: Saved, tmp_path: Path, capsys: pyte
 def test_export_is_not_a_checkpoint(exported: Callable[[str], Path], tmp_path: Path) -> None:
     out = str(exported("int8"))
     for submit in (lambda: rayrec.evaluate(out, "log.tsv"), lambda: rayrec.predict(out, "log.tsv", out=str(tmp_path / "x"))):
-        with pytest.raises(InputError, match=r"must be a checkpoint, got an export\. Use the exported checkpoint"):
-            submit()
+        rejects(r"must be a checkpoint, got an export\. Use the exported checkpoint", submit)
 
 
 def test_invalid_exports_raise_one_line(saved: Saved, tmp_path: Path) -> None:
     unlabelled = write_criteo_rows(tmp_path / "log.tsv", 5, labelled=False)
     for path, message in ((unlabelled, "labels not found"), (str(tmp_path / "absent.tsv"), r"absent\.tsv")):
-        with pytest.raises(InputError, match=message):
-            export_of(saved, tmp_path / "out", parity_path=path)
+        rejects(message, export_of, saved, tmp_path / "out", parity_path=path)
     with pytest.raises(InputError, match="is not for click models"):
         export(str(saved.run), str(tmp_path / "out"), config=recipes.mnist_resnet18(), settings=ExportConfig(triton=True))
-    with pytest.raises(InputError, match="parity_rows"):
-        ExportConfig(parity_rows=0)
+    rejects("parity_rows", ExportConfig, parity_rows=0)
     assert not (tmp_path / "out").exists()
 
 
@@ -209,10 +215,8 @@ def test_other_workloads_are_exported(arguments: dict[str, Any], tmp_path: Path)
 
 def test_nonfinite_values_are_rejected(tmp_path: Path) -> None:
     saved = save_clicks(tmp_path / "run", scale=float("nan"))
-    with pytest.raises(InputError, match=r"table cat_0: values must fit into int8, got nan"):
-        export_of(saved, tmp_path / "out", quantize="int8", ignore_parity=True)
-    with pytest.raises(InputError, match="not finite"):
-        export_of(saved, tmp_path / "out", parity_path=write_criteo_rows(tmp_path / "log.tsv", 60))
+    rejects("cat_0: values must fit into int8, got nan", export_of, saved, tmp_path / "out", quantize="int8", ignore_parity=True)
+    rejects("not finite", export_of, saved, tmp_path / "out", parity_path=write_criteo_rows(tmp_path / "log.tsv", 60))
 
 
 def test_comparison_reports_worst_row() -> None:
@@ -250,3 +254,431 @@ def test_every_model_is_exported(tmp_path: Path, saved: Saved, name: str) -> Non
     rows = built.rows(50)
     scores = scored_by_strangers(tmp_path / "out")(rows.dense, list(rows.ids))
     np.testing.assert_allclose(scores, open_served(str(tmp_path / "out")).score(rows), rtol=0, atol=1e-4)
+
+
+# Damaged or forged exports and checkpoints, which are rejected in one line and run no code ----------------------------
+class _Trap:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.abort, ()  # type: ignore[return-value]
+
+
+@pytest.fixture
+def copied(exported: Callable[[str], Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(exported("int8"), tmp_path / "copied"))
+
+
+def _refused(folder: Path, message: str = "") -> None:
+    assert 10 <= len(rejects(message, open_served, str(folder))) <= 600
+
+
+@pytest.mark.parametrize(
+    "name", ["tables.safetensors", "dense.safetensors", "dense.pt2", "preprocessor/preprocessor.json", "README.md"]
+)
+def test_damaged_export_is_rejected(copied: Path, name: str) -> None:
+    path = copied / name
+    flip(path)
+    _refused(copied, "damaged, checksum does not match")
+    for damage in (lambda: path.write_bytes(path.read_bytes()[:-1]), path.unlink):
+        damage()
+        _refused(copied, "missing, or its size does not match")
+
+
+def test_pickles_in_export_are_rejected(copied: Path, tmp_path: Path) -> None:
+    (copied / "preprocessor" / "weights").write_bytes(pickle.dumps(_Trap()))
+    _refused(copied, r"copied/preprocessor/weights: must not be a pickle, .*\. Remove it")
+    saved = save_clicks(tmp_path / "run")
+    (saved.checkpoint / "weights.pt").touch()
+    with pytest.raises(InputError, match=r"weights\.pt: must not be a pickle"):  # of whatever kind the model is
+        export(str(saved.run), str(tmp_path / "out"), config=recipes.mnist_resnet18())
+
+
+def test_changed_manifest_is_rejected(copied: Path) -> None:
+    path = copied / "manifest.json"
+    path.write_text(path.read_text().replace('"int8"', '"int4"'))
+    _refused(copied, "damaged, its checksum")
+    path.write_text("{}")
+    _refused(copied)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        *(("version", value, "") for value in (..., "1")),
+        ("version", 99, "got 99"),
+        *(("files", value, "") for value in (..., None)),
+        *(("files>README.md>bytes", value, "") for value in (..., -1)),
+        ("files>README.md>sha256", ..., ""),
+        ("files>a", 5, ""),
+        ("files>/etc/passwd", {"bytes": 1, "sha256": ""}, ""),
+        ("files>../outside", {"bytes": 1, "sha256": ""}, "outside of the folder"),
+        ("files>tables.safetensors", ..., r"tables\.safetensors not found in the manifest"),
+        ("model", ..., "field model is invalid"),
+        ("model", [], ""),
+        ("model>quantization", "int2", "not the manifest of an export"),
+        ("model>features", 7, "Preprocessor does not match"),
+        ("model>num_embeddings", [10**9], "Preprocessor does not match"),
+        ("model>more", 1, "Preprocessor does not match"),
+        *(("model>model", value, "") for value in ([], 5, {"interaction": "cross", "cross_layers": 2**31})),
+        ("model>model>no_field", 1, "not the manifest of an export"),
+        ("model>model>top_mlp", [10**9, 1], "network does not match the"),
+        *(("model>model>top_mlp", value, "") for value in ([2**63, 1], [2**62, 2**62, 1])),
+        ("model>model>members", 2**31, ""),
+    ],
+)
+def test_forged_manifest_is_rejected(copied: Path, place: str, value: Any, message: str) -> None:
+    reseal(copied, changed(place, value))
+    _refused(copied, message)
+
+
+def _zipped_tokens(folder: Path) -> None:
+    np.savez(folder / "preprocessor" / "tokens.npz", tokens=np.zeros(3, np.uint32))
+    (folder / "preprocessor" / "tokens.npz").rename(folder / "preprocessor" / "tokens.npy")
+
+
+def _bytes(name: str, data: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def _in_place(name: str, make: Callable[[Path], None]) -> Callable[[Path], None]:
+    def replace(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
+
+    return replace
+
+
+def _head_of_nothing(folder: Path) -> None:
+    """Return a file of tensors beyond its end."""
+    path = folder / "tables.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    table = json.loads(data[8 : 8 + length])
+    for entry in table.values():
+        entry["data_offsets"] = [place + 10**6 for place in entry["data_offsets"]]
+    head = json.dumps(table).encode()
+    path.write_bytes(len(head).to_bytes(8, "little") + head + data[8 + length :])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_zipped_tokens, ""),
+        (_bytes("preprocessor/tokens.npy", b"\x93NUMPY"), ""),
+        *((_bytes("preprocessor/preprocessor.json", data), "") for data in (b"[]", b"[" * 10**5)),
+        (_bytes("preprocessor/preprocessor.json", b'{"version": 2, "profile": 1, "schema": []}'), ""),
+        *((_bytes("tables.safetensors", data), "safetensors") for data in (b"\xff" * 8, b"", pickle.dumps(_Trap()))),
+        *((_bytes("tables.safetensors", b"\x02\0\0\0\0\0\0\0" + data), "safetensors") for data in (b"[]", b"{}")),
+        (_bytes("tables.safetensors", (10**5).to_bytes(8, "little") + b"[" * 10**5), "safetensors"),
+        (_head_of_nothing, "outside of the file"),
+        (_in_place("README.md", lambda path: path.symlink_to("/etc/hostname")), ""),
+    ],
+)
+def test_forged_files_are_rejected(copied: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(copied)
+    reseal(copied)
+    _refused(copied, message)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(_in_place(name, lambda path: path.symlink_to("/dev/zero")) for name in ("preprocessor/tokens.npy", "manifest.json")),
+        *(_in_place(name, os.mkfifo) for name in ("README.md", "manifest.json")),
+        *(_bytes("manifest.json", data) for data in (b"[" * 10**5, b'{"format":' + b'{"a":' * 10**5, b"[1]", b"\xff\xfe")),
+    ],
+)
+def test_foreign_files_are_rejected(copied: Path, damage: Callable[[Path], object]) -> None:
+    damage(copied)
+    _refused(copied)
+
+
+def test_links_in_export_are_followed(copied: Path) -> None:
+    """As in a mounted ConfigMap, or if the folder is a link."""
+    (copied / "README.md").rename(copied / "data")
+    (copied / "README.md").symlink_to("data")
+    (copied.parent / "alias").symlink_to(copied)
+    assert open_served(str(copied.parent / "alias")).kind == "export"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("../../summary.json", text) for text in ("{}", "[]", '{"chosen_step": "1"}', '{"chosen_step": -1}')),
+        *(("../../summary.json", text) for text in ("[" * 10**5, '{"chosen_step": 9}')),
+        *(("config.yaml", text) for text in ("[" * 10**5, "a: &a [1]\nworkload: 5\n", "workload: {model: []}", "\xff")),
+    ],
+)
+def test_damaged_run_is_rejected(saved: Saved, tmp_path: Path, name: str, content: str) -> None:
+    run = Path(shutil.copytree(saved.run, tmp_path / "run"))
+    (run / saved.checkpoint.relative_to(saved.run) / name).write_text(content, encoding="latin-1")
+    _refused(run)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        *((place, ...) for place in ("files", "score", "version", "tensors", "tensors>*>chunks>0>sha256")),
+        *(("score", "high"), ("block_bytes", 0), ("tensors>*>dtype", "F8"), ("tensors>*>shape", [2**63])),
+        *(("tensors>*>chunks", None), ("tensors>*>chunks>0>file", "../data")),
+    ],
+)
+def test_forged_checkpoint_is_rejected(saved: Saved, tmp_path: Path, place: str, value: Any) -> None:
+    folder = Path(shutil.copytree(saved.checkpoint, tmp_path / saved.checkpoint.name))
+    reseal(folder, changed(place, value), files=False)
+    _refused(folder)
+
+
+# encode.py of an export, which must encode raw rows like the Preprocessor ---------------------------------------------
+def _own_log(folder: Path) -> Saved:
+    """Save a model of a text log with one hashed column, with mixed bits of categories."""
+    schema = Schema(label="click", dense=("age",), sparse=("user", "tags"), lists=("tags",), tokens="any", delimiter=",")
+    preprocessor = Preprocessor(
+        "test", schema, (DenseColumn(),), (SparseColumn(100, None, mixed=True), SparseColumn(4, 2)), np.array([1, 2], np.uint64)
+    )
+    lines = [f"{row % 3 // 2},{row % 40},u{row % 150},{row % 4}|{row % 3}" for row in range(300)]
+    log = folder / "log.csv"
+    log.write_text("\n".join(["click,age,user,tags", *lines]) + "\n")
+    return save_clicks(folder / "run", preprocessor=preprocessor, train_data={"path": str(log)})
+
+
+def test_encode_py_is_compared_on_raw_log(tmp_path: Path) -> None:
+    report = export_of(_own_log(tmp_path), tmp_path / "out", max_auroc_loss=0.05)
+    assert report["encoder_parity"] == {"rows": 300, "origin": report["parity"]["origin"], "failure": None}
+    program = runpy.run_path(str(tmp_path / "out" / "encode.py"))
+    _check_strangers(tmp_path, program["Encoder"](str(tmp_path / "out" / "preprocessor")))
+
+
+def _check_strangers(folder: Path, encoder: Any) -> EncodedRows:
+    """Check that encoder and README of an export score log.csv like the served export. Returns the encoded log."""
+    served, log = open_served(str(folder / "out")), folder / "log.csv"
+    with log.open() as file:
+        rows = list(csv.DictReader(file))
+    raw, _ = make_reader(served.preprocessor.schema).read([RequestBody("csv", len(rows), 0, text=log.read_bytes())])
+    encoded = served.preprocessor.encode(raw)
+    logits = served.score(encoded)
+    assert np.std(logits) > 0
+    np.testing.assert_allclose(scored_by_strangers(folder / "out")(*encoder.encode(rows)), logits, rtol=0, atol=1e-5)
+    return encoded
+
+
+def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
+    """DIN with items and shops in one attention unit. Some rows have no shop for an item."""
+    features = (
+        Feature(name="items", vocabulary="item", max_length=3),
+        Feature(name="shops", vocabulary="shop", max_length=3, aligned_with="items"),
+    )
+    sparse, lists = ("item", "shop", "items", "shops"), ("items", "shops")
+    schema = Schema(label="click", sparse=sparse, lists=lists, features=features, tokens="any", delimiter=",")
+    preprocessor = Preprocessor("test", schema, (), (SparseColumn(30, None),) * 4, np.zeros(0, np.uint64))
+    items = [[f"i{(row + number) % 40}" for number in range(row % 6)] for row in range(200)]
+    lines = [
+        f"{row % 3 // 2},i{row % 40},s{row % 7},{'|'.join(of_row)},{'|'.join('s' + item[-1] for item in of_row)}"
+        for row, of_row in enumerate(items)
+    ]
+    log = tmp_path / "log.csv"
+    log.write_text("\n".join(["click,item,shop,items,shops", *lines]) + "\n")
+    model = DINConfig(embedding_dim=4, attention=(8,), mlp=(8,))
+    built = save_clicks(tmp_path / "run", model=model, scale=3.0, preprocessor=preprocessor, train_data={"path": str(log)})
+    assert export_of(built, tmp_path / "out", max_auroc_loss=0.05)["encoder_parity"]["failure"] is None
+    encoder = Encoder(str(tmp_path / "out" / "preprocessor"))
+    encoded = _check_strangers(tmp_path, encoder)
+    trained, exported = (open_served(str(path)).score(encoded) for path in (built.run, tmp_path / "out"))
+    np.testing.assert_allclose(trained, exported, atol=1e-5)
+    assert compare_encoder(encoder, preprocessor, ParityRows("rows", ()))["failure"] is None  # drawn lists
+    ragged = {"item": "i1", "shop": "s1", "items": ["i1", "i2"], "shops": ["s1"]}
+    fails_with(ValueError, "row 0: categories of shops are not aligned with items", encoder.encode, [ragged])
+    good = {**ragged, "shops": ["s1", "s2"]}
+    raw, (first, second) = make_reader(schema).read([RequestBody("json", 1, 0, rows=[row]) for row in (ragged, good)])
+    assert isinstance(first, RequestError)
+    assert "categories are not at the places of the list that it is aligned with" in str(first)
+    assert not isinstance(second, RequestError)
+    assert raw.rows == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "failure"),
+    [
+        ("tokens = mix64(tokens)", "pass", r"its ids of column user differ"),
+        ("np.log1p(np.abs(x))", "np.abs(x)", r"it encodes b'1' of age as 1\.0 instead of 0\.69\d+"),
+        ("return xxh64(text.encode())", 'raise ValueError("x")', r"it rejects a row \(x\)"),
+        ("def __init__(self, folder: str) -> None:", "def __init__(self, folder):\n        raise ValueError('y')", "y"),
+    ],
+)
+def test_export_rejects_other_encoder(old: str, new: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built, program = _own_log(tmp_path), encoder_program()
+    assert old in program
+    monkeypatch.setattr("rayrec.inference.export.write.encoder_program", lambda: program.replace(old, new))
+    rejects(rf"^export: encode\.py does not encode rows as [^\n]*: {failure}, on [^\n]*$", export_of, built, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+    report = export_of(built, tmp_path / "out", ignore_parity=True)
+    assert re.search(failure, report["encoder_parity"]["failure"])
+    stored = {key: value for key, value in report.items() if key not in ("out", "checkpoint")}
+    assert json.loads((tmp_path / "out" / "report.json").read_text()) == stored
+
+
+@pytest.mark.parametrize("kind", ["vocabulary", "hashed", "buckets", "file minimum", "uniform", "pareto"])
+def test_encode_py_is_compared_on_random_values(kind: str, tmp_path: Path) -> None:
+    """The run was trained on preprocessed data."""
+    preprocessor = _varied_criteo(kind)
+    preprocessor.save(str(tmp_path))
+    none = ParityRows("rows", ())
+    result = compare_encoder(Encoder(str(tmp_path)), preprocessor, none)
+    assert result == {"rows": 2000, "origin": "drawn values", "failure": None}
+    lists = lists_preprocessor()
+    other = dataclasses.replace(lists, schema=lists.schema.replace(features=()))
+    other.save(str(tmp_path))
+    assert compare_encoder(Encoder(str(tmp_path)), other, none)["failure"] is None
+    *sparse, last = preprocessor.sparse
+    sparse.append(dataclasses.replace(last, missing_id=0, unknown_id=1))
+    changed = dataclasses.replace(preprocessor, sparse=tuple(sparse))
+    preprocessor.save(str(tmp_path))
+    assert compare_encoder(Encoder(str(tmp_path)), changed, none)["failure"] == "its ids of column z differ"
+
+
+def _varied_criteo(kind: str) -> Preprocessor:
+    """Yield all kinds of Preprocessors for a log in Criteo's format."""
+    schema = Schema(tokens="hexadecimal", label="label", dense=("a", "b", "c"), sparse=("x", "y", "z"))
+    tokens = np.array([[7, 3, 900], [1, 2**32 - 1, 5], [11, 4, 6]], np.uint32)
+    dense = (
+        DenseColumn(mean=0.5, scale=0.3, missing_value=-1.5),
+        DenseColumn(kind="log", shift=2.0, lowest=0),
+        DenseColumn(kind="identity", lowest=-2),
+    )
+    sparse: tuple[SparseColumn, ...] = (
+        SparseColumn(5, 3),
+        SparseColumn(4, 3, first_id=1, unknown_id=0, missing_id=2, gap=2),
+        SparseColumn(20, 3, token_modulo=13),
+    )
+    changes: dict[str, Any] = {}
+    if kind == "hashed":
+        sparse = (SparseColumn(50, None), SparseColumn(1000, None, murmur3=True), SparseColumn(3, None, first_id=0))
+        tokens = tokens[:0]
+    if kind == "buckets":
+        buckets = (np.arange(5, dtype=np.uint32) + np.uint32(2**31)).repeat(3).reshape(5, 3).T
+        sparse = (*(SparseColumn(7, 5) for _ in range(3)), *sparse)
+        return Preprocessor("test", schema, (), sparse, np.concatenate([*buckets, *tokens]), integer_buckets=True)
+    if kind == "file minimum":
+        changes["file_minimum"] = {"": -4, "day_0": -9}
+    if kind in ("uniform", "pareto"):
+        changes["multi_hot"] = MultiHot(sizes=(3, 1, 40), distribution=kind, seed=9)
+    return Preprocessor("test", schema, dense, sparse, tokens.reshape(-1), **changes)
+
+
+def test_encoder_error_has_row_number(tmp_path: Path) -> None:
+    """test_golden_outputs.py has the encoded values."""
+    _varied_criteo("vocabulary").save(str(tmp_path))
+    encoder = Encoder(str(tmp_path))
+    rejected = (([{}, {"x": "12"}], "row 1: x must be 8 hexadecimal digits"), ([{"a": 1.5}], "row 0: a must be a number"))
+    for rows, message in rejected:
+        fails_with(ValueError, message, encoder.encode, rows)
+    fails_with(ValueError, "row 0 must have 6 columns, got 2", encoder.parse, ["1\t2"])
+
+
+def test_encoder_reads_all_category_types(tmp_path: Path) -> None:
+    """Texts of all lengths, several number formats, lists, also empty ones."""
+    sparse = ("user", "tags", "shop")
+    schema = Schema(
+        label="click", dense=("age",), sparse=sparse, lists=("tags",), integers=("shop",), tokens="any", delimiter=","
+    )
+    users = [None, "", *("é" + "x" * length for length in range(70)), "7", "07", "-7", "true", "nan", " a", 7, True, 3.0]
+    users += [2**63 - 1, 2**64 - 1, -(2**63), "18446744073709551615", "-0", "0", "1.0"]
+    rows = [
+        {
+            "age": [None, 1.5, -3, 10**9, True][number % 5],
+            "user": user,
+            "tags": [None, [], ["a", None, "b"], [7, "7", "x" * 40]][number % 4],
+            "shop": [None, "7", " 07", "+7.0", 7, "true", "nan"][number % 7],
+        }
+        for number, user in enumerate(users)
+    ]
+    raw, outcomes = make_reader(schema).read([RequestBody("json", len(rows), 0, rows=rows)])
+    assert outcomes == [slice(0, len(rows))]
+    found = map(raw.column, schema.sparse)
+    columns = [np.unique(column.values if isinstance(column, JaggedIds) else column)[::2] for column in found]
+    counted = tuple(SparseColumn(len(tokens) + 2, len(tokens)) for tokens in columns)
+    for custom, tokens in ((counted, columns), ((SparseColumn(1000, None), *counted[1:]), columns[1:])):
+        preprocessor = Preprocessor("test", schema, (DenseColumn(),), custom, np.concatenate(tokens))
+        preprocessor.save(str(tmp_path))
+        assert _encoder_failure(Encoder(str(tmp_path)), preprocessor, raw, rows) is None
+    for row in ({"user": 1.5}, {"user": 2**64}, {"age": "x"}, {"age": 1e19}, {"shop": "x"}, {"tags": [["a"]]}):
+        fails_with(ValueError, f"row 1: {next(iter(row))} must be", Encoder(str(tmp_path)).encode, [{}, row])
+
+
+# Model repository for Triton: configuration by the documented schema, graph in the runtime that Triton embeds ---------
+# The part of Triton's model_config.proto (package inference) that a model like ours uses: name:number:type, * where repeated.
+SCHEMA = {
+    "ModelInput": "name:1:string data_type:2:DataType dims:4:int64*",
+    "ModelOutput": "name:1:string data_type:2:DataType dims:3:int64*",
+    "ModelDynamicBatching": "preferred_batch_size:1:int32* max_queue_delay_microseconds:2:uint64",
+    "ModelParameter": "string_value:1:string",
+    "Parameters": "key:1:string value:2:ModelParameter",
+    "ModelConfig": "name:1:string platform:2:string max_batch_size:4:int32 input:5:ModelInput* output:6:ModelOutput* "
+    "default_model_filename:8:string dynamic_batching:11:ModelDynamicBatching parameters:14:Parameters* backend:17:string",
+}
+DATA_TYPES = {"TYPE_INVALID": 0, "TYPE_INT32": 8, "TYPE_INT64": 9, "TYPE_FP16": 10, "TYPE_FP32": 11, "TYPE_FP64": 12}
+
+
+def _model_config() -> type[Any]:
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="triton_part.proto", package="inference", syntax="proto3")
+    kinds = file.enum_type.add(name="DataType")
+    for name, number in DATA_TYPES.items():
+        kinds.value.add(name=name, number=number)
+    for message, fields in SCHEMA.items():
+        described = file.message_type.add(name=message)
+        for name, number, kind in (text.split(":") for text in fields.split()):
+            label = field.LABEL_REPEATED if kind.endswith("*") else field.LABEL_OPTIONAL
+            added = described.field.add(name=name, number=int(number), label=label)
+            kind = kind.rstrip("*")
+            scalar = getattr(field, f"TYPE_{kind.upper()}", None)
+            added.type = scalar or (field.TYPE_ENUM if kind == "DataType" else field.TYPE_MESSAGE)
+            if scalar is None:
+                added.type_name = f".inference.{kind}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("inference.ModelConfig"))
+
+
+def test_triton_config_fits_schema() -> None:
+    config = text_format.Parse(config_pbtxt("step_1-abc-int8", num_dense=13, num_ids=214), _model_config()())
+    assert (config.name, config.backend, config.max_batch_size) == ("click_model", "onnxruntime", MAX_BATCH_ROWS)
+    result = {(tensor.name, tensor.data_type, tuple(tensor.dims)) for tensor in (*config.input, *config.output)}
+    fp32, int64 = DATA_TYPES["TYPE_FP32"], DATA_TYPES["TYPE_INT64"]
+    assert result == {("dense", fp32, (13,)), ("ids", int64, (214,)), ("logit", fp32, (1,))}
+    assert config.HasField("dynamic_batching")
+    (parameter,) = config.parameters
+    assert (parameter.key, parameter.value.string_value) == ("rayrec_version", "step_1-abc-int8")
+    with pytest.raises(text_format.ParseError):  # the schema is one that can be broken
+        text_format.Parse('name: "x" no_such_field: 1', _model_config()())
+
+
+@pytest.mark.parametrize(
+    ("quantize", "make"),
+    [
+        pytest.param(None, lambda: None, marks=pytest.mark.extended),
+        ("int4", lambda: multi_hot_preprocessor(5)),
+        pytest.param("int8", bucketed_preprocessor, marks=pytest.mark.extended),  # without dense columns
+    ],
+)
+def test_graph_scores_match_export(tmp_path: Path, quantize: Any, make: Any) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    saved = save_clicks(tmp_path / "run", preprocessor=make())
+    report = export_of(saved, tmp_path / "out", quantize=quantize, triton=True, max_auroc_loss=0.1, ignore_parity=True)
+    assert report["triton"]["max_relative_difference"] < 1e-5
+    assert report["parity"]["failure"].startswith("no rows of the run's log")
+    model = tmp_path / "out" / "triton" / "click_model"
+    config = text_format.Parse((model / "config.pbtxt").read_text(), _model_config()())
+    session = onnxruntime.InferenceSession(str(model / "1" / "model.onnx"), providers=["CPUExecutionProvider"])
+    dims = {tensor.name: list(tensor.dims) for tensor in config.input}
+    assert {tensor.name: tensor.shape[1:] for tensor in session.get_inputs()} == dims
+    assert [(tensor.name, tensor.shape[1:]) for tensor in session.get_outputs()] == [("logit", [1])]
+    served = open_served(str(tmp_path / "out"))  # its files are in the manifest, and sound
+    for count in (50, 1):
+        rows = saved.rows(count)
+        np.testing.assert_allclose(session.run(None, onnx_inputs(rows))[0][:, 0], served.score(rows), rtol=0, atol=1e-5)
+
+
+def test_unsupported_graph_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="column keys has a variable number"):
+        export_of(save_clicks(tmp_path / "run", preprocessor=lists_preprocessor()), tmp_path / "out", triton=True)
+    assert not (tmp_path / "out").exists()

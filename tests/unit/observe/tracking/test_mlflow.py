@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from builders import run_events
+from builders.faults import rejects
 from hosts.ports import free_ports
 
 from rayrec import recipes
-from rayrec.config import InputError
 from rayrec.observe.events import EventWriter
 from rayrec.observe.tracking import tracker as tracking_module
 from rayrec.observe.tracking.config import TrackersConfig
@@ -47,8 +47,7 @@ def test_resuming_driver_continues_mlflow_run(store: str) -> None:
     events = run_events.run()
     track(store, events[: run_events.cut(events) + 1])
     (run,) = runs(store)
-    assert run.info.status == "FAILED"
-    assert run.info.run_name == "run"
+    assert (run.info.status, run.info.run_name) == ("FAILED", "run")
     assert history(store, run, "train/loss")[-1] == (120, 9.0)
     track(store, run_events.ended(events, loss=0.5))
     (run,) = runs(store)
@@ -71,10 +70,9 @@ def test_new_run_with_same_name_is_separate(store: str) -> None:
     assert {run.info.status for run in runs(store)} == {"RUNNING"}  # Without an end event.
 
 
-URIS = ["file:/a/mlruns", "/a/mlruns", "mlruns", "http://host:5000", "https://host/x", "databricks", "sqlite:///mlflow.db"]
-
-
-@pytest.mark.parametrize("uri", URIS)
+@pytest.mark.parametrize(
+    "uri", ["file:/a/mlruns", "/a/mlruns", "mlruns", "http://host:5000", "https://host/x", "databricks", "sqlite:///mlflow.db"]
+)
 def test_config_accepts_server_folder_and_database(monkeypatch: pytest.MonkeyPatch, uri: str) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name != "sqlalchemy" or uri.startswith("sqlite") or None)
     TrackersConfig(mlflow=True, mlflow_uri=uri).check({})
@@ -91,8 +89,7 @@ def test_config_accepts_server_folder_and_database(monkeypatch: pytest.MonkeyPat
 )
 def test_config_rejects_unwritable_address(monkeypatch: pytest.MonkeyPatch, uri: str, line: str) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "sqlalchemy" else True)
-    with pytest.raises(InputError, match=f"trackers.mlflow_uri: {line}"):
-        TrackersConfig(mlflow=True).check({"MLFLOW_TRACKING_URI": uri})
+    rejects(f"trackers.mlflow_uri: {line}", TrackersConfig(mlflow=True).check, {"MLFLOW_TRACKING_URI": uri})
 
 
 def test_unreachable_server_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

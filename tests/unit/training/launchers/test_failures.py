@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import ray
-from builders.faults import rejects
+from builders.faults import fails_with, rejects
 from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
@@ -98,16 +98,13 @@ def after() -> Callable[..., float]:
 
 def test_failure_policy_retries_forever_with_progress(after: Callable[..., float]) -> None:
     for _ in range(20):
-        assert after(progressed=True) == 0
-        assert after() == 0
-    with pytest.raises(WorkerGroupError):
-        after()
+        assert (after(progressed=True), after()) == (0, 0)
+    fails_with(WorkerGroupError, "", after)
 
 
 def test_failure_policy_counts_failures_without_progress(after: Callable[..., float]) -> None:
     assert after() == after(NOT_STARTED) == 0
-    with pytest.raises(WorkerGroupError):
-        after()
+    fails_with(WorkerGroupError, "", after)
 
 
 @pytest.mark.parametrize("error", [ANNOUNCED, GONE_WITH_ITS_NODE])
@@ -124,8 +121,7 @@ def test_failure_policy_backs_off_after_quick_failures(after: Callable[..., floa
 
 def test_failure_policy_limits_wait_for_resources(after: Callable[..., float]) -> None:
     for _ in range(5):
-        assert after(NO_ROOM, attempt_s=99) == 0
-        assert after(ANNOUNCED, attempt_s=99) == 0
+        assert (after(NO_ROOM, attempt_s=99), after(ANNOUNCED, attempt_s=99)) == (0, 0)
     assert after(NO_ROOM, attempt_s=60) == 0
     rejects("no room for the workers for 120 s: other jobs use", after, NO_ROOM, attempt_s=60)
 
@@ -134,5 +130,4 @@ def test_failure_policy_accepts_zero_or_unlimited_failures() -> None:
     unlimited, none = (FailurePolicy(FailureConfig(max_failures=number)) for number in (-1, 0))
     for _ in range(50):
         unlimited.pause_s(DIED, attempt_s=100.0, progressed=False)
-    with pytest.raises(WorkerGroupError):
-        none.pause_s(DIED, attempt_s=100.0, progressed=True)
+    fails_with(WorkerGroupError, "", none.pause_s, DIED, attempt_s=100.0, progressed=True)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from builders.faults import raising, rejects
+from builders.faults import fails_with, raising, rejects
 from builders.runs import LEAN, QUIET, events_of
 from ranks import data_parallel
 from torch import distributed
@@ -52,7 +52,6 @@ STATE = SimpleNamespace(number=0, act=lambda number: None)
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forbid Ray, poll quickly, and check that the process is restored."""
-
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", raising(AssertionError("a run in this process starts no Ray")))
     monkeypatch.setattr(stop_monitor, "POLL_S", 0.01)
@@ -123,8 +122,7 @@ def test_in_process_run_completes(tmp_path: Path, expected: str) -> None:
     STATE.act = act
     threads = torch.get_num_threads()
     summary = run(tmp_path).summary
-    assert set(inside) == {(1, threads + 1, "attempt")}
-    assert len(inside) == STEPS
+    assert (set(inside), len(inside)) == ({(1, threads + 1, "attempt")}, STEPS)
     assert (summary["steps"], summary["rows_lost"], summary["rows_repeated"]) == (STEPS, 0, 0)
     assert summary["weights_sha256"] == expected
     folder = tmp_path / "run"
@@ -217,8 +215,7 @@ def test_resumed_run_keeps_plateau_learning_rates(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", **settings).summary["weights_sha256"]
     STATE.number = 0
     at(7, terminate)
-    with pytest.raises(SystemExit):
-        run(tmp_path / "cut", **settings)
+    fails_with(SystemExit, "", run, tmp_path / "cut", **settings)
     STATE.act = lambda step: None
     assert run(tmp_path / "cut", **settings).summary["weights_sha256"] == whole
     rates = {event["step"]: event["learning_rate"] for event in events(tmp_path / "cut", "step")}
@@ -278,16 +275,13 @@ def test_profile_request_reaches_in_process_run(tmp_path: Path, monkeypatch: pyt
     assert [event["path"] for event in events(tmp_path, "profile")] == [profile["profile"]]
 
 
-def test_process_group_of_caller_is_reused(tmp_path: Path, expected: str) -> None:
+def test_process_group_of_caller_is_reused_unless_larger(tmp_path: Path, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         assert run(tmp_path).summary["weights_sha256"] == expected
         assert distributed.is_initialized()
     finally:
         distributed.destroy_process_group()
-
-
-def test_launcher_rejects_rank_of_larger_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(distributed, "is_initialized", lambda: True)
         patch.setattr(distributed, "get_world_size", lambda: 4)

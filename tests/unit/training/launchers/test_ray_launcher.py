@@ -1,27 +1,36 @@
 """Resources of successive attempts on Ray."""
 
 import contextlib
+import logging
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
-from builders.faults import raising, rejects
+from builders.faults import fails_with, raising, rejects, until
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from rayrec import checkpoint, recipes
-from rayrec.cluster import connection, prestart
+from rayrec.cluster import connection, layout, prestart
+from rayrec.cluster.connection import is_connected  # the real one: tests/conftest.py replaces the module's
 from rayrec.cluster.layout import Node
 from rayrec.config import InputError
-from rayrec.data.engine import TaskPlacement
-from rayrec.training.launchers import ray_launcher
+from rayrec.data.engine import TaskPlacement, ThreadEngine
+from rayrec.ingest.ray_engine import RayEngine, RayShared
+from rayrec.observe.console import Console
+from rayrec.training.launchers import process_launcher, ray_launcher, ray_metrics
 from rayrec.training.launchers.base import Driver, PreparedRun
+from rayrec.training.launchers.process_launcher import ProcessLauncher
+from rayrec.training.launchers.ray_launcher import RayLauncher
+from rayrec.training.launchers.ray_metrics import ObjectStoreMonitor
 from rayrec.training.stop_monitor import Signals
+from rayrec.training.trainer import launcher_of, trains_in_process
 from rayrec.workloads.base import TrainConfig
 
 DIED = WorkerGroupError("died", {0: ValueError("no")})
@@ -90,8 +99,7 @@ def test_failures_with_progress_do_not_accumulate(nodes: Cluster, monkeypatch: p
     assert run.run() == FINISHED
     assert [kind for kind, _ in run.written] == ["attempt", "failure"] * 5 + ["attempt"]
     run = Attempts(monkeypatch, [gets_on, raising(DIED), lambda: FINISHED], config(max_failures=1), tmp_path)
-    with pytest.raises(WorkerGroupError):
-        run.run()
+    fails_with(WorkerGroupError, "", run.run)
     # That it starts again is told where it does.
     assert [kind for kind, _ in run.written] == ["attempt", "failure", "attempt"]
 
@@ -121,15 +129,11 @@ def test_abandoned_workers_are_ended(nodes: Cluster, monkeypatch: pytest.MonkeyP
     assert freed == [{"another's"}]
 
 
-def test_run_uses_resources_left_by_other_jobs(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_uses_what_other_jobs_leave_or_waits_for_it(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nodes.slots = [(1, 1), (1, 0)]
     run = Attempts(monkeypatch, [raising(NO_ROOM), lambda: FINISHED], config(max_failures=0), tmp_path)
-    assert run.run() == FINISHED
-    assert (run.num_workers, run.is_shared) == ([2, 1], [False, True])
+    assert (run.run(), run.num_workers, run.is_shared) == (FINISHED, [2, 1], [False, True])
     assert [kind for kind, _ in run.written] == ["attempt", "attempt"]  # it did not fail: it never began
-
-
-def test_wait_for_resources_reports_and_times_out(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nodes.slots = [(1, 0), (1, 0)]
     run = Attempts(monkeypatch, [raising(NO_ROOM)], config(node_wait_s=0.1), tmp_path)
     rejects("waited 0 s for resources in use by other jobs; scaling: ", run.run)
@@ -205,9 +209,7 @@ def first_missing_s(monkeypatch: pytest.MonkeyPatch, *parts: Any) -> int | None:
 @pytest.mark.parametrize(
     ("nodes_left", "other_layout", "missing"), [(False, True, True), (True, True, False), (False, False, False)]
 )
-def test_missing_data_nodes_end_attempt_if_replaceable(
-    monkeypatch: pytest.MonkeyPatch, nodes_left: bool, other_layout: bool, missing: bool
-) -> None:
+def test_missing_data_nodes_end_attempt(monkeypatch: Any, nodes_left: bool, other_layout: bool, missing: bool) -> None:
     here = [Node("data", {"CPU": 8.0}), Node("worker", {"CPU": 8.0, "slot": 2.0})]
     monkeypatch.setattr(connection, "alive_nodes", lambda **_: here)
     wanted = config().replace(scaling={"num_workers": 2}, cluster={"data_nodes": "separate"})
@@ -218,14 +220,189 @@ def test_missing_data_nodes_end_attempt_if_replaceable(
     assert first_missing_s(monkeypatch, later, shares) == (25 if missing else None)
 
 
-def test_unreachable_head_does_not_end_attempt(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_head_and_store_outage_are_waited_for(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "data_nodes", raising(ray_launcher.ray.exceptions.RaySystemError("gone")))
     assert first_missing_s(monkeypatch, config(), ray_launcher.allocate_resources(config())) is None
-
-
-def test_collective_timeout_includes_store_outage() -> None:
-    config = recipes.criteo_demo("log")
-    assert (ray_launcher.process_group(config).timeout_s, ray_launcher.process_group(config).backend) == (2400, "gloo")
-    changed = config.replace(failure={"max_outage_s": 7200.0, "collective_timeout_s": 60.5}, scaling={"use_gpu": True})
+    plain = recipes.criteo_demo("log")
+    assert (ray_launcher.process_group(plain).timeout_s, ray_launcher.process_group(plain).backend) == (2400, "gloo")
+    changed = plain.replace(failure={"max_outage_s": 7200.0, "collective_timeout_s": 60.5}, scaling={"use_gpu": True})
     assert (ray_launcher.process_group(changed).timeout_s, ray_launcher.process_group(changed).backend) == (7261, "nccl")
-    rejects(r"collective_timeout_s: must be above 0, got 0\.0", config.replace, failure={"collective_timeout_s": 0.0})
+    rejects(r"collective_timeout_s: must be above 0, got 0\.0", plain.replace, failure={"collective_timeout_s": 0.0})
+
+
+# Object store monitor during short and permanent outages --------------------------------------------------------------
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[int], Any]], ObjectStoreMonitor]]:
+    """Return a function that starts a monitor whose n-th poll (from 0) returns `answer(n)`."""
+    monkeypatch.setattr(ray_metrics, "_POLL_S", 0.002)
+    started: list[ObjectStoreMonitor] = []
+
+    def start(answer: Callable[[int], Any]) -> ObjectStoreMonitor:
+        asked = iter(range(10**9))
+        monkeypatch.setattr(ray_metrics, "_store_stats", lambda: answer(next(asked)))
+        started.append(ObjectStoreMonitor())
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+        one._thread.join(timeout=60)
+
+
+def store_stats(number: int) -> Any:
+    return SimpleNamespace(object_store_bytes_used=number, object_store_bytes_avail=1000, spilled_bytes_total=7 + number)
+
+
+def test_object_store_monitor_returns_usage_and_spills(watch: Callable[..., ObjectStoreMonitor]) -> None:
+    watched = watch(lambda number: store_stats(min(number, 5)))
+    until(lambda: watched.latest().get("object_store_bytes") == 5)
+    assert watched.latest() == {"object_store_bytes": 5, "object_store_limit_bytes": 1000, "spilled_bytes": 5}
+
+
+def test_object_store_monitor_survives_nine_failures(watch: Callable[..., ObjectStoreMonitor]) -> None:
+    seen: list[dict[str, int]] = []
+
+    def answer(number: int) -> Any:
+        if number:
+            seen.append(watched.latest())
+        if number % 10:
+            raise TimeoutError("the control store does not answer")
+        return store_stats(number)
+
+    ready: list[ObjectStoreMonitor] = []
+    watched: Any = SimpleNamespace(latest=lambda: ready[0].latest() if ready else {})
+    ready.append(watch(answer))
+    until(lambda: len(seen) > 60)
+    assert ready[0]._thread.is_alive()
+    after_failures = [fields for place, fields in enumerate(seen, start=1) if (place - 1) % 10]
+    assert all(fields == {} for fields in after_failures[:50])  # nothing rather than what was once
+    until(lambda: bool(ready[0].latest()))
+
+
+def test_store_monitor_stops_after_ten_failures(watch: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[int] = []
+
+    def answer(number: int) -> Any:
+        asked.append(number)
+        if number:
+            raise TimeoutError("the control store is gone")
+        return store_stats(number)
+
+    with caplog.at_level(logging.WARNING):
+        watched = watch(answer)
+        watched._thread.join(timeout=60)
+    assert (len(asked), watched.latest()) == (11, {})
+    assert caplog.text.count("Stopped polling the object store (the control store is gone)") == 1
+
+
+# Choice between training in this process and on Ray, without starting either ------------------------------------------
+ONE = {"num_workers": 1}
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def config_for(scaling: dict[str, Any], **ray: Any) -> TrainConfig:
+    return recipes.criteo_demo("none").replace(scaling=scaling, cluster=ray)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "ray", "needs_ray"),
+    [
+        (ONE, {}, None),
+        ({"num_workers": (1, 1)}, {}, None),
+        ({"num_workers": 2}, {}, "scaling.num_workers 2"),
+        ({"num_workers": (1, 4)}, {}, "scaling.num_workers 4"),  # may grow
+        ({**ONE, "resources_per_worker": {"slot": 1.0}}, {}, "scaling.resources_per_worker"),
+        (ONE, {"object_store_bytes": 100_000_000}, "cluster.object_store_bytes"),
+        (ONE, {"num_cpus": 2}, None),
+    ],
+)
+def test_one_worker_without_address_runs_in_process(scaling: dict[str, Any], ray: dict[str, Any], needs_ray: str | None) -> None:
+    wanted, here = config_for(scaling, **ray), needs_ray is None
+    assert trains_in_process(wanted) is here
+    launcher = launcher_of(wanted)
+    assert isinstance(launcher, ProcessLauncher if here else RayLauncher)
+    assert ("Prometheus" in launcher.trackers()) is not here
+    if not here:
+        refusal = f"^{needs_ray}: needs Ray, but --cluster.address is none. Omit one of the two$"
+        rejects(refusal, launcher_of, config_for(scaling, address="none", **ray))
+
+
+@pytest.mark.parametrize(
+    ("address", "environment", "connected", "expected"),
+    [
+        (None, None, False, True),
+        (None, "", False, True),
+        (None, "head:6379", False, False),
+        (None, None, True, False),
+        ("none", "head:6379", True, True),
+        ("local", None, False, False),
+        ("head:6379", None, False, False),
+        ("auto", None, False, False),
+    ],
+)
+def test_address_or_environment_selects_ray(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, environment: str | None, connected: bool, expected: bool
+) -> None:
+    monkeypatch.setattr(connection, "is_connected", lambda: connected)
+    if environment is not None:
+        monkeypatch.setenv("RAY_ADDRESS", environment)
+    assert connection.is_in_process(address) is expected
+    assert trains_in_process(config_for(ONE, **({} if address is None else {"address": address}))) is expected
+
+
+def test_is_connected_imports_no_ray_and_connect_rejects_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for connected in (True, False):
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda connected=connected: connected))
+        assert is_connected() is connected
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())  # as it is while another thread imports it
+    assert not is_connected()
+    monkeypatch.delitem(sys.modules, "ray")
+    assert not is_connected()
+    assert "ray" not in sys.modules
+    monkeypatch.setattr(connection, "is_connected", lambda: True)
+    refusal = r"^address none: needs Ray here. Omit the address, or use local or HOST:PORT$"
+    rejects(refusal, connection.connect, "none", num_cpus=None, object_store_bytes=None, log_to_driver=False)
+
+
+def test_worker_modules_are_imported_and_threads_respect_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Mock(side_effect=[None, ImportError("which the worker reports")])
+    monkeypatch.setattr(process_launcher.importlib, "import_module", load)
+    ProcessLauncher(config_for(ONE)).connect("runs", Console(quiet=True))
+    for thread in threading.enumerate():
+        if thread.name == "imports":
+            thread.join(60)
+    modules = ["rayrec.training.launchers.process_worker", "rayrec.workloads.recsys.worker"]
+    assert load.call_args_list == [call(module) for module in modules]
+    # Container with a quota of 4 CPUs on a machine with 64.
+    monkeypatch.setattr(layout.host_resources, "usable_cpus", lambda *, granted: 4)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    assert 0 < ProcessLauncher(config_for(ONE)).allocate_resources(resumes=False, note=print).per_worker.max_cpus <= 4
+
+
+@pytest.mark.parametrize(("own", "num_nodes"), [(True, 1), (False, 1), (False, 2)])
+def test_driver_engine_depends_on_cluster(monkeypatch: pytest.MonkeyPatch, own: bool, num_nodes: int) -> None:
+    """Threads on a local Ray; on a single-node cluster a few tasks in a thread, others on Ray."""
+    by_ray: list[list[int]] = []
+
+    def on_cluster(engine: RayEngine, name: str, function: Any, items: list[int], *, block_bytes: int) -> Iterator[Any]:
+        by_ray.append(items)
+        return map(function, items)
+
+    monkeypatch.setattr(connection, "is_local_ray", lambda: own)
+    monkeypatch.setattr(RayEngine, "run", on_cluster)
+    monkeypatch.setattr(ray_launcher.ray, "put", lambda value: ("in the object store", value))
+    shares = SimpleNamespace(driver=TaskPlacement(num_cpus=1.0), num_nodes=num_nodes)
+    engine = RayLauncher(config_for({"num_workers": 2}, num_cpus=1)).engine(shares, max_outage_s=3.0)  # type: ignore[arg-type]
+    assert isinstance(engine, ThreadEngine if own else RayEngine)
+    assert engine.cpus == 1
+    few, many = list(range(8)), list(range(9))
+    for items in (few, many):
+        assert list(engine.run("double", lambda item: 2 * item, items, block_bytes=1)) == [2 * item for item in items]
+    assert by_ray == ([] if own else [many] if num_nodes == 1 else [few, many])
+    # Workers, which are processes, get what it shares all the same.
+    assert isinstance(shared := engine.share("vocabulary"), RayShared)
+    assert shared.reference == ("in the object store", "vocabulary")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders.faults import raising, rejects, until
+from builders.faults import fails_with, raising, rejects, until
 from builders.runs import train
 from hosts.ports import free_ports
 from torch.distributed import DistStoreError, HashStore
@@ -20,7 +20,7 @@ from rayrec.training.launchers.process_worker import StoreControlChannel, StoreR
 FOUND = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node", "MASTER_PORT": "1"}
 
 
-def test_torchrun_env_reads_variables() -> None:
+def test_torchrun_env_is_read_and_config_fits_its_processes() -> None:
     assert TorchrunEnv.from_environment({}) is None
     assert TorchrunEnv.from_environment({"RANK": "0", "WORLD_SIZE": "1"}) is None  # nobody to meet
     of_torchrun = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "5"}
@@ -32,9 +32,6 @@ def test_torchrun_env_reads_variables() -> None:
         ({"LOCAL_WORLD_SIZE": "8(x2)"}, r"RANK=3, WORLD_SIZE=4, LOCAL_WORLD_SIZE=8\(x2\): .* must be integers"),
     ):
         rejects(message, TorchrunEnv.from_environment, FOUND | wrong)
-
-
-def test_fitted_config_has_one_worker_per_process() -> None:
     launched, config = TorchrunEnv(0, 4, 0, 2, 0), recipes.criteo_demo()
     assert fitted(config, launched).scaling.num_workers == 4
     assert launched.cpus >= 1
@@ -79,8 +76,7 @@ def test_store_channel_delivers_messages(monkeypatch: pytest.MonkeyPatch) -> Non
     until(lambda: len(requests) > 1)
     assert requests == [{"steps": 1}, {"steps": 2}]
     monkeypatch.setattr(meeting, "get", raising(DistStoreError("Connection reset")))
-    with pytest.raises(OSError, match="the store of the run's processes is gone"):
-        channel.stop_reason()
+    fails_with(OSError, "the store of the run's processes is gone", channel.stop_reason)
 
 
 def test_store_publishes_large_values(alone: TorchrunEnv) -> None:
@@ -123,5 +119,4 @@ def test_closed_rendezvous_raises_in_threads(alone: TorchrunEnv, monkeypatch: py
     meeting.close()
     watching.join(10)
     assert not watching.is_alive()
-    with pytest.raises(OSError, match="has ended"):
-        meeting.get("anything")
+    fails_with(OSError, "has ended", meeting.get, "anything")

@@ -1,11 +1,13 @@
 """Tests of click model plans and worker memory."""
 
+import queue
 import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,12 +20,18 @@ from rayrec import recipes
 from rayrec.cli.parser import parse
 from rayrec.commands import COMMANDS
 from rayrec.config import InputError
+from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.encoding.presets import FUXICTR_X4, MLPERF_NUM_EMBEDDINGS
 from rayrec.host_resources import Memory
+from rayrec.models.base import ModelInputs
 from rayrec.models.cost import NetworkCost
+from rayrec.sharding.communication import CommunicationVolume, LinkBandwidth, Lookup, estimate_communication
 from rayrec.sharding.placement import PROCESS_BYTES, TablePlacement, worker_memories
+from rayrec.training import forecast as forecasts
+from rayrec.training.forecast import ClusterShape, forecast
+from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig, TrainingRows
 from rayrec.workloads.recsys import planning, worker
-from rayrec.workloads.recsys.planning import batch_bytes, build_model
+from rayrec.workloads.recsys.planning import batch_bytes, build_model, folded, lookups_of
 from rayrec.workloads.recsys.worker import RankResources, _plan_or_wait
 
 GB = 10**9
@@ -45,7 +53,7 @@ def test_plan_for_absent_gpus_needs_no_log() -> None:
     assert unchecked.endswith("Set --cluster gpus=N,gpu_memory_gb=N,...")
 
 
-def test_adagrad_doubles_table_memory() -> None:
+def test_adagrad_doubles_and_adam_triples_table_memory() -> None:
     adagrad, plan = recipes.mlperf_dcnv2(), partial(rayrec.plan, tables=MLPERF_NUM_EMBEDDINGS)
     two = adagrad.replace(scaling={"num_workers": 2})
     doubled = r"26 tables need 194.7 GiB \(weights and optimizer state\), but 2 workers"
@@ -53,9 +61,6 @@ def test_adagrad_doubles_table_memory() -> None:
     less = GPUS.replace("memory_gb=1000", "memory_gb=100", 1)
     rejects("host memory, 15% kept free, for a checkpoint's copy", plan, adagrad, cluster=less)
     assert "adagrad" in adagrad.to_yaml()
-
-
-def test_adam_triples_table_memory() -> None:
     config = recipes.criteo_demo()
     sizes = {}
     for kind in ("sgd", "adam", "sparse_adam"):
@@ -67,10 +72,16 @@ def test_adam_triples_table_memory() -> None:
     rejects(tripled, rayrec.plan, large, cluster="cpus=8,nodes=1,memory_gb=64", tables=[10_000_000] * 26)
 
 
-def test_plan_includes_bucketized_columns() -> None:
+def test_plan_includes_columns_of_preset_and_preprocessor(tmp_path: Path) -> None:
     config = recipes.criteo_demo().replace(workload={"preset": FUXICTR_X4.to_dict()})
     assert "int_12" in rayrec.plan(config, tables=[10] * 39)
     rejects("must have one table size per sparse column \(39\), got 26", rayrec.plan, config, tables=[10] * 26)
+    # A preset can bucketize integers, so model columns differ from log columns.
+    values = np.random.default_rng(0).integers(0, 9, (200, 26))
+    lines = ("\t".join(["1", *map(str, range(13)), *(f"{value:08x}" for value in row)]) for row in values)
+    (tmp_path / "log.txt").write_text("\n".join(lines) + "\n")
+    learn(open_index(tmp_path / "log.txt"), preset=FUXICTR_X4).save(str(tmp_path / "preprocessor"))
+    assert "int_12" in rayrec.plan(recipes.criteo_demo().replace(workload={"preprocessor": str(tmp_path / "preprocessor")}))
 
 
 @pytest.mark.parametrize(
@@ -106,12 +117,17 @@ def test_worker_memory_is_sum_of_parts() -> None:
     assert "tables 160 B" in moved.text("cuda")
 
 
-def test_local_memory_excludes_object_store_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_excludes_object_store_and_is_shared_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "available_host_bytes", lambda: 20 * GB)
     config = recipes.criteo_demo()
     assert planning.local_memory(config, workers=2) == 7 * GB - PROCESS_BYTES
     config = config.replace(cluster={"object_store_bytes": 2 * GB})
     assert planning.local_memory(config, workers=2) == 9 * GB - PROCESS_BYTES
+    monkeypatch.setattr(worker.host_resources, "memory", lambda: Memory(total=10 * GB, available=6 * GB))
+    ranks: Any = SimpleNamespace(all_gather=lambda value: ["a", "b", "a"] if isinstance(value, str) else [value])
+    context: Any = SimpleNamespace(node="a", device=torch.device("cpu"), object_store_bytes=2 * GB)
+    (place,) = worker.gather_rank_resources(context, ranks)
+    assert place == RankResources("a", "cpu", host_bytes=2 * GB, max_host_bytes=4 * GB, device_bytes=None)
 
 
 def test_plan_waits_for_memory_of_other_processes() -> None:
@@ -131,18 +147,178 @@ def test_plan_waits_for_memory_of_other_processes() -> None:
         rejects("Use at least 2 workers", planned, place, can_wait=can_wait)
 
 
-def test_node_memory_is_shared_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.host_resources, "memory", lambda: Memory(total=10 * GB, available=6 * GB))
-    ranks: Any = SimpleNamespace(all_gather=lambda value: ["a", "b", "a"] if isinstance(value, str) else [value])
-    context: Any = SimpleNamespace(node="a", device=torch.device("cpu"), object_store_bytes=2 * GB)
-    (place,) = worker.gather_rank_resources(context, ranks)
-    assert place == RankResources("a", "cpu", host_bytes=2 * GB, max_host_bytes=4 * GB, device_bytes=None)
+# Communication volumes against numbers computed by hand ---------------------------------------------------------------
+ROWS = 10
+"""Batch size per worker."""
+ONE_ID = Lookup()
 
 
-def test_plan_uses_preprocessor_columns(tmp_path: Path) -> None:
-    """A preset can bucketize integers, so model columns differ from log columns."""
-    values = np.random.default_rng(0).integers(0, 9, (200, 26))
+def table(name: str, kind: str, ranks: list[int], *, dim: int = 16, rows: int = 100) -> TablePlacement:
+    of_rank = dict.fromkeys(ranks, rows * dim * 4 // (1 if kind == "data_parallel" else len(ranks)))
+    return TablePlacement(table=name, num_embeddings=rows, embedding_dim=dim, sharding_type=kind, bytes_of_rank=of_rank)
+
+
+def traffic(*tables: TablePlacement, lookup: Lookup = ONE_ID, **changes: Any) -> CommunicationVolume:
+    settings = {"num_workers": 4, "workers_per_node": 2, "batch_size": ROWS, "dense_weights": 0, "exchange_bytes": 4, **changes}
+    return estimate_communication(tables, {one.table: [lookup] for one in tables}, **settings)
+
+
+def test_table_wise_table_is_requested_by_all_workers() -> None:
+    found = traffic(table("a", "table_wise", [0]))
+    ids, forward, backward = found.flows["ids"], found.flows["embeddings"], found.flows["gradients"]
+    # 10 rows of 16 float32 to each worker: one in the node of worker 0, two in the other.
+    assert (forward.sent_inside, forward.received_inside) == ([640, 0, 0, 0], [0, 640, 0, 0])
+    assert (forward.sent_between, forward.received_between) == ([1280, 0], [0, 1280])
+    assert (backward.sent_inside, backward.received_inside) == (forward.received_inside, forward.sent_inside)
+    assert (backward.sent_between, backward.received_between) == ([0, 1280], [1280, 0])
+    assert (ids.sent_inside, ids.sent_between) == ([0, 80, 0, 0], [0, 160])  # an id and a length of 4 bytes a row
+    assert found.bytes_per_row() == ((640 + 640 + 80) / 40, (1280 + 1280 + 160) / 40)
+
+
+COLUMNS, BY_ROWS = table("a", "column_wise", [0, 2]), table("a", "row_wise", [0, 1, 2, 3])
+SEQUENCE = Lookup(ids=20.0, pooled=False)
+RING = ([3 * 640, 0, 3 * 640, 0], [3 * 640] * 2, [3 * 640] * 2)  # each sends three of four parts
+
+
+@pytest.mark.parametrize(
+    ("tables", "lookup", "flow", "sent_inside", "sent_between", "received_between"),
+    [
+        ([table(str(rank), "table_wise", [rank]) for rank in range(4)], ONE_ID, "embeddings", [640] * 4, [2560] * 2, [2560] * 2),
+        # 8 columns of 10 rows to two workers, and the ids from all workers to both.
+        ([COLUMNS], ONE_ID, "embeddings", [320, 0, 320, 0], [640, 640], [640, 640]),
+        ([COLUMNS], ONE_ID, "ids", [0, 80, 0, 80], [160, 160], [160, 160]),
+        ([BY_ROWS], Lookup(ids=2.0), "embeddings", *RING),
+        ([BY_ROWS], Lookup(ids=2.0), "gradients", *RING),
+        # To each worker the length of each row, and a fourth of its two ids.
+        ([BY_ROWS], Lookup(ids=2.0), "ids", [ROWS * (4 + 0.5 * 4)] * 4, [ROWS * (4 + 0.5 * 4) * 4] * 2, [ROWS * 6 * 4] * 2),
+        # Half of the sums of 40 rows.
+        ([table("a", "table_row_wise", [0, 1])], ONE_ID, "embeddings", [2 * 640, 2 * 640, 0, 0], [1280, 0], [0, 1280]),
+        # Unpooled embeddings are sent for each id: by its worker, or a fourth of it by each, to two of the other node.
+        ([table("a", "table_wise", [0])], SEQUENCE, "embeddings", [20 * 640, 0, 0, 0], [20 * 1280, 0], [0, 20 * 1280]),
+        ([BY_ROWS], SEQUENCE, "embeddings", [20 * 160] * 4, [20 * 640] * 2, [20 * 640] * 2),
+    ],
+)
+def test_exchanges_depend_on_sharding(
+    tables: list[TablePlacement], lookup: Lookup, flow: str, sent_inside: Any, sent_between: Any, received_between: Any
+) -> None:
+    found = traffic(*tables, lookup=lookup).flows[flow]  # type: ignore[index]
+    assert (found.sent_inside, found.sent_between, found.received_between) == (sent_inside, sent_between, received_between)
+
+
+def test_half_precision_halves_bytes_and_links_bound_rows_per_s() -> None:
+    found = traffic(table("a", "data_parallel", [0, 1, 2, 3]), dense_weights=1000, exchange_bytes=2)
+    size = 2 * 3 / 4 * 4 * (1000 + 100 * 16)
+    assert found.flows["all_reduce"].sent_between == found.flows["all_reduce"].received_between == [size, size]
+    assert found.flows["all_reduce"].sent_inside == [size, 0, size, 0]
+    assert not any(found.flows["embeddings"].sent_between)
+    found = traffic(table("a", "table_wise", [0]), lookup=Lookup(ids=3.0, weighted=True), exchange_bytes=2)
+    assert found.flows["embeddings"].sent_between == [640, 0]
+    assert found.flows["ids"].sent_between == [0, 2 * ROWS * (4 + 3 * 8)]
+    found = traffic(table("a", "table_wise", [0]), num_workers=1, workers_per_node=1, dense_weights=1000)
+    assert found.bytes_per_row() == (0, 0)
+    assert found.rows_per_s(LinkBandwidth(10.0, 10.0)) is None
+    assert found.limit(5000.0, LinkBandwidth(10.0)) == (5000.0, "model")
+    assert found.text(LinkBandwidth(10.0)) == "One worker exchanges nothing."
+    found = traffic(table("a", "table_wise", [0]))
+    # A step of 40 rows: 1280 bytes forward, as many back, and 160 of ids, one exchange after the other.
+    seconds = (1280 + 1280 + 160) * 8 / 1e9
+    assert found.rows_per_s(LinkBandwidth(1.0)) == pytest.approx(40 / seconds)
+    assert found.rows_per_s(LinkBandwidth(inside_gbit=1.0)) == pytest.approx(40 * 1e9 / 8 / (640 + 640 + 80))
+    assert found.rows_per_s(LinkBandwidth(1.0, 1e-3)) == pytest.approx(40 * 1e6 / 8 / (640 + 640 + 80))
+    assert found.rows_per_s(LinkBandwidth()) is None
+
+
+def test_exchange_alternates_with_compute_and_has_lookups_of_row() -> None:
+    found = traffic(table("a", "table_wise", [0]), dense_weights=1000)
+    exchanged_s = (2560 + 160 + 6000) * 8 / 1e9
+    rate, limit = found.limit(40 / (2 * exchanged_s), LinkBandwidth(1.0))
+    assert (rate, limit) == (pytest.approx(40 / (3 * exchanged_s)), "model")
+    rate, limit = found.limit(40 / (0.5 * exchanged_s), LinkBandwidth(1.0))
+    assert (rate, limit) == (pytest.approx(40 / (1.5 * exchanged_s)), "network")
+    assert found.limit(1000.0, LinkBandwidth()) == (1000.0, "model")
+    text = found.text(LinkBandwidth())
+    assert "Workers send 702 B a row (6 B ids, 48 B embeddings, 48 B gradients of embeddings, 600 B gradients" in text
+    assert "334 B inside nodes, 368 B between them." in text
+    assert "is taken for no limit; network_gbit=N in --cluster" in text
+    assert "10 Gbit/s 5.73M, 100 Gbit/s 57.3M, 400 Gbit/s 229M." in text
+    text = found.text(LinkBandwidth(10.0), 1e6)
+    assert "  network  5.73M rows/s in all, by network_gbit=10\n" in text
+    assert "About 851k rows/s of the 1M that GPUs of gpu_rows_per_s would train; the model takes more" in text
+    assert "no limit" not in text
+    inputs = ModelInputs(2, ("a", "b", "c"), vocabularies=("a", "a", "c"), lists=(("b", 7), ("c", None)), weighted=True)
+    workload = recipes.criteo_demo().workload
+    found = lookups_of(workload, inputs, None)
+    assert found == {"a": [Lookup(1, weighted=True), Lookup(7, weighted=True)], "c": [Lookup(20, weighted=True)]}
+    assert lookups_of(workload, inputs, [3, None, 2])["a"] == [Lookup(3, weighted=True), Lookup(7, weighted=True)]
+
+
+# Measuring a log slice for forecasts, with tables cut to fit this machine ---------------------------------------------
+LOG_ROWS = 2000
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    values = np.random.default_rng(0).integers(0, 2**32, (LOG_ROWS, 26))
     lines = ("\t".join(["1", *map(str, range(13)), *(f"{value:08x}" for value in row)]) for row in values)
     (tmp_path / "log.txt").write_text("\n".join(lines) + "\n")
-    learn(open_index(tmp_path / "log.txt"), preset=FUXICTR_X4).save(str(tmp_path / "preprocessor"))
-    assert "int_12" in rayrec.plan(recipes.criteo_demo().replace(workload={"preprocessor": str(tmp_path / "preprocessor")}))
+    return recipes.criteo_demo(str(tmp_path / "log.txt")).replace(batch_size=8, workload={"preset": {"min_count": 1}})
+
+
+def probed(config: TrainConfig, target: Target, train: Any) -> MeasuredSpeed:
+    return config.workload.probe_speed(config, target=target, local_workers=1, cuda=False, train=train)
+
+
+def test_tables_are_checked_against_cluster_memory(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = Mock(return_value=[(1000, 0.5, 0.25)])
+    whole = probed(config, Target(2, 1, GB), train)
+    wanted = train.call_args.args[1].num_embeddings
+    assert not whole.notes
+    assert min(wanted) >= LOG_ROWS
+    assert sum(whole.worker_bytes) == sum(rows * (16 + 1) * 4 for rows in wanted)
+    rejects("tables", probed, config, Target(2, 1, 1_000_000), train)
+    # This machine holds too little, and the cluster enough.
+    free = int((PROCESS_BYTES + sum(whole.worker_bytes) // 2) / 0.7)  # of which Ray's object store takes 0.3
+    monkeypatch.setattr(planning, "available_host_bytes", lambda: free)
+    rejects(r"Assumed the memory of this machine. Set it with memory_gb=N in --cluster", probed, config, Target(2, 1), train)
+    cut = probed(config, Target(2, 1, GB), train)
+    assert (cut.plan, cut.worker_bytes) == (whole.plan, whole.worker_bytes)
+    held = train.call_args.args[1].num_embeddings
+    assert sum(rows * (16 + 1) * 4 for rows in held) < sum(whole.worker_bytes) // 4
+    (note,) = cut.notes
+    assert f"with {max(held):,} rows in the largest" in note
+
+
+def test_passed_gpu_speed_is_not_measured(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(forecasts, "train_locally", train := Mock())
+    config = config.replace(scaling={"num_workers": 2})
+    found = forecast(config, ClusterShape.parse("cpus=16,gpus=2,gpu_rows_per_s=250000"))
+    train.assert_not_called()
+    assert found.model_rows_per_s == 250_000 * found.num_workers
+    assert found.cpus_per_gpu is not None
+    assert "given, not measured" in found.text()
+    assert "--cluster gpus=N,gpu_memory_gb=N,... sets their memory" in found.text()
+
+
+def test_probe_trains_with_loop_on_wrapped_ids(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecasts, "_MEASURED_S", 0.0)
+    trained: list[Any] = []
+
+    def train(config: TrainConfig, rows: TrainingRows, **_: Any) -> list[tuple[float, float, float]]:
+        results: queue.Queue[tuple[float, float, float]] = queue.Queue()
+        forecasts._train_rank(0, f"file://{tmp_path}/rendezvous", config, rows, 1, 1, False, results)
+        trained.append(results.get_nowait())
+        return trained
+
+    try:
+        found = probed(config, Target(1, 1, GB), train)
+    finally:
+        torch.distributed.destroy_process_group()
+    ((rows, seconds, cpu_s),) = trained
+    assert rows == 9 * 14  # eight steps, and the batch that the pipeline had pulled by then
+    assert (found.rows_per_s, found.cpu_s_per_row) == (rows / seconds, cpu_s / rows)
+    ids = (np.array([0, 5, 9]), np.array([[1, 7], [2, 8], [3, 3]]), JaggedIds(np.array([4, 6]), np.array([0, 2, 0])))
+    one, two, bags = folded(EncodedRows(np.zeros((3, 1), np.float32), ids), [5, 4, 10]).ids
+    assert one.tolist() == [0, 0, 4]
+    assert two.tolist() == [[1, 3], [2, 0], [3, 3]]
+    assert (bags.values.tolist(), bags.lengths.tolist()) == ([4, 6], [0, 2, 0])

@@ -6,18 +6,21 @@ import pickle
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from builders.click_models import SMALL, Saved, hashed_preprocessor, make_preprocessor, row_text, save_clicks, save_two
-from builders.faults import flip, raising, rejects
+from builders.faults import fails_with, flip, raising, rejects
 from builders.own_click_model import WithoutLabelConfig
-from builders.runs import QUIET
+from builders.runs import LEAN, QUIET
 from torch import nn
 
+import rayrec
 from rayrec import checkpoint as checkpoints
 from rayrec import recipes, storage
+from rayrec.batch import Batch, StepOutput
 from rayrec.checkpoint.format import seal, sha256_of
 from rayrec.checkpoint.writer import ExtraFiles
 from rayrec.config import InputError
@@ -25,16 +28,21 @@ from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.text_parser import parse
+from rayrec.datasets.criteo import SCHEMA
 from rayrec.inference.config import ScoringConfig
 from rayrec.inference.model import open_served
 from rayrec.inference.scoring import ScoringRequest, weight_bytes
+from rayrec.ingest.batches import BatchSlicer, sparse_features
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import label_heads
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.scoring_tables import RowFormat
 from rayrec.schema import Schema
+from rayrec.training.trainer import Result, train
 from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.recsys.distillation import RECORD, Teacher, TeacherConfig, load_targets, open_teacher
+from rayrec.workloads.recsys.evaluation import EvaluationCounts, counted_columns, reliability_bins
 from rayrec.workloads.recsys.scorer import PlainModel, empty_model, make_scorer
 
 
@@ -60,24 +68,18 @@ def _rows(preprocessor: Preprocessor, rows: int, *, labelled: bool = True) -> En
     return preprocessor.encode(raw)
 
 
-def test_scores_match_saved_model(both: tuple[Saved, Saved], config: TrainConfig) -> None:
+def test_scores_and_weight_bytes_match_saved_model(both: tuple[Saved, Saved], config: TrainConfig) -> None:
     preprocessor = both[1].preprocessor
     rows = _rows(preprocessor, 100)
-
     loaded = open_served(str(both[0].run), config=config)  # the newest of the run
     assert loaded.source.endswith("step_00000002")
     assert loaded.preprocessor_hash == preprocessor.hash()
     scores = loaded.score(rows)
     assert scores.dtype == np.float32
     np.testing.assert_array_equal(scores, both[1].logits(rows))
-
     np.testing.assert_array_equal(loaded.score(_rows(preprocessor, 100, labelled=False)), scores)
     np.testing.assert_allclose(loaded.score(_rows(preprocessor, 1)), scores[:1], atol=1e-6)
-
     assert not np.allclose(open_served(str(both[0].checkpoint), config=config).score(rows), scores)
-
-
-def test_weight_bytes_exclude_optimizer(both: tuple[Saved, Saved]) -> None:
     expected = sum(parameter.numel() * 4 for parameter in both[1].model.parameters())
     assert weight_bytes(checkpoints.Checkpoint(str(both[1].checkpoint))) == expected
 
@@ -147,12 +149,11 @@ def test_loading_never_unpickles(copied: Path, config: TrainConfig, monkeypatch:
     (copied / "data_00000-1.safetensors.1234.partial").write_bytes(trap)
     open_served(str(copied), config=config)
     np.save(copied / "preprocessor" / "tokens.npy", np.array([_Trap(str(mark))], object), allow_pickle=True)
-    with pytest.raises(ValueError, match="allow_pickle"):
-        open_served(str(copied), config=config)
+    fails_with(ValueError, "allow_pickle", open_served, str(copied), config=config)
     assert not mark.exists()
 
 
-def test_checkpoint_files_include_preprocessor(tmp_path: Path) -> None:
+def test_checkpoint_files_have_preprocessor_and_config_all_fields(tmp_path: Path) -> None:
     config = recipes.criteo_demo("none")
     made = hashed_preprocessor([7] * 26, config.workload.schema)  # type: ignore[attr-defined]
     made.save(str(tmp_path / "cache" / "abc"))
@@ -163,9 +164,6 @@ def test_checkpoint_files_include_preprocessor(tmp_path: Path) -> None:
     assert Preprocessor.load(storage.join(place, "preprocessor")).hash() == made.hash()
     for name, file in described.items():
         assert file == {"bytes": len(Path(place, name).read_bytes()), "sha256": sha256_of(storage.join(place, name))}
-
-
-def test_load_config_keeps_unnamed_fields() -> None:
     partial = recipes.load_config("recipe: criteo_demo\nsteps: 7\nworkload:\n  model:\n    top_mlp: [32, 1]\n")
     assert partial == recipes.criteo_demo().replace(steps=7, workload={"model": {"top_mlp": (32, 1)}})
 
@@ -185,9 +183,7 @@ def test_load_config_rejects_invalid_text(text: str, message: str) -> None:
     rejects(message, recipes.load_config, text)
 
 
-# The network between plain tensors gives what the trained model gives, as it is and as an exported program -----------
-
-
+# The network between plain tensors gives what the trained model gives, as it is and as an exported program ------------
 INPUTS = ModelInputs(5, ("b", "a", "c"))
 
 
@@ -209,13 +205,20 @@ def test_exported_program_matches_logits(interaction: str, precision: str) -> No
         torch.testing.assert_close(program(dense[:1], pooled[:1]), expected[:1], atol=tolerance, rtol=tolerance)
 
 
-def test_empty_model_draws_no_random_numbers() -> None:
+def test_empty_model_draws_no_random_numbers_and_keeps_constants() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     with torch.device("meta"):
         network = SMALL.build(INPUTS)
     assert all(parameter.is_meta for parameter in network.parameters())
     assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    model = empty_model(_OwnConfig(), preprocessor=make_preprocessor(), precision="fp32")
+    assert torch.equal(torch.get_rng_state(), before)
+    model.network.load_state_dict({"weight": torch.tensor([2.0])}, assign=True)
+    scorer = make_scorer(model, [], row_format=RowFormat("fp32", 16), device="cpu")
+    assert scorer.parts()[0](torch.tensor([[5.0, 7.0]]), torch.zeros(1, 0)).tolist() == [14.0]
 
 
 class _Own(nn.Module):
@@ -233,16 +236,6 @@ class _Own(nn.Module):
 class _OwnConfig(ClickModelConfig):
     def build(self, inputs: ModelInputs, *, precision: str = "fp32") -> nn.Module:
         return _Own(inputs)
-
-
-def test_custom_network_keeps_constants() -> None:
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    model = empty_model(_OwnConfig(), preprocessor=make_preprocessor(), precision="fp32")
-    assert torch.equal(torch.get_rng_state(), before)
-    model.network.load_state_dict({"weight": torch.tensor([2.0])}, assign=True)
-    scorer = make_scorer(model, [], row_format=RowFormat("fp32", 16), device="cpu")
-    assert scorer.parts()[0](torch.tensor([[5.0, 7.0]]), torch.zeros(1, 0)).tolist() == [14.0]
 
 
 def test_model_without_label_measures_and_predicts(tmp_path: Path) -> None:
@@ -270,3 +263,149 @@ def test_model_without_label_measures_and_predicts(tmp_path: Path) -> None:
     assert predicted["best"].to_pylist() == [[80, -1]] * 4
     heads = open_served(str(saved.checkpoint), config=saved.config).scorer.heads
     assert heads == model.output_heads(ModelInputs.of(preprocessor.inputs))
+
+
+# Evaluation reports over batches and reserved ids ---------------------------------------------------------------------
+KEYS = ("colour", "size", "hashed")
+ONE_ID = SparseColumn(num_embeddings=10, num_tokens=9, first_id=1, unknown_id=0, missing_id=0)
+COLUMNS = (SparseColumn(num_embeddings=10, num_tokens=8), ONE_ID, SparseColumn(num_embeddings=10, num_tokens=None))
+
+
+def batch(ids: np.ndarray) -> Batch:
+    rows, features = ids.shape[1], sparse_features(KEYS[: len(ids)], list(ids), ids.shape[1])
+    return Batch({"dense": torch.zeros(rows, 0)}, 1.0, features, {"label": torch.zeros(rows)})
+
+
+def evaluated(counts: EvaluationCounts, name: str, ids: np.ndarray, logits: np.ndarray, labels: np.ndarray) -> None:
+    metrics = counts.make_metrics()
+    for place, one in enumerate(counts.counted(name, iter([batch(ids[:, :30]), batch(ids[:, 30:])]))):
+        part = slice(0, 30) if place == 0 else slice(30, None)
+        assert len(one) == len(labels[part])
+        predicted, expected = ({"label": torch.tensor(values[part])} for values in (logits, labels))
+        metrics.update(StepOutput(torch.tensor(0.0), predicted, expected))
+    assert metrics.compute()["rows"] == len(labels)
+
+
+def test_counts_show_last_evaluation_only() -> None:
+    random = np.random.default_rng(0)
+    counts = EvaluationCounts(counted_columns(KEYS, COLUMNS, expanded=False), label_heads("label"))
+    assert counts.shown() == []
+    for name in ("validation", "test"):
+        ids = random.integers(0, 10, (3, 100)).astype(np.int32)
+        logits = random.normal(size=100).astype(np.float32)
+        labels = (random.random(100) < 0.3).astype(np.float32)
+        evaluated(counts, name, ids, logits, labels)
+    reliability, categories = counts.shown()
+    assert (reliability["kind"], reliability["set"], categories["set"]) == ("reliability", "test", "test")
+    bins = reliability["bins"]
+    assert sum(group["rows"] for group in bins) == 100
+    assert sum(group["rows"] * group["observed"] for group in bins) == pytest.approx(labels.sum())
+    probabilities = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    assert sum(group["rows"] * group["predicted"] for group in bins) == pytest.approx(probabilities.sum())
+    predicted = [group["predicted"] for group in bins]
+    assert predicted == sorted(predicted)
+    told = {column["column"]: (column["unknown"], column["missing"]) for column in categories["columns"]}
+    assert told["colour"] == (np.mean(ids[0] == 0), np.mean(ids[0] == 1))
+    assert told["size"] == (None, None)  # one id for both
+    assert told["hashed"] == (None, np.mean(ids[2] == 1))
+
+
+def test_wrapped_ids_report_no_unknown_and_bins_have_equal_rows() -> None:
+    counts = EvaluationCounts({"colour": SparseColumn(num_embeddings=10, num_tokens=9)}, label_heads("label"))
+    metrics, logits = counts.make_metrics(), torch.tensor([-40.0, 0.0, 0.0, 40.0])
+    for _ in counts.counted("test", iter([batch(np.zeros((1, 4), np.int32))])):
+        metrics.update(StepOutput(torch.tensor(0.0), {"label": logits}, {"label": torch.ones(4)}))
+    _, categories = counts.shown()
+    assert categories["columns"][0]["unknown"] is None
+    assert counted_columns(KEYS, COLUMNS, expanded=True) == {}
+    by_logit = np.zeros((3, 512))
+    by_logit[0] = 100
+    by_logit[2] = np.linspace(0, 100, 512)
+    bins = reliability_bins(by_logit)
+    assert len(bins) == 15
+    assert max(group["rows"] for group in bins) - min(group["rows"] for group in bins) <= 100
+
+
+# Distillation targets, also after resuming ----------------------------------------------------------------------------
+def _slice(rows: EncodedRows, start: int, stop: int) -> EncodedRows:
+    return EncodedRows(rows.dense[start:stop], [ids[start:stop] for ids in rows.ids], {"label": rows.label[start:stop]})  # type: ignore[index]
+
+
+def test_targets_mix_labels_and_probabilities_also_after_resume(both: tuple[Saved, Saved]) -> None:
+    rows = both[1].rows(300, labelled=True)
+    probabilities = 1 / (1 + np.exp(-both[1].logits(rows)))
+    for weight in (0.25, 1.0):
+        targets = load_targets(Teacher((str(both[1].checkpoint),), weight), both[1].preprocessor)(rows)
+        assert targets.dtype == np.float32
+        np.testing.assert_allclose(targets, (1 - weight) * rows.label + weight * probabilities, atol=1e-6)
+    # Bit-identical because each batch is scored as a whole, not in the pieces it consists of.
+    targets = load_targets(Teacher((str(both[0].checkpoint),), 0.5), both[0].preprocessor)
+    rows = both[0].rows(500, labelled=True)
+
+    def labels(start: int, piece: int) -> list[np.ndarray]:
+        pieces = (_slice(rows, begin, min(begin + piece, 500)) for begin in range(start, 500, piece))
+        slicer = BatchSlicer(pieces, SCHEMA, targets=targets)
+        return [slicer.take(100, loss_weight=0.01).labels["label"].numpy() for _ in range(start, 500, 100)]
+
+    whole = labels(0, 500)
+    assert not np.isin(whole[0], [0, 1]).any()
+    for start, piece in ((0, 70), (200, 300), (300, 33)):
+        for expected, got in zip(whole[start // 100 :], labels(start, piece), strict=True):
+            np.testing.assert_array_equal(got, expected)
+    assert len(BatchSlicer(iter(()), SCHEMA, targets=targets).take(0, loss_weight=1)) == 0
+
+
+def test_resumed_run_keeps_teacher_with_weight_and_checkpoint(both: tuple[Saved, Saved], tmp_path: Path) -> None:
+    teachers = Path(shutil.copytree(both[0].run, tmp_path / "teacher"))
+    student = tmp_path / "student"
+    config = TeacherConfig(checkpoint=str(teachers), weight=0.5)
+    teacher = open_teacher(config, run=str(student))
+    assert teacher == Teacher((str(teachers / "checkpoints" / "step_00000002"),), 0.5)
+    shutil.copytree(teachers / "checkpoints" / "step_00000001", teachers / "checkpoints" / "step_00000003")
+    assert open_teacher(config, run=str(student)) == teacher  # though there is a newer one
+    (record,) = json.loads((student / RECORD).read_text())
+    (student / RECORD).write_text(json.dumps(record))  # as an earlier version wrote it
+    assert open_teacher(config, run=str(student)) == teacher
+    (student / RECORD).write_text(json.dumps([{**record, "weights": "0" * 16}]))
+    rejects("the teacher's weights changed since", open_teacher, config, run=str(student))
+    assert open_teacher(TeacherConfig(), run=str(student)) is None
+    with pytest.raises(InputError, match="contains no complete checkpoint"):
+        open_teacher(TeacherConfig(checkpoint=str(tmp_path / "none"), weight=0.5), run=str(tmp_path / "other"))
+    distilled = recipes.criteo_kaggle_distilled("log.txt")
+    rejects(r"Pass --workload.teacher.checkpoint RUN", distilled.workload.check, distilled)
+    given = distilled.replace(workload={"teacher": {"checkpoint": "runs/teacher"}})
+    given.workload.check(given)
+    none = given.replace(workload={"teacher": {"weight": 0.0}})
+    rejects(r"teacher.weight: must be above 0", none.workload.check, none)
+    rejects(r"weight: must be at least 0 and at most 1, got 1\.5", TeacherConfig, checkpoint="runs/teacher", weight=1.5)
+    for nothing in ("", (), ("runs/teacher", "")):
+        rejects(r"teacher.checkpoint: must be one or more", TeacherConfig, checkpoint=nothing, weight=0.5)
+
+
+def test_several_teachers_match_ensemble(click_log: Path, tmp_path: Path) -> None:
+    small = {"embedding_dim": 4, "bottom_mlp": (8, 4), "top_mlp": (8, 1)}
+    short = {"steps": 4, "batch_size": 256, "scaling": {"num_workers": 1}, "workload": {"model": small}, **LEAN}
+    recipe = recipes.criteo_demo(str(click_log / "train.txt")).replace(storage_path=str(tmp_path), **short)
+
+    def trained(name: str, **changes: Any) -> Result:
+        return train(recipe.replace(name=name, **changes), console=QUIET)
+
+    def student(name: str, *teachers: str) -> Result:
+        given = teachers if len(teachers) > 1 else teachers[0]
+        return trained(name, workload={"model": small, "teacher": {"checkpoint": given, "weight": 0.5}})
+
+    first = trained("first").folder
+    second = trained("second", seed=1, workload={"model": {**small, "embedding_dim": 8, "bottom_mlp": (8,)}}).folder
+    rayrec.ensemble([first, second], out=str(tmp_path / "both"))
+    several, one = student("several", first, second), student("one", str(tmp_path / "both"))
+    assert several.summary["weights_sha256"] == one.summary["weights_sha256"]
+    assert several.summary["weights_sha256"] != student("alone", first).summary["weights_sha256"]
+    record = json.loads(Path(several.folder, RECORD).read_text())
+    assert [Path(each["checkpoint"]).parents[1].name for each in record] == ["first", "second"]
+    stored = recipes.load_config(Path(several.folder, "config.yaml").read_text())
+    assert stored.workload.teacher.checkpoint == (first, second)  # type: ignore[attr-defined]
+    elsewhere = save_clicks(tmp_path / "elsewhere", preprocessor=hashed_preprocessor([5] * 26))
+    other = r"teacher.checkpoint: .*elsewhere.*: Preprocessor does not match .*first"
+    rejects(other, student, "refused", first, str(elsewhere.run))
+    rounded = trained("rounded", precision="bf16").folder
+    rejects(r"rounded.*: precision bf16 does not match fp32 of .*first.*. Use models with one", student, "mixed", first, rounded)
