@@ -74,7 +74,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "config absent": (command("train --config=FOLDER/none.yaml"), "none.yaml: no such file"),
     "other type": (command("train --config=FOLDER/a.yaml", a__yaml="recipe: clicks\nsteps: many"), "steps: has the wrong type"),
     # data
-    "no data": (command("train criteo_demo"), "--train-data.path"),
+    "no data": (command("train criteo_demo"), "--data PATH"),
     "data absent": (train("--train-data.path FOLDER/none"), "none: no such file or folder"),
     "empty folder": (train("--train-data.path FOLDER"), "contains no data files"),
     "empty file": (log(""), "train.txt: no usable rows; it is empty"),

@@ -109,7 +109,7 @@ def test_plan_keeps_tables_fused_and_uses_devices_of_ranks() -> None:
          r"200.0 MiB of host memory, 15% kept free, for a checkpoint's copy"),
         ({"world_size": 3, "device": "cuda", "nodes": ["a", "a", "b"], "config": only("table_row_wise")},
          "needs equally many workers on each node, got 2, 1. Add table_wise"),
-        ({"config": only("row_wise")}, "CPU does not support row_wise. Add table_wise."),
+        ({"config": only("row_wise")}, "no support on CPU for row_wise. Add table_wise."),
         ({"config": ShardingConfig(exchange_precision="bf16")}, "must be fp16 or fp32 on CPU, got bf16"),
     ],
 )  # fmt: skip

@@ -107,7 +107,7 @@ class RowSplit(Config):
             if name is None:
                 raise InputError(f"split by {self.by}: column of the time not specified. Use --timestamp")
             if schema.tokens != "any":
-                raise InputError(f"split by {self.by}: log must have a time: Parquet or CSV with --schema FILE and tokens: any")
+                raise InputError(f"split by {self.by}: log must have a time column: CSV or Parquet, --schema with tokens: any")
             schema = schema.replace(timestamp=name)
         return schema
 

@@ -296,7 +296,7 @@ def test_load_rejects_rows_beyond_memory(days: Any, preprocessor: Any, tmp_path:
     made = write(days, preprocessor, tmp_path / "out", "binary")
     monkeypatch.setattr(host_resources, "memory", lambda: host_resources.Memory(2000, 1000))
     (block,) = order_of(made.index, 0, 5).blocks(0)
-    with pytest.raises(InputError, match=r"do not fit into .* free memory\. Leave in_memory off"):
+    with pytest.raises(InputError, match=r"do not fit into .* free memory\. Set in_memory off"):
         next(RowStream(MappedSource(preprocessor, in_memory=True), [(block, full_epoch([block])[0])]))
 
 
@@ -335,7 +335,7 @@ def test_open_rejects_invalid_manifest(days: LogIndex, preprocessor: Preprocesso
     write(days, preprocessor, out, "npy")
     manifest = out / "dataset.json"
     for content, why in (
-        (json.dumps({**json.loads(manifest.read_text()), "version": 99}), "must be 1, got 99. Make it again"),
+        (json.dumps({**json.loads(manifest.read_text()), "version": 99}), "must have version 1, got 99. Run `rayrec preprocess`"),
         ("{", r"dataset\.json: damaged, not JSON"),
         (None, r"dataset\.json not found\. Make a preprocessed dataset with `rayrec preprocess LOG"),
     ):

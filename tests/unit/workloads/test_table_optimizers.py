@@ -112,7 +112,7 @@ def test_joint_clipping_covers_all_gradients(max_gradient_norm: float, plan: str
     ("settings", "message"),
     [
         ({"max_gradient_norm": 1.0}, "sgd updates tables during the backward pass"),
-        ({"max_gradient_norm": 1.0, "sparse_optimizer": ADAM, "dense_optimizer": CLIPPED}, "Set only one"),
+        ({"max_gradient_norm": 1.0, "sparse_optimizer": ADAM, "dense_optimizer": CLIPPED}, "Set one."),
     ],
 )
 def test_joint_clipping_rejects_unsupported_settings(settings: dict[str, Any], message: str) -> None:

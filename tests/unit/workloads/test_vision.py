@@ -193,7 +193,7 @@ def test_resume_and_prepare_reject_other_images(without_ray: None, folder: Path,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"train_data": {"path": None}}, "must be a folder of images, .*rayrec fetch mnist --out DIR"),
+        ({"train_data": {"path": None}}, "must be a folder of images, .*rayrec fetch mnist"),
         ({"train_data": {"path": "nowhere"}}, "nowhere: train-images-idx3-ubyte not found, .* rayrec fetch mnist --out nowhere"),
         ({"eval_data": {"path": "nowhere"}}, "nowhere: t10k-images-idx3-ubyte not found"),
         ({"workload": {"weights": "nowhere.pt"}}, r"workload\.weights: nowhere\.pt: no such file"),
@@ -292,7 +292,7 @@ def test_path_resolves_to_image_and_label_files(folder: Path, tmp_path: Path) ->
     assert inputs(folder) == (30, ["images", "labels"])
     (tmp_path / "train-images.idx3-ubyte").write_bytes(idx(np.zeros((4, 28, 28), np.uint8)))
     assert inputs(tmp_path) == (4, ["images"])
-    rejects(r"train-images\.idx3-ubyte: label file not found\. Name the two files", labelled, tmp_path)
+    rejects(r"train-images\.idx3-ubyte: label file not found\. Name the files", labelled, tmp_path)
     (tmp_path / "train-labels.idx1-ubyte").write_bytes(idx(np.zeros(4, np.uint8)))
     assert labelled(tmp_path) == 4
     (tmp_path / "mine").write_bytes(idx(np.zeros((3, 28, 28), np.uint8)))

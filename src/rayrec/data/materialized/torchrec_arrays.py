@@ -95,7 +95,7 @@ def find_days(folders: Sequence[str], *, ids: IdFiles | None, names: Sequence[st
         for one, first in zip(day.matrices, days[0].matrices, strict=False):
             if one.columns != first.columns:
                 raise InputError(
-                    f"{one.file}: array {one.name} must have {first.columns} columns like {first.file}, not {one.columns}"
+                    f"{one.file}: array {one.name} must have {first.columns} columns as in {first.file}, got {one.columns}"
                 )
         if len(day.matrices) != len(days[0].matrices):
             raise InputError(f"{day.plans[2].name}: columns do not match those of {days[0].plans[2].name}")

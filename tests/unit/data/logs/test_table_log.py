@@ -672,7 +672,7 @@ def test_damaged_files_are_rejected(tmp_path: Path) -> None:
         ("a.parquet", b"y,s\n1,2\n", "cannot be read as Parquet"),
         ("a.csv.gz", packed[: len(packed) // 2], "cannot be read to its end"),
         ("a.csv", "y,s\n1,2\n".encode("utf-16"), "is UTF-16"),
-        ("a.csv", b"y,s\n1,2" + b"2" * (65 << 20), "row 0 is longer than 64 MiB, so it is not a CSV file"),
+        ("a.csv", b"y,s\n1,2" + b"2" * (65 << 20), "row 0 exceeds 64 MiB, so it is not a CSV file"),
         ("a.csv", b'"y,s\n1,2\n1,2\n', "no column named y"),
         ("a.csv", b"\0" * 5000, "no column named y"),
     ]:

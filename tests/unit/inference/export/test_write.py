@@ -183,7 +183,7 @@ def test_export_command_prints_report(saved: Saved, tmp_path: Path, capsys: pyte
 def test_export_is_not_a_checkpoint(exported: Callable[[str], Path], tmp_path: Path) -> None:
     out = str(exported("int8"))
     for submit in (lambda: rayrec.evaluate(out, "log.tsv"), lambda: rayrec.predict(out, "log.tsv", out=str(tmp_path / "x"))):
-        rejects(r"must be a checkpoint, got an export\. Use the exported checkpoint", submit)
+        rejects(r"must be a checkpoint, got an export \(for `rayrec serve`\)\. Use the exported checkpoint", submit)
 
 
 def test_invalid_exports_raise_one_line(saved: Saved, tmp_path: Path) -> None:
@@ -679,6 +679,6 @@ def test_graph_scores_match_export(tmp_path: Path, quantize: Any, make: Any) -> 
 
 
 def test_unsupported_graph_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="column keys has a variable number"):
+    with pytest.raises(InputError, match="column keys has a varying number"):
         export_of(save_clicks(tmp_path / "run", preprocessor=lists_preprocessor()), tmp_path / "out", triton=True)
     assert not (tmp_path / "out").exists()

@@ -297,7 +297,7 @@ def test_passed_gpu_speed_is_not_measured(config: TrainConfig, monkeypatch: pyte
     assert found.model_rows_per_s == 250_000 * found.num_workers
     assert found.cpus_per_gpu is not None
     assert "given, not measured" in found.text()
-    assert "--cluster gpus=N,gpu_memory_gb=N,... sets their memory" in found.text()
+    assert "Set --cluster gpus=N,gpu_memory_gb=N,..." in found.text()
 
 
 def test_probe_trains_with_loop_on_wrapped_ids(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -408,4 +408,4 @@ def test_several_teachers_match_ensemble(click_log: Path, tmp_path: Path) -> Non
     other = r"teacher.checkpoint: .*elsewhere.*: Preprocessor does not match .*first"
     rejects(other, student, "refused", first, str(elsewhere.run))
     rounded = trained("rounded", precision="bf16").folder
-    rejects(r"rounded.*: precision bf16 does not match fp32 of .*first.*. Use models with one", student, "mixed", first, rounded)
+    rejects(r"rounded.*: precision bf16 does not match fp32 of .*first.*. Use one precision", student, "mixed", first, rounded)
