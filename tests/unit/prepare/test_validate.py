@@ -138,12 +138,13 @@ def test_report_finds_duplicates_and_compares_sevenths_of_one_file(small: dict[s
     assert [text.split()[1] for text in small["warnings"]] == ["b"]
     assert small["passed"]
     json.dumps(small, allow_nan=False)
-    (tmp_path / "a").mkdir()
+    for name in "ab":
+        (tmp_path / name).mkdir()
     report = found_in(log_of(tmp_path / "a", only=varied(25)))
     assert report["slices_by"] == "seventh"
     assert [piece["rows"] for piece in report["slices"]] == [4, 4, 4, 4, 3, 3, 3]
     assert "seventh 7" in report["unknown_to"]
-    report = found_in(log_of(tmp_path, only=varied(1)))
+    report = found_in(log_of(tmp_path / "b", only=varied(1)))
     assert [piece["rows"] for piece in report["slices"]] == [1]
     assert (report["unknown_to"], report["sparse"]["s"]["unknown_rate"]) == (None, None)
 
