@@ -293,11 +293,13 @@ def test_equal_columns_are_restored_and_parts_weighted_by_width() -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in all_tensors(model, optimizer).items()}
     assert shapes == {"model.weight": (3, 8), NAME: (3,)}
     assert set(optimizer_tensors(table("sgd")[1])) == set()
+    model, optimizer = table()
     targets = Targets(model, optimizer, stored=["model.weight", NAME, f"{NAME}.columns_0_4"])
     assert targets.tensors.keys() == {"model.weight", NAME}
     targets.tensors[NAME].fill_(5.0)
     targets.loaded()
     assert torch.equal(optimizer_tensors(optimizer)[NAME], torch.full((3,), 5.0))
+    model, optimizer = table()
     parts = [f"{NAME}.columns_0_6", f"{NAME}.columns_6_8"]
     targets = Targets(model, optimizer, stored=["model.weight", *parts, "optimizer.weights.momentum1.columns_0_8"])
     assert targets.tensors.keys() == {"model.weight", *parts}
@@ -305,6 +307,7 @@ def test_equal_columns_are_restored_and_parts_weighted_by_width() -> None:
     targets.tensors[parts[1]].copy_(torch.tensor([5.0, 0.1, 0.0]))
     targets.loaded()
     assert torch.equal(optimizer_tensors(optimizer)[NAME], torch.tensor([2.0, 0.1, 3.0]))
+    model, optimizer = table()
     for stored in (["model.weight"], [f"{NAME}.columns_0_4"], [f"{NAME}.columns_0_2", f"{NAME}.columns_4_8"]):
         assert Targets(model, optimizer, stored=stored).tensors.keys() == {"model.weight", NAME}
 

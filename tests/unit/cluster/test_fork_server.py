@@ -161,6 +161,7 @@ def test_workers_start_without_server_and_closed_ones_leave_nothing(program: Pat
     server.close()
     assert not os.path.exists(os.path.dirname(server.address))
     wait_until_gone(found["parent"])  # when the template has read the end of its requests
+    server = ForkServer(libraries=["colorsys"])
     server._process.stdin.close()  # as the kernel does for a process that is killed
     server._process.wait(60)
     assert not os.path.exists(os.path.dirname(server.address))
@@ -248,12 +249,13 @@ def test_node_has_one_fork_server_until_ray_ends(node_manager: NodeManager, tmp_
 
 
 def test_node_keeps_newest_servers_or_uses_python_of_ray(tmp_path: Path, node_manager: NodeManager, program: Path) -> None:
-    files = [f"7-{number:08x}" for number in range(4)]
+    files, folder = [f"7-{number:08x}" for number in range(4)], tmp_path / "servers"
+    folder.mkdir()
     for age_s, name in enumerate([*files, "7-00000000.lock", "7-00000000.log", "8-00000000"]):
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (1e9 - age_s, 1e9 - age_s))
-    forked_worker.leave_newest(str(tmp_path / files[1]), raylet=7)
-    assert {path.name for path in tmp_path.iterdir()} == {files[0], files[2], "7-00000000.lock", "7-00000000.log", "8-00000000"}
+        (folder / name).touch()
+        os.utime(folder / name, (1e9 - age_s, 1e9 - age_s))
+    forked_worker.leave_newest(str(folder / files[1]), raylet=7)
+    assert {path.name for path in folder.iterdir()} == {files[0], files[2], "7-00000000.lock", "7-00000000.log", "8-00000000"}
     elsewhere = forked_worker.python_of_a_job().replace(sys.executable, "/nowhere/python")
     assert node_manager.start(program, elsewhere).startswith(str(program)), "the echo of its arguments"
 

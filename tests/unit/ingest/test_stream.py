@@ -158,6 +158,7 @@ def test_prefetcher_returns_few_values_in_order_before_errors() -> None:
     source = Source(50)
     assert list(Prefetcher(source.values(), max_prefetch=2)) == list(range(50))
     assert threading.get_ident() not in source.threads
+    source = Source(50)
     ahead = Prefetcher(source.values(), max_prefetch=2)
     assert [next(ahead), next(ahead)] == [0, 1]
     until(lambda: source.made >= 5, timeout_s=5)

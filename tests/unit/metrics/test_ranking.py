@@ -263,6 +263,7 @@ def test_accumulator_matches_binary_metrics_also_in_half_precision(monkeypatch: 
         part = torch.from_numpy(logits[start:stop]).reshape(-1, 1).requires_grad_()
         accumulator.update(part, torch.from_numpy(labels[start:stop]).float())
     assert (accumulator.rows, accumulator.compute()) == (100, metrics.binary_metrics(logits, labels))
+    accumulator = metrics.BinaryMetricsAccumulator()
     accumulator.update(torch.tensor([0.5, -0.5], dtype=torch.bfloat16), torch.tensor([True, False]))
     assert accumulator.compute()["auroc"] == 1.0
 

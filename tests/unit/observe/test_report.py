@@ -194,6 +194,7 @@ def test_time_section_has_all_phases_and_data_section_full_run() -> None:
     assert '<rect class="dot series-9"' in page
     assert ".dot.series-9 { fill: var(--series-9); }" in page
     assert page.count("--series-9: #") == 2  # by day and by night
+    events = run_events.click_run()
     data = next(event for event in events if event["kind"] == "data")
     stage = {**data["stages"][0], "cpu_share": 0.5}
     # A block made in half a minute is consumed in the last second.
