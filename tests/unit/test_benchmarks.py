@@ -152,7 +152,7 @@ def test_speed_rows_have_roofline_and_peer(dry_run: DryRun, monkeypatch: pytest.
 STAMPS = "7 0 100.0\n7 1 101.0\n7 2 102.0\n9 1 110.0\n9 2 111.0\n3 3 130.0\n3 4 13"
 
 
-def test_preemptions_are_seeded_and_cost_what_restarts_do() -> None:
+def test_preemptions_are_seeded_and_cost_as_restarts() -> None:
     assert preempt.parse_attempts(STAMPS) == [
         preempt.AttemptSteps(0, 3, 100.0, 102.0),
         preempt.AttemptSteps(1, 3, 110.0, 111.0),

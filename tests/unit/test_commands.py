@@ -240,7 +240,7 @@ def test_old_flag_prints_notice(capsys: Capture, command: str, words: str, notic
     assert (printed.err.count("\n"), printed.out) == (int(bool(notice)), "")
 
 
-def test_old_flag_sets_its_field_and_model_flag_selects_model() -> None:
+def test_old_flag_sets_field_and_model_flag_selects_model() -> None:
     (config,) = parse(COMMANDS["train"], ["criteo_kaggle", "--workload.profile.min-count", "7"]).arguments
     assert isinstance(config.workload, ClickWorkload)
     assert config.workload.preset.min_count == 7

@@ -184,7 +184,7 @@ def test_published_recipes_match_settings(name: str) -> None:
     assert recipes.PUBLISHED[name] == "criteo_kaggle"
 
 
-def test_recipe_file_is_loaded_and_checked_and_its_errors_propagate(own: Path) -> None:
+def test_recipe_file_is_checked_and_its_errors_propagate(own: Path) -> None:
     recipe = recipes.find(f"{own}:small")
     assert recipe().batch_size == 7
     assert recipes.find(f"{own}:small") is recipe  # the file is run once

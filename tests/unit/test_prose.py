@@ -16,7 +16,7 @@ def found(path: Path, text: str) -> list[tuple[int, str]]:
     return sorted((line, phrase) for line, phrase, _ in prose.hits(path, prose.read_rules(RULES)))
 
 
-def test_comments_strings_and_notebook_cells_match(tmp_path: Path) -> None:
+def test_comments_texts_and_notebook_cells_match(tmp_path: Path) -> None:
     text = '''"""Module.
 
 An old word."""

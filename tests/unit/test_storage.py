@@ -273,7 +273,7 @@ def test_errors_are_classified_by_text(url: str, error: Exception, expected: str
     assert str(raised).startswith(url.removesuffix("/a"))
 
 
-def test_retries_end_at_limit_which_environment_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_end_at_limit_set_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = OSError(_HEAD.format("NETWORK_CONNECTION", _REFUSED))
     with storage.retry_timeout(5):
         assert retry.retry("s3://logs/a", at_first([refused] * 2, lambda: 7), hint=str) == 7
@@ -324,7 +324,7 @@ def test_google_and_azure_locations_match_their_tools(monkeypatch: pytest.Monkey
     assert "hush" not in rejects(r"^AZURE_STORAGE_CONNECTION_STRING: must be a list", AzureLocation.of, "az://logs/a")
 
 
-def test_s3_location_matches_aws_tools_and_url_options_stay_at_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_location_matches_aws_tools_and_keeps_url_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     config = tmp_path / "config"
@@ -463,7 +463,7 @@ def test_folders_of_killed_process_are_removed(tmp_path: Path) -> None:
     assert sorted(sweep(tmp_path)) == kept
 
 
-def test_abandoned_folder_is_replaced_and_all_folders_use_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_folder_is_replaced_and_all_use_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Removed by another process between its creation and its lock."""
     make, made = tempfile.mkdtemp, []
 

@@ -205,7 +205,7 @@ def test_restore_rows_matches_full_table_under_any_plan(
         assert torch.equal(part, expected[slice(*rows), slice(*columns)])
 
 
-def test_restore_rows_reads_needed_ranges_and_rejects_other_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_rows_reads_needed_ranges_of_equal_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_module, "_WINDOW_BYTES", 5 * COLUMNS * 4)
     saved, _ = stored(tmp_path)
     reads = watched(monkeypatch, TableReader, "rows")
@@ -312,7 +312,7 @@ def test_equal_columns_are_restored_and_parts_weighted_by_width() -> None:
         assert Targets(model, optimizer, stored=stored).tensors.keys() == {"model.weight", NAME}
 
 
-def test_restore_rejects_another_optimizer_and_state_is_made_once(tmp_path: Path) -> None:
+def test_restore_rejects_another_optimizer_and_makes_state_once(tmp_path: Path) -> None:
     """Restoring only the rest would drop it silently."""
     model = torch.nn.Linear(8, 3)
     adam = DenseOptimizerConfig(kind="adam").build_keyed(dict(model.named_parameters()))

@@ -59,7 +59,7 @@ def test_data_tasks_separate_if_other_nodes_suffice(others: list[Any], data_node
     assert f"{cpus_each:.3g} CPUs for each worker" in shares.text()
 
 
-def test_fewer_workers_need_fewer_nodes_and_data_tasks_avoid_them() -> None:
+def test_fewer_workers_need_fewer_nodes_which_data_tasks_avoid() -> None:
     """An elastic run decides by the number of workers that fit."""
     nodes: tuple[dict[str, float], ...] = ({"CPU": 16.0}, *GPU_NODES)
     assert not shared(*nodes, num_workers=(1, 32), use_gpu=True).workers_only
@@ -190,7 +190,7 @@ def test_hook_imports_available_modules(tmp_path: Path, monkeypatch: pytest.Monk
     assert "breaks_when_imported" not in sys.modules
 
 
-def test_preloads_modules_depends_on_environment_and_prestart_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preloads_modules_depends_on_environment_and_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prestart, "train_environment", dict)
     monkeypatch.setattr(prestart, "_of_job", lambda: {"py_executable": "python"})
     of_workers = prestart.of_train_workers({"GLOO_SOCKET_IFNAME": "eth1", **prestart.importing(["torch"])})

@@ -152,7 +152,7 @@ def test_replaced_modules_with_same_time_are_old(tmp_path: Path, monkeypatch: py
     assert imported.is_old()
 
 
-def test_workers_start_without_server_and_closed_ones_leave_nothing(program: Path, tmp_path: Path) -> None:
+def test_workers_start_alone_and_closed_servers_leave_nothing(program: Path, tmp_path: Path) -> None:
     found, said = started(program, str(tmp_path / "none"))
     assert "rayrec: this worker imports its modules itself: the fork server does not answer" in said
     assert (found["arguments"], found["imported"]) == ([str(program), "--one"], [])

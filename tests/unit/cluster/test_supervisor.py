@@ -373,7 +373,7 @@ def test_judge_quits_after_short_attempts_or_with_other_data() -> None:
     assert run_through(POLICY, [late, late, ended(1, duration_s=500.0)] * 5) == (15, None)
 
 
-def test_pauses_double_with_jitter_and_exit_statuses_are_described() -> None:
+def test_pauses_double_and_exit_statuses_are_described() -> None:
     def pauses(jitter: float) -> list[float]:
         return [pause_s(times, first_s=1.0, longest_s=30.0, jitter=jitter) for times in range(9)]
 

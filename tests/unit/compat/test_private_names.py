@@ -106,7 +106,7 @@ def test_onednn_linear_matches_torch() -> None:
     torch.testing.assert_close(torch_compat.linear_pointwise(inputs, weight, bias, "relu"), expected)
 
 
-def test_torchrec_private_attributes_exist_and_missing_ones_raise() -> None:
+def test_torchrec_private_attributes_exist_or_raise() -> None:
     from torchrec.distributed import DistributedModelParallel, embedding, embedding_lookup, embeddingbag
 
     assert "_dmp_wrapped_module" in inspect.getsource(DistributedModelParallel)

@@ -201,7 +201,7 @@ def test_times_in_text(text: str, microseconds: int) -> None:
     assert parsed(column("at", pa.array([text, "0", text, "1"]))).times.tolist() == [microseconds, 0, microseconds, 1_000_000]
 
 
-def test_other_types_of_time_and_all_fields_of_taken_rows() -> None:
+def test_time_types_and_all_fields_of_taken_rows() -> None:
     for values in (
         pa.array([0, 1, 2, 3], pa.timestamp("s", "UTC")),
         pa.array([0, 1000, 2000, 3000], pa.timestamp("ms")),
@@ -233,9 +233,7 @@ def test_shared_vocabulary_returns_same_ids(encoded: tuple[Preprocessor, Encoded
     assert len(preprocessor.tokens) == 3 + 4 + 3
 
 
-def test_shared_vocabulary_counts_and_all_forms_keep_every_column(
-    tmp_path: Path, encoded: tuple[Preprocessor, EncodedRows]
-) -> None:
+def test_shared_vocabulary_counts_and_forms_keep_every_column(tmp_path: Path, encoded: tuple[Preprocessor, EncodedRows]) -> None:
     """20 occurs once as an item and twice in a history: only the sum reaches three."""
     job = Preset(min_count=3).counting(SCHEMA)
     counts, merged = job.empty(), job.empty()

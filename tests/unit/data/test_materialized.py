@@ -605,7 +605,7 @@ def test_permutation_is_bijective(size: int, seed: int) -> None:
     assert (np.sort(places) == np.arange(size)).all()
 
 
-def test_permutations_are_uniform_also_of_distant_rows_and_neighbours() -> None:
+def test_permutations_are_uniform_for_distant_and_near_rows() -> None:
     large = Permutation(4_195_197_692, seed=7)
     rows = np.array([0, 1, 2**31, 4_195_197_691])
     places = large(rows)

@@ -57,7 +57,7 @@ def _only(findings: list[Finding]) -> Finding:
     return findings[0]
 
 
-def test_missing_and_partial_extras_are_told_and_valid_ones_are_not() -> None:
+def test_missing_and_partial_extras_are_told_unlike_valid() -> None:
     assert (diagnose(CPU, WORKS, MACHINE), diagnose(CUDA, WORKS_ON_CUDA, GPU_MACHINE)) == ([], [])
     of_pytorch = {**_without(CPU, "fbgemm-gpu-cpu"), "fbgemm-gpu": Installed("1.8.0+cpu", holds_fbgemm=True)}
     assert diagnose(of_pytorch, WORKS, MACHINE) == []

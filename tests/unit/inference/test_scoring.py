@@ -126,7 +126,7 @@ def test_has_labels_detects_label_column(tmp_path: Path, text: bytes, expected: 
         assert LogSource.at(str(path)).is_labelled(SCHEMA) is expected
 
 
-def test_empty_file_has_no_labels_and_cache_is_next_to_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_file_has_no_labels_and_cache_is_near_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.tsv").touch()
     (tmp_path / "b.tsv").write_bytes(UNLABELLED)
     assert LogSource.at(str(tmp_path)).is_labelled(SCHEMA) is False

@@ -532,7 +532,7 @@ def test_batches_contain_variable_length_ids() -> None:
         done += count
 
 
-def test_arrow_round_trips_one_kind_and_epochs_are_planned_lazily(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrow_round_trips_one_kind_and_epochs_are_lazy(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     (back,) = from_arrow(to_arrow(EncodedRows(np.empty((2, 0), np.float32), np.array([[1, 2**25 + 1]], np.int32))))
     assert (back.dense.shape, back.ids[0].tolist(), back.labels) == ((2, 0), [1, 2**25 + 1], {})
     dense = np.arange(6, dtype=np.float32).reshape(2, 3)

@@ -93,7 +93,7 @@ def test_bf16_is_close_and_keeps_float32_gradients(final_activation: bool) -> No
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_linear_stack_repeats_bits_and_accepts_any_number_of_rows(precision: str) -> None:
+def test_linear_stack_repeats_bits_for_any_number_of_rows(precision: str) -> None:
     torch.manual_seed(0)
     mlp = MLP(40, (96, 1), final_activation=False, precision=precision)
     inputs, weights = torch.randn(300, 40), torch.randn(300, 1)

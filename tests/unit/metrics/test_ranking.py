@@ -254,7 +254,7 @@ def test_undefined_metrics_are_nan_and_invalid_rows_rejected(monkeypatch: pytest
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_accumulator_matches_binary_metrics_also_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accumulator_matches_metrics_also_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_BLOCK_ROWS", 16)
     generator = np.random.default_rng(2)
     logits, labels = generator.normal(size=100).astype(np.float32), generator.integers(0, 2, 100)

@@ -50,7 +50,7 @@ def test_shard_values_match_full_table(start: TableInit | None) -> None:
     assert torch.equal(by_threads, whole)
 
 
-def test_initial_values_match_distribution_and_start_on_meta_device() -> None:
+def test_initial_values_match_distribution_and_start_on_meta() -> None:
     whole = torch.empty(150_000, 8)
     TableValues(**TABLE).fill(whole)
     bound = 150_000**-0.5

@@ -69,7 +69,7 @@ def test_ensemble_members_learn_independently(config: ClickModelConfig, inputs: 
     assert not torch.equal(logits[0], logits[1])
 
 
-def test_single_member_is_plain_and_several_use_own_parts() -> None:
+def test_single_member_is_plain_and_several_have_parts() -> None:
     one, plain = whole_model(DLRM.replace(members=1), [5, 5]), whole_model(DLRM, [5, 5])
     assert one.state_dict().keys() == plain.state_dict().keys()
     assert DLRM.replace(members=3).table_width == 3 * DIM

@@ -91,7 +91,7 @@ class _Login(Config):
     """Hidden."""
 
 
-def test_writer_hides_values_of_secret_keys_and_keeps_token_counts(path: Path) -> None:
+def test_writer_hides_secret_values_and_keeps_token_counts(path: Path) -> None:
     keys = ["password", "DB_PASSWORD", "client_secret", "aws_secret_access_key", "access_key", "accessKey"]
     keys += ["api-key", "token", "hf_token", "authToken", "access_tokens", "token_file"]
     assert [_written(path, **{key: "hush"})[key] for key in keys] == ["***"] * len(keys)

@@ -208,7 +208,7 @@ def test_time_section_has_all_phases_and_data_section_full_run() -> None:
     assert "read200100.0%50.0%10.0%" in _text(events)
 
 
-def test_page_shows_calibration_tables_and_cost_or_runs_in_columns() -> None:
+def test_page_shows_calibration_tables_cost_and_run_columns() -> None:
     page = report.render(_click())
     calibration = _chart(page, "Share of clicks in the test rows")
     assert "observed 0.81 (predicted probability 0.8)" in [circle.findtext("title") for circle in calibration.iter("circle")]

@@ -397,7 +397,7 @@ def test_diagnosis_matches_planted_bottleneck(case: str) -> None:
     assert text in found.text
 
 
-def test_diagnosis_skips_first_interval_and_times_sum_over_restart() -> None:
+def test_diagnosis_skips_first_interval_and_sums_restarts() -> None:
     events = run({"data": 0.02}, stages=CPU_BOUND)
     told = [diagnose(RunSummary(events[:count])) for count in (0, 1, 2, len(events))]
     assert [found and found.bottleneck for found in told] == [None, None, "data", "model"]

@@ -229,7 +229,7 @@ def test_adopted_scores_match_raw_scores(runs: tuple[Path, Path], adopted: Path,
         assert (wrong.status, wrong.json()["error"]["field"]) == (400, "cat_3")
 
 
-def test_adopt_reuses_preprocessor_of_run_and_plans_its_tables(
+def test_adopt_reuses_preprocessor_of_run_and_plans_tables(
     runs: tuple[Path, Path], arrays: Path, adopted: Path, tmp_path: Path
 ) -> None:
     """IDs missing from the run's tables are taken modulo their rows."""
@@ -341,7 +341,7 @@ def test_training_rejects_changed_array(folder: Path, tmp_path: Path) -> None:
     rejects(r"day_1_sparse\.npy: checksum does not match", train, config_of(folder, tmp_path, "run"))
 
 
-def test_unadopted_arrays_name_command_and_adopted_are_not_extended(npy: Path, tmp_path: Path, adopted: Path) -> None:
+def test_unadopted_arrays_name_command_and_extend_nothing(npy: Path, tmp_path: Path, adopted: Path) -> None:
     rejects(r"of TorchRec's scripts; `rayrec adopt [^`]*npy` checks", train, config_of(npy, tmp_path, "run"))
     rejects("so it has no vocabulary to extend", rules_of, Preprocessor.load(str(adopted / "preprocessor")), "here")
 

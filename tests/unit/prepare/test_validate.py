@@ -133,7 +133,7 @@ def test_report_describes_sparse_columns(small: dict[str, Any]) -> None:
     assert small["slices"][0]["drift"] == {}
 
 
-def test_report_finds_duplicates_and_compares_sevenths_of_one_file(small: dict[str, Any], tmp_path: Path) -> None:
+def test_report_finds_duplicates_and_compares_sevenths(small: dict[str, Any], tmp_path: Path) -> None:
     assert small["duplicates"] == {"rate": 0.2, "rows": 10, "sampled": 1}  # 0 5 1 8 1 and 1 0 1 7 1
     assert [text.split()[1] for text in small["warnings"]] == ["b"]
     assert small["passed"]

@@ -197,7 +197,7 @@ def test_empty_line_is_rejected(text: bytes) -> None:
     assert csv_reply("texts", quoted.replace(b"\n\na", b"\na")).json()["unknown"] == [3, 3]
 
 
-def test_quoted_line_ends_are_kept_and_rounded_floats_rejected() -> None:
+def test_quoted_line_ends_stay_and_rounded_floats_fail() -> None:
     """For any field length, also in a header."""
     good = b'u,"a ""\n\nb""","' + b"x" * 140_000 + b'\n"\n'
     assert csv_reply("texts", good * 3).json()["unknown"] == [3] * 3

@@ -48,7 +48,7 @@ def test_ingress_is_resolved_for_cluster(asked: Any, instance: Any, private_ray:
     assert (settled.ingress, settled.port) == (ingress, port)
 
 
-def test_ingress_conflicts_are_rejected_and_urls_told() -> None:
+def test_ingress_conflicts_are_rejected_and_urls_returned() -> None:
     with pytest.raises(InputError, match="without HTTP proxies, for other"):
         settle(ServeConfig(ingress="serve"), _instance("other", with_proxies=False), private_ray=False)
     rejects("proxies listen at 9000", settle, ServeConfig(ingress="direct", port=9000), _instance("other"), private_ray=False)

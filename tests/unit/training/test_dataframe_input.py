@@ -134,7 +134,7 @@ def test_dataframe_input_rejects_invalid_data(tmp_path: Path, data: Any, changes
     assert not list(tmp_path.iterdir())
 
 
-def test_dataframe_input_accepts_criteo_and_rejects_other_recipes(tmp_path: Path) -> None:
+def test_dataframe_input_accepts_criteo_not_other_recipes(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="train_data: recipe mnist_resnet18 does not train on tables"):
         rayrec.train(recipes.mnist_resnet18().replace(storage_path=str(tmp_path)), data=ratings())
     # Categories of 8 hexadecimal digits, and integers that pandas stores as floats because of missing values.
@@ -209,7 +209,7 @@ def test_finished_run_rejects_other_data(finished: Path, capsys: pytest.CaptureF
     assert "choose another --name" in line.lower()
 
 
-def test_finished_run_with_same_data_prints_summary_and_reads_nothing(
+def test_finished_run_with_same_data_prints_summary_only(
     finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At its old or another path; other readers of the folder do not matter."""

@@ -87,7 +87,7 @@ def test_preemption_notice_saves_and_ends_before_deadline(
     assert watch.urgent() == (ended_at is not None)  # an evaluation is not waited for
 
 
-def test_preemption_overrides_scale_up_which_waits_unlike_signals() -> None:
+def test_preemption_overrides_scale_up_which_waits() -> None:
     for cause, expected in ((MORE_WORKERS, NODE_PREEMPTED), ("SIGTERM", "SIGTERM")):
         info = PreemptionInfo(deadline_ms=1, preempted_node_to_ranks={"a": [1]})
         watch = StopMonitor(None, rank=0, preemption=lambda info=info: info)  # type: ignore[misc]

@@ -91,7 +91,7 @@ def test_huggingface_loop_matches_own_loop(changes: dict[str, Any]) -> None:
     assert dataclasses.asdict(own.progress) | timeless == dataclasses.asdict(other.progress) | timeless
 
 
-def test_own_loop_with_onednn_and_accumulated_parts_match(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loops_with_onednn_and_accumulated_parts_match(monkeypatch: pytest.MonkeyPatch) -> None:
     products = products_by_onednn(monkeypatch)
     test_huggingface_loop_matches_own_loop({"workload": {"accumulate": 2}})
     assert products

@@ -270,7 +270,7 @@ def test_patience_counts_from_last_sufficient_improvement(scores: list[float], s
     assert (progress.since_best, progress.best, progress.best_step) == (since_best, best, 3)
 
 
-def test_learning_rates_fall_without_improvement_and_scale_schedule() -> None:
+def test_rates_fall_without_improvement_and_scale_schedule() -> None:
     plateau = PlateauConfig(patience=2, factor=0.1, min_improvement=0.01)
     progress, lowered = Progress(), []
     for step, score in enumerate([0.5, 0.505, 0.52, 0.53, 0.51, 0.525, 0.52, 0.6]):
@@ -489,7 +489,7 @@ def test_rows_count_when_trained(ahead: int, fault: dict[str, int], rows: int, w
     assert run.progress.trained.lost_and_repeated(tally(10 * batches)) == wrong
 
 
-def test_trained_rows_span_attempts_on_worker_0_and_may_be_missing() -> None:
+def test_trained_rows_span_attempts_and_may_be_missing() -> None:
     run = Run(ahead=3, stop_at=11)
     run.loader = Loader(0, 20, numbered=True)
     assert not run.run()

@@ -338,7 +338,7 @@ OPTIMIZERS = {"rowwise_adagrad": "adam", "adagrad": "adagrad", "adam": "adamw", 
 
 
 @pytest.mark.parametrize(("sparse", "dense"), OPTIMIZERS.items())
-def test_warm_start_keeps_known_rows_and_starts_new_ones(tmp_path: Path, captured: Captured, sparse: Any, dense: Any) -> None:
+def test_warm_start_keeps_known_and_starts_new_rows(tmp_path: Path, captured: Captured, sparse: Any, dense: Any) -> None:
     decay = {"weight_decay": 0.01} if sparse in ("adam", "adamw") else {}
     optimizers = {"sparse_optimizer": {"kind": sparse, "learning_rate": 0.1, **decay}}
     optimizers["dense_optimizer"] = {"kind": dense, "learning_rate": 0.02}

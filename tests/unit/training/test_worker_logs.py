@@ -78,7 +78,7 @@ def test_worker_logs_restores_caller_logging(tmp_path: Path, monkeypatch: pytest
 
 
 # Events of kind data: when there is one, and what it says -------------------------------------------------------------
-def test_data_fields_returns_stage_shares() -> None:
+def test_data_fields_return_shares_of_stages() -> None:
     sums = dict.fromkeys(StageTimes.FIELDS, 0.0)
     sums |= {"cpus": 2.0, "rows": 1000.0, "blocks": 4.0, "waited_row_s": 500.0, "waited_block_s": 2.0}
     sums |= {"read_wall_s": 2.0, "read_cpu_s": 0.5, "read_queue_s": 0.5, "parse_wall_s": 8.0, "parse_cpu_s": 8.0}

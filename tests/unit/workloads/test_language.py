@@ -154,7 +154,7 @@ def test_continuation_is_independent_of_padding(temperature: float) -> None:
         assert made(model, row, count=count, temperature=temperature, chances=own)[0] == together[number][:count]
 
 
-def test_sampling_follows_probabilities_and_depends_on_prompt_only() -> None:
+def test_sampling_follows_probabilities_and_prompt_only() -> None:
     model = model_of(scale=2.0)
     probabilities = model(torch.tensor([[3, 1, 4]])).logits[0, -1].softmax(dim=0)
     rows = 4000

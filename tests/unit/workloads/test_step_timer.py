@@ -47,7 +47,7 @@ def test_phases_are_exclusive_and_add_up() -> None:
     assert sum(clock.read().values()) <= next_s + ROUNDING_S  # the next interval begins at the cut
 
 
-def test_time_outside_start_and_stop_is_not_counted_and_errors_end() -> None:
+def test_time_outside_start_and_stop_and_errors_do_not_count() -> None:
     clock = step_timer.HostTimer()
     begin_s = time.perf_counter()
     clock.start()

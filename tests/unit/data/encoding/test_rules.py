@@ -473,7 +473,7 @@ def test_check_rejects_values_unsafe_for_kernels(tmp_path: Path, forged: dict[st
     rejects(str(tmp_path), Preprocessor.load, str(tmp_path))
 
 
-def test_smallest_integer_is_encoded_and_hashing_spreads_multiples() -> None:
+def test_smallest_integer_is_encoded_and_multiples_spread() -> None:
     column, out = DenseColumn(), np.empty(2, np.float32)
     values = np.array([-(2**63), 2**63 - 1], np.int64)
     library().rayrec_transform_dense(

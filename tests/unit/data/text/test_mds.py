@@ -354,7 +354,7 @@ def test_parts_cover_text(texts: list[str], part_bytes: int, fraction: float, tm
     assert sum(part.follows for part in parts) >= len(begun) - 2  # but for the first of each set
 
 
-def test_invalid_utf8_has_position_and_bpe_matches_on_any_threads(tmp_path: Path) -> None:
+def test_invalid_utf8_has_position_and_bpe_matches_on_threads(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"line\n" * 10 + "hé".encode("latin-1"))
     parts = parts_of([Source(str(tmp_path / "latin.txt"), "latin.txt", 52)], validation_fraction=0.0, part_bytes=16)
     assert read_part(parts[0]) == "line\n" * 4

@@ -604,7 +604,7 @@ def test_encoder_reads_all_category_types(tmp_path: Path) -> None:
         fails_with(ValueError, f"row 1: {next(iter(row))} must be", Encoder(str(tmp_path)).encode, [{}, row])
 
 
-# Model repository for Triton: configuration by the documented schema, graph in the runtime that Triton embeds ---------
+# Model repository for Triton ------------------------------------------------------------------------------------------
 # The part of Triton's model_config.proto (package inference) that a model like ours uses: name:number:type, * where repeated.
 SCHEMA = {
     "ModelInput": "name:1:string data_type:2:DataType dims:4:int64*",

@@ -437,7 +437,7 @@ def embedded(values: torch.Tensor, item: torch.Tensor, tags: torch.Tensor, *, le
     return KeyedEmbeddings(LISTED.features, WIDTH, lambda: (pooled, (2, 0)), sequences=lambda: lists)
 
 
-def test_din_selects_sequences_and_others_receive_sums() -> None:
+def test_din_selects_sequences_other_networks_receive_sums() -> None:
     values, item, tags = torch.randn(int(LENGTHS.sum()), WIDTH), torch.randn(DIN_ROWS, WIDTH), torch.randn(DIN_ROWS, WIDTH)
     sums = torch.stack([part.sum(0) for part in values.split(LENGTHS.tolist())])
     given = embedded(values, item, tags)

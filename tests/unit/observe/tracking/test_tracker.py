@@ -176,7 +176,7 @@ def test_append_file_writes_later_after_full_disk(tmp_path: Path, monkeypatch: p
     assert os.listdir(tmp_path / "new") == ["file"]
 
 
-def test_append_file_uploads_whole_and_scalars_match_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_append_file_uploads_all_and_scalars_match_events(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[bytes] = []
     monkeypatch.setattr(storage, "write_bytes", lambda path, data: sent.append(bytes(data)))
     file = AppendFile("s3://bucket/run/file")

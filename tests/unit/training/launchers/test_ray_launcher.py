@@ -129,7 +129,7 @@ def test_abandoned_workers_are_ended(nodes: Cluster, monkeypatch: pytest.MonkeyP
     assert freed == [{"another's"}]
 
 
-def test_run_uses_what_other_jobs_leave_or_waits_for_it(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_uses_or_waits_for_resources_of_other_jobs(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nodes.slots = [(1, 1), (1, 0)]
     run = Attempts(monkeypatch, [raising(NO_ROOM), lambda: FINISHED], config(max_failures=0), tmp_path)
     assert (run.run(), run.num_workers, run.is_shared) == (FINISHED, [2, 1], [False, True])

@@ -20,7 +20,7 @@ from rayrec.training.launchers.process_worker import StoreControlChannel, StoreR
 FOUND = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node", "MASTER_PORT": "1"}
 
 
-def test_torchrun_env_is_read_and_config_fits_its_processes() -> None:
+def test_torchrun_env_is_read_and_config_fits_processes() -> None:
     assert TorchrunEnv.from_environment({}) is None
     assert TorchrunEnv.from_environment({"RANK": "0", "WORLD_SIZE": "1"}) is None  # nobody to meet
     of_torchrun = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "5"}

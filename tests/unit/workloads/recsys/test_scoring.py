@@ -153,7 +153,7 @@ def test_loading_never_unpickles(copied: Path, config: TrainConfig, monkeypatch:
     assert not mark.exists()
 
 
-def test_checkpoint_files_have_preprocessor_and_config_all_fields(tmp_path: Path) -> None:
+def test_checkpoint_has_preprocessor_and_config_all_fields(tmp_path: Path) -> None:
     config = recipes.criteo_demo("none")
     made = hashed_preprocessor([7] * 26, config.workload.schema)  # type: ignore[attr-defined]
     made.save(str(tmp_path / "cache" / "abc"))

@@ -139,7 +139,7 @@ def test_rows_follow_categories(old: SparseColumn, new: SparseColumn, old_tokens
     assert joined(old, new, tokens(*old_tokens), tokens(*new_tokens)).row_map.of(0, len(rows)).tolist() == rows
 
 
-def test_extended_vocabulary_needs_no_table_and_others_are_rejected() -> None:
+def test_extended_vocabulary_needs_no_table_unlike_others() -> None:
     found = joined(OLD, SparseColumn(num_embeddings=7, num_tokens=5), tokens(9, 4, 7), tokens(9, 4, 7, 1, 2))
     assert found.row_map.sources is None
     assert found.counts() == {"kept": 3, "fresh": 2, "dropped": 0}
