@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import stamped_clicks
-from hosts.processes import RayCluster, Run, small_run
+from builders.runs import small_run
+from hosts.processes import RayCluster, Run
 from logs import synthetic_log
 from rows import emit, part
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from hosts.processes import Run, Session, environment_for, small_run
+from builders.runs import small_run
+from hosts.processes import Run, Session, environment_for
 from logs import synthetic_log
 from rows import emit, in_turn, medians_of
 
@@ -51,9 +52,8 @@ def ours(folder: Path, log: Path) -> dict[str, float]:
     checkpoint = {"every": 40, "num_to_keep": 2}
     failure = {"standby_after_s": 15.0}  # 60 by default: not before a first step, whose CPUs it would take
     config = small_run(log, str(folder), steps=STEPS, log_every=1, evaluate_every=STEPS, checkpoint=checkpoint, failure=failure)
-    with Run(config, folder / "commands", cache=folder / "cache") as run:
-        run.start()
-        run.wait_for("checkpoint", lambda event: event["step"] >= 80)
+    with Run(config, folder / "commands", cache=folder / "cache").start() as run:
+        run.wait_for_save(80)
         run.session.wait_for_standby(2)
         run.session.kill("train worker")
         killed = time.time()

@@ -11,11 +11,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from builders.damage import cut_short, flip_a_bit, remove_file, tear_manifest
-from hosts.processes import Run, small_run
+from builders.runs import small_run
+from hosts.processes import Run
 
 from rayrec.checkpoint import committed
 from rayrec.data.synthetic import generate
@@ -26,54 +28,30 @@ LONGEST_START_S = 60.0
 LEFT_ALONE_S = 900.0
 
 
-def kill(role: str) -> Callable[[Run, random.Random], bool]:
-    def one(run: Run, chance: random.Random) -> bool:
-        found = run.session.find(role)
-        if found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(chance.choice(found).pid, signal.SIGKILL)
-        return bool(found)
-
-    return one
+def kill(role: str, run: Run, chance: random.Random) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(chance.choice(run.session.find(role)).pid, signal.SIGKILL)
 
 
-def kill_data_task(run: Run, chance: random.Random) -> bool:
-    try:
-        run.session.kill_data_task(timeout_s=3)
-        return True
-    except AssertionError:
-        return False
+def damage(run: Run, chance: random.Random) -> None:
+    """Damage the newest checkpoint; never the run's last one, which no later one can replace."""
+    newest = committed(run.path)[-1]
+    if newest.step == run.config.steps:
+        raise IndexError
+    chance.choice((flip_a_bit, cut_short, remove_file, tear_manifest))(newest)
 
 
-def always(act: Callable[[Run], object]) -> Callable[[Run, random.Random], bool]:
-    def one(run: Run, chance: random.Random) -> bool:
-        act(run)
-        return True
-
-    return one
-
-
-def damage(run: Run, chance: random.Random) -> bool:
-    """The newest checkpoint; never the run's last one, which no later one can stand in for."""
-    found = committed(run.path)
-    if not found or found[-1].step == run.config.steps:
-        return False
-    with contextlib.suppress(FileNotFoundError):  # removed meanwhile, for newer ones
-        chance.choice((flip_a_bit, cut_short, remove_file, tear_manifest))(found[-1])
-        return True
-    return False
-
-
-MISFORTUNES: dict[str, Callable[[Run, random.Random], bool]] = {
-    "worker": kill("train worker"),
-    "data task": kill_data_task,
-    "controller": kill("controller"),
-    "driver": always(Run.kill_driver),
-    "everything": always(lambda run: run.session.end()),
-    "SIGTERM": always(lambda run: run.session.process.terminate()),
+MISFORTUNES: dict[str, Callable[[Run, random.Random], object]] = {
+    "worker": partial(kill, "train worker"),
+    "data task": lambda run, _: run.session.kill_data_task(timeout_s=3),
+    "controller": partial(kill, "controller"),
+    "driver": lambda run, _: run.kill_driver(),
+    "everything": lambda run, _: run.session.end(),
+    "SIGTERM": lambda run, _: run.session.process.terminate(),
     "checkpoint": damage,
 }
-"""What may happen; each returns whether there was something for it to happen to."""
+NOTHING_HAPPENED = (IndexError, AssertionError, FileNotFoundError)
+"""Raised if there is no such process or task, or no such checkpoint any more."""
 
 
 class Trial:
@@ -102,7 +80,8 @@ class Trial:
             if not self._pause(seconds):
                 return
             kind = self._chance.choice(list(MISFORTUNES))
-            if MISFORTUNES[kind](self._run, self._chance):
+            with contextlib.suppress(*NOTHING_HAPPENED):
+                MISFORTUNES[kind](self._run, self._chance)
                 self.happened[kind] += 1
                 self.say(kind)
 
@@ -165,8 +144,7 @@ def main() -> int:
         config = small_run(folder / "log", str(folder), name=name, steps=arguments.steps, failure=failure)
         return Run(config, folder / f"{name}-commands", cache=folder / "cache")
 
-    with run_of("peace") as peace:
-        peace.start()
+    with run_of("peace").start() as peace:
         expected = peace.summary(timeout_s=LEFT_ALONE_S)
     print(f"left in peace: {expected['wall_s']:.0f} s, weights {expected['weights_sha256'][:16]}", flush=True)
     for seed in range(arguments.first, arguments.first + arguments.seeds):
@@ -174,10 +152,8 @@ def main() -> int:
             trial = Trial(seed, run)
             trial.disturb(arguments.seconds)
             summary = trial.finish()
-        same = bool(summary) and all(
-            summary[key] == expected[key] for key in ("weights_sha256", "rows", "rows_lost", "rows_repeated")
-        )
-        same = same and not trial.refused
+        keys = ("weights_sha256", "rows", "rows_lost", "rows_repeated")
+        same = not trial.refused and bool(summary) and all(summary[key] == expected[key] for key in keys)
         bad += not same
         counts = "".join(f"{trial.happened[kind]:>{len(kind) + 2}}" for kind in MISFORTUNES)
         figures = f"{run.num_commands:>10}{summary.get('restarts', 0):>10}{summary.get('steps_redone', 0):>14}"

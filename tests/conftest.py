@@ -31,16 +31,15 @@ _is_connected = connection.is_connected
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test that does not ask for the shared Ray finds none, whatever ran before it in this process: what it trains, scores or
-    prepares with one worker is done in this process. Nor does it find a stop that a test before it asked for."""
+    """Hide the shared Ray from tests that do not ask for it, so that they work in this process, and clear stop requests."""
     STOP_REQUESTED.clear()
     connection.is_connected = _is_connected if "local_ray" in getattr(item, "fixturenames", ()) else lambda: False
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks exhaustive tests as extended ones too. Puts the files that take longest first: two processes that take one file after
-    the other then end at about the same time (with pytest-xdist's option --no-loadscope-reorder, which keeps this order)."""
+    """Mark exhaustive tests as extended too. Put files that take longest first, for two processes that take a file each in turn
+    (with pytest-xdist's option --no-loadscope-reorder, which keeps this order)."""
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.add_marker("extended")
@@ -91,12 +90,19 @@ def made_once(shared_folder: Path) -> Callable[[str, Callable[[Path], object]], 
 @pytest.fixture(scope="session")
 def undisturbed(click_log: Path, made_once: Callable[[str, Callable[[Path], object]], Path]) -> dict[str, Any]:
     """The summary of a small run of 480 steps that nothing happens to, in two workers on a Ray of its own."""
-    from hosts.processes import finished, small_run
+    from builders.runs import small_run
+    from hosts.processes import finished
 
     def train(folder: Path) -> None:
-        finished(small_run(click_log, str(folder), steps=480), folder / "commands", cache=folder / "cache")
+        finished(small_run(click_log, folder), folder / "commands", cache=folder / "cache")
 
     return json.loads((made_once("undisturbed", train) / "run" / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of rayrec's for the commands of a file."""
+    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
@@ -160,6 +166,5 @@ def bucket(s3_server: S3Store) -> str:
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Bytes are named by their length: a packed file's bytes may hold the time of day, and then two processes that collect the
-    tests a second apart would not find the same ones."""
+    """Name bytes by their length: those of a packed file may contain the time of day, which differs between processes."""
     return f"{len(val)} bytes" if isinstance(val, bytes) else None

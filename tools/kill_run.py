@@ -12,7 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from hosts.processes import Run, small_run  # noqa: E402  (of the tests: starts commands, finds and kills their processes)
+from builders.runs import small_run  # noqa: E402
+from hosts.processes import Run  # noqa: E402  (of the tests: starts commands, finds and kills their processes)
 
 from rayrec.data.synthetic import generate  # noqa: E402
 
@@ -27,8 +28,7 @@ def run(folder: Path, log: Path, *, kill: bool) -> list[dict[str, object]]:
     changes = {"steps": STEPS, "evaluate_every": STEPS, "checkpoint": checkpoint, "log_every": 50}
     config = small_run(log, str(folder), epochs=100, failure={"standby_after_s": 5.0}, **changes)
     killed: list[dict[str, object]] = []
-    with Run(config, folder / "commands", cache=folder / "cache") as command:
-        command.start()
+    with Run(config, folder / "commands", cache=folder / "cache").start() as command:
         if kill:
             command.wait_for_step(KILLED_AT + 200)
             command.session.kill("train worker")

@@ -5,8 +5,6 @@ namespaces (network, mount, UTS, IPC, PID) on a bridge that only they reach. Nee
 iproute2), `unshare`, `nsenter`, `setpriv` and `mount` (package util-linux); `missing()` says what this machine lacks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -20,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hosts.processes import RAYREC, EndsOnExit, Session, pids, ray_start, wait_for_ray
+from hosts.processes import FREQUENT_CHECKS, RAYREC, EndsOnExit, Session, pids, ray_start, wait_for_ray
 
 _SUBNET = "10.77.0"
 _PORT = 6379
@@ -36,11 +34,6 @@ while True:
     except ChildProcessError:
         time.sleep(0.1)
 """
-_HEALTH = {
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_failure_threshold": "4",  # a node that is gone is noticed in 2 s rather than 15
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
-}
 
 
 @functools.cache
@@ -90,11 +83,11 @@ class _Space:
         self._enter = ["nsenter", "--target", str(self.pid), *kinds, "--"]
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """The command that runs `command` in here."""
+        """Return the command that runs `command` in here."""
         return [*self._enter, *command]
 
-    def call(self, *command: str) -> None:
-        subprocess.run(self.command(command), check=True, capture_output=True)
+    def call(self, command: str) -> None:
+        subprocess.run(self.command(command.split()), check=True, capture_output=True)
 
     def end(self) -> None:
         """SIGKILLs all that runs in here."""
@@ -106,7 +99,7 @@ class _Space:
 class Node:
     """One machine of a network, and the Ray node on it if one was started."""
 
-    def __init__(self, network: Network, name: str, number: int) -> None:
+    def __init__(self, network: "Network", name: str, number: int) -> None:
         self.name, self.address = name, f"{_SUBNET}.{number}"
         self._network, self._link, self._commands = network, f"v{number}", 0
         self.folder = network.folder / name
@@ -115,50 +108,41 @@ class Node:
             (self.folder / inner).mkdir(parents=True)
         mounts = [(self.folder, network.local), (network.hosts, Path("/etc/hosts"))]
         mounts += [(self.folder / "storage", place) for place in network.unshared]
-        setup = [
-            "mount --make-rprivate /",
-            f"hostname {name}",
-            f"mount -t tmpfs -o size={_SHM_BYTES} tmpfs /dev/shm",
-            *(f"mount --bind {source} {target}" for source, target in mounts),
-            "ip link set lo up",
-        ]
-        self.environment = {
-            **{key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "AWS_"))},
-            **_HEALTH,
-            "HOME": str(network.local / "home"),
-            "RAYREC_CACHE": str(network.local / "cache"),
-            "PYTHONUNBUFFERED": "1",
-        }
+        setup = ["mount --make-rprivate /", f"hostname {name}", f"mount -t tmpfs -o size={_SHM_BYTES} tmpfs /dev/shm"]
+        setup += [*(f"mount --bind {source} {target}" for source, target in mounts), "ip link set lo up"]
+        own = {"HOME": str(network.local / "home"), "RAYREC_CACHE": str(network.local / "cache"), "PYTHONUNBUFFERED": "1"}
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "AWS_"))}
+        self.environment = {**kept, **FREQUENT_CHECKS, **own}
         """Of every command here; changes count for those that start later."""
         self._space = _Space("\n".join(setup), kinds=_ALL, environment=self.environment)
-        switch = network.switch
-        switch.call("ip", "link", "add", self._link, "type", "veth", "peer", "name", "p", "netns", str(self._space.pid))
-        switch.call("ip", "link", "set", self._link, "master", "bridge", "up")
-        self._space.call("ip", "link", "set", "p", "name", "eth0")
-        self._space.call("ip", "address", "add", f"{self.address}/24", "dev", "eth0")
-        self._space.call("ip", "link", "set", "eth0", "up")
+        network.switch.call(f"ip link add {self._link} type veth peer name p netns {self._space.pid}")
+        network.switch.call(f"ip link set {self._link} master bridge up")
+        for command in ("link set p name eth0", f"address add {self.address}/24 dev eth0", "link set eth0 up"):
+            self._space.call(f"ip {command}")
 
     def start(self, *command: str, **environment: str) -> Session:
         self._commands += 1
         output = self._network.folder / f"{self.name}-{self._commands}"
         return Session(self._space.command(command), environment={**self.environment, **environment}, output=output)
 
-    def run(self, *command: str, timeout_s: float = 240, **environment: str) -> Session:
-        return self.start(*command, **environment).wait(timeout_s=timeout_s)
+    def run(self, *command: str, **environment: str) -> Session:
+        return self.start(*command, **environment).wait()
 
     def rayrec(self, *arguments: str, timeout_s: float = 240, **environment: str) -> Session:
-        """Runs the command on the cluster, which it finds by RAY_ADDRESS."""
         return self.start_rayrec(*arguments, **environment).wait(timeout_s=timeout_s)
 
     def start_rayrec(self, *arguments: str, **environment: str) -> Session:
+        """Start a command of rayrec on the cluster, which it finds by RAY_ADDRESS."""
         return self.start(*RAYREC, *arguments, **{"RAY_ADDRESS": self._network.head_address, **environment})
 
-    def start_ray(self, *, cpus: int, head: bool = False, resources: Mapping[str, float] | None = None) -> Session:
-        """Starts Ray's processes of this node; `wait_for_ray` waits for them."""
+    def start_ray(self, has: Mapping[str, float], *, head: bool, **environment: str) -> Session:
+        """Start Ray's processes of this node, with `cpus` and other resources; `wait_for_ray` waits for them."""
         place = ("--head", "--port", _PORT) if head else ("--address", self._network.head_address)
         local = ("--include-dashboard", "false", "--temp-dir", self._network.local / "ray") if head else ()
-        has = ("--num-cpus", cpus, "--resources", json.dumps(dict(resources or {})), "--object-store-memory", _STORE_BYTES)
-        return self.start(*ray_start(*place, "--node-ip-address", self.address, *has, *local))
+        resources = json.dumps({name: amount for name, amount in has.items() if name != "cpus"})
+        given = ("--num-cpus", has["cpus"], "--resources", resources, "--object-store-memory", _STORE_BYTES)
+        command = ray_start(*place, "--node-ip-address", self.address, *given, *local)
+        return self.start(*command, **environment)
 
     def processes(self, holding: str) -> list[int]:
         """Pids, as this test sees them, of this node's processes whose command line holds a text; lowest first."""
@@ -172,19 +156,19 @@ class Node:
 
     def unplug(self) -> None:
         """Cuts the node off the others; its processes do not see it."""
-        self._network.switch.call("ip", "link", "set", self._link, "down")
+        self._network.switch.call(f"ip link set {self._link} down")
 
     def disturb(self, *, delay_ms: float, loss_percent: float) -> None:
         """Delays and drops what the node sends; see `missing_netem`."""
-        self._queue("netem", "delay", f"{delay_ms}ms", "loss", f"{loss_percent}%")
+        self._queue(f"netem delay {delay_ms}ms loss {loss_percent}%")
 
     def limit(self, *, gbit_per_s: float) -> None:
         """At most so much leaves the node; see `missing_tbf`."""
         burst = max(128 << 10, int(gbit_per_s * 50_000))  # 0.4 ms; the kernel cuts its packets of 64 KiB where it is less
-        self._queue("tbf", "rate", f"{gbit_per_s}gbit", "burst", f"{burst}b", "latency", "20ms")
+        self._queue(f"tbf rate {gbit_per_s}gbit burst {burst}b latency 20ms")
 
-    def _queue(self, *settings: str) -> None:
-        self._space.call("tc", "qdisc", "replace", "dev", "eth0", "root", *settings)
+    def _queue(self, settings: str) -> None:
+        self._space.call(f"tc qdisc replace dev eth0 root {settings}")
 
     def sent_bytes(self) -> int:
         """What has left the node since it was made."""
@@ -226,11 +210,7 @@ class Network(EndsOnExit):
         security = {"RAY_AUTH_MODE": "disabled"} if token is None else {"RAY_AUTH_TOKEN": token, "RAY_AUTH_MODE": "token"}
         started: list[Session] = []
         for machine, has in zip(machines, nodes, strict=True):
-            resources = {name: amount for name, amount in has.items() if name != "cpus"}
-            machine.environment.update(security)
-            started.append(machine.start_ray(cpus=int(has["cpus"]), head=not started, resources=resources))
-            for name in security:
-                del machine.environment[name]
+            started.append(machine.start_ray(has, head=not started, **security))
             if len(started) == 1:
                 wait_for_ray(started[0])
         for each in started:

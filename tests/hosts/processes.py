@@ -8,18 +8,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import psutil
 from builders.faults import until
+from builders.runs import events_of
 from hosts.ports import free_ports
 
-from rayrec import recipes, storage
+from rayrec import storage
 from rayrec.checkpoint import committed
 from rayrec.config import InputError
-from rayrec.observe.events import read_events
 from rayrec.workloads.base import TrainConfig
 
 ROLES = {
@@ -33,6 +32,9 @@ ROLES = {
 """What the command line of a process holds by what it does."""
 POLL_S = 0.02
 RAYREC = (sys.executable, "-m", "rayrec")
+# Ray notices a node that is gone in 2 s rather than 15.
+FREQUENT_CHECKS = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "4"}
+FREQUENT_CHECKS |= {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"}
 
 _CLUSTER = """
 import json, sys, time
@@ -65,11 +67,9 @@ def _is_standby(pid: int) -> bool:
         return False
 
 
-def run_command(
-    *command: str | Path, status: int = 0, timeout_s: float = 400, **options: Any
-) -> subprocess.CompletedProcess[str]:
+def run_command(*command: object, status: int = 0, timeout_s: float = 400, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, which must be with `status`, and return its output as text."""
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, timeout=timeout_s, **options)
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, timeout=timeout_s, **options)
     assert done.returncode == status, f"{command}\n{done.stdout[-3000:]}{done.stderr[-4000:]}"
     return done
 
@@ -96,9 +96,8 @@ def kill_all(find: Callable[[], list[int]], *, timeout_s: float = 120) -> None:
     until(none_left, timeout_s=timeout_s, pause_s=POLL_S, told=find)
 
 
-@dataclass(frozen=True)
-class Process:
-    """One process as /proc shows it."""
+class Process(NamedTuple):
+    """Process that /proc shows."""
 
     pid: int
     parent: int
@@ -136,10 +135,9 @@ class Session(EndsOnExit):
     ) -> None:
         """Standard output and error go to the files `output`.out and `output`.err."""
         self._output = output
+        options: dict[str, Any] = {"env": dict(environment), "stdin": stdin, "start_new_session": True}
         with open(f"{output}.out", "wb") as out, open(f"{output}.err", "wb") as err:
-            self.process = subprocess.Popen(
-                list(command), env=dict(environment), stdin=stdin, stdout=out, stderr=err, start_new_session=True
-            )
+            self.process = subprocess.Popen(list(command), stdout=out, stderr=err, **options)
 
     @property
     def out(self) -> str:
@@ -230,19 +228,12 @@ class RayCluster(Session):
     """A Ray of several nodes on this machine; the head has no CPUs, so that any task needs another."""
 
     def __init__(self, folder: Path, *, cache: Path) -> None:
-        # A node that is gone is noticed in 2 s rather than 15.
-        health = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "4"}
-        super().__init__(
-            [sys.executable, "-u", "-c", _CLUSTER],
-            environment=environment_for(cache, RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2", **health),
-            output=folder / "cluster",
-            stdin=subprocess.PIPE,
-        )
+        command, environment = [sys.executable, "-u", "-c", _CLUSTER], environment_for(cache, **FREQUENT_CHECKS)
+        super().__init__(command, environment=environment, output=folder / "cluster", stdin=subprocess.PIPE)
         self._raylets: list[int] = []
 
     def add_node(self, **node: Any) -> str:
-        """Adds a node, by what `ray.cluster_utils.Cluster.add_node` takes; returns the cluster's address. Nodes are counted from
-        0 in the order in which they were added, those that are gone included."""
+        """Return the cluster's address after `ray.cluster_utils.Cluster.add_node`. Lost nodes keep their numbers, from 0."""
         address, raylet = self._ask(node).split()
         self._raylets.append(int(raylet))
         return address
@@ -301,12 +292,21 @@ class RayHead(Session):
         super().__init__(ray_start("--head", *ports, *others), environment=environment, output=folder / "head")
 
 
+def events_so_far(run: str | Path, *kinds: str) -> list[dict[str, Any]]:
+    """Return the events of a run, which may not have begun."""
+    try:
+        return events_of(run, *kinds)
+    except InputError as error:
+        if "event file not found" not in str(error):
+            raise
+        return []
+
+
 class Run(EndsOnExit):
     """One run of `rayrec train`, through as many commands as it takes; ends what is left of them when it is left."""
 
     def __init__(self, config: TrainConfig, folder: Path, *, cache: Path, recipe: str | None = None, **environment: str) -> None:
-        """`folder` is for the configuration and the commands' output; the run itself is where `config` says. `recipe`: the
-        FILE.py:FUNCTION of a configuration that is of no recipe of rayrec's."""
+        """`folder` is for the configuration and the commands' output. `recipe`: FILE.py:FUNCTION of a custom configuration."""
         assert config.name is not None
         folder.mkdir(parents=True, exist_ok=True)
         self.config = config
@@ -326,40 +326,35 @@ class Run(EndsOnExit):
     def num_commands(self) -> int:
         return len(self._sessions)
 
-    def start(self) -> None:
+    def start(self) -> Self:
         """Runs the command, the same each time."""
-        self._start("train", *self._recipe, "--config", str(self._folder / "config.yaml"))
+        return self._start("train", *self._recipe, "--config", str(self._folder / "config.yaml"))
 
-    def _start(self, *arguments: str) -> None:
+    def _start(self, *arguments: str) -> Self:
         output = self._folder / f"command_{self.num_commands + 1}"
         self._sessions.append(Session([*RAYREC, *arguments], environment=self._environment, output=output))
+        return self
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         """So far, in the order written."""
-        try:
-            return read_events(storage.join(self.path, "events.jsonl"), kinds=kinds or None)
-        except InputError as error:
-            if "event file not found" in str(error):
-                return []
-            raise
+        return events_so_far(self.path, *kinds)
 
-    def wait_for(
-        self,
-        kind: str,
-        fits: Callable[[dict[str, Any]], bool] = lambda event: True,
-        *,
-        since: float = 0.0,
-        timeout_s: float = 180,
-    ) -> dict[str, Any]:
-        """The first event of a kind that fits, written after the time `since` (Unix). Fails where the command ends before."""
+    def wait_for(self, kind: str, *, step: int = 0, since: float = 0.0, timeout_s: float = 180) -> dict[str, Any]:
+        """Wait for an event of a kind of `step` or later, written after Unix time `since`. The command must not end before."""
 
         def first() -> dict[str, Any] | None:
-            return next((event for event in self.events(kind) if event["time"] > since and fits(event)), None)
+            found = (event for event in self.events(kind) if event["time"] > since and event.get("step", step) >= step)
+            return next(found, None)
 
         return self.session.until(first, timeout_s=timeout_s)
 
     def wait_for_step(self, step: int, *, since: float = 0.0, timeout_s: float = 180) -> dict[str, Any]:
-        return self.wait_for("step", lambda event: event["step"] >= step, since=since, timeout_s=timeout_s)
+        return self.wait_for("step", step=step, since=since, timeout_s=timeout_s)
+
+    def wait_for_save(self, step: int = 0, *, timeout_s: float = 180) -> int:
+        """Wait for a checkpoint of a step or later. Returns the newest one's step."""
+        self.wait_for("checkpoint", step=step, timeout_s=timeout_s)
+        return max(event["step"] for event in self.events("checkpoint"))
 
     def exit_status(self, *, timeout_s: float = 180) -> int:
         return self.session.wait(timeout_s=timeout_s).status
@@ -382,8 +377,7 @@ class Run(EndsOnExit):
 
 def finished(config: TrainConfig, folder: Path, *, cache: Path) -> dict[str, Any]:
     """Return the summary of a run that nothing happens to."""
-    with Run(config, folder, cache=cache) as run:
-        run.start()
+    with Run(config, folder, cache=cache).start() as run:
         return run.summary()
 
 
@@ -403,20 +397,3 @@ def torchrun(folder: Path, name: str, config: str | Path, *, kill: bool = False)
             session.process.terminate()  # which ends its workers, whose sessions are their own
             session.process.wait(timeout=60)
         return json.loads(session.out)
-
-
-def small_run(log: Path, storage_path: str, **changes: Any) -> TrainConfig:
-    """A run of a small log in 2 workers, saved every 40 steps. One thread each, on any node, so that sums are the same."""
-    fields: dict[str, Any] = {
-        "storage_path": storage_path,
-        "name": "run",
-        "batch_size": 64,
-        "evaluate_every": 160,
-        "log_every": 4,
-        "checkpoint": {"every": 40, "num_to_keep": 5},
-        "early_stopping": {"patience": 0},
-        "scaling": {"num_workers": 2, "threads_per_worker": 1},
-        "train_data": {"block_bytes": 1 << 17, "segments_per_block": 4},
-        "cluster": {"num_cpus": 2},
-    }
-    return recipes.criteo_demo(str(log / "train.txt")).replace(**{**fields, **changes})

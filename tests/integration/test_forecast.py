@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import ray
+from builders.runs import events_of
 from hosts.planned_memory import SIZES, measured
 
 from rayrec import recipes
 from rayrec.data.synthetic import generate
-from rayrec.observe.events import read_events
 from rayrec.training.forecast import ClusterShape, Forecast, forecast
 from rayrec.training.trainer import train
 from rayrec.workloads.base import TrainConfig
@@ -31,22 +31,16 @@ def measured_rows_per_s(config: TrainConfig) -> float:
     """Of a run, less its first quarter."""
     ray.shutdown()
     result = train(config)
-    steps = read_events(os.path.join(result.folder, "events.jsonl"), kinds={"step"})
-    late = [(a, b) for a, b in pairwise(steps) if b["step"] > STEPS // 4]
+    late = [(a, b) for a, b in pairwise(events_of(result.folder, "step")) if b["step"] > STEPS // 4]
     seconds = sum((b["rows"] - a["rows"]) / b["rows_per_s"] for a, b in late)
     return float((late[-1][1]["rows"] - late[0][0]["rows"]) / seconds)
 
 
 def test_demo_forecast_matches_measurement_within_a_quarter(tmp_path: Path) -> None:
     generate(str(tmp_path / "log"), rows=400_000, seed=0, parallelism=2)
-    config = recipes.criteo_demo(str(tmp_path / "log" / "train.txt")).replace(
-        batch_size=1024,
-        min_steps_per_epoch=1,
-        steps=STEPS,
-        evaluate_every=10**6,
-        early_stopping={"patience": 0},
-        storage_path=str(tmp_path / "runs"),
-    )
+    fields = {"batch_size": 1024, "min_steps_per_epoch": 1, "evaluate_every": 10**6, "early_stopping": {"patience": 0}}
+    config = recipes.criteo_demo(str(tmp_path / "log" / "train.txt"))
+    config = config.replace(steps=STEPS, storage_path=str(tmp_path / "runs"), **fields)
     found = [told(config)]
     for number in range(TRIES):
         measured = measured_rows_per_s(config.replace(name=f"demo-{number}"))

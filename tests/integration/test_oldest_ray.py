@@ -6,9 +6,12 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from builders.runs import one_worker
 from filelock import FileLock
 from hosts.processes import run_command
 
@@ -25,8 +28,8 @@ def _oldest() -> str:
 
 
 @pytest.fixture(scope="module")
-def older(shared_folder: Path) -> dict[str, str]:
-    """The environment of processes that find that Ray before the installed one."""
+def run(shared_folder: Path) -> Callable[..., str]:
+    """A function that runs Python with that Ray and returns the output."""
     folder = Path(os.environ.get("RAYREC_TEST_CACHE") or shared_folder) / f"ray-{_oldest()}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--retries", "10", "--timeout", "60", "--no-deps"]
@@ -34,29 +37,23 @@ def older(shared_folder: Path) -> dict[str, str]:
         if not (folder / "complete").exists():
             subprocess.run([*install, "--upgrade", "--target", str(folder), f"ray=={_oldest()}"], check=True)
             (folder / "complete").touch()
-    return {**os.environ, "PYTHONPATH": str(folder)}
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return lambda *command: run_command(sys.executable, *command, env=environment, cwd=ROOT).stdout
 
 
-def _run(older: dict[str, str], *command: str) -> str:
-    return run_command(sys.executable, *command, env=older, cwd=ROOT).stdout
+def test_private_names_of_ray(run: Callable[..., str]) -> None:
+    assert run("-c", "import ray; print(ray.__version__)").strip() == _oldest()
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/compat")
 
 
-def test_private_names_of_ray(older: dict[str, str]) -> None:
-    assert _run(older, "-c", "import ray; print(ray.__version__)").strip() == _oldest()
-    _run(older, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/compat")
+def test_ray_run_and_scoring(run: Callable[..., str], click_log: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(one_worker(click_log, tmp_path, steps=10, cluster={"num_cpus": 2}).to_yaml())
 
+    def found(address: str, *command: object) -> dict[str, Any]:
+        return json.loads(run("-m", "rayrec", *command, "--cluster.address", address))
 
-def test_ray_run_and_scoring(older: dict[str, str], click_log: Path, tmp_path: Path) -> None:
-    log = str(click_log / "train.txt")
-    flags = ["--train-data.path", log, "--storage-path", str(tmp_path), "--steps", "10", "--evaluate-every", "10"]
-    flags += ["--cluster.num-cpus", "2", "--scaling.num-workers", "1"]
-
-    def trained(name: str, address: str) -> dict[str, str]:
-        command = ("train", "criteo_demo", *flags, "--name", name, "--cluster.address", address)
-        return json.loads(_run(older, "-m", "rayrec", *command))
-
-    on_ray, here = trained("ray", "local"), trained("here", "none")
+    on_ray, here = (found(address, "train", "--config", config, "--name", address) for address in ("local", "none"))
     assert on_ray["weights_sha256"] == here["weights_sha256"]
-    scoring = ("evaluate", str(tmp_path / "ray"), log, "--cluster.address")
-    metrics = [json.loads(_run(older, "-m", "rayrec", *scoring, address))["auroc"] for address in ("local", "none")]
-    assert metrics[0] == pytest.approx(metrics[1])
+    scoring = ("evaluate", tmp_path / "local", click_log / "train.txt")
+    assert found("local", *scoring)["auroc"] == pytest.approx(found("none", *scoring)["auroc"])

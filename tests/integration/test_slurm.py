@@ -6,19 +6,15 @@ from typing import Any
 
 import pytest
 from builders.faults import until
+from builders.runs import check_same_run, small_run
 from hosts import slurm_cluster
-from hosts.processes import small_run
+from hosts.processes import events_so_far
 from hosts.slurm_cluster import SlurmCluster
 
 from rayrec import storage
-from rayrec.observe.events import read_events
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.slow,
-    pytest.mark.exhaustive,
-    pytest.mark.skipif(slurm_cluster.missing() is not None, reason=f"Slurm: {slurm_cluster.missing()}"),
-]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark += [pytest.mark.skipif(slurm_cluster.missing() is not None, reason=f"Slurm: {slurm_cluster.missing()}")]
 
 FILES = Path(__file__).parents[2] / "deploy" / "slurm"
 
@@ -36,16 +32,14 @@ def test_job_survives_two_slurm_interruptions(
     file: str, slurm: SlurmCluster, click_log: Path, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
     """First by a signal to its script, then for a job of more priority."""
-    config = small_run(click_log, str(tmp_path), steps=undisturbed["steps"], cluster={})
-    config = config.replace(name=None, checkpoint={"every": 10_000})  # what the notice saves, or nothing
+    config = small_run(click_log, tmp_path, steps=undisturbed["steps"], cluster={}, name=None)
+    config = config.replace(checkpoint={"every": 10_000})  # what the notice saves, or nothing
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     job = slurm.submit(str(FILES / file), "--config", str(tmp_path / "config.yaml"))
-    events = f"{tmp_path}/rayrec-{job}/events.jsonl"
+    run = tmp_path / f"rayrec-{job}"
 
     def wait_for_step(step: int) -> None:
-        def reached() -> bool:
-            return storage.exists(events) and any(event["step"] >= step for event in read_events(events, kinds=("step",)))
-
+        reached = lambda: any(event["step"] >= step for event in events_so_far(run, "step"))  # noqa: E731
         until(reached, timeout_s=180, pause_s=0.1, told=lambda: slurm.log(job))
 
     wait_for_step(60)
@@ -56,10 +50,8 @@ def test_job_survives_two_slurm_interruptions(
     slurm.wait_for(urgent, "COMPLETED", restarts=0)
     slurm.wait_for(job, "COMPLETED", restarts=2)
 
-    summary = storage.read_json(f"{tmp_path}/rayrec-{job}/summary.json")
-    assert summary["weights_sha256"] == undisturbed["weights_sha256"]
-    assert (summary["rows_lost"], summary["rows_repeated"]) == (0, 0)
-    assert slurm.log(job).count("saved, stopping (SIGTERM)") == 2
-    assert summary["steps_redone"] == 0
+    summary = storage.read_json(f"{run}/summary.json")
+    check_same_run(summary, undisturbed)
+    assert (summary["steps_redone"], slurm.log(job).count("saved, stopping (SIGTERM)")) == (0, 2)
     # Slurm's SIGTERM at a preemption reaches the tasks alone; Ray's first task passes it on to the script.
     assert slurm.log(job).count("notice from Slurm") == (2 if file == "ray.sbatch" else 1)
