@@ -1,11 +1,12 @@
 """Small logs of users and items whose next item can be told, and configurations of retrieval models on them."""
 
-import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from builders.runs import LEAN, short_run
 
 import rayrec
 from rayrec import recipes
@@ -32,28 +33,23 @@ def interactions(users: int) -> tuple[np.ndarray, np.ndarray]:
     return user, 100 + (user + place) % ITEMS
 
 
-def write_log(folder: str, name: str, *, users: int = 120) -> str:
-    """Write the log of a recipe; return its folder."""
+def write_log(folder: Path, name: str, *, users: int = 120) -> str:
+    """Write the log of a recipe, and return its folder."""
     user, item = interactions(users)
     table = pa.table({"user": user % ITEMS, "item": item})
     if name == "next_item":
         starts = np.flatnonzero(np.diff(user, prepend=-1))
         offsets = pa.array([*starts, len(user)], pa.int32())
         table = pa.table({"item": pa.ListArray.from_arrays(offsets, pa.array(item))})
-    os.makedirs(folder)
-    pq.write_table(table, os.path.join(folder, "log.parquet"))
-    return folder
+    folder.mkdir()
+    pq.write_table(table, folder / "log.parquet")
+    return str(folder)
 
 
-def small(name: str, log: str, **changes: Any) -> rayrec.TrainConfig:
-    """The recipe with a small model, which learns from the log and evaluates on it."""
+def small(name: str, log: str, storage: Path, steps: int, **changes: Any) -> rayrec.TrainConfig:
+    """Return the recipe with a small model, which learns from the log and evaluates on it."""
     schema = LISTS if name == "next_item" else PAIRS
-    optimizers = {f"{kind}_optimizer": {"learning_rate": 0.02} for kind in ("sparse", "dense")}
-    config = recipes.ALL[name](log, schema).replace(workload={"model": SMALL[name], **optimizers})
-    return config.replace(
-        eval_data={"path": log},
-        batch_size=32,
-        scaling={"num_workers": 1},
-        trackers={"prometheus": False, "tensorboard": False},
-        early_stopping={"patience": 0},
-    ).replace(**changes)
+    workload = {"model": SMALL[name], **{f"{kind}_optimizer": {"learning_rate": 0.02} for kind in ("sparse", "dense")}}
+    fields: dict[str, Any] = {"workload": workload, "eval_data": {"path": log}, "batch_size": 32}
+    fields |= {"early_stopping": {"patience": 0}, "trackers": LEAN["trackers"], **changes}
+    return short_run(recipes.ALL[name](log, schema), storage, steps, **fields)

@@ -33,6 +33,11 @@ def open_index(
         return LogSource.at(str(path)).index(schema, segment_bytes=segment_bytes, context=context)
 
 
+def unlabelled(lines: list[bytes]) -> bytes:
+    """Return the lines of a text log without their labels."""
+    return b"".join(line.partition(b"\t")[2] for line in lines)
+
+
 def learn(index: LogIndex, schema: Schema = SCHEMA, preset: Preset = RAYREC) -> Preprocessor:
     """Build the Preprocessor of all rows of a log."""
     parts = list(index.parts(0, index.rows))

@@ -3,14 +3,12 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rayrec.serve.counters import Snapshot
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     status: int
     headers: dict[str, str]
     body: bytes
@@ -46,21 +44,11 @@ async def request(
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": method,
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": query.encode(),
-        "root_path": root_path,
-        "headers": [
-            (name.lower().encode(), value if isinstance(value, bytes) else value.encode())
-            for name, value in {"host": "localhost", **(headers or {})}.items()
-        ],
-    }
+    given = {"host": "localhost", **(headers or {})}.items()
+    encoded = [(name.lower().encode(), value if isinstance(value, bytes) else value.encode()) for name, value in given]
+    scope: dict[str, Any] = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http"}
+    scope |= {"method": method, "path": path, "raw_path": path.encode(), "root_path": root_path}
+    scope |= {"query_string": query.encode(), "headers": encoded}
     await app(scope, receive, send)
     if not sent:
         return None
@@ -84,6 +72,13 @@ def post(app: Callable[..., Awaitable[None]], content: bytes | Any, **arguments:
     return asyncio.run(post_async(app, content, **arguments))
 
 
+def score(app: Callable[..., Awaitable[None]], content: bytes | Any) -> dict[str, Any]:
+    """Score content, and return the values of the answer."""
+    reply = post(app, content)
+    assert reply.status == 200, reply.body
+    return reply.json()
+
+
 async def post_async(
     app: Callable[..., Awaitable[None]],
     content: bytes | Any,
@@ -104,6 +99,5 @@ async def post_async(
 
 def sample_values(snapshot: Snapshot) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """Return the values of counters by (sample name, labels)."""
-    return {
-        (sample.name, tuple(sample.labels.items())): sample.value for family in snapshot.families for sample in family.samples
-    }
+    samples = [sample for family in snapshot.families for sample in family.samples]
+    return {(sample.name, tuple(sample.labels.items())): sample.value for sample in samples}

@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders.click_models import make_app
-from builders.requests import post
-from builders.runs import QUIET, check_same_in_two_parts, evaluated_and_predicted, train
+from builders.faults import rejects
+from builders.requests import score
+from builders.runs import QUIET, check_same_in_two_parts, evaluated_and_predicted, export, short_run, train
 
 import rayrec
 from rayrec import recipes
-from rayrec.config import InputError
 from rayrec.inference.export.readme import FROM_RAW, LOADER
 from rayrec.inference.model import open_served
 from rayrec.metrics.binary import auroc
@@ -25,17 +25,10 @@ from rayrec.schema import Feature, Label, Schema
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 ROWS = 3000
-SCHEMA = Schema(
-    label="click",
-    labels=(Label(name="like"), Label(name="seconds", kind="number")),
-    dense=("price",),
-    sparse=("item", "user", "history", "tags"),
-    lists=("history", "tags"),
-    features=(Feature(name="history", vocabulary="item", max_length=4), Feature(name="tags", weights="tag_weights")),
-    timestamp="at",
-    tokens="any",
-    delimiter=",",
-)
+NAMES: dict[str, Any] = {"dense": ("price",), "sparse": ("item", "user", "history", "tags"), "lists": ("history", "tags")}
+NAMES["labels"] = (Label(name="like"), Label(name="seconds", kind="number"))
+NAMES["features"] = (Feature(name="history", vocabulary="item", max_length=4), Feature(name="tags", weights="tag_weights"))
+SCHEMA = Schema(label="click", timestamp="at", tokens="any", delimiter=",", **NAMES)
 
 
 def _rows(seed: int = 0) -> pa.Table:
@@ -49,53 +42,53 @@ def _rows(seed: int = 0) -> pa.Table:
     logit = 2.0 * (item % 3 == 0) - 1 + 3 * pull
     click = (rng.random(ROWS) < 1 / (1 + np.exp(-logit))).astype(np.int8)
     like = np.where(rng.random(ROWS) < 0.5, click & (item % 2 == 0), -1)
-    return pa.table(
-        {
-            "click": click,
-            "like": pa.array([None if value < 0 else int(value) for value in like], pa.int8()),
-            "seconds": click * (1.0 + item % 5),
-            "price": rng.random(ROWS),
-            "item": item,
-            "user": pa.array([f"u{value}" for value in user]),
-            "history": pa.array([of_row.tolist() for of_row in history]),
-            "tags": pa.array([of_row.tolist() for of_row in tags]),
-            "tag_weights": pa.array([of_row.tolist() for of_row in weights]),
-            "at": pa.array(np.arange(ROWS), pa.timestamp("s")),
-        }
-    )
-
-
-def _config(path: str, folder: Path, schema: Schema = SCHEMA) -> rayrec.TrainConfig:
-    model = DLRMConfig(interaction="dot", embedding_dim=8, bottom_mlp=(16, 8), top_mlp=(16, 1))
-    workload = {
-        "model": model,
-        "schema": schema,
-        "preset": {"min_count": 1},
-        "schedule": {"decay_fraction": 0.0},
-        "sparse_optimizer": {"learning_rate": 0.1},
-        "dense_optimizer": {"learning_rate": 0.02},
+    lists = {"history": history, "tags": tags, "tag_weights": weights}
+    columns: dict[str, Any] = {
+        "click": click,
+        "like": pa.array([None if value < 0 else int(value) for value in like], pa.int8()),
+        "seconds": click * (1.0 + item % 5),
+        "price": rng.random(ROWS),
+        "item": item,
+        "user": pa.array([f"u{value}" for value in user]),
+        "at": pa.array(np.arange(ROWS), pa.timestamp("s")),
     }
-    return recipes.clicks(path).replace(
-        workload=workload, batch_size=100, min_steps_per_epoch=1, storage_path=str(folder), steps=120, evaluate_every=60
-    )
+    return pa.table({**columns, **{name: _listed(rows) for name, rows in lists.items()}})
+
+
+def _listed(rows: list[np.ndarray]) -> pa.Array:
+    return pa.array([of_row.tolist() for of_row in rows])
+
+
+def _written(table: pa.Table, folder: Path) -> str:
+    pq.write_table(table, folder / "log.parquet")
+    return str(folder / "log.parquet")
+
+
+def _config(recipe: rayrec.TrainConfig, folder: Path, steps: int, model: Any, **workload: Any) -> rayrec.TrainConfig:
+    """Return a run that learns in some seconds, at the same rates however long it is."""
+    learning = {"preset": {"min_count": 1}, "schedule": {"decay_fraction": 0.0}, "dense_optimizer": {"learning_rate": 0.02}}
+    workload = {"model": model, **learning, **workload}
+    return short_run(recipe, folder, steps, workload=workload, batch_size=100, min_steps_per_epoch=1)
+
+
+def _dlrm(path: str, folder: Path) -> rayrec.TrainConfig:
+    model = DLRMConfig(interaction="dot", embedding_dim=8, bottom_mlp=(16, 8), top_mlp=(16, 1))
+    return _config(recipes.clicks(path, SCHEMA), folder, 120, model, sparse_optimizer={"learning_rate": 0.1})
 
 
 def test_the_whole_road(tmp_path: Path) -> None:
-    log = str(tmp_path / "log.parquet")
     table = _rows()
-    pq.write_table(table, log)
-    config = _config(log, tmp_path).replace(checkpoint={"every": 60})
+    log = _written(table, tmp_path)
+    config = _dlrm(log, tmp_path).replace(evaluate_every=60, checkpoint={"every": 60})
 
     # Trained in one go, and in two on preprocessed data: the same weights.
     whole = train(config, name="whole")
     assert {"auroc", "like.auroc", "like.logloss", "seconds.mse", "seconds.mae"} <= whole.metrics.keys()
     assert whole.metrics["auroc"] > 0.7
-    preprocessed = str(tmp_path / "preprocessed")
-    rayrec.preprocess(
-        log, out=preprocessed, format="parquet", preprocessor=f"{tmp_path}/whole/preprocessor", schema=SCHEMA, console=QUIET
-    )
+    preprocessed, preprocessor = str(tmp_path / "preprocessed"), f"{whole.folder}/preprocessor"
+    rayrec.preprocess(log, out=preprocessed, format="parquet", preprocessor=preprocessor, schema=SCHEMA, console=QUIET)
     check_same_in_two_parts(config.replace(train_data={"path": preprocessed}), whole, steps=60)
-    assert "table" in rayrec.plan(config.replace(workload={"preprocessor": f"{tmp_path}/whole/preprocessor"}))
+    assert "table" in rayrec.plan(config.replace(workload={"preprocessor": preprocessor}))
 
     # Scores of every label; the first keeps the names it has alone.
     metrics, predicted = evaluated_and_predicted(whole.checkpoint, log, tmp_path / "scores")
@@ -109,28 +102,11 @@ def test_the_whole_road(tmp_path: Path) -> None:
     np.testing.assert_array_equal(columns["score_seconds"], columns["logit_seconds"])
 
     # By HTTP too, of rows with weights; an export would not apply these.
-    served = open_served(whole.checkpoint)
-    rows = [{name: row[name] for name in SCHEMA.unlabelled().columns} for row in table.slice(0, 20).to_pylist()]
-    reply = post(make_app(served), {"rows": rows})
-    assert reply.status == 200, reply.body
+    answer = score(make_app(open_served(whole.checkpoint)), {"rows": table.select(SCHEMA.unlabelled().columns)[:20].to_pylist()})
     for name, column in (("scores", "score"), ("score_like", "score_like"), ("score_seconds", "score_seconds")):
-        np.testing.assert_allclose(reply.json()[name], columns[column][:20], atol=1e-5)
-    with pytest.raises(InputError, match=r"lists have weights \(tag_weights\), which exports do not support"):
-        rayrec.export(whole.checkpoint, out=str(tmp_path / "export"), parity_rows=100)
-
-
-def test_export_stores_shared_table_once(tmp_path: Path) -> None:
-    log = str(tmp_path / "log.parquet")
-    pq.write_table(_rows(1), log)
-    schema = SCHEMA.replace(labels=(), features=SCHEMA.features[:1], timestamp=None)
-    run = train(_config(log, tmp_path, schema), name="run", steps=10)
-    out = str(tmp_path / "export")
-    told = rayrec.export(run.checkpoint, out=out, parity_rows=500)
-    assert told["parity"]["failure"] is None
-    manifest = json.loads((tmp_path / "export" / "manifest.json").read_text())
-    assert manifest["model"]["tables"] == ["item", "user", "item", "tags"]
-    served, checkpoint = open_served(out), open_served(run.checkpoint)
-    assert served.scorer.weight_bytes == checkpoint.scorer.weight_bytes
+        np.testing.assert_allclose(answer[name], columns[column][:20], atol=1e-5)
+    message = r"lists have weights \(tag_weights\), which exports do not support"
+    rejects(message, export, whole.checkpoint, tmp_path / "export", parity_rows=100)
 
 
 def _interests(seed: int) -> pa.Table:
@@ -141,30 +117,17 @@ def _interests(seed: int) -> pa.Table:
     seen = np.array([int(shown in of_row[-6:]) for shown, of_row in zip(item, history, strict=True)])
     click = (rng.random(ROWS) < 1 / (1 + np.exp(2 - 4 * seen))).astype(np.int8)
     columns = {"click": click, "price": rng.random(ROWS), "item": item, "user": rng.integers(0, 50, ROWS)}
-    return pa.table({**columns, "history": pa.array([of_row.tolist() for of_row in history])})
+    return pa.table({**columns, "history": _listed(history)})
 
 
 def test_sequence_ensemble_trains_exports_and_serves(tmp_path: Path) -> None:
-    log = str(tmp_path / "log.parquet")
     table = _interests(0)
-    pq.write_table(table, log)
+    log = _written(table, tmp_path)
     history = Feature(name="history", vocabulary="item", max_length=6)
-    schema = SCHEMA.replace(
-        labels=(), sparse=("item", "user", "history"), lists=("history",), features=(history,), timestamp=None
-    )
-    config = recipes.clicks_din(log, schema).replace(
-        batch_size=100,
-        min_steps_per_epoch=1,
-        steps=150,
-        evaluate_every=150,
-        storage_path=str(tmp_path),
-        workload={
-            "model": {"embedding_dim": 8, "attention": (16,), "mlp": (16,), "members": 2},
-            "preset": {"min_count": 1},
-            "schedule": {"decay_fraction": 0.0},
-            "dense_optimizer": {"learning_rate": 0.02},
-        },
-    )
+    names = {"sparse": ("item", "user", "history"), "lists": ("history",)}
+    schema = SCHEMA.replace(labels=(), features=(history,), timestamp=None, **names)
+    model = {"embedding_dim": 8, "attention": (16,), "mlp": (16,), "members": 2}
+    config = _config(recipes.clicks_din(log, schema), tmp_path, 150, model)
     run = train(config, name="whole", checkpoint={"every": 100})
     assert run.metrics["auroc"] > 0.75
 
@@ -172,24 +135,24 @@ def test_sequence_ensemble_trains_exports_and_serves(tmp_path: Path) -> None:
     metrics, predicted = evaluated_and_predicted(run.checkpoint, log, tmp_path / "scores")
     logits = predicted["logit"].to_numpy()
     assert auroc(logits, table["click"].to_numpy()) == pytest.approx(metrics["auroc"])
-    rows = [{name: row[name] for name in schema.unlabelled().columns} for row in table.slice(0, 50).to_pylist()]
-    for quantization in (None, "int8"):
-        out = str(tmp_path / (quantization or "fp32"))
-        told = rayrec.export(run.checkpoint, out=out, parity_rows=500, quantize=quantization, max_auroc_loss=0.01)
-        assert told["parity"]["failure"] is None
-        served = open_served(out)
-        reply = post(make_app(served), {"rows": rows})
-        tolerance = 1e-4 if quantization is None else 0.2
-        np.testing.assert_allclose(reply.json()["logits"], logits[:50], atol=tolerance)
-    names: dict[str, Any] = {}
-    exec(f"{LOADER}{FROM_RAW}".replace('"."', repr(f"{tmp_path}/fp32")).replace("[{}, {}]", repr(rows)), names)
-    dense, ids = names["encoder"].encode(rows)
-    np.testing.assert_allclose(names["score"](dense, ids), logits[:50], atol=1e-4)
-    with pytest.raises(InputError, match="column history has a varying number of ids"):
-        rayrec.export(run.checkpoint, out=str(tmp_path / "triton"), parity_rows=100, triton=True)
+    rows = table.select(schema.unlabelled().columns)[:50].to_pylist()
+    for quantization, tolerance in ((None, 1e-4), ("int8", 0.2)):
+        out = str(tmp_path / f"{quantization}")
+        export(run.checkpoint, out, parity_rows=500, quantize=quantization, max_auroc_loss=0.01)
+        np.testing.assert_allclose(score(make_app(open_served(out)), {"rows": rows})["logits"], logits[:50], atol=tolerance)
+    # The history's table is the item's, and stored once.
+    manifest = json.loads((tmp_path / "None" / "manifest.json").read_text())
+    assert manifest["model"]["tables"] == ["item", "user", "item"]
+    plain, checkpoint = open_served(f"{tmp_path}/None"), open_served(run.checkpoint)
+    assert plain.scorer.weight_bytes == checkpoint.scorer.weight_bytes
+    program: dict[str, Any] = {}
+    exec(f"{LOADER}{FROM_RAW}".replace('"."', repr(f"{tmp_path}/None")).replace("[{}, {}]", repr(rows)), program)
+    dense, ids = program["encoder"].encode(rows)
+    np.testing.assert_allclose(program["score"](dense, ids), logits[:50], atol=1e-4)
+    message = "column history has a varying number of ids"
+    rejects(message, export, run.checkpoint, tmp_path / "triton", parity_rows=100, triton=True)
 
 
 def test_unsupported_model_is_rejected_before_training(tmp_path: Path) -> None:
-    config = _config("nowhere.parquet", tmp_path).replace(workload={"model": FinalNetConfig()})
-    with pytest.raises(InputError, match=r"schema.labels: must be one label for FinalNetConfig, got click, like, seconds"):
-        train(config)
+    config = _dlrm("nowhere.parquet", tmp_path).replace(workload={"model": FinalNetConfig()})
+    rejects(r"schema.labels: must be one label for FinalNetConfig, got click, like, seconds", train, config)

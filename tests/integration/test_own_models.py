@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from builders import own_click_model
 from builders.click_models import make_app
-from builders.requests import post
-from builders.runs import check_same_in_two_parts, evaluated_and_predicted, train
+from builders.faults import rejects
+from builders.logs import unlabelled
+from builders.requests import score
+from builders.runs import check_same_in_two_parts, evaluated_and_predicted, export, train
 
 import rayrec
 from rayrec import recipes
-from rayrec.config import InputError
-from rayrec.inference.model import ServedModel, open_served
+from rayrec.inference.model import open_served
 from rayrec.metrics.binary import auroc, sigmoid
 from rayrec.models.ranking.finalnet import FinalNetConfig
 from rayrec.serve.config import ServeConfig
@@ -20,8 +21,7 @@ from rayrec.serve.deployment import custom_network_class
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
-OWN = f"{own_click_model.__file__}:own_model"
-ROWS = 3000
+FILE, ROWS = own_click_model.__file__, 3000
 
 
 @pytest.fixture(scope="module")
@@ -58,40 +58,25 @@ def test_the_whole_road(name: str, log: str, tmp_path: Path) -> None:
 
     # Exported as it is and with small tables, and opened again: by its own class alone where it is not rayrec's.
     own = own_click_model.OwnConfig if is_own else None
-    lines = Path(log).read_bytes().splitlines(keepends=True)[:20]
-    scores: dict[str | None, list[float]] = {}
-    for quantize in (None, "int8"):
-        out = str(tmp_path / f"export_{quantize}")
-        onnx = quantize is None
-        told = rayrec.export(whole.checkpoint, out=out, recipe=recipe, quantize=quantize, parity_rows=500, triton=onnx)
-        assert told["parity"]["failure"] is None
+    served = {whole.checkpoint: 1e-5}
+    for quantize, tolerance in ((None, 1e-5), ("int8", 0.05)):
+        out, onnx = str(tmp_path / f"export_{quantize}"), quantize is None
+        told = export(whole.checkpoint, out, recipe=recipe, quantize=quantize, parity_rows=500, triton=onnx)
         assert not onnx or told["triton"]
         if is_own:
-            with pytest.raises(InputError, match=r"network must be rayrec's, got .*OwnConfig\. Pass its training recipe"):
-                open_served(out)
-        served = open_served(out, own=own)
-        scores[quantize] = _served_scores(served, lines)
-    expected = sigmoid(predicted["logit"].to_numpy()[: len(lines)])
-    np.testing.assert_allclose(scores[None], expected, atol=1e-5)
-    np.testing.assert_allclose(scores["int8"], expected, atol=0.05)
-    np.testing.assert_allclose(_served_scores(open_served(whole.checkpoint, own=own), lines), expected, atol=1e-5)
-
-
-def _served_scores(model: ServedModel, lines: list[bytes]) -> list[float]:
-    """By HTTP, of labelled lines."""
-    reply = post(make_app(model), b"".join(line.split(b"\t", 1)[1] for line in lines))
-    assert reply.status == 200, reply.body
-    scores: list[float] = reply.json()["scores"]
-    assert len(scores) == len(lines)
-    return scores
+            rejects(r"network must be rayrec's, got .*OwnConfig\. Pass its training recipe", open_served, out)
+        served[out] = tolerance
+    text = unlabelled(Path(log).read_bytes().splitlines(keepends=True)[:20])
+    for place, tolerance in served.items():
+        scores = score(make_app(open_served(place, own=own)), text)["scores"]
+        np.testing.assert_allclose(scores, sigmoid(predicted["logit"].to_numpy()[:20]), atol=tolerance)
 
 
 def test_server_accepts_recipe_of_own_model() -> None:
     assert custom_network_class(None) is None
-    own = custom_network_class(OWN)  # of the file, which is another module than the one imported here
+    own = custom_network_class(f"{FILE}:own_model")  # of the file, which is another module than the one imported here
     assert own is not None
     assert own.__qualname__ == own_click_model.OwnConfig.__qualname__
-    with pytest.raises(InputError, match=r"does not train a click model\. Only click models can be served"):
-        custom_network_class(f"{own_click_model.__file__}:own_images")
-    with pytest.raises(InputError, match=r"must be FILE\.py:FUNCTION, got 'criteo_demo'"):
-        ServeConfig(recipe="criteo_demo")
+    message = r"does not train a click model\. Only click models can be served"
+    rejects(message, custom_network_class, f"{FILE}:own_images")
+    rejects(r"must be FILE\.py:FUNCTION, got 'criteo_demo'", ServeConfig, recipe="criteo_demo")

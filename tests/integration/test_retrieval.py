@@ -2,19 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from builders.click_models import make_app
+from builders.faults import rejects
 from builders.interactions import ITEMS, small, write_log
-from builders.requests import ask, post
-from builders.runs import QUIET, check_same_in_two_parts, evaluated_and_predicted, train
+from builders.requests import ask, score
+from builders.runs import QUIET, check_same_in_two_parts, check_same_run, evaluated_and_predicted, export, train
 from hosts.processes import torchrun
 
 import rayrec
-from rayrec.config import InputError
 from rayrec.inference.model import open_served
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
@@ -22,8 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 @pytest.mark.parametrize("name", ["next_item", "two_tower"])
 def test_retrieval_model_trains_exports_and_serves(name: str, tmp_path: Path) -> None:
-    log = write_log(str(tmp_path / "log"), name)
-    config = small(name, log, storage_path=str(tmp_path), steps=60, evaluate_every=60, checkpoint={"every": 30})
+    log = write_log(tmp_path / "log", name)
+    config = small(name, log, tmp_path, 60, checkpoint={"every": 30})
     whole = train(config, name="whole")
     check_same_in_two_parts(config, whole, steps=30)
 
@@ -48,51 +47,40 @@ def test_retrieval_model_trains_exports_and_serves(name: str, tmp_path: Path) ->
         columns = ("user", "item")
 
     # Exported, with small tables too, and served: the answers are the predictions.
+    plain = export(whole.checkpoint, tmp_path / "plain")
+    assert plain["program_parity"]["max_logit_difference"] < 1e-4
+    export(whole.checkpoint, tmp_path / "int8", quantize="int8")
     asked = [{key: value for key, value in row.items() if value} for row in rows.slice(0, 8).to_pylist()]
-    for path in (whole.checkpoint, *(_exported(whole.checkpoint, tmp_path, kind) for kind in (None, "int8"))):
+    for path in (whole.checkpoint, f"{tmp_path}/plain", f"{tmp_path}/int8"):
         app = make_app(open_served(path))
-        reply = post(app, {"rows": asked})
-        assert reply.status == 200, reply.body
+        answer = score(app, {"rows": asked})
         for column in columns:
+            expected = predicted[column].to_pylist()[:8]
             if column == "items":
-                found = [row[:1] for row in reply.json()[column]]
-                assert found == [row[:1] for row in predicted[column].to_pylist()[:8]]
+                assert [row[:1] for row in answer[column]] == [row[:1] for row in expected]
             else:
-                np.testing.assert_allclose(reply.json()[column], predicted[column].to_pylist()[:8], atol=0.2)
+                np.testing.assert_allclose(answer[column], expected, atol=0.2)
         described = ask(app, "GET", "/openapi.json").json()
         assert set(columns) <= set(json.dumps(described).replace('"', " ").split())
 
 
-def _exported(checkpoint: str, folder: Path, quantize: Any) -> str:
-    out = str(folder / f"export_{quantize}")
-    report = rayrec.export(checkpoint, out=out, quantize=quantize)
-    assert report["parity"]["failure"] is None
-    if quantize is None:
-        assert report["program_parity"]["max_logit_difference"] < 1e-4
-    return out
-
-
 def test_commands_for_labels_reject_retrieval_models(tmp_path: Path) -> None:
-    log = write_log(str(tmp_path / "log"), "two_tower", users=20)
-    config = small("two_tower", log, storage_path=str(tmp_path), steps=2, evaluate_every=2)
-    run = train(config, name="run")
-    with pytest.raises(InputError, match=r"recipe two_tower does not predict clicks\. Only click models can be compared"):
-        rayrec.compare([run.checkpoint, run.checkpoint], log, console=QUIET)
-    with pytest.raises(InputError, match=r"does not predict clicks, .*confidence"):
-        rayrec.evaluate(run.checkpoint, log, confidence=0.9, console=QUIET)
-    with pytest.raises(InputError, match="members"):
-        train(config, name="two", workload={"model": {"members": 2}})
+    log = write_log(tmp_path / "log", "two_tower", users=20)
+    config = small("two_tower", log, tmp_path, 2)
+    run = train(config)
+    message = r"recipe two_tower does not predict clicks\. Only click models can be compared"
+    rejects(message, rayrec.compare, [run.checkpoint, run.checkpoint], log, console=QUIET)
+    rejects(r"does not predict clicks, .*confidence", rayrec.evaluate, run.checkpoint, log, confidence=0.9, console=QUIET)
+    rejects("members", train, config, name="two", workload={"model": {"members": 2}})
     teacher = {"checkpoint": run.checkpoint, "weight": 0.5}
-    with pytest.raises(InputError, match=r"teacher\.checkpoint: must be None for TwoTowerConfig"):
-        train(config, name="student", workload={"teacher": teacher})
+    rejects(r"teacher\.checkpoint: must be None for TwoTowerConfig", train, config, name="student", workload={"teacher": teacher})
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["next_item", "two_tower"])
 def test_killed_worker_of_two_changes_no_weights(name: str, tmp_path: Path) -> None:
-    log = write_log(str(tmp_path / "log"), name)
-    config = small(name, log, steps=200, batch_size=8, evaluate_every=200, checkpoint={"every": 20})
-    (tmp_path / "config.yaml").write_text(config.replace(scaling={"num_workers": 2}).to_yaml())
-    whole, killed = (torchrun(tmp_path, run, tmp_path / "config.yaml", kill=run == "killed") for run in ("whole", "killed"))
-    assert killed["weights_sha256"] == whole["weights_sha256"]
-    assert (killed["restarts"], killed["rows_lost"], killed["rows_repeated"]) == (1, 0, 0)
+    log, path = write_log(tmp_path / "log", name), tmp_path / "config.yaml"
+    config = small(name, log, tmp_path, 200, batch_size=8, checkpoint={"every": 20}, scaling={"num_workers": 2})
+    path.write_text(config.to_yaml())
+    whole, killed = (torchrun(tmp_path, run, path, kill=run == "killed") for run in ("whole", "killed"))
+    check_same_run(killed, whole, restarts=1)

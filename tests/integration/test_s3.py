@@ -7,12 +7,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from builders.click_models import save_clicks
-from builders.runs import QUIET, train
+from builders.faults import rejects
+from builders.runs import QUIET, check_same_run, export, short_run, train
 from pyarrow import fs
 
 import rayrec
 from rayrec import storage
-from rayrec.config import InputError
 from rayrec.data.job import COMPLETE
 from rayrec.data.logs.text_parser import parse
 from rayrec.inference.model import open_served
@@ -30,11 +30,9 @@ def test_s3_log_matches_local_log(bucket: str, click_log: Path, tmp_path: Path) 
     options: dict[str, Any] = {"format": "parquet", "preprocessor": str(tmp_path / "here"), "split": "sevenths"}
     made = rayrec.preprocess(f"{bucket}/kaggle/train.txt", out=f"{bucket}/ready", **options, console=QUIET)
     assert made["rows"] == 20_000
-    config = rayrec.recipes.criteo_demo(f"{bucket}/ready").replace(
-        steps=4, evaluate_every=4, batch_size=256, storage_path=str(tmp_path / "runs"), scaling={"num_workers": 1}
-    )
-    from_s3, local = train(config, name="s3"), train(config, name="local", train_data={"path": str(click_log / "train.txt")})
-    assert from_s3.summary["weights_sha256"] == local.summary["weights_sha256"]
+    config = short_run(rayrec.recipes.criteo_demo(f"{bucket}/ready"), tmp_path / "runs", 4, batch_size=256)
+    local = train(config, name="local", train_data={"path": str(click_log / "train.txt")})
+    check_same_run(train(config, name="s3").summary, local.summary)
 
 
 def test_s3_checkpoint_is_usable(bucket: str, click_log: Path, tmp_path: Path) -> None:
@@ -43,8 +41,7 @@ def test_s3_checkpoint_is_usable(bucket: str, click_log: Path, tmp_path: Path) -
     storage.copy_file(str(click_log / "train.txt"), log)
     storage.copy_files(str(save_clicks(tmp_path / "run", scale=3.0, train_data={"path": log}).run), run)
 
-    told = rayrec.export(run, out=exported, parity_rows=500)
-    assert told["parity"]["origin"] == f"test rows of {log}"
+    assert export(run, exported, parity_rows=500)["parity"]["origin"] == f"test rows of {log}"
     checkpoint, served = open_served(run), open_served(exported)
     assert (checkpoint.kind, served.kind) == ("checkpoint", "export")
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:100]
@@ -52,11 +49,10 @@ def test_s3_checkpoint_is_usable(bucket: str, click_log: Path, tmp_path: Path) -
     logits = checkpoint.score(rows)
     np.testing.assert_allclose(served.score(rows), logits, atol=1e-5)
 
-    made = rayrec.predict(run, log, out=f"{bucket}/used/predicted", console=QUIET)
-    assert made["rows"] == 20_000
-    assert storage.list_folder(f"{bucket}/used/predicted") == [COMPLETE, "part-00000.parquet"]
-    assert storage.list_folder(f"{bucket}/used/predicted.partial") == []
-    filesystem, inner = storage.resolve(f"{bucket}/used/predicted/part-00000.parquet")
+    out = f"{bucket}/used/predicted"
+    assert rayrec.predict(run, log, out=out, console=QUIET)["rows"] == 20_000
+    assert (storage.list_folder(out), storage.list_folder(f"{out}.partial")) == ([COMPLETE, "part-00000.parquet"], [])
+    filesystem, inner = storage.resolve(f"{out}/part-00000.parquet")
     predicted = pq.read_table(inner, filesystem=filesystem)
     assert predicted.column("row").to_pylist() == list(range(20_000))
     np.testing.assert_allclose(predicted.column("logit").to_numpy()[:100], logits, atol=1e-5)
@@ -69,8 +65,6 @@ def test_s3_checkpoint_is_usable(bucket: str, click_log: Path, tmp_path: Path) -
 
 def test_s3_faults_are_one_line(bucket: str, click_log: Path, tmp_path: Path) -> None:
     for path in (f"{bucket}/nothing/here", "s3://no-such-bucket/train.txt"):
-        with pytest.raises(InputError, match=r"^s3://[^\n]*$"):
-            rayrec.vocabulary(path, out=str(tmp_path / "out"), console=QUIET)
+        rejects(r"^s3://[^\n]*$", rayrec.vocabulary, path, out=str(tmp_path / "out"), console=QUIET)
     fs.copy_files(str(click_log / "train.txt"), f"{bucket}/some.txt")
-    with pytest.raises(InputError, match=r"^[^\n]*parquet[^\n]*$"):
-        rayrec.preprocess(f"{bucket}/some.txt", out=f"{bucket}/npy", format="npy", console=QUIET)
+    rejects(r"^[^\n]*parquet[^\n]*$", rayrec.preprocess, f"{bucket}/some.txt", out=f"{bucket}/npy", format="npy", console=QUIET)

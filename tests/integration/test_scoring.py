@@ -6,11 +6,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from builders.faults import rejects
 from builders.runs import QUIET
 from builders.scored_rows import rows_file, scored, trained
 
 import rayrec
-from rayrec.config import InputError
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -42,12 +42,10 @@ def test_rows_are_evaluated_and_predicted(local_ray: None, tmp_path: Path) -> No
 def test_errors_are_one_line(tmp_path: Path) -> None:
     checkpoint, _ = trained(tmp_path / "run")
     rows = rows_file(tmp_path, 20)
-    with pytest.raises(InputError, match="no recipe 'scored'"):
-        rayrec.evaluate(checkpoint, rows, console=QUIET)
+    rejects("no recipe 'scored'", rayrec.evaluate, checkpoint, rows, console=QUIET)
     for options, told in (
         ({"batch_row": 3}, "no such field; did you mean 'batch_rows'"),
         ({"batch_rows": 0}, "batch_rows: must be at least 1, got 0"),
         ({"slice_by": ("day",), "confidence": 0.9}, "does not predict clicks, which slice_by and confidence need"),
     ):
-        with pytest.raises(InputError, match=told):
-            rayrec.evaluate(checkpoint, rows, recipe=scored, **options, console=QUIET)
+        rejects(told, rayrec.evaluate, checkpoint, rows, recipe=scored, **options, console=QUIET)

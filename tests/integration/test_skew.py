@@ -1,16 +1,18 @@
 """Training and serving cannot disagree: the same raw rows through every way to a score give the same score."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from builders.click_models import Saved, make_app, row_object, save_clicks
-from builders.logs import open_index
-from builders.requests import post
+from builders.logs import made_from, open_index, unlabelled
+from builders.requests import score
 
 from rayrec.data.encoded_rows import from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.encoding.presets import RAYREC, make_preprocessor
+from rayrec.data.encoding.presets import RAYREC
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.text_log import read_segments
 from rayrec.datasets.criteo import SCHEMA
@@ -46,10 +48,7 @@ def index(log: Path) -> LogIndex:
 @pytest.fixture(scope="module")
 def preprocessor(index: LogIndex) -> Preprocessor:
     """Of the first segment's rows alone, so that many categories of the others are unknown."""
-    preset = RAYREC.replace(min_count=2)
-    counts = preset.counting(SCHEMA).empty()
-    counts.add_rows(read_segments(index.segments[:1], SCHEMA), 0)
-    return make_preprocessor(preset, SCHEMA, counts)
+    return made_from(read_segments(index.segments[:1], SCHEMA), SCHEMA, RAYREC.replace(min_count=2))
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +64,9 @@ def trained(saved: Saved, index: LogIndex) -> np.ndarray:
     order = BlockOrder(tuple(index.parts(0, index.rows)), shuffle="window", seed=5, segments_per_block=3)
     logits = np.full(ROWS, np.nan, np.float32)
     for block in order.blocks(1):
-        first_rows = np.concatenate(
-            [part.segment.first_row + np.arange(part.segment.rows, dtype=np.int64) for part in block.parts]
-        )
+        numbers = np.concatenate([part.segment.first_row + np.arange(part.segment.rows) for part in block.parts])
         for rows in from_arrow(to_arrow(encode_block(block, 0, block.rows, saved.preprocessor))):
-            logits[first_rows[block.order()]] = saved.logits(rows)
+            logits[numbers[block.order()]] = saved.logits(rows)
     assert np.isfinite(logits).all()
     assert logits.std() > 0.1
     return logits
@@ -77,34 +74,18 @@ def trained(saved: Saved, index: LogIndex) -> np.ndarray:
 
 def test_predict(trained: np.ndarray, saved: Saved, index: LogIndex) -> None:
     order = BlockOrder(tuple(index.parts(0, index.rows)), shuffle="none", seed=0, segments_per_block=2)
-    blocks = [
-        ScoredBlock(block, tuple(part.segment.first_row for part in block.parts), has_all_lines=True) for block in order.blocks(0)
-    ]
-    process = _ScoringTask(
-        workload=saved.config.workload,  # type: ignore[arg-type]
-        config=saved.config,
-        checkpoint=str(saved.checkpoint),
-        preprocessor=None,  # type: ignore[arg-type]
-        blocks=None,  # type: ignore[arg-type]
-        labelled=True,
-        measuring=False,
-        batch_rows=1024,
-        key_columns=(),
-        frequency_columns=(),
-        stretches=(),
-    )
-    scorer = load_scorer(
-        saved.config.workload.model,  # type: ignore[attr-defined]
-        precision=saved.config.precision,
-        checkpoint=str(saved.checkpoint),
-        preprocessor=Preprocessor.load(f"{saved.checkpoint}/preprocessor"),
-        device="cpu",
-    )
-    score = process.block_scorer(saved.preprocessor, blocks, scorer)
-    tables = [score(number) for number in range(len(blocks))]
-    assert np.concatenate([table.column("row").to_numpy() for table in tables]).tolist() == list(range(ROWS))
-    logits = np.concatenate([table.column("logit").to_numpy() for table in tables])
-    np.testing.assert_allclose(logits, trained, atol=TOLERANCE)
+    first_rows = {block: tuple(part.segment.first_row for part in block.parts) for block in order.blocks(0)}
+    blocks = [ScoredBlock(block, rows, has_all_lines=True) for block, rows in first_rows.items()]
+    config: Any = saved.config
+    options: dict[str, Any] = {"labelled": True, "measuring": False, "batch_rows": 1024, "preprocessor": None, "blocks": None}
+    options |= {"key_columns": (), "frequency_columns": (), "stretches": ()}
+    process = _ScoringTask(workload=config.workload, config=config, checkpoint=str(saved.checkpoint), **options)
+    given = {"precision": config.precision, "preprocessor": Preprocessor.load(f"{saved.checkpoint}/preprocessor")}
+    scorer = load_scorer(config.workload.model, checkpoint=str(saved.checkpoint), device="cpu", **given)
+    block_scorer = process.block_scorer(saved.preprocessor, blocks, scorer)
+    table = pa.concat_tables(map(block_scorer, range(len(blocks))))
+    assert table.column("row").to_pylist() == list(range(ROWS))
+    np.testing.assert_allclose(table.column("logit").to_numpy(), trained, atol=TOLERANCE)
 
 
 def test_export_and_http(trained: np.ndarray, saved: Saved, index: LogIndex, log: Path, tmp_path: Path) -> None:
@@ -116,17 +97,10 @@ def test_export_and_http(trained: np.ndarray, saved: Saved, index: LogIndex, log
 
     app = make_app(model)
     lines = log.read_bytes().splitlines(keepends=True)
-    logits: list[float] = []
-    unknown = 0
-    for start in range(0, ROWS, 1000):
-        reply = post(app, b"".join(lines[start : start + 1000]))
-        assert reply.status == 200, reply.body
-        logits += reply.json()["logits"]
-        unknown += sum(reply.json()["unknown"])
-    np.testing.assert_allclose(logits, trained, atol=TOLERANCE)
-    assert unknown > ROWS  # the ways agree on these, too
-    without_label = [line.split(b"\t", 1)[1] for line in lines[:500]]
-    reply = post(app, {"rows": [row_object(line) for line in without_label]})
-    np.testing.assert_allclose(reply.json()["logits"], trained[:500], atol=TOLERANCE)
-    single = post(app, without_label[3])
-    np.testing.assert_allclose(single.json()["logits"], trained[3:4], atol=TOLERANCE)
+    answers = [score(app, b"".join(lines[start : start + 1000])) for start in range(0, ROWS, 1000)]
+    np.testing.assert_allclose(np.concatenate([answer["logits"] for answer in answers]), trained, atol=TOLERANCE)
+    assert sum(sum(answer["unknown"]) for answer in answers) > ROWS  # the ways agree on these, too
+    without_label = [unlabelled([line]) for line in lines[:500]]
+    objects = score(app, {"rows": [row_object(line) for line in without_label]})
+    np.testing.assert_allclose(objects["logits"], trained[:500], atol=TOLERANCE)
+    np.testing.assert_allclose(score(app, without_label[3])["logits"], trained[3:4], atol=TOLERANCE)
