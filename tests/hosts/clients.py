@@ -4,6 +4,7 @@ import http.client
 import json
 import threading
 import time
+from contextlib import closing
 from typing import Any
 
 from hosts.processes import EndsOnExit
@@ -14,14 +15,11 @@ TOKEN = "open sesame"
 
 def ask(port: int, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
     """Send a request, with a body of lines. Returns the status and body of the answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    try:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=120)) as connection:
         headers = {"content-type": "text/tab-separated-values", "authorization": f"Bearer {TOKEN}"}
         connection.request(method, path, body=body, headers=headers)
         response = connection.getresponse()
         return response.status, response.read()
-    finally:
-        connection.close()
 
 
 class Load(EndsOnExit):

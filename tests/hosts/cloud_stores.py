@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +13,7 @@ from hosts.blob_server import ACCOUNT, KEY, BlobServer
 from hosts.ports import free_ports
 from pyarrow import fs
 
+FOLDER = Path(__file__).parent
 _AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """Published by Microsoft, the same for every Azurite."""
 
@@ -27,16 +30,27 @@ class CloudStore(Protocol):
     def kill(self) -> None: ...
 
 
+@contextmanager
+def outage(store: CloudStore, seconds: float) -> Iterator[None]:
+    """Kill a store, and start it again after so many seconds, while the body runs."""
+    store.kill()
+    back = threading.Timer(seconds, store.start)
+    back.start()
+    try:
+        yield
+    finally:
+        back.join()
+
+
 class GoogleStore:
-    """gcp-storage-emulator in a process of its own: pyarrow holds the interpreter's lock while it waits for some answers."""
+    """gcp-storage-emulator in a separate process: pyarrow holds the interpreter's lock while it waits for some answers."""
 
     bucket = "gs://logs"
 
     def __init__(self, folder: Path) -> None:
         self.port = free_ports(1)
         self.environment = {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{self.port}"}
-        script = Path(__file__).parent / "google_server.py"
-        self._command = [sys.executable, str(script), str(folder), str(self.port)]
+        self._command = [sys.executable, str(FOLDER / "google_server.py"), str(folder), str(self.port)]
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
@@ -57,16 +71,10 @@ class S3Store:
     bucket = "s3://logs"
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.port = free_ports(1)
-        self.environment = {
-            "AWS_ACCESS_KEY_ID": "tester",
-            "AWS_SECRET_ACCESS_KEY": "secret-word",
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
-            "AWS_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
-        script = Path(__file__).parent / "s3_server.py"
-        command = [sys.executable, str(script), str(self.port), "tester", "secret-word"]
+        self.port, key, secret = free_ports(1), "tester", "secret-word"
+        self.environment = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret, "AWS_REGION": "us-east-1"}
+        self.environment |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}", "AWS_EC2_METADATA_DISABLED": "true"}
+        command = [sys.executable, str(FOLDER / "s3_server.py"), str(self.port), key, secret]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def start(self) -> None:
@@ -79,9 +87,8 @@ class S3Store:
         self._process.kill()
         self._process.communicate()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
 
     def url(self, bucket: str) -> str:
         """The URL of a bucket, which is made where it is missing; needs `environment`."""

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from builders.faults import until
+from builders.faults import rejects, until
 from builders.runs import QUIET, files_in
 from hosts.processes import pids
 
@@ -86,18 +86,17 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(params=["spark", "spark-on-ray"])
 def spark(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    def start(**changes: Any) -> Any:
-        config = PreparationConfig(engine=request.param, spark=SparkConfig().updated({**SPARK, **changes}))
-        return engine(config, QUIET)
-
-    start.name = request.param  # type: ignore[attr-defined]
-    return start
+    settings = SparkConfig().updated(SPARK)
+    return lambda **changes: engine(PreparationConfig(engine=request.param, spark=settings.updated(changes)), QUIET)
 
 
 @pytest.mark.exhaustive
-def test_task_input_error_is_one_line(spark: Callable[..., Any], tasks: Any) -> None:
-    with spark() as running, pytest.raises(InputError, match=r"^day_3 at byte 7: no such thing; fix it$"):
-        list(running.run("refuse", tasks.refuse, [1, 2]))
+def test_task_input_error_is_one_line_and_no_process_remains(spark: Callable[..., Any], tasks: Any) -> None:
+    with spark() as running:
+        rejects(r"^day_3 at byte 7: no such thing; fix it$", lambda: list(running.run("refuse", tasks.refuse, [1, 2])))
+        pid = running.process.pid
+    until(lambda: not pids(lambda each: os.getsid(each) == pid), timeout_s=120, pause_s=0.2)
+    assert ray.is_initialized()
 
 
 @pytest.mark.exhaustive
@@ -126,11 +125,3 @@ def kill_executor(marks: Path) -> None:
     in_driver = any("rayrec.ingest.spark_driver" in command for _, command in above)
     executors = [parent for parent, command in above if os.path.basename("".join(command[:1])) == "java"]
     (worker if in_driver else executors[0]).kill()
-
-
-@pytest.mark.exhaustive
-def test_engines_leave_nothing_running(spark: Callable[..., Any]) -> None:
-    with spark() as running:
-        pid = running.process.pid
-    until(lambda: not pids(lambda each: os.getsid(each) == pid), timeout_s=120, pause_s=0.2)
-    assert ray.is_initialized()

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders import run_events
@@ -54,25 +55,16 @@ ray.shutdown()
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Samples:
     """What an exporter says after a made-up run."""
-    events = []
-    for event in run_events.run():
-        event = dict(event)
-        if event["kind"] == "start":
-            event["rows"] = event["step"] * 64
-        elif event["kind"] == "evaluate":
-            event["auroc"] = 0.75
-        elif event["kind"] == "step":
-            event |= {"times_s": {"data": 0.5, "forward": 1.5, "other": 0.0}}
-            event |= {"multiply_adds_per_s": 1e9, "peak_fraction": 0.25}
-        elif event["kind"] == "finish":
-            event["metrics"] = {"auroc": 0.75}
-        events.append(event)
+    more: dict[str, Any] = {"evaluate": {"auroc": 0.75}, "finish": {"metrics": {"auroc": 0.75}}}
+    more["step"] = {"times_s": {"data": 0.5, "forward": 1.5, "other": 0.0}, "multiply_adds_per_s": 1e9, "peak_fraction": 0.25}
+    events = [{**event, **more.get(event["kind"], {})} for event in run_events.run()]
+    events = [{**event, "rows": event["step"] * 64} if event["kind"] == "start" else event for event in events]
     stages = [{"stage": "parse", "rows_per_s": 10.0, "busy": 0.5, "cpu_share": 1.0}]
     store = {"object_store_bytes": 5, "object_store_limit_bytes": 50, "spilled_bytes": 0}
     speed = {"seconds": 10.0, "rows": 100, "cpus": 1.0, "rows_per_s": 10.0, "busy": 0.5, "backlog_rows": 3.0}
     events.append({"kind": "data", "time": events[-1]["time"], "step": 200, "stages": stages, **speed, **store})
-    more = {"RAY_metrics_report_interval_ms": "500", "PYTHONPATH": str(Path(__file__).parents[1])}
-    environment = environment_for(tmp_path_factory.mktemp("cache"), **more)
+    settings = {"RAY_metrics_report_interval_ms": "500", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = environment_for(tmp_path_factory.mktemp("cache"), **settings)
     done = run_command(sys.executable, "-c", EXPORTER, input=json.dumps(events), env=environment)
     found: Samples = {}
     lines = [line for line in done.stdout.splitlines() if line.startswith(("#", "ray_rayrec_"))]
@@ -83,15 +75,10 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Samples:
 
 
 def test_metrics_match_run(scraped: Samples) -> None:
+    of_run = {"step": 200, "goal_steps": 200, "steps_total": 120 + 100, "rows_total": 220 * 64}  # 20 steps again
+    of_run |= {"steps_redone_total": 20, "failures_total": 1, "checkpoints_total": 4, "checkpoint_stall_s_total": 1.0}
     for name, labels, expected in (
-        ("step", {"run": "run-1"}, 200),
-        ("goal_steps", {"run": "run-1"}, 200),
-        ("steps_total", {"run": "run-1"}, 120 + 100),  # 20 of them again
-        ("rows_total", {"run": "run-1"}, 220 * 64),
-        ("steps_redone_total", {"run": "run-1"}, 20),
-        ("failures_total", {"run": "run-1"}, 1),
-        ("checkpoints_total", {"run": "run-1"}, 4),
-        ("checkpoint_stall_s_total", {"run": "run-1"}, 1.0),
+        *((name, {"run": "run-1"}, value) for name, value in of_run.items()),
         ("workers", {"run": "run-1"}, 1),
         ("metric", {"set": "validation", "metric": "auroc"}, 0.75),
         ("time_s_total", {"phase": "forward"}, 22 * 1.5),
@@ -140,12 +127,8 @@ def test_legends_and_places_of_the_dashboard() -> None:
             if "rate(" in target["expr"]:
                 assert "[$__rate_interval]" in target["expr"]
                 assert panel["interval"] == "2m"
-        units = {
-            place["matcher"]["options"]: value["value"]
-            for place in panel["fieldConfig"].get("overrides", ())
-            for value in place["properties"]
-            if value["id"] == "unit"
-        }
+        overrides = [(place["matcher"]["options"], place["properties"]) for place in panel["fieldConfig"].get("overrides", ())]
+        units = {name: value["value"] for name, values in overrides for value in values if value["id"] == "unit"}
         # What counters add up and what they add up a second have no axis in common.
         shares = {target["refId"] for target in panel["targets"] if "_s_total" in target["expr"]}
         if shares and len(shares) < len(panel["targets"]):

@@ -44,21 +44,10 @@ def state_of(tensors: dict[str, torch.Tensor], table: int, columns: str = "", *,
     return tensors[f"optimizer.embeddings.embedding_bags.cat_{table}.weight.{state}{columns}"]
 
 
-ROUND_TRIPS = [
-    ("rowwise_adagrad", "adam", "table_wise"),
-    ("adagrad", "adagrad", "column_wise"),
-    ("sgd", "sgd", "data_parallel"),
-    ("rowwise_adagrad", "adamw", "data_parallel"),
-    ("adam", "adam", "column_wise"),
-]
-RULES = [
-    ("rowwise_adagrad", 1e-8),
-    ("rowwise_adagrad", 0.0),
-    ("adagrad", 1e-8),
-    ("sgd", 1e-8),
-    ("adam", 1e-2),
-    ("sparse_adam", 1e-2),
-]
+ROUND_TRIPS = [("rowwise_adagrad", "adam", "table_wise"), ("rowwise_adagrad", "adamw", "data_parallel")]
+ROUND_TRIPS += [("sgd", "sgd", "data_parallel"), ("adagrad", "adagrad", "column_wise"), ("adam", "adam", "column_wise")]
+RULES = [("rowwise_adagrad", 1e-8), ("rowwise_adagrad", 0.0), ("adagrad", 1e-8), ("sgd", 1e-8), ("adam", 1e-2)]
+RULES += [("sparse_adam", 1e-2)]
 
 
 def round_trip(sparse: str, dense: str, home: str) -> list[Stage]:
@@ -117,10 +106,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 @pytest.mark.parametrize(("sparse", "dense", "home"), ROUND_TRIPS)
 def test_round_trip_over_all_plans_is_bitwise_equal(saved: Saved, sparse: str, dense: str, home: str) -> None:
     start, one, three, back, went, stayed = (saved[stage["save"]] for stage in round_trip(sparse, dense, home))
-    assert not differing(joined(one), joined(start))
-    assert not differing(joined(three), joined(start))
-    assert not differing(back, start)
-    assert not differing(went, stayed)
+    assert not differing(joined(one), joined(start)) | differing(joined(three), joined(start))
+    assert not differing(back, start) | differing(went, stayed)
     assert differing(went, start) >= {name for name in start if "cat_3.weight" in name}
     if sparse != "sgd":
         state = state_of(start, 3, state="exp_avg_sq" if sparse == "adam" else "momentum1")
@@ -132,9 +119,7 @@ def test_round_trip_over_all_plans_is_bitwise_equal(saved: Saved, sparse: str, d
 
 def test_column_part_states_join_as_mean(saved: Saved) -> None:
     start, one, three, went, stayed, whole, replicated, narrow, rows, again = (saved[stage["save"]] for stage in column_parts())
-    assert not differing(one, start)
-    assert not differing(three, start)
-    assert not differing(went, stayed)
+    assert not differing(one, start) | differing(three, start) | differing(went, stayed)
     first, second = (state_of(start, 3, part) for part in (".columns_0_8", ".columns_8_16"))
     assert not torch.equal(first, second)
     mean = ((first.double() + second.double()) / 2).float()

@@ -1,7 +1,6 @@
 """Server command: scoring, model changes under load, replica failure, and shutdown."""
 
-from __future__ import annotations
-
+import contextlib
 import http.client
 import json
 import os
@@ -76,7 +75,7 @@ def test_server_process_answers_and_drains(tmp_path: Path, ingress: str) -> None
             killed_s = time.monotonic()
             _until(lambda: len(_replicas(server)) == 2 and died not in _replicas(server))
             _until(lambda: time.monotonic() > killed_s + REPORT_TIMEOUT_S + 1)  # until then the one that died counts as serving
-            _until(lambda: _serving_or_nothing(port) == {version: 2.0})
+            _until(lambda: _counts(port, "rayrec_serve_replicas") == {version: 2.0})
         # What the replica had taken is lost with it; all else is answered by the other.
         assert len(load.failed) <= 4  # clients
         assert all(start_s < killed_s + 30 for start_s, _, _ in load.failed)
@@ -97,23 +96,16 @@ def test_server_process_answers_and_drains(tmp_path: Path, ingress: str) -> None
     assert "sesame" not in server.out + server.err
 
 
-def _counts(port: int) -> dict[tuple[str, str], float]:
-    """Return samples by name and first label."""
-    status, body = ask(port, "GET", "/metrics")
-    assert status == 200
-    samples = [sample for family in text_string_to_metric_families(body.decode()) for sample in family.samples]
-    return {(sample.name, next(iter(sample.labels.values()), "")): sample.value for sample in samples}
+def _counts(port: int, name: str) -> dict[str, float]:
+    """Return the samples of a metric by their first label; none if the replica that is asked has just failed."""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        status, body = ask(port, "GET", "/metrics")
+        families = text_string_to_metric_families(body.decode()) if status == 200 else ()
+        samples = [sample for family in families for sample in family.samples if sample.name.startswith(name)]
+        return {next(iter(sample.labels.values()), ""): sample.value for sample in samples}
+    return {}
 
 
 def _rows(port: int, version: str) -> float:
     """Return the rows scored with a model by all replicas, past ones included."""
-    return _counts(port)["rayrec_serve_rows_total", version]
-
-
-def _serving_or_nothing(port: int) -> dict[str, float]:
-    """Return the number of replicas per version, failed ones until they time out; nothing if the queried one has just failed."""
-    try:
-        counts = _counts(port)
-    except (OSError, http.client.HTTPException, AssertionError):
-        return {}
-    return {version: value for (name, version), value in counts.items() if name.startswith("rayrec_serve_replicas")}
+    return _counts(port, "rayrec_serve_rows_total")[version]

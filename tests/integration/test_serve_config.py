@@ -19,8 +19,9 @@ import ray
 import yaml
 from builders import own_click_model
 from builders.click_models import ANY, logits_of, make_model, make_preprocessor, row_text, save_checkpoint
-from builders.faults import until
+from builders.faults import rejects, until
 from builders.own_click_model import OwnConfig, SlowConfig
+from builders.runs import QUIET
 from click.testing import CliRunner
 from hosts.clients import Load, ask
 from hosts.ports import free_ports
@@ -30,11 +31,8 @@ from ray.serve.scripts import cli
 
 import rayrec
 from rayrec.compat import ray_compat
-from rayrec.config import InputError
 from rayrec.inference.model import open_served
 from rayrec.metrics.binary import sigmoid
-from rayrec.models.base import ClickModelConfig
-from rayrec.observe.console import Console
 from rayrec.serve import control
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.control import APPLICATION, REGISTER
@@ -43,15 +41,8 @@ from rayrec.serve.server import find_instance, settle
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended, pytest.mark.usefixtures("local_ray")]
 
-DOCUMENTED = Path(__file__).parents[2] / "docs" / "serve.md"
 TEXT = b"".join(row_text(number) for number in range(10))
 _until = partial(until, timeout_s=120, pause_s=0.1)
-
-
-def _documented() -> dict[str, Any]:
-    block = re.search(r"^```text\n# serve\.yaml\n(.*?)^```", DOCUMENTED.read_text(), re.MULTILINE | re.DOTALL)
-    assert block is not None
-    return yaml.safe_load(block[1])
 
 
 def _model(port: int, path: str = "/v1/score") -> str | None:
@@ -89,9 +80,10 @@ def _no_serve() -> Iterator[None]:
 
 
 def test_documented_serve_config_and_model_change(tmp_path: Path, places: list[str]) -> None:
-    """With `serve run FILE`, another model in user_config keeps the replica, which answers throughout, also when another
-    application joins."""
-    config = _documented()
+    """Another model in user_config keeps the replica, which answers throughout, also when another application joins."""
+    documented = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    (block,) = re.findall(r"^```text\n# serve\.yaml\n(.*?)^```", documented, re.MULTILINE | re.DOTALL)
+    config = yaml.safe_load(block)
     config["http_options"]["port"] = port = free_ports(1)
     config["applications"][0]["args"]["model"] = places[0]
 
@@ -104,8 +96,11 @@ def test_documented_serve_config_and_model_change(tmp_path: Path, places: list[s
         config["applications"][0]["deployments"] = [{"name": APPLICATION, "user_config": {"model": model}}]
         deploy()
 
+    def is_deployed() -> bool:
+        return _application()["status"] == "RUNNING"
+
     deploy()
-    first, second = map(_version, places)
+    first, second = (open_served(place).version for place in places)
     _until(lambda: _model(port) == first)
     _check_upgrade_offer(port)
     with Load(port, TEXT, num_clients=1) as load:
@@ -118,9 +113,9 @@ def test_documented_serve_config_and_model_change(tmp_path: Path, places: list[s
         assert _model(port) == first
         change(places[1])
         _until(lambda: _model(port) == second)
-        _wait_for_deployed()
+        _until(is_deployed)
         change(str(tmp_path / "nothing"))
-        _wait_for_deployed()
+        _until(is_deployed)
         assert _model(port) == second
     assert not load.failed
     assert _replicas() == replicas
@@ -130,16 +125,8 @@ def _application(name: str = "clicks") -> dict[str, Any]:
     return _get_global_client().get_serve_details()["applications"][name]
 
 
-def _wait_for_deployed() -> None:
-    _until(lambda: _application()["status"] == "RUNNING")
-
-
 def _replicas(application: str = "clicks", field: str = "replica_id") -> set[Any]:
     return {replica.get(field) for replica in _application(application)["deployments"][APPLICATION]["replicas"]}
-
-
-def _version(place: str, *, own: type[ClickModelConfig] | None = None) -> str:
-    return open_served(place, own=own).version
 
 
 def test_server_is_reachable_by_each_ingress(tmp_path: Path) -> None:
@@ -147,17 +134,12 @@ def test_server_is_reachable_by_each_ingress(tmp_path: Path) -> None:
     network, port = OwnConfig(embedding_dim=4), free_ports(1)
     model = make_model(config=network)
     place = save_checkpoint(tmp_path / "run", 10, model, network=network)
-    options: dict[str, Any] = {"port": port, "cpus_per_replica": 0.5, "console": Console(quiet=True)}
-    recipe = f"{own_click_model.__file__}:own_model"
-    with (
-        lock_port("127.0.0.1", port),
-        pytest.raises(InputError, match="cannot listen there"),
-        rayrec.serving(place, ingress="direct", recipe=recipe, **options),
-    ):
-        pass
-    with rayrec.serving(place, ingress="direct", recipe=recipe, **options) as server:
-        with pytest.raises(InputError, match="cannot listen there"), lock_port("127.0.0.1", port):
-            pass
+    options: dict[str, Any] = {"port": port, "cpus_per_replica": 0.5, "ingress": "direct", "console": QUIET}
+    serving = partial(rayrec.serving, place, recipe=f"{own_click_model.__file__}:own_model", **options)
+    with lock_port("127.0.0.1", port):
+        rejects("cannot listen there", serving().__enter__)
+    with serving() as server:
+        rejects("cannot listen there", lock_port("127.0.0.1", port).__enter__)
         assert server.url == f"http://127.0.0.1:{port}"
         answer = json.loads(ask(port, "POST", "/v1/score", TEXT)[1])
         assert answer["model"].startswith("step_00000010-")
@@ -166,8 +148,7 @@ def test_server_is_reachable_by_each_ingress(tmp_path: Path) -> None:
         assert instance is not None
         assert not instance.with_proxies
         assert settle(ServeConfig(), instance, private_ray=False).ingress == "direct"
-        with pytest.raises(InputError, match="without HTTP proxies, for rayrec"):
-            settle(ServeConfig(ingress="serve"), instance, private_ray=False)
+        rejects("without HTTP proxies, for rayrec", settle, ServeConfig(ingress="serve"), instance, private_ray=False)
     assert find_instance(APPLICATION) is None
 
 
@@ -179,21 +160,17 @@ def test_swaps_during_replica_start(tmp_path: Path) -> None:
     first, second = (save_checkpoint(tmp_path / "run", seed, model, network=slow) for seed, model in enumerate(models))
     other = make_model(make_preprocessor(ANY), config=SlowConfig(embedding_dim=4))
     rejected = save_checkpoint(tmp_path / "other", 3, other, network=slow)
-    versions = {place: _version(place, own=SlowConfig) for place in (first, second)}
+    versions = {place: open_served(place, own=SlowConfig).version for place in (first, second)}
     options: dict[str, Any] = {"port": free_ports(1), "cpus_per_replica": 0.5, "replicas": 2, "ingress": "direct"}
     options["recipe"] = f"{own_click_model.__file__}:slow_model"
 
-    def reject() -> None:
-        with pytest.raises(InputError, match="schemas differ in"):
-            control.swap(rejected, address=None)
-
-    with rayrec.serving(first, console=Console(quiet=True), **options) as server, Load(options["port"], TEXT) as load:
+    with rayrec.serving(first, console=QUIET, **options) as server, Load(options["port"], TEXT) as load:
         before = _replicas(APPLICATION, "pid")
         assert len(before) == 2
         os.kill(min(before), signal.SIGKILL)
         _until(lambda: _replicas(APPLICATION, "pid") - before - {None})
         with ThreadPoolExecutor(3) as pool:
-            for done in [pool.submit(reject) for _ in range(3)]:
+            for done in [pool.submit(rejects, "schemas differ in", control.swap, rejected, address=None) for _ in range(3)]:
                 done.result()
         found = server.describe()
         assert (found["model"], found["previous"]) == (first, None)
