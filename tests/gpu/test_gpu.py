@@ -1,29 +1,23 @@
-"""One GPU, one worker in this process, NCCL: whatever needs CUDA to be seen. `make test-gpu`; skipped where there is no GPU.
-
-`RAYREC_GPU_TESTS_ON=cpu` runs the same on the CPU, to try the tests themselves."""
+"""Tests that need CUDA: one GPU, one worker in this process, NCCL. `RAYREC_GPU_TESTS_ON=cpu` tries them on the CPU."""
 
 import gzip
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from builders import runs
 from builders.digits import write_digits
-from builders.faults import until
-from builders.runs import QUIET
+from builders.runs import LEAN, QUIET, check_no_rows_lost, losses, short_run, train
+from hosts.processes import Run
 from ranks import click
 from ranks.checkpoint import run_ranks
 from torch import distributed
 
 import rayrec
-from rayrec.checkpoint import Checkpoint, full_tensors
+from rayrec.checkpoint import Checkpoint, committed, full_tensors
 from rayrec.collectives import group_arguments, use_device
 from rayrec.data.logs.text_parser import parse
 from rayrec.data.synthetic import generate
@@ -45,34 +39,25 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "train.txt")
 
 
-def config(log: str, folder: Path, name: str, *, gpu: bool, **changes: Any) -> TrainConfig:
-    return criteo_demo(log).replace(
-        storage_path=str(folder),
-        name=name,
-        log_every=1,
-        steps=STEPS,
-        scaling={"num_workers": 1, "use_gpu": gpu and DEVICE == "cuda"},
-        trackers={"prometheus": False, "tensorboard": False},
-        **changes,
-    )
+def config(recipe: TrainConfig, folder: Path, name: str = "run", *, gpu: bool = True, **changes: Any) -> TrainConfig:
+    scaling = {"num_workers": 1, "use_gpu": gpu and DEVICE == "cuda"}
+    fields: dict[str, Any] = {"name": name, "steps": STEPS, "log_every": 1, "evaluate_every": 1000, "scaling": scaling}
+    return short_run(recipe, folder, **{**fields, "trackers": LEAN["trackers"], **changes})
 
 
-def train(made: TrainConfig) -> dict[str, Any]:
-    return runs.train(made).summary
-
-
-def losses(folder: Path, name: str) -> list[float]:
-    return runs.losses(folder / name)
+def clicks(log: str, folder: Path, name: str = "run", **changes: Any) -> dict[str, Any]:
+    """Train a run on the log. Returns its summary."""
+    return train(config(criteo_demo(log), folder, name, **changes)).summary
 
 
 @pytest.mark.parametrize("name", ["dlrm", "finalnet", "dcnv2"])
 def test_losses_match_cpu(log: str, tmp_path: Path, name: str) -> None:
     """Sums are added in another order, and these differences grow with the steps."""
+    model: Any = criteo_demo().workload.model  # type: ignore[attr-defined]
+    workload = {"model": model if name == "dlrm" else model.of_class(name)}
     for gpu in (False, True):
-        made = config(log, tmp_path, f"{name}-{gpu}", gpu=gpu)
-        model = made.workload.model if name == "dlrm" else made.workload.model.of_class(name)  # type: ignore[attr-defined]
-        train(made.replace(workload={"model": model}))
-    cpu, gpu_losses = losses(tmp_path, f"{name}-False"), losses(tmp_path, f"{name}-True")
+        clicks(log, tmp_path, str(gpu), gpu=gpu, workload=workload)
+    cpu, gpu_losses = losses(tmp_path / "False"), losses(tmp_path / "True")
     assert len(cpu) == len(gpu_losses) == STEPS
     assert gpu_losses == pytest.approx(cpu, abs=5e-3)
     assert gpu_losses[0] == pytest.approx(cpu[0], abs=1e-5)
@@ -83,14 +68,13 @@ def test_all_table_kinds_match_cpu(tmp_path: Path, name: str) -> None:
     """Shared tables, lists with weights, sequences under DIN, several labels, and Adam's own rule."""
     tables = (click.CASES | click.BY_ADAM)[name]
     settings = click.ADAM if name in click.BY_ADAM else {}
-    for device in ("cpu", f"{DEVICE}:0" if DEVICE == "cuda" else "cpu"):
+    for folder, device in (("there", "cpu"), ("here", "cuda:0" if DEVICE == "cuda" else "cpu")):
         place = torch.device(device)
         use_device(place)
         arguments = group_arguments(place, timeout_s=60.0)
         distributed.init_process_group(store=distributed.HashStore(), rank=0, world_size=1, **arguments)
         try:
-            folder = tmp_path / ("there" if device == "cpu" and not (tmp_path / "there").exists() else "here")
-            click.train(str(folder), tables, 0, device=device, **settings)
+            click.train(str(tmp_path / folder), tables, 0, device=device, **settings)
         finally:
             distributed.destroy_process_group()
     same_weights(tmp_path / "here" / "end", tmp_path / "there" / "end")
@@ -114,118 +98,70 @@ def same_weights(found: Path, expected: Path) -> None:
 def test_checkpoint_round_trips_through_gpu_bitwise(log: str, tmp_path: Path) -> None:
     """Nothing learns, so every save has the weights and states that the one before had."""
     still = {"sparse_optimizer": {"learning_rate": 0.0}, "dense_optimizer": {"kind": "sgd", "learning_rate": 0.0}}
-    found = [
-        train(config(log, tmp_path, "moved", gpu=gpu, workload=still).replace(steps=steps))
-        for gpu, steps in ((False, 5), (True, 10), (False, 15))
-    ]
+    moves = {5: False, 10: True, 15: False}
+    found = [clicks(log, tmp_path, steps=steps, gpu=gpu, workload=still) for steps, gpu in moves.items()]
     assert [summary["steps"] for summary in found] == [5, 10, 15]
     assert len({summary["weights_sha256"] for summary in found}) == 1
 
 
 def test_run_continues_without_lost_rows(log: str, tmp_path: Path) -> None:
     constant = {"schedule": {"decay_fraction": 0.0}}  # else a longer run has other learning rates from the start
-    train(config(log, tmp_path, "continued", gpu=True, workload=constant).replace(steps=STEPS // 2))
-    summary = train(config(log, tmp_path, "continued", gpu=True, workload=constant))
-    train(config(log, tmp_path, "whole", gpu=True, workload=constant))
-    assert (summary["rows_lost"], summary["rows_repeated"]) == (0, 0)
-    assert losses(tmp_path, "continued") == pytest.approx(losses(tmp_path, "whole"), abs=2e-3)
+    clicks(log, tmp_path, "continued", workload=constant, steps=STEPS // 2)
+    check_no_rows_lost(clicks(log, tmp_path, "continued", workload=constant))
+    clicks(log, tmp_path, "whole", workload=constant)
+    assert losses(tmp_path / "continued") == pytest.approx(losses(tmp_path / "whole"), abs=2e-3)
 
 
 def test_killed_run_resumes_without_lost_rows(log: str, tmp_path: Path) -> None:
     """The whole process group and its CUDA context go, as when a machine does."""
-    flags: dict[str, Any] = {"train-data.path": log, "storage-path": tmp_path, "name": "killed"}
-    flags |= {"steps": 200, "checkpoint.every": 20, "early-stopping.patience": 0}
-    command = [sys.executable, "-m", "rayrec", "train", "criteo_demo", "--scaling.num-workers", "1"]
-    command += [f"--{name}={value}" for name, value in flags.items()]
-    command += ["--scaling.use-gpu"] * (DEVICE == "cuda")
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    saved = lambda: list((tmp_path / "killed").glob("checkpoints/*/manifest.json"))  # noqa: E731
-    until(lambda: saved() or process.poll() is not None, timeout_s=180)
-    assert process.poll() is None, "it ended before its first checkpoint"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "killed" / "summary.json").exists()
-    subprocess.run(command, check=True, capture_output=True)
-    summary = json.loads((tmp_path / "killed" / "summary.json").read_text())
-    assert (summary["steps"], summary["rows_lost"], summary["rows_repeated"]) == (200, 0, 0)
-
-
-def test_served_model_matches_cpu(log: str, tmp_path: Path) -> None:
-    """Without HTTP, which is the same on any device."""
-    train(config(log, tmp_path, "served", gpu=True))
-    text = Path(log).read_bytes()[:60_000]
-    text = text[: text.rindex(b"\n") + 1]
-    raw, _ = parse(SCHEMA, text)
-    found = []
-    for device in ("cpu", DEVICE):
-        served = open_served(str(tmp_path / "served"), device=device)  # type: ignore[arg-type]
-        found.append(served.scorer.score(served.preprocessor.encode(raw, np.arange(raw.rows))))
-    assert found[1] == pytest.approx(found[0], abs=1e-4)
+    recipe = config(criteo_demo(log), tmp_path, steps=200, checkpoint={"every": 20}, early_stopping={"patience": 0})
+    with Run(recipe, tmp_path / "commands", cache=tmp_path / "cache").start() as run:
+        run.session.until(lambda: committed(run.path))
+        run.session.end()
+        assert not run.events("finish")
+        summary = run.start().summary()
+    check_no_rows_lost(summary)
+    assert summary["steps"] == 200
 
 
 def test_scores_match_cpu(log: str, tmp_path: Path) -> None:
-    train(config(log, tmp_path, "scored", gpu=True))
-    run = str(tmp_path / "scored")
-    on_cpu, on_gpu = (
-        rayrec.evaluate(run, log, device=device, cluster_address="none", console=QUIET) for device in ("cpu", DEVICE)
-    )
+    """In an evaluation and in a server, without HTTP, which is the same on any device."""
+    clicks(log, tmp_path)
+    run, found = str(tmp_path / "run"), []
+    raw, _ = parse(SCHEMA, b"".join(Path(log).read_bytes().splitlines(keepends=True)[:300]))
+    for device in ("cpu", DEVICE):
+        served = open_served(run, device=device)  # type: ignore[arg-type]
+        scores = served.scorer.score(served.preprocessor.encode(raw, np.arange(raw.rows)))
+        found.append((scores, rayrec.evaluate(run, log, device=device, cluster_address="none", console=QUIET)))
+    (cpu_scores, on_cpu), (gpu_scores, on_gpu) = found
+    assert gpu_scores == pytest.approx(cpu_scores, abs=1e-4)
     assert on_gpu["rows"] == on_cpu["rows"] == ROWS
     for name in ("auroc", "logloss"):
         assert on_gpu[name] == pytest.approx(on_cpu[name], abs=1e-4)
 
 
-def test_profile_has_gpu_kernels(log: str, tmp_path: Path) -> None:
-    train(config(log, tmp_path, "profiled", gpu=True, profile={"steps": "5:8"}))
-    traces = sorted((tmp_path / "profiled" / "profile").rglob("trace*"))
-    assert traces
-    kinds = {event.get("cat") for event in _trace(traces[0])["traceEvents"]}
-    assert ("kernel" in kinds) == (DEVICE == "cuda")
-
-
-def test_device_memory_is_reported(log: str, tmp_path: Path) -> None:
-    train(config(log, tmp_path, "memory", gpu=True))
-    text = (tmp_path / "memory" / "events.jsonl").read_text()
-    assert ("device_memory_bytes" in text) == (DEVICE == "cuda")
+def test_profile_and_events_show_gpu(log: str, tmp_path: Path) -> None:
+    """Kernels in the trace, and the memory of the device."""
+    clicks(log, tmp_path, profile={"steps": "5:8"})
+    traces = sorted((tmp_path / "run" / "profile").rglob("trace.json.gz"))
+    kinds = {event.get("cat") for event in json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"]}
+    text = (tmp_path / "run" / "events.jsonl").read_text()
+    assert ("kernel" in kinds) == ("device_memory_bytes" in text) == (DEVICE == "cuda")
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_resnet18_trains(tmp_path: Path, parallel: str) -> None:
-    write_digits(tmp_path / "digits", train=256, test=64)
-    made = mnist_resnet18(str(tmp_path / "digits")).replace(
-        storage_path=str(tmp_path),
-        name="vision",
-        steps=4,
-        batch_size=32,
-        workload={"parallel": parallel},
-        scaling={"num_workers": 1, "use_gpu": DEVICE == "cuda"},
-        trackers={"prometheus": False, "tensorboard": False},
-    )
-    assert train(made)["steps"] == 4
+    digits = write_digits(tmp_path / "digits", train=256, test=64)
+    made = config(mnist_resnet18(str(digits)), tmp_path, steps=4, batch_size=32, workload={"parallel": parallel})
+    assert train(made).summary["steps"] == 4
 
 
 def test_gpt2_trains(tmp_path: Path) -> None:
     for package in ("transformers", "streaming"):
         pytest.importorskip(package)
     (tmp_path / "text.txt").write_text("the cat sees a dog.\n" * 2_000)
-    tokens, block = str(tmp_path / "tokens"), 32
-    rayrec.preprocess(
-        str(tmp_path / "text.txt"), out=tokens, format="mds", tokenizer="characters", block_size=block, console=QUIET
-    )
-    network = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": block}
-    made = gpt2_tiny(tokens).replace(
-        storage_path=str(tmp_path),
-        name="language",
-        steps=STEPS,
-        log_every=1,
-        scaling={"num_workers": 1, "use_gpu": DEVICE == "cuda"},
-        workload={"model": network, "max_new_tokens": 8},
-        trackers={"prometheus": False, "tensorboard": False},
-    )
-    train(made)
-    found = losses(tmp_path, "language")
+    tokens, options = str(tmp_path / "tokens"), {"format": "mds", "tokenizer": "characters", "block_size": 32}
+    rayrec.preprocess(str(tmp_path / "text.txt"), out=tokens, **options, console=QUIET)
+    workload = {"model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32}, "max_new_tokens": 8}
+    found = losses(train(config(gpt2_tiny(tokens), tmp_path, workload=workload)).folder)
     assert found[-1] < found[0]
-
-
-def _trace(path: Path) -> Any:
-    data = path.read_bytes()
-    return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
