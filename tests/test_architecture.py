@@ -129,14 +129,9 @@ def test_importing_is_cheap(module: str) -> None:
     assert min(seconds) < 1.0  # 0.01 s on a quiet machine (0.2 s is the promise); the bound is for busy ones
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_relative)
-def test_modules_have_docstrings(path: Path) -> None:
-    assert (ast.get_docstring(ast.parse(path.read_text())) or "").strip()
-
-
-@pytest.mark.parametrize("path", MODULES, ids=_relative)
-def test_file_names_match_their_subjects(path: Path) -> None:
-    assert not re.search(r"util|helper|manager|misc|common", path.stem)
+def test_modules_have_docstrings_and_names_of_subjects() -> None:
+    assert [path for path in MODULES if not (ast.get_docstring(ast.parse(path.read_text())) or "").strip()] == []
+    assert [path for path in MODULES if re.search(r"util|helper|manager|misc|common", path.stem)] == []
 
 
 INTERNALS = (
@@ -154,21 +149,19 @@ def _private_names(tree: ast.AST) -> Iterator[str]:
     of_self = {id(node) for node in attributes if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")}
     own |= {node.attr for node in attributes if id(node) in of_self}
     for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        yield from (name for name in names if any(pattern.match(name) for pattern in INTERNALS))
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            names = [f"{module}{alias.name}" for alias in node.names]
+            yield from (name for name in names if any(pattern.match(name) for pattern in INTERNALS))
     for node in attributes:
         private = node.attr.startswith("_") and not node.attr.startswith("__")
         if private and id(node) not in of_self and node.attr not in own:
             yield ast.unparse(node)
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if path.parent.name != "compat"], ids=_relative)
-def test_private_names_of_ray_and_torch_are_in_compat_only(path: Path) -> None:
-    assert set(_private_names(ast.parse(path.read_text()))) <= NOT_OF_RAY_OR_TORCH
+def test_private_names_of_ray_and_torch_are_in_compat_only() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in MODULES if path.parent.name != "compat"}
+    assert {path: names for path, tree in trees.items() if (names := {*_private_names(tree)} - NOT_OF_RAY_OR_TORCH)} == {}
 
 
 def test_private_names_are_found() -> None:
@@ -223,13 +216,8 @@ def test_lock_matches_requirements() -> None:
     wanted = list(closure(map(Requirement, texts), installed_distributions()))
     names = {canonicalize_name(requirement.name) for _, requirement in wanted}
     assert names - {"fbgemm-gpu"} == set(LOCK)  # which packaging/fbgemm-gpu-cpu answers for
-    named = [(asker, wish, canonicalize_name(wish.name)) for asker, wish in wanted]
-    unfit = [
-        f"{asker or 'rayrec'} needs {wish}"
-        for asker, wish, name in named
-        if name in LOCK and not wish.specifier.contains(LOCK[name], prereleases=True)
-    ]
-    assert not unfit
+    locked = [(asker, wish, LOCK[name]) for asker, wish in wanted if (name := canonicalize_name(wish.name)) in LOCK]
+    assert [each for each in locked if not each[1].specifier.contains(each[2], prereleases=True)] == []
     assert list(LOCK) == sorted(LOCK)
 
 

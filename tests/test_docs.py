@@ -113,25 +113,20 @@ def _environment(folder: Path) -> dict[str, str]:
     for name, start in (("rayrec", "-m rayrec "), ("python", "")):
         (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {start}"$@"\n')
         (programs / name).chmod(0o755)
-    environment = {**os.environ, "RAYREC_CACHE": str(folder / ".cache"), "PYTHONUNBUFFERED": "1"}
-    environment.pop("RAY_ADDRESS", None)
-    environment["PATH"] = f"{programs}{os.pathsep}{environment.get('PATH', os.defpath)}"
-    return environment
+    own = {"RAYREC_CACHE": str(folder / ".cache"), "PYTHONUNBUFFERED": "1"}
+    own["PATH"] = f"{programs}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | own
 
 
 class Pages:
     """A process of `hosts/page_server.py`, which runs pages."""
 
-    def __init__(self) -> None:
-        self._server: subprocess.Popen[str] | None = None
+    _server: subprocess.Popen[str] | None = None
 
     def run(self, name: str, wanted: list[Block], folder: Path, *, with_ray: bool = False, **more_environment: str) -> str:
-        """Runs the blocks in a folder; returns what they print. Unless they run `with_ray`, a Ray that one of them starts is an
-        error: starting one takes longer than most pages."""
-        environment = _environment(folder) | more_environment
+        """Run the blocks in a folder, and return what they print. They must start no Ray, which takes long, unless `with_ray`."""
         ray_files = folder / ".ray"
-        if not with_ray:
-            environment["RAY_TMPDIR"] = str(ray_files)
+        environment = _environment(folder) | more_environment | ({} if with_ray else {"RAY_TMPDIR": str(ray_files)})
         if self._server is None:
             pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
             self._server = subprocess.Popen([sys.executable, "-u", str(ROOT / "tests" / "hosts" / "page_server.py")], **pipes)
@@ -170,8 +165,7 @@ def world(pages: Pages, made_once: Callable[[str, Callable[[Path], object]], Pat
 
 @pytest.mark.slow
 def test_quickstart_runs(world: Path) -> None:
-    assert (world / "log" / "truth.json").exists()
-    assert (world / "runs" / "demo" / "summary.json").exists()
+    assert all((world / name).exists() for name in ("log/truth.json", "runs/demo/summary.json"))
 
 
 @pytest.mark.slow
@@ -185,13 +179,12 @@ def test_pages_run(page: Path, pages: Pages, world: Path, tmp_path: Path) -> Non
     pages.run(_name(page), runnable(page), tmp_path, with_ray=page.stem in WITH_RAY)
 
 
+ON_RAY = [pytest.mark.ray, pytest.mark.exhaustive]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "notebook",
-    [
-        pytest.param(path, id=_name(path), marks=[] if path.stem in WITH_OUTPUTS else [pytest.mark.ray, pytest.mark.exhaustive])
-        for path in NOTEBOOKS
-    ],
+    "notebook", [pytest.param(path, id=_name(path), marks=ON_RAY * (path.stem not in WITH_OUTPUTS)) for path in NOTEBOOKS]
 )
 def test_notebooks_run(notebook: Path, pages: Pages, tmp_path: Path) -> None:
     text = notebook.read_text()
@@ -301,19 +294,14 @@ FIGURE = re.compile(
 )
 """What reads as a figure that was measured."""
 NO_ROW = {
-    ("docs/cluster.md", "6,000 rows/s"): "follows from the lines above it",
-    ("docs/from-fuxictr.md", "0.8150"): "published by BARS",
-    ("docs/models.md", "0.8146"): "published by BARS and DCNv3's authors",
-    ("docs/models.md", "0.8150"): "published by BARS",
-    ("docs/models.md", "0.8162"): "published by DCNv3's authors",
-    ("docs/models/crosses.md", "0.8162"): "published by DCNv3's authors",
-    ("docs/models/towers.md", "0.8134"): "published by BARS",
-    ("docs/models/towers.md", "0.8146"): "published by BARS",
-    ("docs/models/towers.md", "0.8150"): "published by BARS",
-    ("docs/spot.md", "1.1 s"): "a setting of Ray's benchmark",
-    ("docs/tune.md", "13.5 %"): "follows from the formula beside it",
+    ("docs/cluster.md", "6,000 rows/s"),  # follows from the lines above it
+    ("docs/spot.md", "1.1 s"),  # a setting of Ray's benchmark
+    ("docs/tune.md", "13.5 %"),  # follows from the formula beside it
 }
-"""Figures in prose that are of no row of ours, and why."""
+NO_ROW |= {("docs/models.md", "0.8162"), ("docs/models/crosses.md", "0.8162")}  # published by DCNv3's authors
+NO_ROW |= {("docs/from-fuxictr.md", "0.8150"), ("docs/models.md", "0.8146"), ("docs/models.md", "0.8150")}  # by BARS
+NO_ROW |= {("docs/models/towers.md", figure) for figure in ("0.8134", "0.8146", "0.8150")}  # by BARS
+"""Figures in prose that are of no row of ours."""
 
 
 @pytest.mark.parametrize("page", RESULTS.PAGES, ids=_name)
@@ -338,8 +326,8 @@ def test_figures_skip_failed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_figures_in_prose_have_rows() -> None:
     """Every figure in prose is marked (tools/results.py). Cells with numbers alone are tables of measurements."""
     found = {(_name(page), figure) for page in RESULTS.PAGES for figure in _unmarked_figures(page.read_text())}
-    assert found - NO_ROW.keys() == set(), "write them as tools/results.py says, or leave the number out"
-    assert NO_ROW.keys() - found == set()
+    assert found - NO_ROW == set(), "write them as tools/results.py says, or leave the number out"
+    assert NO_ROW - found == set()
 
 
 def test_tables_of_benchmarks_have_rows() -> None:
@@ -418,26 +406,17 @@ def test_dlrm_command_has_its_settings() -> None:
     (block,) = (found for found in blocks(ROOT / "docs" / "from-torchrec-dlrm.md") if "dlrm_main.py" in found.text)
     dlrm, ours = _commands(block)
     given = dict(re.findall(r"--([a-z_]+) ([\w.,]+)", dlrm))
-    (found,) = re.findall(r"--nproc-per-node (\d+) -m rayrec train (\w+) .*--batch-size (\d+)", ours)
-    workers, recipe, size = found
+    ((workers, recipe, size),) = re.findall(r"--nproc-per-node (\d+) -m rayrec train (\w+) .*--batch-size (\d+)", ours)
     config = load_config(f"recipe: {recipe}\nbatch_size: {size}\n")
     model, tables, network = (getattr(config.workload, name) for name in ("model", "sparse_optimizer", "dense_optimizer"))
-    settings = {
-        "nproc_per_node": workers,
-        "embedding_dim": model.embedding_dim,
-        "dense_arch_layer_sizes": ",".join(map(str, model.bottom_mlp)),
-        "over_arch_layer_sizes": ",".join(map(str, model.top_mlp)),
-        "interaction_type": {"cross": "dcn"}[model.interaction],
-        "dcn_num_layers": model.cross_layers,
-        "dcn_low_rank_dim": model.cross_low_rank,
-        "batch_size": config.batch_size,
-        "epochs": config.epochs,
-        "learning_rate": tables.learning_rate,
-    }
+    settings = {"nproc_per_node": workers, "batch_size": config.batch_size, "epochs": config.epochs}
+    settings |= {"interaction_type": {"cross": "dcn"}[model.interaction], "learning_rate": tables.learning_rate}
+    settings |= {"dcn_num_layers": model.cross_layers, "dcn_low_rank_dim": model.cross_low_rank}
+    settings |= {"embedding_dim": model.embedding_dim, "dense_arch_layer_sizes": ",".join(map(str, model.bottom_mlp))}
+    settings |= {"over_arch_layer_sizes": ",".join(map(str, model.top_mlp))}
     assert {name: str(value) for name, value in settings.items()} == given
     assert "--adagrad" in dlrm
-    assert tables.kind == network.kind == "adagrad"
-    assert tables.learning_rate == network.learning_rate
+    assert (tables.kind, tables.learning_rate) == (network.kind, network.learning_rate) == ("adagrad", tables.learning_rate)
 
 
 def test_torchrun_page_has_the_interval_of_console_lines() -> None:
