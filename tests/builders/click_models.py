@@ -1,11 +1,9 @@
 """Small deterministic click models of all kinds: in memory, saved, and served."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,30 +27,12 @@ from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.scorer import empty_model, make_scorer
 from rayrec.workloads.scoring import PREFIX
 
-if TYPE_CHECKING:
-    from rayrec.serve.app import ScoringApp
-
-ANY = Schema(
-    label="click",
-    weight="importance",
-    dense=("age", "price"),
-    sparse=("user", "item", "tags"),
-    lists=("tags",),
-    tokens="any",
-    delimiter=",",
-)
-"""A log of one's own."""
+NAMES: dict[str, Any] = {"dense": ("age", "price"), "sparse": ("user", "item", "tags"), "lists": ("tags",)}
+ANY = Schema(label="click", weight="importance", tokens="any", delimiter=",", **NAMES)
+"""Columns of a custom log."""
 DLRM = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(8, 4), top_mlp=(8, 1), cross_layers=1, cross_low_rank=2)
-SMALL = DLRMConfig(
-    interaction="dot",
-    embedding_dim=8,
-    bottom_mlp=(16, 8),
-    top_mlp=(16, 1),
-    cross_layers=2,
-    cross_low_rank=4,
-    projection_first=(16, 16),
-    projection_second=(24, 16),
-)
+SMALL = DLRM.replace(embedding_dim=8, bottom_mlp=(16, 8), top_mlp=(16, 1), cross_layers=2, cross_low_rank=4)
+SMALL = SMALL.replace(projection_first=(16, 16), projection_second=(24, 16))
 NUM_TOKENS = 5
 
 
@@ -66,16 +46,11 @@ def token(column: int, number: int) -> int:
 
 def make_preprocessor(schema: Schema = CRITEO, **changes: Any) -> Preprocessor:
     """Return a Preprocessor with NUM_TOKENS tokens in each sparse column."""
-    columns = len(schema.sparse)
     dtype = np.uint32 if schema.tokens == "hexadecimal" else np.uint64
-    made = {
-        "preset": "test",
-        "schema": schema,
-        "dense": (DenseColumn(mean=0.5, scale=0.3),) * len(schema.dense),
-        "sparse": (SparseColumn(NUM_TOKENS + 2, NUM_TOKENS),) * columns,
-        "tokens": np.array([token(column, n) for column in range(columns) for n in range(NUM_TOKENS)], dtype),
-    }
-    return Preprocessor(**{**made, **changes})
+    dense, sparse = DenseColumn(mean=0.5, scale=0.3), SparseColumn(NUM_TOKENS + 2, NUM_TOKENS)
+    tokens = np.array([token(column, n) for column in range(len(schema.sparse)) for n in range(NUM_TOKENS)], dtype)
+    columns = {"dense": (dense,) * len(schema.dense), "sparse": (sparse,) * len(schema.sparse), "tokens": tokens}
+    return Preprocessor(**{"preset": "test", "schema": schema, **columns, **changes})
 
 
 def hashed_preprocessor(num_embeddings: Sequence[int], schema: Schema = CRITEO, **changes: Any) -> Preprocessor:
@@ -109,16 +84,10 @@ def lists_preprocessor() -> Preprocessor:
 
 
 def whole_model(
-    config: ClickModelConfig,
-    num_embeddings: Sequence[int],
-    *,
-    num_dense: int = 13,
-    features: Sequence[str] | None = None,
-    inputs: ModelInputs | None = None,
-    **settings: Any,
+    config: ClickModelConfig, num_embeddings: Sequence[int], *, inputs: ModelInputs | None = None, **settings: Any
 ) -> ClickModel:
-    """Build a model with unsharded tables. Features are cat_0, cat_1, ... unless set by `features` or `inputs`."""
-    inputs = inputs or ModelInputs(num_dense, tuple(features or feature_names(len(num_embeddings))))
+    """Build a model with unsharded tables, by default for 13 numbers and features cat_0, cat_1, ..."""
+    inputs = inputs or ModelInputs(13, tuple(feature_names(len(num_embeddings))))
     return build_click_model(config, inputs, **{"num_embeddings": num_embeddings, "embedding_device": "cpu", **settings})
 
 
@@ -223,8 +192,8 @@ def save_checkpoint(run: Path, step: int, model: ServedModel, *, network: ClickM
     return _save(run, step, weights, config, model.preprocessor)
 
 
-def make_app(model: ServedModel, *, token_digest: bytes | None = None, **config: Any) -> ScoringApp:
-    """Build an application that serves only this model."""
+def make_app(model: ServedModel, *, token_digest: bytes | None = None, **config: Any) -> Any:
+    """Build a `ScoringApp` that serves only this model."""
     from rayrec.serve.app import ScoringApp
     from rayrec.serve.config import ServeConfig
     from rayrec.serve.counters import Counters

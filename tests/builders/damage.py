@@ -1,8 +1,9 @@
-"""Ways in which a checkpoint on a disk goes bad, done on purpose. Each returns the path of the file it harmed: of weights or the
-manifest, which no other checkpoint shares; the others may be hard links, and damage to one would be damage to all."""
+"""Damage to a checkpoint's weights or manifest, which other checkpoints never share by hard links. Each returns a file's path."""
 
 import os
 import random
+
+from builders.faults import flip
 
 from rayrec import storage
 from rayrec.checkpoint import MANIFEST, Checkpoint
@@ -17,11 +18,7 @@ def flip_a_bit(checkpoint: Checkpoint, *, seed: int = 0) -> str:
     """One bit in the midst of the tensors of a rank."""
     chance = random.Random(seed)
     path = chance.choice(_data_files(checkpoint))
-    with open(path, "r+b") as file:
-        file.seek(os.path.getsize(path) // 2)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 1 << chance.randrange(8)]))
+    flip(path, bit=1 << chance.randrange(8))
     return path
 
 

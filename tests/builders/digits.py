@@ -29,10 +29,7 @@ def write_digits(folder: Path, *, train: int, test: int, seed: int = 0, packed: 
     folder.mkdir(parents=True, exist_ok=True)
     for part, rows in (("train", train), ("t10k", test)):
         labels = np.random.default_rng(seed + rows).permutation(np.arange(rows) % 10).astype(np.uint8)
-        for name, array in (
-            (f"{part}-images-idx3-ubyte", pictures(labels, seed=seed + rows)),
-            (f"{part}-labels-idx1-ubyte", labels),
-        ):
+        for kind, array in (("images-idx3", pictures(labels, seed=seed + rows)), ("labels-idx1", labels)):
             data = gzip.compress(idx(array), 1) if packed else idx(array)
-            (folder / (name + ".gz" * packed)).write_bytes(data)
+            (folder / (f"{part}-{kind}-ubyte" + ".gz" * packed)).write_bytes(data)
     return folder

@@ -11,11 +11,8 @@ FOLDER = Path(__file__).parents[1] / "golden"
 
 
 def check_golden(name: str, found: Any, *, case: str | None = None, tolerance: float = 0.0) -> None:
-    """Compare JSON values with tests/golden/NAME.json, or with what it has for `case`, or write them there if
-    RAYREC_WRITE_GOLDEN=1.
-
-    `tolerance`: how far floats may be off, relative to the larger of their size and 1.
-    """
+    """Compare JSON values with tests/golden/NAME.json, or its entry for `case`, or write them there if RAYREC_WRITE_GOLDEN=1.
+    `tolerance`: how far floats may be off, relative to the larger of their size and 1."""
     path = FOLDER / f"{name}.json"
     if os.environ.get("RAYREC_WRITE_GOLDEN") == "1":
         values = _rounded(found) if tolerance else found

@@ -1,7 +1,4 @@
-"""Logs made from seeds, and the one way in which golden tests open, encode and batch them.
-
-Tests of goldens name no class of the data side: what moves or is renamed there changes this file alone.
-"""
+"""Logs made from seeds, and their opening, encoding and batching: tests of goldens name no class of the data side."""
 
 import csv
 import hashlib
@@ -9,9 +6,8 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -68,11 +64,10 @@ def criteo_lines(rows: int, seed: int) -> list[bytes]:
         rank = int(chance.random() * chance.random() * 40)  # 0 is the category 00000000
         return "" if chance.random() < 0.1 else f"{rank * (2_654_435_761 + column) % 2**32:08x}"
 
-    dense, sparse = range(len(CRITEO.dense)), range(len(CRITEO.sparse))
-    return [
-        "\t".join([str(chance.getrandbits(1)), *(number() for _ in dense), *map(category, sparse)]).encode() + b"\n"
-        for _ in range(rows)
-    ]
+    def line() -> str:
+        return "\t".join([str(chance.getrandbits(1)), *(number() for _ in CRITEO.dense), *map(category, range(26))])
+
+    return [line().encode() + b"\n" for _ in range(rows)]
 
 
 def any_rows(rows: int, seed: int) -> list[dict[str, Any]]:
@@ -190,9 +185,8 @@ def write_log(folder: Path, kind: str, schema: Schema) -> None:
 # The data side -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Log:
-    """An opened log and what encodes it."""
+class Log(NamedTuple):
+    """Opened log and its Preprocessor."""
 
     index: LogIndex
     preprocessor: Preprocessor
@@ -204,9 +198,8 @@ def engine() -> ThreadEngine:
 
 def opened(path: Path, schema: Schema) -> LogIndex:
     """Open a raw or preprocessed log."""
-    return LogSource.at(str(path)).index(
-        schema, segment_bytes=SEGMENT_BYTES, context=TaskContext(engine(), str(path.parent / "cache"))
-    )
+    context = TaskContext(engine(), str(path.parent / "cache"))
+    return LogSource.at(str(path)).index(schema, segment_bytes=SEGMENT_BYTES, context=context)
 
 
 def counted(index: LogIndex, schema: Schema, preset: str = "rayrec", **changes: Any) -> Preprocessor:
@@ -229,17 +222,8 @@ def log_of(folder: Path, kind: str, schema: Schema, preset: str = "rayrec", **ch
 
 def prepared(log: Log, out: Path, *, format: str, shuffle: str) -> Log:
     """Write a log in a preprocessed format and open it. A full shuffle is one of the whole log."""
-    full = "full" if shuffle == "full" else "none"
-    preprocess(
-        log.index,
-        preprocessor=log.preprocessor,
-        out=str(out),
-        format=format,
-        engine=engine(),
-        segments_per_task=2,
-        shuffle=full,
-        seed=9,
-    )
+    options: dict[str, Any] = {"segments_per_task": 2, "shuffle": "full" if shuffle == "full" else "none", "seed": 9}
+    preprocess(log.index, preprocessor=log.preprocessor, out=str(out), format=format, engine=engine(), **options)
     return Log(opened(out, log.preprocessor.schema), Preprocessor.load(str(out / "preprocessor")))
 
 

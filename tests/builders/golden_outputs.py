@@ -51,11 +51,8 @@ OWN = Schema(
 
 def digests(folder: Path, *, of: Path) -> dict[str, str]:
     """SHA-256 of the content of each file in a folder, without folder `of`, times and what depends on a library's version."""
-    return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(_content(path, of)).hexdigest()[:32]
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): hashlib.sha256(_content(path, of)).hexdigest()[:32] for path in paths}
 
 
 def _content(path: Path, of: Path) -> bytes:
@@ -171,11 +168,8 @@ def output_makers(folder: Path) -> dict[str, Callable[[Path, str], object]]:
 
 def predictions(name: str, folder: Path, *, address: str) -> dict[str, Any]:
     """What a model that was not trained predicts for log "criteo" or "own": floats of every tenth row, a digest of the rest."""
-    if name == "criteo":
-        schema, path = CRITEO, write_criteo_log(folder, rows=900)
-    else:
-        schema, path = OWN, write_own_log(folder / "own", rows=600)
-    preprocessor = counted(schema, path, folder / "preprocessor")
+    path = write_criteo_log(folder, rows=900) if name == "criteo" else write_own_log(folder / "own", rows=600)
+    preprocessor = counted(CRITEO if name == "criteo" else OWN, path, folder / "preprocessor")
     saved = save_clicks(folder / "run", model=DLRM, preprocessor=preprocessor, seed=3, scale=30.0)
     options = {"cluster_address": address, "console": QUIET, "batch_rows": 128}
     rayrec.predict(str(saved.run), path, out=str(folder / "out"), **options)

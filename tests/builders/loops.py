@@ -35,17 +35,13 @@ class StopSignal:
 
 def fake_setup(pipeline: Any, **parts: Any) -> Any:
     """Return the setup of a worker whose pipeline needs no model."""
-    return SimpleNamespace(
-        **{
-            "pipeline": pipeline,
-            "clock": StepTimer(),
-            "multiply_adds_per_row": None,
-            "peak_multiply_adds_per_s": None,
-            "model": SimpleNamespace(train=lambda: None, eval=lambda: None),
-            "optimizer": SimpleNamespace(param_groups=[{"lr": 0.25}, {"lr": 0.5}]),
-            "begin_step": lambda step, total: None,
-            "make_metrics": lambda: SimpleNamespace(update=lambda output: None, compute=lambda: {"auroc": 0.5}),
-            "eval_batches": {"validation": lambda: iter(())},
-            **parts,
-        }
-    )
+    made = {
+        "multiply_adds_per_row": None,
+        "peak_multiply_adds_per_s": None,
+        "model": SimpleNamespace(train=lambda: None, eval=lambda: None),
+        "optimizer": SimpleNamespace(param_groups=[{"lr": 0.25}, {"lr": 0.5}]),
+        "begin_step": lambda step, total: None,
+        "make_metrics": lambda: SimpleNamespace(update=lambda output: None, compute=lambda: {"auroc": 0.5}),
+        "eval_batches": {"validation": lambda: iter(())},
+    }
+    return SimpleNamespace(**{"pipeline": pipeline, "clock": StepTimer(), **made, **parts})

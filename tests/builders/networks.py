@@ -37,16 +37,8 @@ DCNV3 = DCNv3Config(embedding_dim=DIM, deep_layers=2, shallow_layers=3)
 AUTOINT = AutoIntConfig(embedding_dim=DIM, layers=2, attention_dim=6, heads=2, mlp=(8,), dropout=0.3)
 MMOE = MMoEConfig(embedding_dim=DIM, experts=3, expert=(8, 6), gate=(5,), tower=(7,), dropout=0.3)
 PLE = PLEConfig(embedding_dim=DIM, levels=2, own_experts=2, expert=(9,), gate=(5,), tower=(8,), dropout=0.3)
-DLRM = DLRMConfig(
-    interaction="dot",
-    embedding_dim=DIM,
-    bottom_mlp=(7, 6, 4),
-    top_mlp=(8, 5, 1),
-    cross_layers=2,
-    cross_low_rank=3,
-    projection_first=(6, 8),
-    projection_second=(5, 12),
-)
+DLRM = DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(7, 6, 4), top_mlp=(8, 5, 1), cross_layers=2, cross_low_rank=3)
+DLRM = DLRM.replace(projection_first=(6, 8), projection_second=(5, 12))
 CONFIGS: dict[str, ClickModelConfig] = {
     "linear": LinearConfig(number_scale=4.0, category_scale=0.5),
     "widedeep": WIDEDEEP,

@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -91,11 +91,7 @@ class WithoutLabelConfig(ClickModelConfig):
 
 def own_model(path: str | None = None) -> rayrec.TrainConfig:
     """A factorization machine on any log in Criteo's format."""
-    workload: dict[str, Any] = {
-        "model": OwnConfig(embedding_dim=8),
-        "preset": {"min_count": 1},
-        "dense_optimizer": {"learning_rate": 0.003},
-    }
+    workload = {"model": OwnConfig(embedding_dim=8), "preset": {"min_count": 1}, "dense_optimizer": {"learning_rate": 0.003}}
     return recipes.criteo_demo(path).replace(recipe="own_model", workload=workload, batch_size=64, scaling={"num_workers": 1})
 
 

@@ -22,20 +22,13 @@ def block_of(schema: Schema, columns: Mapping[str, Sequence[Any]], **others: Any
             made[:, place] = np.array([value or 0 for value in columns[name]], dtype)
         return made
 
-    return RawBlock(
-        schema,
-        matrix(schema.dense, number_type(schema)),
-        matrix(schema.singles, category_type(schema)),
-        sum((missing[c].astype(np.uint64) << np.uint64(c) for c in range(len(names))), np.zeros(rows, np.uint64))
-        if hexadecimal
-        else missing.T,
-        tuple(
-            JaggedIds(
-                np.array([category for row in columns[name] for category in row], np.uint64),
-                np.array([len(row) for row in columns[name]], np.int32),
-            )
-            for name in schema.sparse
-            if name in schema.lists
-        ),
-        **others,
-    )
+    flags = sum((missing[c].astype(np.uint64) << np.uint64(c) for c in range(len(names))), np.zeros(rows, np.uint64))
+    lists = tuple(jagged(columns[name]) for name in schema.sparse if name in schema.lists)
+    numbers, categories = matrix(schema.dense, number_type(schema)), matrix(schema.singles, category_type(schema))
+    return RawBlock(schema, numbers, categories, flags if hexadecimal else missing.T, lists, **others)
+
+
+def jagged(rows: Sequence[Sequence[int]]) -> JaggedIds:
+    """Return lists of categories as one array."""
+    values = np.array([category for row in rows for category in row], np.uint64)
+    return JaggedIds(values, np.array([len(row) for row in rows], np.int32))

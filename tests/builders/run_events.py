@@ -109,15 +109,10 @@ SUMMARY: dict[str, Any] = {"steps": 200, "chosen_step": 150, "rows": 12_800, "ro
 SUMMARY |= {"train_s": 75.0, "checkpoint_stall_fraction": 0.004}
 SUMMARY |= {"metrics": {"loss": 0.5, "perplexity": 1.6487}, "validation": {"loss": 0.25, "perplexity": None}}
 
+_PLACES = (("table_wise", {"0": 68_000}), ("table_wise", {"1": 136_000}), ("row_wise", {"0": 64_000, "1": 64_000}))
 TABLES = [
-    {
-        "table": f"cat_{number}",
-        "num_embeddings": 1000 * (number + 1),
-        "embedding_dim": 16,
-        "sharding_type": "row_wise" if number == 2 else "table_wise",
-        "bytes_of_rank": {"0": 64_000, "1": 64_000} if number == 2 else {str(number): 68_000 * (number + 1)},
-    }
-    for number in range(3)
+    {"table": f"cat_{n}", "num_embeddings": 1000 * (n + 1), "embedding_dim": 16, "sharding_type": kind, "bytes_of_rank": held}
+    for n, (kind, held) in enumerate(_PLACES)
 ]
 
 

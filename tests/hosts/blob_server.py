@@ -1,7 +1,4 @@
-"""A store on loopback that answers the calls of Azure's Blob service that rayrec makes, in memory, and checks account keys.
-
-It is no emulator: it knows block blobs in containers, and refuses what it does not know with 501.
-"""
+"""In-memory store of block blobs on loopback: answers rayrec's calls of Azure's Blob service, others with 501; checks keys."""
 
 import base64
 import hashlib
@@ -22,13 +19,9 @@ _SIGNED = (
 )  # fmt: skip
 _DATE = "Mon, 23 Nov 2026 00:00:00 GMT"
 
-_CONTAINER = {
-    "x-ms-has-immutability-policy": "false",
-    "x-ms-has-legal-hold": "false",
-    "x-ms-default-encryption-scope": "$account-encryption-key",
-    "x-ms-deny-encryption-scope-override": "false",
-    "x-ms-immutable-storage-with-versioning-enabled": "false",
-}
+_CONTAINER = {"x-ms-has-immutability-policy": "false", "x-ms-has-legal-hold": "false"}
+_CONTAINER |= {"x-ms-default-encryption-scope": "$account-encryption-key", "x-ms-deny-encryption-scope-override": "false"}
+_CONTAINER |= {"x-ms-immutable-storage-with-versioning-enabled": "false"}
 
 
 class BlobServer:
@@ -46,12 +39,7 @@ class BlobServer:
         self._http: ThreadingHTTPServer | None = None
 
     def start(self) -> None:
-        store = self
-
-        class Handler(_Handler):
-            server_store = store
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self._http = ThreadingHTTPServer(("127.0.0.1", self.port), type("Handler", (_Handler,), {"server_store": self}))
         threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def kill(self) -> None:
@@ -92,8 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
         _, _, container, name = (*url.path.split("/", 3), "", "")[:4]
         if not self._is_signed():
             return self._refuse(403, "AuthenticationFailed")
-        self._dispatch(container, unquote(name), dict(parse_qsl(url.query, keep_blank_values=True)), body)
-        return None
+        return self._dispatch(container, unquote(name), dict(parse_qsl(url.query, keep_blank_values=True)), body)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _answer
 
@@ -132,10 +119,8 @@ class _Handler(BaseHTTPRequestHandler):
         if name not in blobs:
             return self._refuse(404, "BlobNotFound")
         if (self.command, query.get("comp")) == ("GET", "blocklist"):
-            listed = "".join(
-                f"<Block><Name>{one}</Name><Size>{len(data)}</Size></Block>" for one, data in store.blocks.get(place, ())
-            )
-            text = f"<BlockList><CommittedBlocks>{listed}</CommittedBlocks></BlockList>"
+            listed = [f"<Block><Name>{one}</Name><Size>{len(data)}</Size></Block>" for one, data in store.blocks.get(place, ())]
+            text = f"<BlockList><CommittedBlocks>{''.join(listed)}</CommittedBlocks></BlockList>"
             return self._send(200, text.encode(), {"x-ms-blob-content-length": str(len(blobs[name]))})
         if query.get("comp") == "lease":
             return self._send(201, b"", {"x-ms-lease-id": str(uuid.UUID(int=1))})
@@ -161,10 +146,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _list(self, blobs: dict[str, bytes], query: dict[str, str]) -> None:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         items = {}
-        for name in sorted(blobs):
+        for name in sorted(name for name in blobs if name.startswith(prefix)):
             rest = name.removeprefix(prefix)
-            if not name.startswith(prefix):
-                continue
             if delimiter and delimiter in rest:
                 folder = prefix + rest.partition(delimiter)[0] + delimiter
                 items[folder] = f"<BlobPrefix><Name>{escape(folder)}</Name></BlobPrefix>"

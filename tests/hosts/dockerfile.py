@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _INSIDE = """
 mount -t proc proc "$ROOT/proc"
@@ -22,7 +22,7 @@ exec chroot --userspec="$USERSPEC" "$ROOT" env -i --chdir="$FOLDER" "$@"
 
 
 class Instruction(NamedTuple):
-    """One instruction: its word in capitals, and the rest as one line."""
+    """Word in capitals, and the rest as one line."""
 
     word: str
     rest: str
@@ -40,10 +40,7 @@ def ignored(path: str, rules: str) -> bool:
     """Whether a .dockerignore of these rules leaves out `path`; the last rule that fits it or a folder above it decides."""
     out = False
     above = [path, *(parent.as_posix() for parent in Path(path).parents if parent.as_posix() != ".")]
-    for line in rules.splitlines():
-        rule = line.strip()
-        if not rule or rule.startswith("#"):
-            continue
+    for rule in [rule for line in rules.splitlines() if (rule := line.strip()) and not rule.startswith("#")]:
         pattern = re.escape(rule.removeprefix("!")).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
         if any(re.fullmatch(pattern, each) for each in above):
             out = not rule.startswith("!")
@@ -70,12 +67,11 @@ class Stage:
         inner = {"PATH": path, "HOME": homes[self.user], **self.arguments, **self.environment}
         environment = {"ROOT": str(self.root), "BINDS": str(listed), "FOLDER": self.folder, "PATH": path}
         environment["USERSPEC"] = f"{self.user}:{self.user}"
-        return subprocess.run(
-            # A mount namespace of its own: what is mounted is gone when it ends.
-            [*("unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "sh", "-ec", _INSIDE, "sh"),
-             *(f"{name}={value}" for name, value in inner.items()), *command],
-            env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False,
-        )  # fmt: skip
+        # In a separate mount namespace: what is mounted is gone when it ends.
+        isolated = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "sh", "-ec"]
+        line = [*isolated, _INSIDE, "sh", *(f"{name}={value}" for name, value in inner.items()), *command]
+        options: Any = {"env": environment, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        return subprocess.run(line, timeout=timeout_s, check=False, **options)
 
 
 def build(
@@ -123,17 +119,15 @@ def _copy(words: list[str], stage: Stage, stages: Mapping[str, Stage], context: 
     origin = stages[words.pop(0).removeprefix("--from=")].root if words[0].startswith("--from=") else None
     *sources, last = words
     target = stage.root / os.path.join(stage.folder, last).lstrip("/")
+
+    def left_out(folder: str, names: list[str]) -> set[str]:
+        return {name for name in names if ignored((Path(folder) / name).relative_to(context).as_posix(), rules)}
+
     for source in sources:
         path = (origin or context) / source.lstrip("/")
-
-        def left_out(folder: str, names: list[str]) -> set[str]:
-            if origin is not None:
-                return set()
-            return {name for name in names if ignored((Path(folder) / name).relative_to(context).as_posix(), rules)}
-
         assert path.exists(), f"COPY: there is no {source}"
         assert origin is not None or not ignored(source, rules), f"COPY: .dockerignore leaves out {source}"
         if path.is_dir():
-            shutil.copytree(path, target, symlinks=True, dirs_exist_ok=True, ignore=left_out)
+            shutil.copytree(path, target, symlinks=True, dirs_exist_ok=True, ignore=None if origin else left_out)
         else:
             shutil.copy(path, target / path.name if last.endswith("/") else target)

@@ -1,7 +1,4 @@
-"""Starts gcp-storage-emulator on loopback, a thread a request, objects in a folder, with the bucket "logs".
-
-Usage: python google_server.py FOLDER PORT. Its own server answers one connection at a time.
-"""
+"""gcp-storage-emulator on loopback with a bucket "logs", a thread a request: `python google_server.py FOLDER PORT`."""
 
 import sys
 from functools import partial

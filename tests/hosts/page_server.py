@@ -26,32 +26,21 @@ import rayrec.commands
 import rayrec.recipes
 
 # What commands of the documentation spend most of their start on. Not Ray: only the pages that need it load it.
-LOADED = (
-    "torch",
-    "torchrec",
-    "fbgemm_gpu",
-    "torch.distributed.fsdp",
-    "torch.distributed.optim",
-    "torch.export._trace",
-    "torch._inductor.codecache",
-    "tensorboardX",
-    "transformers",
-    "pandas",
-    "pyarrow.dataset",
-    "rayrec.training.trainer",
-    "rayrec.training.launchers.process_worker",
-    "rayrec.workloads.recsys.worker",
-    "rayrec.workloads.data_parallel.worker",
-    *(f"rayrec.commands.{module.name}" for module in pkgutil.iter_modules(rayrec.commands.__path__)),
-    *(f"rayrec.recipes.{module.name}" for module in pkgutil.iter_modules(rayrec.recipes.__path__)),
-)
+LOADED = """
+torch torchrec fbgemm_gpu torch.distributed.fsdp torch.distributed.optim torch.export._trace torch._inductor.codecache
+tensorboardX transformers pandas pyarrow.dataset rayrec.training.trainer rayrec.training.launchers.process_worker
+rayrec.workloads.recsys.worker rayrec.workloads.data_parallel.worker
+"""
 SHELL = set("|&;<>()$`~*?#\n")
 """In a command line, what the shell sees to; those of a line without can be split here."""
 
 
 def main() -> None:
-    for name in LOADED:
+    for name in LOADED.split():
         importlib.import_module(name)
+    for package in (rayrec.commands, rayrec.recipes):
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{package.__name__}.{module.name}")
     gc.freeze()  # a collection writes to all it visits, which would copy the memory that processes share
     requests = os.fdopen(os.dup(0), "r")
     answers = os.fdopen(os.dup(1), "w")
@@ -114,10 +103,7 @@ class Namespace:
     """A process that runs a page's blocks of Python, one after another, in one namespace; it begins with the first of them."""
 
     def __init__(self, page: str) -> None:
-        self._page = page
-        self._pid = 0
-        self._blocks: IO[str]
-        self._done: IO[str]
+        self._page, self._pid = page, 0
 
     def run(self, line: int, text: str) -> None:
         if not self._pid:

@@ -1,7 +1,6 @@
-"""Memory of one CPU worker that trains a click model and saves it: what `rayrec plan` forecasts, and what a process takes.
+"""Memory of one CPU worker that trains a click model and saves it, forecast by `rayrec plan` and measured in a process.
 
 The process is not connected to Ray, so its own size without data is measured, and not the constant for a worker of Ray's.
-`measured` starts a process for each size; run as a program, this file is that process.
 """
 
 import dataclasses
@@ -48,7 +47,6 @@ def _run(rows: int, folder: str) -> dict[str, int]:
     from rayrec.checkpoint.state import all_tensors
     from rayrec.models.ranking.dlrm import DLRMConfig
     from rayrec.native import keep_freed_memory
-    from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
     from rayrec.training.loop import drain
     from rayrec.workloads.base import Target, TrainConfig
     from rayrec.workloads.recsys.planning import tables_of
@@ -58,14 +56,10 @@ def _run(rows: int, folder: str) -> dict[str, int]:
     torch.set_num_threads(2)
     tables = _table_sizes(rows)
     schema = click.schema(tables)
-    workload = ClickWorkload(
-        schema=schema,
-        model=DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(512, 256, DIM), top_mlp=(512, 512, 256, 1)),
-        sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad"),
-        dense_optimizer=DenseOptimizerConfig(kind="adam"),
-    )
+    model = DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(512, 256, DIM), top_mlp=(512, 512, 256, 1))
+    optimizers = {"sparse_optimizer": {"kind": "rowwise_adagrad"}, "dense_optimizer": {"kind": "adam"}}
+    workload = ClickWorkload(schema=schema, model=model).replace(**optimizers)
     config = TrainConfig(recipe="memory", workload=workload, batch_size=TRAIN_ROWS, eval_batch_size=EVAL_ROWS)
-    config = config.replace(scaling={"num_workers": 1})
     process = _resident_bytes("VmRSS")
     forecast = tables_of(workload, config, tables, inputs=schema, target=Target(1, 1), memory_bytes=1 << 50).memories[0]
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
@@ -74,14 +68,14 @@ def _run(rows: int, folder: str) -> dict[str, int]:
     setup = workload.set_up(click.context(config, 0, 1), prepared)
     saver = Run(f"{folder}/run").saver(max_outage_s=60.0)
 
-    def train(first: int) -> None:
-        batches = iter([click.batch(tables, step, 0, 1, rows=TRAIN_ROWS) for step in range(first, first + STEPS)])
-        for step in range(first, first + STEPS):
+    def train(steps: range) -> None:
+        batches = iter([click.batch(tables, step, 0, 1, rows=TRAIN_ROWS) for step in steps])
+        for step in steps:
             setup.begin_step(step, 1000)
             setup.pipeline.progress(batches)
         drain(setup.pipeline, batches)
 
-    train(0)
+    train(range(STEPS))
     setup.model.eval()
     with torch.no_grad():
         scored = iter([click.batch(tables, 99, 0, 1, rows=EVAL_ROWS)])
@@ -89,7 +83,7 @@ def _run(rows: int, folder: str) -> dict[str, int]:
         drain(setup.pipeline, scored)
     setup.model.train()
     assert saver.begin(STEPS, all_tensors(setup.model, setup.optimizer), state={}, score=None)
-    train(STEPS)  # while a thread writes
+    train(range(STEPS, 2 * STEPS))  # while a thread writes
     saver.wait()
     saver.close()
     distributed.destroy_process_group()

@@ -1,7 +1,4 @@
-"""Serves moto's S3 on loopback: keeps what it stores while it is killed, checks signatures.
-
-Usage: python s3_server.py PORT KEY SECRET. Each line of standard input opens or closes it, and is answered when that is done.
-"""
+"""moto's S3 on loopback, with signatures: `python s3_server.py PORT KEY SECRET`. Lines of standard input open and close it."""
 
 import contextlib
 import hmac

@@ -1,12 +1,10 @@
 """A store at slow://, over local files, that answers each call late, counts calls, and sees how many come at the same time."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from pyarrow import NativeFile
@@ -16,19 +14,14 @@ from rayrec.storage import filesystems
 
 
 class SlowStore(arrow_fs.FileSystemHandler):
-    """Use `installed`. A listing, opening, getting the size of a file, writing one and copying one within the store are a call
-    each."""
+    """Use `installed`. Listing, opening, sizing, writing and copying within the store are a call each."""
 
     def __init__(self, latency_s: float) -> None:
-        self.latency_s = latency_s
-        self.calls: Counter[str] = Counter()
-        self.most_at_once = 0
-        self._now = 0
-        self._lock = threading.Lock()
-        self._local = arrow_fs.LocalFileSystem()
-        self._filesystem = arrow_fs.PyFileSystem(self)
+        self.latency_s, self.calls, self.most_at_once = latency_s, Counter[str](), 0
+        self._now, self._lock = 0, threading.Lock()
+        self._local, self._filesystem = arrow_fs.LocalFileSystem(), arrow_fs.PyFileSystem(self)
 
-    def installed(self, monkeypatch: pytest.MonkeyPatch) -> SlowStore:
+    def installed(self, monkeypatch: pytest.MonkeyPatch) -> Self:
         """Makes URLs slow:///PATH lead here."""
         resolve = filesystems._resolve
 

@@ -1,7 +1,4 @@
-"""A Slurm cluster for tests: the real daemons, one controller and two nodes of one CPU, on this machine.
-
-Needs root and Debian's packages slurmctld, slurmd, slurm-client and munge; `missing()` says what this machine lacks.
-"""
+"""Slurm cluster on this machine: the real daemons of a controller and two nodes of one CPU, which need root."""
 
 import os
 import shutil
@@ -9,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from builders.faults import until
 from hosts.ports import free_ports
@@ -91,9 +89,8 @@ class SlurmCluster:
         """What the command prints. Fails unless it succeeds."""
         out = self.folder / "call"  # a file: daemons keep what they are given open
         with open(out, "w") as file:
-            done = subprocess.run(
-                command, stdout=file, stderr=file, env=self._environment, cwd=self.folder, timeout=60, check=False
-            )
+            options: Any = {"stdout": file, "stderr": file, "env": self._environment, "cwd": self.folder, "timeout": 60}
+            done = subprocess.run(command, check=False, **options)
         assert done.returncode == 0, (command, out.read_text()[-2000:])
         return out.read_text().strip()
 
@@ -103,17 +100,13 @@ class SlurmCluster:
 
     def field(self, job: str, name: str) -> str:
         """Of what Slurm shows about a job: `JobState`, `Restarts` and others."""
-        shown = dict(word.split("=", 1) for word in self.call("scontrol", "show", "job", job).split() if "=" in word)
-        return shown[name]
+        return dict(word.split("=", 1) for word in self.call("scontrol", "show", "job", job).split() if "=" in word)[name]
 
     def wait_for(self, job: str, state: str, *, restarts: int) -> None:
         """Until the job has been requeued at least so often, and is in this state."""
-        until(
-            lambda: int(self.field(job, "Restarts")) >= restarts and self.field(job, "JobState") == state,
-            timeout_s=240,
-            pause_s=0.2,
-            told=lambda: self.call("scontrol", "show", "job", job) + self.log(job),
-        )
+        told = lambda: self.call("scontrol", "show", "job", job) + self.log(job)  # noqa: E731
+        is_there = lambda: int(self.field(job, "Restarts")) >= restarts and self.field(job, "JobState") == state  # noqa: E731
+        until(is_there, timeout_s=240, pause_s=0.2, told=told)
 
     def log(self, job: str) -> str:
         """What it printed, in all its attempts."""

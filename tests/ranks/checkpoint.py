@@ -1,7 +1,4 @@
-"""Functions of ranks in checkpoint tests, each in a separate process.
-
-`run_ranks` starts them by name. Tables are ShardedTensors, as in TorchRec; other tensors are DTensors or plain.
-"""
+"""Functions of ranks in checkpoint tests, each in a separate process, started by `run_ranks`."""
 
 import multiprocessing
 import os
@@ -24,31 +21,14 @@ from builders.savers import save as save_now
 from torch import distributed
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import (
-    Checkpoint,
-    DamagedError,
-    acquire_lease,
-    check_shared,
-    folder_of,
-    latest_valid_checkpoint,
-    lease,
-    write_token,
-    writer,
-)
+from rayrec.checkpoint import Checkpoint, acquire_lease, check_shared, folder_of, lease, write_token, writer
 from rayrec.checkpoint.communicator import Communicator
 from rayrec.config import InputError
 
 IMPORTED_ONCE = [
-    "rayrec.checkpoint",
-    "rayrec.training.launchers.process_worker",
-    "rayrec.training.trainer",
-    "rayrec.workloads.recsys.worker",
-    "rayrec.workloads.data_parallel.worker",
-    "torch._dynamo",
-    "torch.distributed._shard.sharded_tensor",
-    "torch.distributed.fsdp",
-    "torch.distributed.optim",
-    "torch.distributed.tensor",
+    *("rayrec.checkpoint", "rayrec.training.launchers.process_worker", "rayrec.training.trainer"),
+    *("rayrec.workloads.recsys.worker", "rayrec.workloads.data_parallel.worker", "torch._dynamo", "torch.distributed.fsdp"),
+    *("torch.distributed._shard.sharded_tensor", "torch.distributed.optim", "torch.distributed.tensor"),
 ]
 """Modules imported by the process from which ranks are forked, which saves several seconds per rank."""
 
@@ -56,8 +36,8 @@ IMPORTED_ONCE = [
 def run_ranks(
     what: str | Callable[[str, int], None], size: int, folder: str, *, killed: int | None = None, grouped: bool = True
 ) -> list[str]:
-    """Run a function of this or another module on each rank, with the folder and its rank; return the outputs. All must exit with
-    0, except a rank that kills itself. `grouped`: they begin as one process group."""
+    """Run a function, or one of this module by name, on each rank with the folder and its rank. Returns the outputs. All must
+    exit with 0, except a rank that kills itself. `grouped`: they begin as one process group."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
     with tempfile.TemporaryDirectory() as meeting:
@@ -152,7 +132,7 @@ def restore(folder: str, rank: int) -> None:
     print(raised(lambda: checkpoint.restore(Checkpoint(folder_of(folder, 4)), target)))
     # The step after is short of a file, so that all ranks go back to the third.
     told: list[str] = []
-    newest = partial(latest_valid_checkpoint, folder, log=lambda kind, fields: told.append(fields["path"]))
+    newest = partial(checkpoint.latest_valid_checkpoint, folder, log=lambda kind, fields: told.append(fields["path"]))
     assert newest(exclude={folder_of(folder, 4)}) == Checkpoint(folder_of(folder, 3))
     assert newest() == Checkpoint(folder_of(folder, 4))
     assert told == ([folder_of(folder, 5)] if rank == 0 else [])
@@ -173,9 +153,8 @@ def read_some(folder: str, rank: int) -> None:
     from torch.distributed.tensor import DTensor, Shard
 
     mine = torch.zeros(200 if rank == 0 else 312, 8)  # 6,400 bytes on rank 0: its last block is rank 1's first
-    target = DTensor.from_local(
-        mine, init_device_mesh("cpu", (2,)), [Shard(0)], shape=torch.Size([512, 8]), stride=(8, 1), run_check=False
-    )
+    whole_size: dict[str, Any] = {"shape": torch.Size([512, 8]), "stride": (8, 1), "run_check": False}
+    target = DTensor.from_local(mine, init_device_mesh("cpu", (2,)), [Shard(0)], **whole_size)
     offsets = ((200, 8), (0, 0)) if rank == 0 else ((312, 8), (200, 0))  # unlike DTensor's, so that the border is within a block
     function = "torch.distributed.checkpoint.planner_helpers.compute_local_shape_and_global_offset"
     with pytest.MonkeyPatch.context() as patch:
@@ -249,8 +228,7 @@ def save_in_background(folder: str, rank: int) -> None:
 
 
 def save_apart(folder: str, rank: int) -> None:
-    """Use a separate folder on each rank, like local disks of nodes, then different sharding plans. Neither makes a
-    checkpoint."""
+    """Use a separate folder on each rank, like local disks, then different sharding plans. Neither makes a checkpoint."""
     own = f"{folder}/{rank}"
     name = Communicator.all().broadcast(os.path.basename(write_token(own, max_outage_s=1.0)))
     with mock.patch.object(lease, "_APPEARS_S", 0.1):
@@ -277,20 +255,14 @@ def save_apart(folder: str, rank: int) -> None:
 
 def claimed_table(held_by: list[int]) -> Any:
     """Return a table of 7 rows that this rank assigns to `held_by`, or if empty, to the next rank."""
-    from torch.distributed._shard.sharded_tensor import (
-        Shard,
-        ShardedTensor,
-        ShardedTensorMetadata,
-        ShardMetadata,
-        TensorProperties,
-    )
+    from torch.distributed._shard import sharded_tensor
 
     owner = held_by[0] if held_by else 1 - distributed.get_rank()
-    metadata = ShardMetadata([0, 0], [7, 1], f"rank:{owner}/cpu")
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        [Shard(torch.zeros(7, 1), metadata)] if held_by else [],
-        ShardedTensorMetadata([metadata], torch.Size([7, 1]), TensorProperties(dtype=torch.float32)),
-    )
+    metadata = sharded_tensor.ShardMetadata([0, 0], [7, 1], f"rank:{owner}/cpu")
+    shards = [sharded_tensor.Shard(torch.zeros(7, 1), metadata)] if held_by else []
+    properties = sharded_tensor.TensorProperties(dtype=torch.float32)
+    table = sharded_tensor.ShardedTensorMetadata([metadata], torch.Size([7, 1]), properties)
+    return sharded_tensor.ShardedTensor._init_from_local_shards_and_global_metadata(shards, table)
 
 
 def die_saving(folder: str, rank: int) -> None:
@@ -334,7 +306,7 @@ def raised(function: Callable[[], Any]) -> str:
     """Return the error of a function as text."""
     try:
         function()
-    except DamagedError as error:
+    except checkpoint.DamagedError as error:
         return f"damaged: {error}"
     except (InputError, RuntimeError, TypeError) as error:
         return str(error)

@@ -73,23 +73,15 @@ def context(configuration: TrainConfig, rank: int, world_size: int, *, node: str
 
 
 def config(tables: list[int], world_size: int, **settings: Any) -> TrainConfig:
-    return TrainConfig(
-        recipe="small",
-        workload=workload(tables, **settings),
-        batch_size=ROWS // world_size,
-        scaling=ScalingConfig(num_workers=world_size),
-    )
+    of_size: dict[str, Any] = {"batch_size": ROWS // world_size, "scaling": ScalingConfig(num_workers=world_size)}
+    return TrainConfig(recipe="small", workload=workload(tables, **settings), **of_size)
 
 
 def prepared(tables: list[int], inputs: Schema | None = None) -> Any:
     """Return the parts of a preparation that set-up needs."""
-    return SimpleNamespace(
-        inputs=inputs or schema(tables),
-        num_embeddings=tables,
-        sets={"train": SimpleNamespace(rows=10_000)},
-        preprocessor=InProcess(SimpleNamespace(sparse=[], multi_hot=object())),
-        teacher=None,
-    )
+    preprocessor = InProcess(SimpleNamespace(sparse=[], multi_hot=object()))
+    others = {"sets": {"train": SimpleNamespace(rows=10_000)}, "preprocessor": preprocessor, "teacher": None}
+    return SimpleNamespace(inputs=inputs or schema(tables), num_embeddings=tables, **others)
 
 
 def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int = ROWS) -> Batch:
@@ -120,24 +112,29 @@ def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int
     return Batch({DENSE: dense[mine]}, world_size / rows, features, named, sequence_features=sequences)
 
 
+def train_batches(folder: str, setup: Any, batches: list[Batch]) -> list[float]:
+    """Save FOLDER/start, train the batches, and save FOLDER/end. Returns each step's mean loss."""
+    checkpoint.save(f"{folder}/start", all_tensors(setup.model, setup.optimizer), state={})
+    remaining, losses = iter(batches), []
+    for step in range(len(batches)):
+        setup.begin_step(step, len(batches))
+        loss = setup.pipeline.progress(remaining).loss.detach().clone()
+        distributed.all_reduce(loss)
+        losses.append(loss.item() / distributed.get_world_size())
+    checkpoint.save(f"{folder}/end", all_tensors(setup.model, setup.optimizer), state={})
+    return losses
+
+
 def train(folder: str, tables: list[int], rank: int, *, node: str = "", device: str = "cpu", **settings: Any) -> None:
     """Save FOLDER/start and, after some steps, FOLDER/end; write each step's mean loss to FOLDER/losses.json."""
     world_size = distributed.get_world_size()
     configuration = config(tables, world_size, **settings)
     place = context(configuration, rank, world_size, node=node, device=device)
     setup = configuration.workload.set_up(place, prepared(tables))
-    checkpoint.save(f"{folder}/start", all_tensors(setup.model, setup.optimizer), state={})
-    losses = []
-    batches = iter([batch(tables, step, rank, world_size) for step in range(STEPS)])
-    for step in range(STEPS):
-        setup.begin_step(step, STEPS)
-        loss = setup.pipeline.progress(batches).loss.detach().clone()
-        distributed.all_reduce(loss)
-        losses.append(loss.item() / world_size)
+    losses = train_batches(folder, setup, [batch(tables, step, rank, world_size) for step in range(STEPS)])
     # TorchRec exchanges a batch's ids ahead only if it finds in the model's forward that they come straight from the batch.
     exchanging = (2 if tables == SEQUENCES else 1) if world_size > 1 else 0
     assert len(getattr(setup.pipeline, "_pipelined_modules", [])) == exchanging
-    checkpoint.save(f"{folder}/end", all_tensors(setup.model, setup.optimizer), state={})
     if rank == 0:
         with open(f"{folder}/losses.json", "w") as file:
             json.dump(losses, file)
@@ -160,14 +157,17 @@ def train_in_attempts(folder: str, tables: list[int], rank: int, *attempts: rang
         checkpoint.save(before, all_tensors(setup.model, setup.optimizer), state={})
 
 
+def train_all(folder: str, size: int, rank: int, **options: Any) -> None:
+    """Train each case in FOLDER/NAME_SIZE."""
+    for name, tables in (CASES | BY_ADAM).items():
+        train(f"{folder}/{name}_{size}", tables, rank, **options, **(ADAM if name in BY_ADAM else {}))
+
+
 def on_unequal_nodes(folder: str, rank: int) -> None:
     """Simulate ranks 0 and 1 on one machine and rank 2 on another."""
     logging.disable(logging.WARNING)
     os.environ["LOCAL_WORLD_SIZE"], node = ("2", "a") if rank < 2 else ("1", "b")
-    for name, tables in CASES.items():
-        train(f"{folder}/{name}_3", tables, rank, node=node)
-    for name, tables in BY_ADAM.items():
-        train(f"{folder}/{name}_3", tables, rank, node=node, **ADAM)
+    train_all(folder, 3, rank, node=node)
     train(f"{folder}/rounded_3", EQUAL, rank, node=node, sharding=ShardingConfig(exchange_precision="fp16"))
     train_in_attempts(f"{folder}/whole", EQUAL, rank, range(6), node=node)
     train_in_attempts(f"{folder}/parts", EQUAL, rank, range(2), range(2, 4), range(4, 6), node=node)
@@ -175,10 +175,7 @@ def on_unequal_nodes(folder: str, rank: int) -> None:
 
 def alone(folder: str, rank: int) -> None:
     logging.disable(logging.WARNING)
-    for name, tables in CASES.items():
-        train(f"{folder}/{name}_1", tables, rank)
-    for name, tables in BY_ADAM.items():
-        train(f"{folder}/{name}_1", tables, rank, **ADAM)
+    train_all(folder, 1, rank)
 
 
 def weights(folder: str) -> str:

@@ -128,30 +128,17 @@ def products_by_onednn(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 def next_token_config(world_size: int, **workload: Any) -> TrainConfig:
     """Return a short configuration without randomness, and with a task that does not amplify rounding in gradients."""
-    words = NextToken(
-        model=GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=LENGTH, dropout=0.0),
-        optimizer=DenseOptimizerConfig(kind="sgd", learning_rate=0.1),
-        **workload,
-    )
+    model = GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=LENGTH, dropout=0.0)
+    words = NextToken(model=model, optimizer=DenseOptimizerConfig(kind="sgd", learning_rate=0.1), **workload)
     return dataclasses.replace(config(world_size, steps=6), workload=words)
 
 
 def config(world_size: int, *, steps: int = 12, **workload: Any) -> TrainConfig:
-    return TrainConfig(
-        recipe="small",
-        workload=Small(
-            optimizer=DenseOptimizerConfig(kind="adamw", learning_rate=0.02, max_gradient_norm=0.5),
-            schedule=LearningRateSchedule(warmup_steps=3),
-            **workload,
-        ),
-        train_data=DataConfig(shuffle="full"),
-        steps=steps,
-        batch_size=16 // world_size,
-        eval_batch_size=5,
-        evaluate_every=6,
-        log_every=1,
-        scaling=ScalingConfig(num_workers=world_size),
-    )
+    optimizer = DenseOptimizerConfig(kind="adamw", learning_rate=0.02, max_gradient_norm=0.5)
+    small = Small(optimizer=optimizer, schedule=LearningRateSchedule(warmup_steps=3), **workload)
+    fields: dict[str, Any] = {"steps": steps, "batch_size": 16 // world_size, "eval_batch_size": 5, "evaluate_every": 6}
+    fields |= {"log_every": 1, "train_data": DataConfig(shuffle="full"), "scaling": ScalingConfig(num_workers=world_size)}
+    return TrainConfig(recipe="small", workload=small, **fields)
 
 
 def train(folder: str, rank: int, configuration: TrainConfig, *, from_step: int | None = None) -> list[dict[str, Any]]:
@@ -168,20 +155,14 @@ def train(folder: str, rank: int, configuration: TrainConfig, *, from_step: int 
     events: list[dict[str, Any]] = []
 
     def save(progress: Progress, position: dict[str, Any], **_: Any) -> None:
-        tensors = all_tensors(setup.model, setup.optimizer)
         state = {"progress": progress.state(), "loader": position}
-        checkpoint.save(f"{folder}/{progress.step}", tensors, state=state)
+        checkpoint.save(f"{folder}/{progress.step}", all_tensors(setup.model, setup.optimizer), state=state)
 
-    training = Training(
-        config=configuration,
-        setup=setup,
-        loader=loader,
-        progress=progress,
-        log=lambda kind, fields: events.append({"kind": kind, **fields}),
-        save=save,
-        stop_signal=StopSignal(),
-    )
-    loop.run(training)
+    def log(kind: str, fields: dict[str, Any]) -> None:
+        events.append({"kind": kind, **fields})
+
+    parts: dict[str, Any] = {"setup": setup, "loader": loader, "progress": progress, "stop_signal": StopSignal()}
+    loop.run(Training(config=configuration, log=log, save=save, **parts))
     loader.close()
     return events
 

@@ -16,15 +16,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from rayrec import checkpoint
 from rayrec.batch import DENSE, Batch
 from rayrec.checkpoint.state import all_tensors, restore_all
+from rayrec.models.base import ModelInputs
 from rayrec.models.embeddings import feature_names, initialize_shards
 from rayrec.models.ranking.dlrm import DLRMConfig
-from rayrec.optim.config import (
-    DenseOptimizerConfig,
-    LearningRateSchedule,
-    SparseOptimizerConfig,
-    learning_rates,
-    set_learning_rates,
-)
+from rayrec.optim import config as optim
 from rayrec.optim.table_adam import disable_fused_update
 from rayrec.sharding.planner import ShardingConfig, Site, embedding_sharders, placements, plan_sharding
 from rayrec.workloads.recsys.worker import Unwrapped, make_optimizer, make_pipeline
@@ -60,49 +55,39 @@ def batch(step: int, rank: int, world_size: int) -> Batch:
 
 def build(stage: Stage, rank: int) -> tuple[DistributedModelParallel, Any]:
     config = DLRMConfig(embedding_dim=16, bottom_mlp=(8, 16), top_mlp=(8, 1), interaction="dot")
-    model = whole_model(config, TABLES, num_dense=3, embedding_device="meta")
-    sparse = SparseOptimizerConfig(kind=stage["sparse"], learning_rate=0.5, eps=stage.get("eps", 1e-8))
+    model = whole_model(config, TABLES, inputs=ModelInputs(3, tuple(feature_names(len(TABLES)))), embedding_device="meta")
+    sparse = optim.SparseOptimizerConfig(kind=stage["sparse"], learning_rate=0.5, eps=stage.get("eps", 1e-8))
     optimizer_class, arguments = sparse.build()
     apply_optimizer_in_backward(optimizer_class, model.embeddings.parameters(), arguments)
     if stage["plan"] == ["row_wise"]:  # which no planner gives a CPU, though tables can lie so
         sharder = embedding_sharders()[0]  # that of the pooled tables
         tables = {name: row_wise() for name in feature_names(len(TABLES))}
-        by_hand = construct_module_sharding_plan(
-            model.embeddings, tables, sharder, local_size=stage["ranks"], world_size=stage["ranks"], device_type="cpu"
-        )
+        sizes = {"local_size": stage["ranks"], "world_size": stage["ranks"]}
+        by_hand = construct_module_sharding_plan(model.embeddings, tables, sharder, device_type="cpu", **sizes)
         plan = ShardingPlan(plan={"embeddings": by_hand})
     else:
-        plan = plan_sharding(
-            model,
-            Site(stage["ranks"], "cpu", 1 << 30),
-            batch_size=ROWS,
-            config=ShardingConfig(sharding_types=tuple(stage["plan"]), min_column_width=stage.get("width", 8)),
-            state_bytes=sparse.state_bytes,
-        )
+        site = Site(stage["ranks"], "cpu", 1 << 30)
+        asked = ShardingConfig(sharding_types=tuple(stage["plan"]), min_column_width=stage.get("width", 8))
+        plan = plan_sharding(model, site, batch_size=ROWS, config=asked, state_bytes=sparse.state_bytes)
     if rank == 0:
         print(stage["save"], {row.sharding_type for row in placements(plan, model, state_bytes=sparse.state_bytes)})
     disable_fused_update(model.embeddings, sparse)
-    sharded = DistributedModelParallel(
-        model,
-        env=ShardingEnv.from_process_group(distributed.group.WORLD),
-        device=torch.device("cpu"),
-        plan=plan,
-        sharders=embedding_sharders(),
-        data_parallel_wrapper=None if stage["ranks"] > 1 else Unwrapped(),
-    )
+    parts: dict[str, Any] = {"env": ShardingEnv.from_process_group(distributed.group.WORLD), "plan": plan}
+    parts |= {"sharders": embedding_sharders(), "data_parallel_wrapper": None if stage["ranks"] > 1 else Unwrapped()}
+    sharded = DistributedModelParallel(model, device=torch.device("cpu"), **parts)
     initialize_shards(sharded, seed=0)
-    return sharded, make_optimizer(sharded, plan, sparse=sparse, dense=DenseOptimizerConfig(kind=stage["dense"]))
+    return sharded, make_optimizer(sharded, plan, sparse=sparse, dense=optim.DenseOptimizerConfig(kind=stage["dense"]))
 
 
 def run(folder: str, rank: int, stage: Stage) -> None:
     model, optimizer = build(stage, rank)
-    rates = learning_rates(optimizer)
+    rates = optim.learning_rates(optimizer)
     if "restore" in stage:
         restore_all(checkpoint.Checkpoint(f"{folder}/{stage['restore']}"), model, optimizer)
     steps = range(*stage.get("steps", (0, 0)))
     context = SimpleNamespace(world_size=stage["ranks"], device=torch.device("cpu"))
     pipeline, batches = make_pipeline(model, optimizer, context), iter([batch(step, rank, stage["ranks"]) for step in steps])
     for step in steps:
-        set_learning_rates(optimizer, base_rates=rates, schedule=LearningRateSchedule(warmup_steps=6), step=step)
+        optim.set_learning_rates(optimizer, base_rates=rates, schedule=optim.LearningRateSchedule(warmup_steps=6), step=step)
         pipeline.progress(batches)
     checkpoint.save(f"{folder}/{stage['save']}", all_tensors(model, optimizer), state={})

@@ -8,9 +8,7 @@ from builders.interactions import LISTS, PAIRS
 from ranks import click
 from torch import distributed
 
-from rayrec import checkpoint
 from rayrec.batch import Batch
-from rayrec.checkpoint.state import all_tensors
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.ingest.batches import BatchSlicer
 from rayrec.models.retrieval.sasrec import SASRecConfig
@@ -59,9 +57,4 @@ def train(folder: str, rank: int) -> None:
         config = config.replace(scaling={"num_workers": size})
         setup = workload.set_up(click.context(config, rank, size), click.prepared(tables, schema))
         setup.model.train()
-        checkpoint.save(f"{folder}/{name}_{size}/start", all_tensors(setup.model, setup.optimizer), state={})
-        batches = iter([_batch(schema, step, rank, size) for step in range(len(ROWS))])
-        for step in range(len(ROWS)):
-            setup.begin_step(step, len(ROWS))
-            setup.pipeline.progress(batches)
-        checkpoint.save(f"{folder}/{name}_{size}/end", all_tensors(setup.model, setup.optimizer), state={})
+        click.train_batches(f"{folder}/{name}_{size}", setup, [_batch(schema, step, rank, size) for step in range(len(ROWS))])
