@@ -50,8 +50,6 @@ def test_imports_point_down() -> None:
 
 
 # -- size and shape
-
-
 def _lines(paths: Iterable[Path]) -> int:
     return sum(len(path.read_text().splitlines()) for path in paths)
 
@@ -110,8 +108,6 @@ def test_long_signature_is_found(tmp_path: Path) -> None:
 
 
 # -- what a module is
-
-
 @pytest.mark.parametrize("module", ["rayrec", "rayrec.cli", "rayrec.environment.doctor", "rayrec.storage"])
 def test_importing_is_cheap(module: str) -> None:
     code = (
@@ -201,8 +197,6 @@ def test_documented_layout_matches_code() -> None:
 
 
 # -- the lock
-
-
 PROJECT, SHIM = (
     tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in ("", "packaging/fbgemm-gpu-cpu")
 )

@@ -37,8 +37,6 @@ NUM_TOKENS = 5
 
 
 # Preprocessors
-
-
 def token(column: int, number: int) -> int:
     """Return a token of a column. Numbers below NUM_TOKENS are in the vocabulary."""
     return (column << 16) + number + 1
@@ -81,8 +79,6 @@ def lists_preprocessor() -> Preprocessor:
 
 
 # As a training holds them
-
-
 def whole_model(
     config: ClickModelConfig, num_embeddings: Sequence[int], *, inputs: ModelInputs | None = None, **settings: Any
 ) -> ClickModel:
@@ -168,8 +164,6 @@ def _save(run: Path, step: int, weights: dict[str, torch.Tensor], config: TrainC
 
 
 # As a server holds them
-
-
 def make_model(preprocessor: Preprocessor | None = None, *, seed: int = 0, config: ClickModelConfig = DLRM) -> ServedModel:
     """Build a served model. Seeds determine version and scores."""
     preprocessor = preprocessor or make_preprocessor()

@@ -51,8 +51,6 @@ def digest(arrays: Arrays) -> str:
 
 
 # Logs ----------------------------------------------------------------------------------------------------------------
-
-
 def criteo_lines(rows: int, seed: int) -> list[bytes]:
     """Return lines of a log of hexadecimal tokens, each good."""
     chance = random.Random(seed)
@@ -183,8 +181,6 @@ def write_log(folder: Path, kind: str, schema: Schema) -> None:
 
 
 # The data side -------------------------------------------------------------------------------------------------------
-
-
 class Log(NamedTuple):
     """Opened log and its Preprocessor."""
 

@@ -71,8 +71,6 @@ def _content(path: Path, of: Path) -> bytes:
 
 
 # Logs ----------------------------------------------------------------------------------------------------------------
-
-
 def write_criteo_log(folder: Path, *, rows: int, faults: bool = False) -> str:
     """Write three files of a synthetic log, with some damaged and repeated lines if `faults` says so."""
     rayrec.generate(str(folder / "made"), rows=rows, days=7, seed=11)
@@ -127,8 +125,6 @@ def write_own_log(folder: Path, *, rows: int, seed: int = 5) -> str:
 
 
 # What is made of them ------------------------------------------------------------------------------------------------
-
-
 def output_makers(folder: Path) -> dict[str, Callable[[Path, str], object]]:
     """By name: functions that write an output into a folder, by engine "threads" or "ray"."""
     criteo, own = write_criteo_log(folder, rows=1500), write_own_log(folder / "own", rows=900)

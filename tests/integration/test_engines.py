@@ -57,8 +57,6 @@ def test_spark_files_match_ray_files(click_log: Path, tmp_path: Path, name: str,
 
 
 # What goes wrong -----------------------------------------------------------------------------------------------------
-
-
 TASKS = """
 import os, time
 import pyarrow as pa

@@ -174,8 +174,6 @@ def test_run_survives_store_outage(workers: str, request: pytest.FixtureRequest,
 
 
 # On Ray --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.exhaustive
 def test_the_train_controller(undisturbed: dict[str, Any], begin: Begin) -> None:
     run = begin()

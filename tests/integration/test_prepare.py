@@ -123,8 +123,6 @@ def test_unlabelled_log_is_preprocessed_and_scored(log: Path, raw_run: tuple[Pat
 
 
 # Run modes -----------------------------------------------------------------------------------------------------------
-
-
 def days(folder: Path) -> Path:
     """The files of criteo_small, with the rows of a synthetic log."""
     generate(str(folder / "made"), rows=4_000, dialect="terabyte", days=5, seed=4, parallelism=1)

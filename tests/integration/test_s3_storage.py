@@ -49,8 +49,6 @@ def _took(call: Callable[[], object], error: type[Exception], match: str) -> flo
 
 
 # Streams and folders; files as locally are in test_cloud_stores.py --------------------------------------------------
-
-
 @pytest.mark.exhaustive
 def test_large_streams_survive_reuse_of_memory(folder: str) -> None:
     buffer = np.zeros(3 * MIB + 7, np.uint8)
@@ -121,8 +119,6 @@ def test_forked_process_reaches_store(folder: str) -> None:
 
 
 # Outages -------------------------------------------------------------------------------------------------------------
-
-
 def _operations(folder: str) -> list[tuple[Callable[[], Any], Any]]:
     """Calls and what each returns if the file a is there."""
     return [
@@ -180,8 +176,6 @@ def test_hanging_server_is_detected(folder: str, s3_server: Any) -> None:
 
 
 # What is wrong -------------------------------------------------------------------------------------------------------
-
-
 def test_wrong_secret_is_reported_at_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-word")
     for operation, _ in _operations(folder):
@@ -206,8 +200,6 @@ def test_profile_provides_endpoint_region_and_credentials(
 
 
 # Events --------------------------------------------------------------------------------------------------------------
-
-
 def test_events_survive_outage_and_are_followed(folder: str, s3_server: Any) -> None:
     url, stop, seen = f"{folder}/events.jsonl", threading.Event(), []
     thread = threading.Thread(target=lambda: seen.extend(follow(url, stop=stop, poll_s=0.2)))
@@ -248,8 +240,6 @@ def test_running_run_is_reported_locally_and_remotely(folder: str, tmp_path: Pat
 
 
 # Trackers and profiles -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.exhaustive
 def test_curves_survive_store_outage(folder: str, s3_server: Any) -> None:
     events = [event for event in run_events.run() if event["kind"] != "finish"]
