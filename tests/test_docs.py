@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from builders.faults import fails_with
 from builders.scripts import ROOT, script
 
 import rayrec
@@ -367,8 +368,7 @@ def test_figures_have_significant_digits(value: float, digits: int, text: str) -
 
 def test_figure_of_several_rows_is_rejected() -> None:
     key = "train; 1 worker, from raw TSV; TorchRec; {}ratio; 2"
-    with pytest.raises(SystemExit, match="different values"):
-        RESULTS.figure(key.format(""))
+    fails_with(SystemExit, "different values", RESULTS.figure, key.format(""))
     assert float(RESULTS.figure(key.format("least "))) < float(RESULTS.figure(key.format("most ")))
 
 

@@ -27,25 +27,12 @@ from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 
 QUIET = Console(quiet=True)
 SMALL = {"block_bytes": 1 << 16, "segments_per_block": 4, "console": QUIET}
-OWN = Schema(
-    label="click",
-    labels=(Label(name="like"), Label(name="seconds", kind="number", missing="fault")),
-    weight="importance",
-    dense=("age", "price", "since"),
-    sparse=("user", "item", "day", "flag", "history", "shops", "tags"),
-    lists=("history", "shops", "tags"),
-    integers=("item",),
-    optional=("price", "flag"),
-    features=(
-        Feature(name="history", vocabulary="item", max_length=3),
-        Feature(name="shops", aligned_with="history", max_length=3),
-        Feature(name="tags", weights="tag_weights"),
-    ),
-    timestamp="at",
-    nan="missing",
-    tokens="any",
-    delimiter=",",
-)
+NAMES: dict[str, Any] = {"dense": ("age", "price", "since"), "lists": ("history", "shops", "tags"), "optional": ("price", "flag")}
+NAMES |= {"sparse": ("user", "item", "day", "flag", *NAMES["lists"]), "integers": ("item",), "timestamp": "at"}
+NAMES["labels"] = (Label(name="like"), Label(name="seconds", kind="number", missing="fault"))
+SHOPS = Feature(name="shops", aligned_with="history", max_length=3)
+NAMES["features"] = (Feature(name="history", vocabulary="item", max_length=3), SHOPS, Feature(name="tags", weights="tag_weights"))
+OWN = Schema(label="click", weight="importance", nan="missing", tokens="any", delimiter=",", **NAMES)
 """A log with a column of every kind."""
 
 

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from builders.engines import LoopEngine
 
+from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, Preset, make_preprocessor
@@ -31,6 +33,16 @@ def open_index(
     with tempfile.TemporaryDirectory() as folder:
         context = TaskContext(engine or LoopEngine(), str(cache or folder), note)
         return LogSource.at(str(path)).index(schema, segment_bytes=segment_bytes, context=context)
+
+
+def rows_of(part: Any) -> list[tuple[bytes, ...]]:
+    """Return the rows of a batch, or of encoded rows, of Criteo's columns as comparable values."""
+    if isinstance(part, EncodedRows):
+        arrays = (part.dense, np.ascontiguousarray(part.ids.T), part.label)
+    else:
+        ids = part.sparse_features.values().reshape(len(SCHEMA.sparse), -1).numpy().T
+        arrays = (part.tensors["dense"].numpy(), ids, part.labels["label"].numpy())
+    return [tuple(value.tobytes() for value in row) for row in zip(*arrays, strict=True)]
 
 
 def unlabelled(lines: list[bytes]) -> bytes:

@@ -105,7 +105,7 @@ def test_the_whole_road(tmp_path: Path) -> None:
     answer = score(make_app(open_served(whole.checkpoint)), {"rows": table.select(SCHEMA.unlabelled().columns)[:20].to_pylist()})
     for name, column in (("scores", "score"), ("score_like", "score_like"), ("score_seconds", "score_seconds")):
         np.testing.assert_allclose(answer[name], columns[column][:20], atol=1e-5)
-    message = r"lists have weights \(tag_weights\), which exports do not support"
+    message = r"lists have weights \(tag_weights\), unsupported in exports"
     rejects(message, export, whole.checkpoint, tmp_path / "export", parity_rows=100)
 
 

@@ -15,11 +15,10 @@ import pyarrow as pa
 import pytest
 import ray
 from builders.faults import rejects
-from builders.logs import open_index
+from builders.logs import open_index, rows_of
 from builders.same import assert_same
 
 from rayrec import storage
-from rayrec.batch import Batch
 from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
@@ -83,21 +82,11 @@ def make_loader(index: LogIndex, shared: Shared[Preprocessor]) -> MakeLoader:
     return partial(loader_of, order_of(index, "window"), shared)
 
 
-def rows_of(batch: Batch) -> list[Row]:
-    ids = batch.sparse_features.values().reshape(len(SCHEMA.sparse), -1).numpy().T
-    return rows_in(batch.tensors["dense"].numpy(), ids, batch.labels["label"].numpy())
-
-
-def rows_in(*arrays: np.ndarray) -> list[Row]:
-    return [tuple(part.tobytes() for part in row) for row in zip(*arrays, strict=True)]
-
-
 @pytest.fixture(scope="module")
 def expected(click_log: Path, preprocessor: Preprocessor) -> Counter[Row]:
     raw, faults = parse(SCHEMA, (click_log / "train.txt").read_bytes())
     assert (raw.rows, faults.total) == (20_000, 0)
-    encoded = preprocessor.encode(raw)
-    return Counter(rows_in(encoded.dense, np.ascontiguousarray(encoded.ids.T), encoded.label))
+    return Counter(rows_of(preprocessor.encode(raw)))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders.faults import flip, rejects
+from builders.faults import fails_with, flip, rejects
 from builders.logs import unlabelled
 from builders.runs import QUIET, files_in, short_run, train
 
@@ -161,8 +161,7 @@ def test_killed_predict_resumes(
             yield table
 
     monkeypatch.setattr(ScoringJob, "tables", watched)
-    with pytest.raises(KeyboardInterrupt):
-        model.predict_to(out)
+    fails_with(KeyboardInterrupt, "", model.predict_to, out)
     assert not out.exists()
     assert [path.name for path in Path(f"{out}.partial").glob("*.parquet")] == ["part-00000.parquet"]
     rejects("with a different batch_rows; use the same", model.predict_to, out, batch_rows=999)

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 import torch
 from builders.faults import fails_with, rejects, until
-from builders.logs import learn, made_from, open_index
+from builders.logs import learn, made_from, open_index, rows_of
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.batch import Batch
@@ -208,18 +208,8 @@ def loader(prepared: Prepared, order: Any = None, *, source: Any = None, pinned:
     return Loader(order or order_of(prepared[0]), reader, sharding, state=state, **settings)
 
 
-def rows_of(batch: Batch) -> list[tuple[bytes, ...]]:
-    ids = batch.sparse_features.values().reshape(len(SCHEMA.sparse), -1).numpy().T
-    return rows_in(batch.tensors["dense"].numpy(), ids, batch.labels["label"].numpy())
-
-
-def rows_in(*arrays: np.ndarray) -> list[tuple[bytes, ...]]:
-    return [tuple(part.tobytes() for part in row) for row in zip(*arrays, strict=True)]
-
-
 def log_rows(prepared: Prepared, start: int = 0, stop: int = ROWS) -> list[tuple[bytes, ...]]:
-    encoded = prepared[1].encode(read_segments(prepared[0].segments, SCHEMA), np.arange(start, stop))
-    return rows_in(encoded.dense, np.ascontiguousarray(encoded.ids.T), encoded.label)
+    return rows_of(prepared[1].encode(read_segments(prepared[0].segments, SCHEMA), np.arange(start, stop)))
 
 
 def same(one: Batch, other: Batch) -> bool:
