@@ -85,7 +85,7 @@ def _house() -> dict[str, int | list[str]]:
     }
 
 
-def test_house_stays_within_its_bounds() -> None:
+def test_house_stays_within_bounds() -> None:
     found = _house()
     counts = {name: places if isinstance(places, int) else len(places) for name, places in found.items()}
     grown = {name: found[name] for name, (most, _) in HOUSE.items() if counts[name] > most}
@@ -94,14 +94,14 @@ def test_house_stays_within_its_bounds() -> None:
     assert not slack, "the house became smaller: lower its bounds in HOUSE, above"
 
 
-def test_circle_of_modules_is_found_over_others() -> None:
+def test_import_circle_is_detected() -> None:
     graph = grimp.ImportGraph()
     for importer, imported in ("ab", "bc", "ca", "cd", "de", "ef", "fe"):
         graph.add_import(importer=importer, imported=imported)
     assert sorted(map(sorted, _circles(graph))) == [["a", "b", "c"], ["e", "f"]]
 
 
-def test_long_signature_is_found(tmp_path: Path) -> None:
+def test_long_signature_is_detected(tmp_path: Path) -> None:
     path, eight = tmp_path / "module.py", "class A:\n    async def f(self, a, b, c, d, /, e, f, *, g, h): ...\n"
     path.write_text(f"{eight}def g(a, b, c, d, e, f, g, *, h, i): ...\n")
     assert _long_signatures(path) == [f"{path}:3 g"]
@@ -160,7 +160,7 @@ def test_private_names_of_ray_and_torch_are_in_compat_only() -> None:
     assert {path: names for path, tree in trees.items() if (names := {*_private_names(tree)} - NOT_OF_RAY_OR_TORCH)} == {}
 
 
-def test_private_names_are_found() -> None:
+def test_private_names_are_detected() -> None:
     for line in (
         "from ray._private import state",
         "from torch.distributed.remote_device import _remote_device",

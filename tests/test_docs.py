@@ -351,7 +351,7 @@ def _unmarked_figures(text: str) -> Iterator[str]:
                 yield from (match[0] for match in FIGURE.finditer(part))
 
 
-def test_unmarked_figures_are_found() -> None:
+def test_unmarked_figures_are_detected() -> None:
     figures = "makes 89.5k rows/s, at 0.98 to 1.03 of its speed, | 1.9 times as fast as it |, 0.5 µs, AUROC 0.7618, 0.17 % of it"
     for text in figures.split(", "):
         assert list(_unmarked_figures(text)), text
@@ -392,7 +392,7 @@ def test_benchmarks_page_names_every_benchmark() -> None:
     assert re.findall(r"`([a-z0-9-]+)`", said) == by_make.split()
 
 
-def test_example_categories_are_in_the_demo_log(tmp_path: Path) -> None:
+def test_example_categories_are_in_demo_log(tmp_path: Path) -> None:
     """A request of the pages scores a category that the model of the quickstart knows."""
     rayrec.generate(str(tmp_path), rows=2000)
     rows = [line.split("\t") for line in (tmp_path / "train.txt").read_text().splitlines()]
@@ -402,7 +402,7 @@ def test_example_categories_are_in_the_demo_log(tmp_path: Path) -> None:
         assert sum(row[14 + int(column)] == category for row in rows) > 100, (column, category)
 
 
-def test_dlrm_command_has_its_settings() -> None:
+def test_dlrm_command_matches_settings() -> None:
     (block,) = (found for found in blocks(ROOT / "docs" / "from-torchrec-dlrm.md") if "dlrm_main.py" in found.text)
     dlrm, ours = _commands(block)
     given = dict(re.findall(r"--([a-z_]+) ([\w.,]+)", dlrm))
@@ -419,12 +419,12 @@ def test_dlrm_command_has_its_settings() -> None:
     assert (tables.kind, tables.learning_rate) == (network.kind, network.learning_rate) == ("adagrad", tables.learning_rate)
 
 
-def test_torchrun_page_has_the_interval_of_console_lines() -> None:
+def test_torchrun_page_matches_console_interval() -> None:
     (row,) = (line for line in (ROOT / "docs" / "torchrun.md").read_text().splitlines() if "`--print_lr`" in line)
     assert f"every {console.PLAIN_INTERVAL_S:g} s" in row
 
 
-def test_verdicts_advise_flags_that_exist(flags: dict[str, set[str]]) -> None:
+def test_verdicts_advise_existing_flags(flags: dict[str, set[str]]) -> None:
     advised = set(re.findall(r"--[a-z][\w.-]*\w", (ROOT / "src" / "rayrec" / "observe" / "bottleneck.py").read_text()))
     assert len(advised) > 5
     assert advised <= flags["train"]

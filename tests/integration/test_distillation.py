@@ -13,7 +13,7 @@ from rayrec.workloads.recsys.distillation import RECORD
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.exhaustive]
 
 
-def test_a_student(click_log: Path, tmp_path: Path) -> None:
+def test_killed_student_resumes_with_equal_weights(click_log: Path, tmp_path: Path) -> None:
     def of(name: str, teacher: str | None, weight: float = 0.5) -> tuple[TrainConfig, Path]:
         model = {"embedding_dim": 4, "bottom_mlp": (8, 4), "top_mlp": (16, 1)}
         workload = {"model": model, "teacher": {"checkpoint": teacher, "weight": weight}}

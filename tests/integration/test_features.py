@@ -76,7 +76,7 @@ def _dlrm(path: str, folder: Path) -> rayrec.TrainConfig:
     return _config(recipes.clicks(path, SCHEMA), folder, 120, model, sparse_optimizer={"learning_rate": 0.1})
 
 
-def test_the_whole_road(tmp_path: Path) -> None:
+def test_labels_and_weighted_lists_train_score_and_serve(tmp_path: Path) -> None:
     table = _rows()
     log = _written(table, tmp_path)
     config = _dlrm(log, tmp_path).replace(evaluate_every=60, checkpoint={"every": 60})

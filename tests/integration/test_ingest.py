@@ -112,7 +112,7 @@ def test_run_resumes_with_same_batches(make_loader: MakeLoader) -> None:
     assert states[7]["epoch"] == 1
 
 
-def test_closing_early_stops_and_lets_others_go_on(make_loader: MakeLoader) -> None:
+def test_closed_loader_does_not_affect_next_loader(make_loader: MakeLoader) -> None:
     firsts = []
     for _ in range(2):
         loader = make_loader()
@@ -121,7 +121,7 @@ def test_closing_early_stops_and_lets_others_go_on(make_loader: MakeLoader) -> N
     assert firsts[0] == firsts[1]
 
 
-def test_index_numbers_all_rows_and_is_kept(click_log: Path, tmp_path: Path) -> None:
+def test_index_numbers_all_rows_and_is_cached(click_log: Path, tmp_path: Path) -> None:
     files = storage.list_files(str(click_log / "train.txt"))
     done: list[int] = []
     context = TaskContext(RayEngine(PLACEMENT), str(tmp_path), progress=lambda what, size, total: done.append(size))
@@ -150,7 +150,7 @@ def test_several_files_and_chunks(click_log: Path, tmp_path: Path, monkeypatch: 
     assert len({segment.path for segment in index.segments}) == 3
 
 
-def test_streamed_pieces_come_in_order(index: LogIndex, preprocessor: Preprocessor, shared: Shared[Preprocessor]) -> None:
+def test_streamed_block_ranges_are_in_order(index: LogIndex, preprocessor: Preprocessor, shared: Shared[Preprocessor]) -> None:
     (block, *_) = order_of(index, segments_per_block=3).blocks(0)
     pieces = [(block, BlockRange(0, start, start + 100)) for start in (500, 0, 300, 1)]
     encoded = preprocessor.encode(read_segments([part.segment for part in block.parts], SCHEMA))

@@ -33,7 +33,7 @@ def test_wheel_check_names_missing_and_forbidden_files() -> None:
 
 
 @pytest.mark.extended
-def test_archive_builds_wheel_that_works_elsewhere(tmp_path: Path) -> None:
+def test_source_archive_builds_working_wheel(tmp_path: Path) -> None:
     source, made = tmp_path / "source", tmp_path / "made"
     wheels.copy_sources(source)
     made.mkdir()

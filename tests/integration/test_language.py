@@ -66,7 +66,7 @@ def runs(request: pytest.FixtureRequest, tokens: Path, tmp_path_factory: pytest.
     return {loop: train(small(tokens, folder, name=loop, loop=loop, **of_workers(request.param))) for loop in LOOPS}
 
 
-def test_run_learns_and_completes_its_folder(runs: dict[str, Result]) -> None:
+def test_run_learns_and_writes_complete_folder(runs: dict[str, Result]) -> None:
     for result in runs.values():
         summary = result.summary
         assert summary["rows_of_sets"]["train"] > 1000

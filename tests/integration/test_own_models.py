@@ -38,7 +38,7 @@ def _finalnet(path: str) -> rayrec.TrainConfig:
 
 
 @pytest.mark.parametrize("name", ["own_model", "criteo_finalnet"])
-def test_the_whole_road(name: str, log: str, tmp_path: Path) -> None:
+def test_custom_model_trains_exports_and_serves(name: str, log: str, tmp_path: Path) -> None:
     is_own = name == "own_model"
     recipe = own_click_model.own_model if is_own else None
     config = own_click_model.own_model(log) if is_own else _finalnet(log)
@@ -72,7 +72,7 @@ def test_the_whole_road(name: str, log: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(scores, sigmoid(predicted["logit"].to_numpy()[:20]), atol=tolerance)
 
 
-def test_server_accepts_recipe_of_own_model() -> None:
+def test_server_accepts_recipe_of_custom_model() -> None:
     assert custom_network_class(None) is None
     own = custom_network_class(f"{FILE}:own_model")  # of the file, which is another module than the one imported here
     assert own is not None

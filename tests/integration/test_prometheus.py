@@ -111,7 +111,7 @@ def test_dashboard_queries_match_exported_metrics(scraped: Samples) -> None:
     assert asked <= scraped.keys()
 
 
-def test_legends_and_places_of_the_dashboard() -> None:
+def test_dashboard_panels_have_units_and_separate_cells() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     cells: set[tuple[int, int]] = set()
     for panel in dashboard["panels"]:

@@ -87,7 +87,7 @@ def test_failed_stream_keeps_existing_file(folder: str, size_mib: int) -> None:
 
 
 @pytest.mark.exhaustive
-def test_failed_folder_leaves_nothing(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_folder_is_removed(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with storage.writing_folder(folder) as local:
         Path(local, "part").write_bytes(b"1")
         Path(local, "manifest.json").write_bytes(b"{}")

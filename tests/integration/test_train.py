@@ -251,7 +251,7 @@ def test_one_worker_on_ray_matches_in_process_run(local_ray: None, alone: Traine
     assert losses(on_ray.folder) == losses(here.folder)
 
 
-def test_forked_ray_processes_share_no_identifiers(local_ray: None) -> None:
+def test_forked_ray_processes_have_separate_identifiers(local_ray: None) -> None:
     import ray
 
     def seen() -> tuple[str, bool, int, str]:

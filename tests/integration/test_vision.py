@@ -51,7 +51,7 @@ def one(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 @pytest.mark.parametrize("workers", ["one", "two"])
-def test_run_learns_and_completes_its_folder(request: pytest.FixtureRequest, workers: str) -> None:
+def test_run_learns_and_writes_complete_folder(request: pytest.FixtureRequest, workers: str) -> None:
     result: Result = request.getfixturevalue(workers)
     summary = result.summary
     assert summary["metrics"].keys() >= {"accuracy", "loss"}
