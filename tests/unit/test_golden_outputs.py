@@ -151,7 +151,7 @@ def test_data_reports_are_golden(tmp_path: Path) -> None:
 
 
 # Losses and orders ----------------------------------------------------------------------------------------------------
-def test_losses_on_an_own_log_are_golden(tmp_path: Path) -> None:
+def test_losses_on_custom_log_are_golden(tmp_path: Path) -> None:
     own = outputs.write_own_log(tmp_path / "own", rows=900)
     model = {"embedding_dim": 4, "bottom_mlp": (8, 4), "top_mlp": (8, 1), "cross_low_rank": 4}
     data = {"train_data": {"block_bytes": 1 << 16, "segments_per_block": 4}, "batch_size": 50, "steps": 10, "log_every": 2}

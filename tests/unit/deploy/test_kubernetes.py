@@ -47,7 +47,7 @@ def _pods(kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield group["groupName"], group
 
 
-def test_every_manifest_is_in_a_kustomization() -> None:
+def test_every_manifest_is_in_kustomization() -> None:
     listed = set()
     for file in FOLDER.rglob("kustomization.yaml"):
         for resource in yaml.safe_load(file.read_text())["resources"]:
@@ -147,7 +147,7 @@ def test_pods_run_restricted(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_ray_asks_for_a_token_and_image_tags_are_pinned(kind: str) -> None:
+def test_ray_requires_token_and_image_tags_are_pinned(kind: str) -> None:
     assert _cluster(kind)["authOptions"] == {"mode": "token"}
     (image,) = yaml.safe_load((FOLDER / FILES[kind]).with_name("kustomization.yaml").read_text())["images"]
     assert image["newTag"] == version("rayrec")
@@ -188,7 +188,7 @@ def _strict(schema: Any) -> Any:
 @pytest.mark.exhaustive
 @pytest.mark.skipif(CRDS is None, reason="RAYREC_CRDS names no folder with KubeRay's CRDs")
 @pytest.mark.parametrize("kind", FILES)
-def test_the_schema_of_kuberay(kind: str) -> None:
+def test_manifests_match_kuberay_schema(kind: str) -> None:
     assert CRDS is not None
     definition = yaml.load((Path(CRDS) / f"ray.io_{kind.lower()}s.yaml").read_text(), yaml.CSafeLoader)
     (schema,) = (one["schema"]["openAPIV3Schema"] for one in definition["spec"]["versions"] if one["name"] == "v1")

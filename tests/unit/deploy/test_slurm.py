@@ -30,7 +30,7 @@ COMMAND_TEXTS = {
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_a_file_is_bash_and_begins_with_its_command(file: Path) -> None:
+def test_files_are_bash_and_begin_with_command(file: Path) -> None:
     subprocess.run(["bash", "-n", file], check=True)
     if shellcheck := shutil.which("shellcheck"):
         subprocess.run([shellcheck, file], check=True)
@@ -96,7 +96,7 @@ def test_notice_saves_and_requeues(sent: signal.Signals, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("given", "expected"), [((), "--name rayrec-7"), (("--name", "x"), "--name x"), (("--name=x",), "--name=x")]
 )
-def test_run_keeps_its_name(given: tuple[str, ...], expected: str, tmp_path: Path) -> None:
+def test_run_keeps_name(given: tuple[str, ...], expected: str, tmp_path: Path) -> None:
     started = Started(tmp_path, *given, commands={"srun": 'echo "$*" >srun.called'})
     assert started.process.wait(timeout=60) == 0
     assert started.read("srun.called").endswith(f"rayrec criteo_demo {expected}\n")

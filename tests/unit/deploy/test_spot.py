@@ -50,7 +50,7 @@ def test_policies_name_allowed_traffic(name: str) -> None:
             assert action.startswith("ec2:Describe") or statement["Resource"] != "*", action
 
 
-def test_the_command_of_skypilot() -> None:
+def test_skypilot_command_is_valid() -> None:
     task = yaml.safe_load((FOLDER / "skypilot" / "train.yaml").read_text())
     words = shlex.split(task["run"].replace("$(head -n1 <<<", "$(").replace("\\\n", " "))
     words = [word.replace("$DATE", "2026-05-04") for word in words]

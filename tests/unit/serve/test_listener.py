@@ -169,7 +169,7 @@ def test_line_ends_are_ignored_and_pipelined_requests_limited(listen: Callable[.
     assert _post(port) == 200
 
 
-def test_client_that_never_reads_is_disconnected() -> None:
+def test_client_without_reads_is_disconnected() -> None:
     port = free_ports(1)
     listener = _listener(port, answer_s=0.3, keep_alive_s=0.3, ending_s=0.05)
     with contextlib.closing(listener), socket.socket() as connection:

@@ -146,7 +146,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
         (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
     ],
 )
-def test_error_that_ends_run_is_recorded_and_reported(tmp_path: Path, failing: Failing, error: Exception, cause: Any) -> None:
+def test_final_error_is_recorded_and_reported(tmp_path: Path, failing: Failing, error: Exception, cause: Any) -> None:
     events, cause = failing(error), cause or str(error)
     assert [event["kind"] for event in events] == ["run", "prepared", "start_up", "start", "step", "failure"]
     assert (events[-1]["cause"], events[-1]["last"]) == (cause, True)

@@ -114,7 +114,7 @@ def test_killed_waves_resume_without_repeating(tmp_path: Path, killed_after: int
     assert trials.run_waves(configs(tmp_path / "killed", 19), nothing, THIRDS, note=lambda text: None) == expected
 
 
-def test_search_retries_trials_that_failed_for_outside_causes(tmp_path: Path) -> None:
+def test_search_retries_trials_after_outside_failures(tmp_path: Path) -> None:
     expected = searched(tmp_path / "whole", Pool(0))
     first, second = Pool(1, disk_is_full=True), Pool(2)
     before = searched(tmp_path / "full", first)
@@ -132,7 +132,7 @@ def test_search_retries_trials_that_failed_for_outside_causes(tmp_path: Path) ->
         (InputError("the loss is nan"), None, False),
     ],
 )
-def test_failed_trial_records_whether_it_can_retry(
+def test_failed_trial_records_retry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, cause: Exception | None, can_retry: bool
 ) -> None:
     error.__cause__ = cause

@@ -201,7 +201,7 @@ def test_search_matches_training_from_raw_rows(tmp_path: Path, monkeypatch: Any,
 
 
 @pytest.mark.extended
-def test_search_in_s3_resumes_and_matches_a_local_one(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_in_s3_resumes_and_matches_local_search(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first search is interrupted while it writes the rows."""
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     log = own_log(str(tmp_path / "log.csv"))
