@@ -86,7 +86,7 @@ def evaluated_and_predicted(checkpoint: str, log: str, out: Path, **options: Any
 
 
 def export(checkpoint: str, out: str | Path, **options: Any) -> dict[str, Any]:
-    """Export a checkpoint, whose scores the export must have. Returns the report."""
+    """Export a checkpoint, and check that the scores match. Returns the report."""
     report = rayrec.export(checkpoint, out=str(out), **options)
     assert report["parity"]["failure"] is None
     return report
