@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from rayrec.cli.flags import MISSING, SWITCHES, Flag, flag_name, flags_of, recipe_flags, takes_many, value_of
 from rayrec.commands.declaration import COMMANDS, Command, table_sizes
-from rayrec.commands.settings import settings_of, updated
+from rayrec.commands.settings import named_configuration, settings_of, updated
 from rayrec.config import InputError, nest, renamed
 
 _MAX_MATCHES = 3
@@ -73,7 +73,6 @@ def configured(command: Command, words: list[str]) -> tuple[Any, list[str]]:
     """Take a recipe, `--config FILE` or both, `--schema FILE` and `--model NAME` out of the words. Return the configuration,
     which determines the recipe's flags, and the other words."""
     from rayrec import recipes, storage
-    from rayrec.commands.train import named_configuration
 
     text = words[0] if words and not words[0].startswith("-") else None
     (file,), rest = take(words[text is not None :], "--config")

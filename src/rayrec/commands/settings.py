@@ -1,10 +1,16 @@
 """User settings of a configuration: short names, and texts for data paths, schema files and model names."""
 
+from __future__ import annotations
+
 import difflib
+import os
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rayrec.config import CLASS, TEXT, Config, InputError, nest
+
+if TYPE_CHECKING:
+    from rayrec.workloads.base import TrainConfig
 
 Settings = TypeVar("Settings", bound=Config)
 
@@ -104,3 +110,28 @@ def _model(current: Any, names: str) -> Config:
         kinds.append(kind)
     model: Config = EnsembleConfig.of_kinds(kinds, current) if kinds[1:] else current.updated({CLASS: names})
     return model
+
+
+def named_configuration(text: str) -> TrainConfig:
+    """Return the configuration of a recipe's name, FILE.py:FUNCTION, FILE.yaml, or the folder of a run, which then resumes.
+
+    Raises InputError if there is no such recipe, file or run.
+    """
+    from rayrec import recipes, storage
+    from rayrec.imports import is_in_file
+
+    if is_in_file(text):
+        return recipes.find(text)()
+    if text.endswith((".yaml", ".yml", ".json")):
+        return recipes.load_config(storage.read_text(text), source=text)
+    folder = text.rstrip("/")
+    if "/" in text or os.path.isdir(text):
+        path = storage.join(folder, "config.yaml")
+        if not storage.exists(path):
+            data = f"rayrec train criteo_demo --data {text}"
+            raise InputError(f"{text}: not a recipe, and not a run folder (config.yaml not found). For data: {data}")
+        parent, _, name = storage.absolute(folder).rpartition("/")
+        return recipes.load_config(storage.read_text(path), source=path).replace(storage_path=parent, name=name)
+    if os.path.isfile(text):
+        raise InputError(f"{text}: not a recipe. For data: rayrec train criteo_demo --data {text}")
+    return recipes.find(text)()

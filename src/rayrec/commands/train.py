@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rayrec.commands.data import _console
 from rayrec.commands.declaration import NOT_FLAGS, Argument, Shown, command, table_sizes
-from rayrec.commands.settings import settings_of, updated
+from rayrec.commands.settings import named_configuration, settings_of, updated
 from rayrec.config import InputError
 
 if TYPE_CHECKING:
@@ -211,31 +211,6 @@ def configuration(recipe: TrainConfig | Recipe | str, settings: Mapping[str, Any
     else:
         config = recipe() if callable(recipe) else recipe
     return updated(config, settings_of(config, settings)) if settings else config
-
-
-def named_configuration(text: str) -> TrainConfig:
-    """Return the configuration of a recipe's name, FILE.py:FUNCTION, FILE.yaml, or the folder of a run, which then resumes.
-
-    Raises InputError if there is no such recipe, file or run.
-    """
-    from rayrec import recipes, storage
-    from rayrec.imports import is_in_file
-
-    if is_in_file(text):
-        return recipes.find(text)()
-    if text.endswith((".yaml", ".yml", ".json")):
-        return recipes.load_config(storage.read_text(text), source=text)
-    folder = text.rstrip("/")
-    if "/" in text or os.path.isdir(text):
-        path = storage.join(folder, "config.yaml")
-        if not storage.exists(path):
-            data = f"rayrec train criteo_demo --data {text}"
-            raise InputError(f"{text}: not a recipe, and not a run folder (config.yaml not found). For data: {data}")
-        parent, _, name = storage.absolute(folder).rpartition("/")
-        return recipes.load_config(storage.read_text(path), source=path).replace(storage_path=parent, name=name)
-    if os.path.isfile(text):
-        raise InputError(f"{text}: not a recipe. For data: rayrec train criteo_demo --data {text}")
-    return recipes.find(text)()
 
 
 def require_files(config: TrainConfig, *, note: Callable[[str], None]) -> None:
