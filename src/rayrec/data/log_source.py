@@ -21,6 +21,7 @@ from rayrec.data.logs.csv_reader import check_columns, csv_columns, read_csv
 from rayrec.data.logs.faults import HEAD_BYTES, LABEL_FAULT, Faults, likely_cause
 from rayrec.data.logs.index import CachedIndex, LogIndex, SegmentEntry, numbered
 from rayrec.data.logs.parquet import is_parquet, open_parquet
+from rayrec.data.logs.random_log import check_random, index_random, random_files
 from rayrec.data.logs.table_log import SUFFIXES, column_names, index_tables, is_table
 from rayrec.data.logs.table_parser import check_types, label_faults
 from rayrec.data.logs.text_log import Chunk, cut, index_chunk
@@ -124,6 +125,11 @@ class LogSource:
     def at(cls, path: str, names: Sequence[str] = ()) -> LogSource:
         return cls(path, tuple(names), storage.exists(storage.join(path, MANIFEST)))
 
+    @property
+    def is_random(self) -> bool:
+        """True for random:ROWS[:SEED], whose rows are made when they are read."""
+        return self.path.startswith("random:")
+
     def require_raw(self, fix: str = "give the raw log it was made from") -> None:
         """Check that the data is a raw log. Raises InputError."""
         if self.is_preprocessed:
@@ -141,13 +147,16 @@ class LogSource:
     def list_files(self) -> list[storage.File]:
         """List the files without reading them."""
         dataset = self.dataset()
-        return storage.list_files(self.path, names=self.names) if dataset is None else dataset.list_files()
+        return self._log_files() if dataset is None else dataset.list_files()
+
+    def _log_files(self) -> list[storage.File]:
+        return random_files(self.path) if self.is_random else storage.list_files(self.path, names=self.names)
 
     def raw_files(self) -> list[storage.File]:
         """List the files of a raw log. Raises InputError for preprocessed data, including other programs' data."""
         self.require_raw()
         try:
-            files = storage.list_files(self.path, names=self.names)
+            files = self._log_files()
         except InputError:
             if os.path.isdir(self.path):  # Another program's files have other names
                 reject_foreign_files(self.path, storage.list_files(self.path))
@@ -164,6 +173,8 @@ class LogSource:
             folder = self.preprocessor()
             if folder is not None:
                 return schema.replace(tokens=Preprocessor.load(folder).schema.tokens)
+            if self.is_random:
+                return schema.replace(tokens="hexadecimal")
             files = [file for file in storage.list_files(self.path, names=self.names) if file.size_bytes]
             if not files or any(file.path.lower().endswith(SUFFIXES) for file in files):
                 return schema
@@ -187,6 +198,9 @@ class LogSource:
         if self.is_preprocessed:
             return
         files = self.raw_files()
+        if self.is_random:
+            check_random(self.path, schema)
+            return
         first = next((file for file in files if file.size_bytes), None)
         if first is None:
             raise InputError(f"{self.path}: no usable rows; {'its files are' if files[1:] else 'it is'} empty")
@@ -206,8 +220,8 @@ class LogSource:
         dataset = self.dataset()
         if dataset is not None:
             return dataset.labelled
-        files = storage.list_files(self.path, names=self.names)
-        if schema.label is None:
+        files = self._log_files()
+        if schema.label is None or self.is_random:
             return True
         if is_table(files, schema):
             names = (column_names(file, schema) for file in files)
@@ -241,6 +255,8 @@ class LogSource:
     def _index(self, schema: Schema, segment_bytes: int, context: TaskContext, index_text: TextIndexer) -> LogIndex:
         if self.is_preprocessed:
             return open_verified(self.path, context).index
+        if self.is_random:
+            return index_random(self.path, schema, segment_bytes=segment_bytes)
         files = self.raw_files()
         if is_table(files, schema):
             return index_tables(files, schema, segment_bytes=segment_bytes, context=context)

@@ -26,9 +26,9 @@ def day_starts(rows: int, days: int) -> list[int]:
     return [-(-day * rows // days) for day in range(days + 1)]
 
 
-def block_spans(block: int, *, starts: list[int]) -> list[tuple[int, int]]:
-    """Return the days in a block of BLOCK_ROWS rows, as (day, row count within the block)."""
-    first, last = block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, starts[-1])
+def block_spans(block: int, *, starts: list[int], stop: int | None = None) -> list[tuple[int, int]]:
+    """Return the days in a block of BLOCK_ROWS rows, as (day, row count within the block), up to row `stop` of the log."""
+    first, last = block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, starts[-1] if stop is None else stop)
     spans = []
     for day, (start, end) in enumerate(itertools.pairwise(starts)):
         count = min(end, last) - max(start, first)

@@ -450,8 +450,8 @@ class GroundTruth:
         labels = draws[0].astype(np.float32) * np.float32(2.0**-32) * (1 + np.exp(-logits)) < 1
         return Rows(labels.view(np.uint8), logits, dense, tokens, missing)
 
-    def rows(self, block: int, *, spans: list[tuple[int, int]]) -> Iterator[tuple[int, Rows]]:
-        """Yield (day, rows) of a block, in order. `spans` are its days as (day, row count)."""
+    def rows(self, block: int, *, spans: list[tuple[int, int]], skip: int = 0) -> Iterator[tuple[int, Rows]]:
+        """Yield (day, rows) of a block, in order, without its first `skip` rows. `spans` are its days as (day, row count)."""
         rng = np.random.Generator(np.random.SFC64(np.random.SeedSequence(self.seed, spawn_key=(2, block))))
         used = _CHUNK_ROWS
         for day, count in spans:
@@ -460,6 +460,8 @@ class GroundTruth:
                 if used == _CHUNK_ROWS:
                     draws, used = self._draws(rng), 0
                 take = min(left, _CHUNK_ROWS - used)
-                yield day, self._rows(draws[:, used : used + take], day * self.drift)
+                low, skip = min(skip, take), max(skip - take, 0)
+                if low < take:
+                    yield day, self._rows(draws[:, used + low : used + take], day * self.drift)
                 used += take
                 left -= take

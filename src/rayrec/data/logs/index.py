@@ -21,8 +21,9 @@ from rayrec.storage.cache import head_of
 _MAX_INDICES = 64
 """Maximum number of indices per folder."""
 
-Format = Literal["text", "table", "binary", "npy", "npz", "parquet"]
-"""File format. text: lines of a raw log; table: a raw log in Parquet or CSV; others: preprocessed data (data/materialized)."""
+Format = Literal["text", "table", "random", "binary", "npy", "npz", "parquet"]
+"""File format. text: lines of a raw log; table: a raw log in Parquet or CSV; random: rows without a file (random_log.py); others:
+preprocessed data (data/materialized)."""
 MAPPED = ("binary", "npy", "npz")
 """Memory-mapped formats, in which single rows are read and written."""
 VERSION = 2
@@ -56,7 +57,7 @@ class Segment:
 
     @property
     def is_preprocessed(self) -> bool:
-        return self.format not in ("text", "table")
+        return self.format not in ("text", "table", "random")
 
     @property
     def is_mapped(self) -> bool:

@@ -11,6 +11,7 @@ from rayrec.data.engine import Engine
 from rayrec.data.logs.column_values import is_text
 from rayrec.data.logs.index import Block, LogIndex, Segment, SegmentRange
 from rayrec.data.logs.parquet import read_rows
+from rayrec.data.logs.random_log import read_random
 from rayrec.data.logs.splits import Slice
 from rayrec.data.logs.table_log import good_rows, read_tables
 from rayrec.data.logs.text_log import read_segments, read_text
@@ -23,6 +24,8 @@ def read_raw(segments: Sequence[Segment], schema: Schema) -> RawBlock:
     """Read the raw rows of segments of one log."""
     if segments and segments[0].format == "table":
         return read_tables(segments, schema)
+    if segments and segments[0].format == "random":
+        return read_random(segments, schema)
     return read_segments(segments, schema)
 
 

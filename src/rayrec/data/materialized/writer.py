@@ -133,6 +133,8 @@ def _check_target(index: LogIndex, out: str, output: Output) -> None:
 
 def _sources(index: LogIndex) -> list[storage.File]:
     paths = list(dict.fromkeys(segment.path for segment in index.segments))
+    if index.format == "random":
+        return [storage.File(path, 0, 0) for path in paths]  # Each path has the log's rows and seed.
     files = storage.find_files(paths)
     for path in paths:
         if path not in files:

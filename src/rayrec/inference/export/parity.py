@@ -169,7 +169,7 @@ def compare_encoder(encoder: Any, preprocessor: Preprocessor, rows: ParityRows) 
 
     Returns `rows`, `origin`, and `failure`: the first difference, None without one.
     """
-    is_random = not rows.parts or rows.parts[0].segment.is_preprocessed
+    is_random = not rows.parts or rows.parts[0].segment.format not in ("text", "table")
     random = [_as_table_rows(_random_table(preprocessor), preprocessor.schema)] if is_random else []
     batches = random or _raw_rows(rows.parts, encoder, preprocessor)
     count, failure = 0, None

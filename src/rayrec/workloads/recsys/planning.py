@@ -17,6 +17,7 @@ from rayrec.data.encoding.presets import make_preprocessor
 from rayrec.data.engine import InProcess
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import Block, LogIndex, SegmentRange, numbered
+from rayrec.data.logs.random_log import index_random
 from rayrec.data.logs.table_log import is_table
 from rayrec.data.logs.text_log import cut, index_chunk
 from rayrec.data.stage_times import BlockTimes, measured
@@ -357,14 +358,18 @@ def _read_slice(workload: ClickSettings, config: TrainConfig) -> _Slice:
     source = LogSource.at(data.path, data.files)
     source.require_raw("a forecast is made from the raw log")
     files = source.raw_files()
-    if is_table(files, workload.schema) or is_gzip(files[0].path):
+    if source.is_random:
+        index = index_random(data.path, workload.schema, segment_bytes=data.segment_bytes)
+        index, rows = replace(index, segments=index.segments[: data.segments_per_block]), index.rows
+    elif is_table(files, workload.schema) or is_gzip(files[0].path):
         raise InputError(f"{files[0].path}: must be plain text in Criteo's format for a forecast")
-    chunk = cut(files, data.block_bytes)[0]
-    entries, faults = index_chunk(chunk, workload.schema, data.segment_bytes)
-    index = LogIndex(numbered(entries), faults)
+    else:
+        chunk = cut(files, data.block_bytes)[0]
+        entries, faults = index_chunk(chunk, workload.schema, data.segment_bytes)
+        index = LogIndex(numbered(entries), faults)
+        rows = round(index.rows * sum(file.size_bytes for file in files) / (chunk.stop - chunk.start))
     if not index.rows:
         raise InputError(f"{files[0].path}: has no valid row at its beginning")
-    rows = round(index.rows * sum(file.size_bytes for file in files) / (chunk.stop - chunk.start))
     if workload.preprocessor is not None:
         return _Slice(index, rows, Preprocessor.load(workload.preprocessor), False)
     counting = workload.preset.counting(workload.schema)
