@@ -320,6 +320,9 @@ def test_short_names_reach_their_settings() -> None:
     assert (config.train_data.path, config.eval_data.path, config.scaling.num_workers) == ("a", "b", (2, 3))
     assert config.workload.dense_optimizer.learning_rate == 0.5
     assert config.workload.sparse_optimizer.learning_rate == 0.25
+    (config,) = parse(COMMANDS["train"], ["criteo_demo", "--table-lr", "0.25", "--learning-rate", "0.5"]).arguments
+    assert config.workload.dense_optimizer.learning_rate == 0.5
+    assert config.workload.sparse_optimizer.learning_rate == 0.25
     (config,) = parse(COMMANDS["train"], ["mnist_resnet18", "--lr", "0.5", "--gpus", "4"]).arguments
     assert config.workload.optimizer.learning_rate == 0.5
     assert (config.scaling.num_workers, config.scaling.use_gpu) == (4, True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from rayrec.commands.settings import ALIASES, resolve_alias, text_metavar
+from rayrec.commands.settings import ALIASES, SEVERAL, resolve_alias, text_metavar
 from rayrec.config import Config, InputError, default_of, field_docs, field_types
 
 SWITCHES = {
@@ -192,6 +192,7 @@ SHORT = {
     "batch_size": Short("Length", "", "N", "rows per worker and step"),
     "evaluate_every": Short("Length", "", "N", "steps between evaluations", "by --evaluations-per-epoch"),
     "workload.model": Short("Model", "model", "NAME", "network, such as finalnet; A+B is an ensemble"),
+    "learning_rate": Short("Model", "", "X", "learning rate of network and embedding tables"),
     "workload.dense_optimizer.learning_rate": Short("Model", "lr", "X", "learning rate of the network"),
     "workload.optimizer.learning_rate": Short("Model", "lr", "X", "learning rate"),
     "workload.sparse_optimizer.learning_rate": Short("Model", "table-lr", "X", "learning rate of the embedding tables"),
@@ -209,7 +210,13 @@ SHORT = {
 
 
 def recipe_flags(config: Config) -> list[Flag]:
-    """Return all settings of a recipe as flags in field order, followed by --gpus."""
-    short = {resolve_alias(config, name): flag_name(name) for name in ALIASES if name != "gpus"}
-    gpus = Flag("gpus", int, None, name="gpus", help=SHORT["gpus"].help, metavar="N")
-    return [replace(flag, aliases=(short[flag.path],)) if flag.path in short else flag for flag in [*flags_of(config), gpus]]
+    """Return all settings of a recipe as flags in field order, between --learning-rate, which they override, and --gpus."""
+    short = {resolve_alias(config, name): flag_name(name) for name in ALIASES if name not in SEVERAL}
+    rate, gpus = (
+        [Flag(name, kind, None, name=flag_name(name), help=SHORT[name].help, metavar=SHORT[name].metavar)]
+        if resolve_alias(config, name)
+        else []
+        for name, kind in (("learning_rate", float), ("gpus", int))
+    )
+    settings = [replace(flag, aliases=(short[flag.path],)) if flag.path in short else flag for flag in flags_of(config)]
+    return [*rate, *settings, *gpus]

@@ -21,9 +21,11 @@ ALIASES = {
     "lr": ("workload.dense_optimizer.learning_rate", "workload.optimizer.learning_rate"),
     "table_lr": ("workload.sparse_optimizer.learning_rate",),
     "workers": ("scaling.num_workers",),
+    "learning_rate": ("workload.dense_optimizer.learning_rate", "workload.sparse_optimizer.learning_rate"),
     "gpus": ("scaling.num_workers", "scaling.use_gpu"),
 }
-"""Short names of a recipe's settings. The first existing path is used; gpus sets both of its settings."""
+"""Short names of a recipe's settings. The first existing path is used; those in SEVERAL set all of theirs."""
+SEVERAL = ("learning_rate", "gpus")
 _TEXT_METAVARS = {"Schema": "FILE", "ClickModelConfig": "NAME", "DataConfig": "PATH"}
 
 
@@ -33,8 +35,9 @@ def text_metavar(cls: type[Config]) -> str:
 
 
 def resolve_alias(config: Config, name: str) -> str | None:
-    """Return the setting with a short name, or None if the configuration lacks it."""
-    return next((path for path in ALIASES.get(name, ()) if _has(config, path)), None)
+    """Return the setting with a short name, or None if the configuration lacks it, or one of several."""
+    paths = [path for path in ALIASES.get(name, ()) if _has(config, path)]
+    return paths[0] if paths and (name not in SEVERAL or len(paths) == len(ALIASES[name])) else None
 
 
 def _has(config: Any, path: str) -> bool:
@@ -58,8 +61,8 @@ def _expand_alias(config: Config, name: str, value: Any) -> Iterator[tuple[str, 
     if path is None:
         raise InputError(f"{name}: recipe {getattr(config, 'recipe', '')} has no {ALIASES[name][0]}. Omit it.")
     yield path, value
-    if name == "gpus":
-        yield "scaling.use_gpu", True
+    if name in SEVERAL:
+        yield ALIASES[name][1], True if name == "gpus" else value
 
 
 def updated(config: Settings, changes: Mapping[str, Any]) -> Settings:
