@@ -7,7 +7,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rayrec.commands.declaration import Argument, LogPath, NewFolder, Shown, command
-from rayrec.commands.settings import updated
+from rayrec.commands.settings import named_configuration, updated
+from rayrec.config import InputError
 
 if TYPE_CHECKING:
     from rayrec.observe.console import Console
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from rayrec.prepare.validate import Gates, Report
 
 _PREPARATION = ("", "rayrec.prepare.config:PreparationConfig")
+RecipeOptions = Annotated[
+    str | None, Argument("recipe, run or YAML file with the files, schema, preset and split; other flags override it", "RECIPE")
+]
 
 
 @command("Data", examples=("rayrec generate log --rows 20000",))
@@ -141,6 +145,7 @@ def split(
     examples=(
         "rayrec vocabulary log/train.txt --out vocabulary --min-count 2",
         "rayrec vocabulary shop.csv --out vocabulary --schema shop.yaml",
+        "rayrec vocabulary criteo --out vocabulary --recipe criteo_kaggle",
     ),
 )
 def vocabulary(
@@ -155,18 +160,20 @@ def vocabulary(
             "DIR",
         ),
     ] = None,
+    recipe: RecipeOptions = None,
     console: Console | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Count the categories of a log in one pass and write the Preprocessor (schema, constants, vocabularies).
 
-    `options` are the fields of `rayrec.PreparationConfig`: preset, min_count, engine, split, and so on. Returns the hash, the
-    counted rows, and the required rows of each embedding table. Without `split`, counts all rows, so keep evaluation data out
-    of the log. Raises InputError for an unusable log or if `out` exists.
+    `options` are the fields of `rayrec.PreparationConfig`: preset, min_count, engine, split, and so on. Those of the rows and
+    rules default to the ones of `recipe` (a name, FILE.py:FUNCTION, FILE.yaml or run). Returns the hash, the counted rows, and
+    the required rows of each embedding table. Without `split`, counts all rows, so keep evaluation data out of the log. Raises
+    InputError for an unusable log or if `out` exists.
     """
     from rayrec.prepare.preprocess import vocabulary as run
 
-    return run(path, out=out, extend=extend, config=_preparation(options), console=_console(console))
+    return run(path, out=out, extend=extend, config=_preparation(options, recipe), console=_console(console))
 
 
 @command(
@@ -191,13 +198,14 @@ def preprocess(
     preprocessor: Annotated[str | None, Argument("Preprocessor folder; by default, categories are counted first", "DIR")] = None,
     shuffle: Annotated[Literal["none", "full"], Argument("full shuffles the training rows over the full log")] = "none",
     seed: Annotated[int, Argument("seed of the shuffle")] = 0,
+    recipe: RecipeOptions = None,
     console: Console | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Write a log as Parquet, npy or binary files, or text as token rows.
 
-    An interrupted call resumes if repeated. `options` are the fields of `rayrec.PreparationConfig`; for format "mds", of
-    `rayrec.prepare.text.TextConfig`, files and address. Raises InputError for an unusable log or text, an unsuitable format,
+    An interrupted call resumes if repeated. `options` and `recipe`: see `vocabulary`. For format "mds", `options` are the fields
+    of `rayrec.prepare.text.TextConfig`, files and address. Raises InputError for an unusable log or text, an unsuitable format,
     or if `out` exists.
     """
     from rayrec.prepare.preprocess import RowOutput
@@ -205,11 +213,13 @@ def preprocess(
     from rayrec.prepare.text import TextConfig
 
     of_text, rest = _split_options(options, TextConfig)
+    if recipe is not None and format == "mds":
+        raise InputError("--recipe: an option for click logs, not for --format mds. Remove it")
     return run(
         path,
         out=out,
         rows=RowOutput(format=format, preprocessor=preprocessor, shuffle=shuffle, seed=seed),
-        config=_preparation(rest),
+        config=_preparation(rest, recipe),
         text=TextConfig().updated(of_text),
         console=_console(console),
     )
@@ -259,7 +269,17 @@ def _console(console: Console | None) -> Console:
     return console or Console()
 
 
-def _preparation(options: dict[str, Any]) -> PreparationConfig:
-    from rayrec.prepare.config import PreparationConfig
+def _preparation(options: dict[str, Any], recipe: str | None = None) -> PreparationConfig:
+    from rayrec.prepare.config import PreparationConfig, RecipePreparation
 
-    return updated(PreparationConfig(), options)
+    if recipe is None:
+        return updated(PreparationConfig(), options)
+    from rayrec.workloads.recsys.settings import ClickSettings
+
+    config = named_configuration(recipe)
+    workload, data = config.workload, config.train_data
+    if not isinstance(workload, ClickSettings):
+        raise InputError(f"recipe: must train a click model, got {recipe}. Leave it out.")
+    named = {name: getattr(data, name) for name in ("files", "block_bytes", "segments_per_block")}
+    memory_bytes = workload.vocabulary_memory_bytes
+    return updated(RecipePreparation.of(workload.preset, schema=workload.schema, memory_bytes=memory_bytes, **named), options)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge
 
@@ -78,7 +78,7 @@ class PreparationConfig(Config):
     @property
     def rules(self) -> Preset:
         """Return the preset with the overrides of this config."""
-        preset = by_name(self.preset)
+        preset = self._named_preset()
         changes = {
             name: value
             for name in ("min_count", "max_num_embeddings", "token_modulo")
@@ -88,9 +88,30 @@ class PreparationConfig(Config):
             changes["split"] = Split(kind=self.split, test_first=preset.split.test_first, **vars(self.parts))
         return preset.replace(**changes)
 
+    def _named_preset(self) -> Preset:
+        return by_name(self.preset)
+
     @property
     def segment_bytes(self) -> int:
         return max(self.block_bytes // self.segments_per_block, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipePreparation(PreparationConfig):
+    """Options of a recipe, whose preset may differ from the one with its name."""
+
+    rules_of_recipe: Preset
+    """Preset of the recipe."""
+
+    @classmethod
+    def of(cls, preset: Preset, **options: Any) -> Self:
+        """Return the options for the preset of a recipe and its split."""
+        split = preset.split
+        parts = SplitParts(**{field.name: getattr(split, field.name) for field in fields(SplitParts)})
+        return cls(rules_of_recipe=preset, preset=preset.name, split=split.kind, parts=parts, **options)
+
+    def _named_preset(self) -> Preset:
+        return self.rules_of_recipe if self.preset == self.rules_of_recipe.name else by_name(self.preset)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import pytest
 from builders.faults import rejects
 from builders.runs import QUIET
 
+import rayrec
 from rayrec import host_resources, recipes
 from rayrec.cluster import connection, node_storage
 from rayrec.config import InputError
@@ -22,7 +23,7 @@ from rayrec.data.logs.text_parser import TextParser
 from rayrec.ingest.ray_engine import RayEngine
 from rayrec.observe.console import Console
 from rayrec.prepare import preprocess as preparing
-from rayrec.prepare.config import PreparationConfig, engine, raw_index
+from rayrec.prepare.config import PreparationConfig, RecipePreparation, engine, raw_index
 from rayrec.prepare.preprocess import RowOutput
 from rayrec.prepare.validate import validate
 from rayrec.schema import Schema, load_schema
@@ -184,3 +185,23 @@ def test_engine_matches_config_and_environment(
 def test_config_rejects_threads_with_address(address: str) -> None:
     with pytest.raises(InputError, match=r"^engine threads: must not be used with address, because it runs in this process"):
         PreparationConfig(engine="threads", address=address)
+
+
+def test_recipe_supplies_rules(click_log: Path, tmp_path: Path) -> None:
+    """Also rules that no preset with a name has, such as bags."""
+    log = str(click_log / "train.txt")
+    named = vocabulary(log, out=str(tmp_path / "named"), config=PreparationConfig(min_count=2, split="sevenths"))
+    made = rayrec.vocabulary(log, out=str(tmp_path / "made"), recipe="criteo_demo", console=QUIET)
+    assert made["hash"] == named["hash"]
+    changed = rayrec.vocabulary(log, out=str(tmp_path / "changed"), recipe="criteo_demo", min_count=9, console=QUIET)
+    assert changed["num_embeddings"]["cat_2"] < made["num_embeddings"]["cat_2"]
+    for recipe in recipes.ALL.values():
+        workload: Any = recipe().workload
+        if hasattr(workload, "preset"):
+            assert RecipePreparation.of(workload.preset, schema=workload.schema).rules == workload.preset
+    ready = {"out": str(tmp_path / "ready"), "recipe": "mlperf_dcnv2", "files": (), "split": "sevenths", "console": QUIET}
+    assert rayrec.preprocess(log, format="parquet", **ready)["rows"] == 20_000
+    assert Preprocessor.load(str(tmp_path / "ready" / "preprocessor")).multi_hot is not None
+    for recipe, format, problem in (("mnist_resnet18", "npy", "must train a click model"), ("criteo_demo", "mds", "click logs")):
+        with pytest.raises(InputError, match=problem):
+            rayrec.preprocess(log, out=str(tmp_path / "no"), format=format, recipe=recipe, console=QUIET)
