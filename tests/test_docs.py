@@ -41,7 +41,6 @@ from rayrec.cli.flags import SWITCHES, recipe_flags
 from rayrec.cli.parser import command_flags, flag_names
 from rayrec.commands import COMMANDS
 from rayrec.data.logs.splits import Split
-from rayrec.observe import console
 from rayrec.observe.event_json import INCOMPLETE_LINE
 from rayrec.observe.events import KINDS
 from rayrec.recipes import load_config
@@ -417,11 +416,6 @@ def test_dlrm_command_matches_settings() -> None:
     assert {name: str(value) for name, value in settings.items()} == given
     assert "--adagrad" in dlrm
     assert (tables.kind, tables.learning_rate) == (network.kind, network.learning_rate) == ("adagrad", tables.learning_rate)
-
-
-def test_torchrun_page_matches_console_interval() -> None:
-    (row,) = (line for line in (ROOT / "docs" / "torchrun.md").read_text().splitlines() if "`--print_lr`" in line)
-    assert f"every {console.PLAIN_INTERVAL_S:g} s" in row
 
 
 def test_verdicts_advise_existing_flags(flags: dict[str, set[str]]) -> None:

@@ -146,7 +146,7 @@ def _help(command: Command, words: list[str], *, everything: bool) -> str:
 
 def _is_first(command: Command) -> bool:
     """Return whether this process shows the result. With torchrun, only rank 0 does."""
-    if command.recipe != "first":
+    if command.group != "Train":
         return True
     from rayrec.cluster.layout import TorchrunEnv
 

@@ -41,10 +41,11 @@ def command_flags(command: Command) -> list[Flag]:
     for prefix, cls in command.settings():
         inner = "" if prefix == "supervision" else f"{prefix}." if prefix else ""
         for flag in flags_of(cls):
-            name = flag_name(f"{inner}{flag.path.removeprefix('policy.')}")
-            old = f"{inner}{flag.old}" if flag.old else ""
+            name = f"{inner}{flag.path.removeprefix('policy.')}"
+            name = name if command.underscores else flag_name(name)
+            old, pair = f"{inner}{flag.old}" if flag.old else "", flag.pair and not command.underscores
             path = f"{prefix}.{flag.path}" if prefix else flag.path
-            flags.setdefault(path, replace(flag, path=path, name=name, old=old, read=_READERS.get(flag.path)))
+            flags.setdefault(path, replace(flag, path=path, name=name, old=old, pair=pair, read=_READERS.get(flag.path)))
     return list(flags.values())
 
 

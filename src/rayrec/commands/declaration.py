@@ -90,6 +90,8 @@ class Command:
     show: Callable[[Any], Shown] = Shown
     prints: bool = False
     """Whether the function itself writes results to standard output."""
+    underscores: bool = False
+    """Whether flags of configurations have underscores, like the fields."""
     raw: bool = False
     """Whether to pass the words after the command's name without parsing."""
     examples: Sequence[str] = ()
