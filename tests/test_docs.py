@@ -41,6 +41,7 @@ from rayrec.cli.flags import SWITCHES, recipe_flags
 from rayrec.cli.parser import command_flags, flag_names
 from rayrec.commands import COMMANDS
 from rayrec.data.logs.splits import Split
+from rayrec.datasets.criteo import FULL_DAYS, KAGGLE_FILES, SMALL_DAYS
 from rayrec.observe.event_json import INCOMPLETE_LINE
 from rayrec.observe.events import KINDS
 from rayrec.recipes import load_config
@@ -416,6 +417,17 @@ def test_dlrm_command_matches_settings() -> None:
     assert {name: str(value) for name, value in settings.items()} == given
     assert "--adagrad" in dlrm
     assert (tables.kind, tables.learning_rate) == (network.kind, network.learning_rate) == ("adagrad", tables.learning_rate)
+
+
+def test_table_of_disk_has_published_sizes() -> None:
+    """Gigabytes of download, text and rows of 160 bytes."""
+    page = (ROOT / "docs" / "prepare.md").read_text()
+    for recipe, files in (("criteo_small", SMALL_DAYS), ("criteo_full", FULL_DAYS), ("criteo_kaggle", KAGGLE_FILES[:1])):
+        (row,) = re.findall(rf"^\| `{recipe}`.* \| (\d+), (\d+), (\d+);", page, re.MULTILINE)
+        packed = sum((file.archive.size_bytes if file.archive else file.about_bytes) or 0 for file in files)
+        text = sum((file.unpacked_about_bytes or file.about_bytes) or 0 for file in files)
+        sizes = (packed, text, 160 * sum(file.rows or 0 for file in files))
+        assert [round(size / 1e9) for size in sizes] == [int(size) for size in row], recipe
 
 
 def test_verdicts_advise_existing_flags(flags: dict[str, set[str]]) -> None:
