@@ -1,6 +1,8 @@
 """What deploy/Dockerfile promises, read from its text; tests/integration/test_container.py carries it out."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 from hosts.dockerfile import Instruction, ignored, instructions
@@ -31,10 +33,33 @@ def test_instructions_are_read_and_image_runs_demo_unprivileged() -> None:
     after = [step.word for step in stage[[step.word for step in stage].index("USER") :]]
     assert "RUN" not in after
     (command,) = (json.loads(step.rest) for step in stage if step.word == "CMD")
-    assert command[:2] == ["sh", "-c"]
-    assert "rayrec train criteo_demo" in command[2]
+    assert f"deploy/run-mode.sh /opt/rayrec/bin/{command[0]}" in _rests("COPY")
     assert not any("gcc" in step.rest for step in _last_stage())
     assert all("rm -rf /var/lib/apt/lists/*" in rest for rest in _rests("RUN") if "apt-get install" in rest)
+
+
+def test_mode_selects_recipe_data_and_output(tmp_path: Path) -> None:
+    """The script runs with a `rayrec` that prints its arguments."""
+    (tmp_path / "rayrec").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "rayrec").chmod(0o755)
+    script = ROOT / "deploy" / "run-mode.sh"
+    assert os.access(script, os.X_OK)
+    common = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def lines(*flags: str, **variables: str) -> list[str]:
+        done = subprocess.run([script, *flags], env=common | variables, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
+
+    assert lines() == [
+        "generate log --rows 100000 --seed 0",
+        "train criteo_demo --train-data.path log/train.txt --storage-path runs --name demo",
+    ]
+    (kaggle,) = lines("--epochs", "2", RUN_MODE="kaggle")
+    assert kaggle == "train criteo_kaggle --train-data.path /data --storage-path runs --name kaggle --epochs 2"
+    folders = {"DATA_DIR": "/logs", "OUTPUT_DIR": "/out", "RUN_NAME": "first"}
+    assert lines(RUN_MODE="criteo_full", **folders) == [
+        "train criteo_full --train-data.path /logs --storage-path /out --name first"
+    ]
 
 
 def test_image_has_locked_versions_and_existing_files() -> None:
