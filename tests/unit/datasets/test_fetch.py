@@ -15,6 +15,7 @@ import shutil
 import tarfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -311,6 +312,18 @@ def test_base_url_replaces_published_urls(server: Server, tmp_path: Path) -> Non
     assert result["url"] == f"{server.url}/mirror/a.gz"
     rejects("must be an http", fetch, [file], str(tmp_path), base_url="file:///etc")
     rejects("local folder", fetch, [file], "s3://bucket/folder")
+
+
+def test_proxy_of_environment_is_used(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy receives the full URL of the request."""
+    url = "http://logs.invalid/a.gz"
+    server.files[url] = Served()
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("http_proxy", server.url)
+    monkeypatch.setattr(urllib.request, "_opener", None)  # A process reads the variables once.
+    fetch([RemoteFile(name="a.gz", url=url, md5=md5(BODY))], str(tmp_path), retries=RETRIES)
+    assert (tmp_path / "a.gz").read_bytes() == BODY
+    assert [request["Host"] for request in server.files[url].requests] == ["logs.invalid"]
 
 
 def test_unreachable_hosts_raise(server: Server, tmp_path: Path) -> None:
