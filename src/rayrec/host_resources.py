@@ -3,8 +3,9 @@
 psutil reads the machine's memory. Limits of control groups, unknown to psutil, are read here.
 """
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,45 @@ def memory(root: Path = _ROOT) -> Memory:
             used_bytes = max(0, int(used[0]) - _droppable_bytes(folder / "memory.stat"))
             total, available = min(total, int(limit[0])), min(available, max(0, int(limit[0]) - used_bytes))
     return Memory(total, available)
+
+
+@contextlib.contextmanager
+def bound_to_cores(index: int, count: int, *, root: Path = _ROOT) -> Iterator[None]:
+    """Bind all threads of this process to cores `index` of `count` equal parts (`worker_cores`), until the context ends."""
+    before = os.sched_getaffinity(0)
+    _bind(worker_cores(before, index, count, root=root))
+    try:
+        yield
+    finally:
+        _bind(before)
+
+
+def worker_cores(cores: Iterable[int], index: int, count: int, *, root: Path = _ROOT) -> list[int]:
+    """Return part `index` of `count`, at least one core: neighbours in a NUMA node, with a core's threads together."""
+    folder = root / "sys/devices/system"
+    node_of = {
+        core: int(node.name.removeprefix("node"))
+        for node in folder.glob("node/node[0-9]*")
+        for core in _listed_cores(node / "cpulist")
+    }
+    first_of = {core: min(_listed_cores(folder / f"cpu/cpu{core}/topology/thread_siblings_list"), default=core) for core in cores}
+    ordered = sorted(first_of, key=lambda core: (node_of.get(core, 0), first_of[core], core))
+    return ordered[index * len(ordered) // count : (index + 1) * len(ordered) // count] or [ordered[index % len(ordered)]]
+
+
+def _bind(cores: Iterable[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # The thread ended.
+            os.sched_setaffinity(int(thread), cores)
+
+
+def _listed_cores(file: Path) -> list[int]:
+    """Return the cores of a list such as 0-3,8, or [] if the file is missing."""
+    try:
+        ranges = [part.split("-") for part in file.read_text().strip().split(",") if part]
+    except OSError:
+        return []
+    return [core for first, *last in ranges for core in range(int(first), int(last[0] if last else first) + 1)]
 
 
 def resident_bytes() -> int:

@@ -1,13 +1,14 @@
 """Tests of host resources and number formatting."""
 
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from rayrec.host_resources import Memory, memory, usable_cpus
+from rayrec.host_resources import Memory, bound_to_cores, memory, usable_cpus, worker_cores
 from rayrec.humanize import clock_text, duration_text, durations_text, number_text, size_text, value_text
 
 MIB = 1 << 20
@@ -95,3 +96,37 @@ def test_quantities_are_readable_and_durations_have_one_unit() -> None:
     assert [value_text(value) for value in (None, 0.123456789, 12345, "x")] == ["-", "0.123457", "12,345", "x"]
     assert durations_text([86.4, 120.0]) == ["86.4 s", "120.0 s"]
     assert (durations_text([86.4, 600.0]), durations_text([])) == (["1.44 min", "10.00 min"], [])
+
+
+def test_worker_cores_follow_numa_nodes_and_siblings(tmp_path: Path) -> None:
+    """Nodes with CPUs 0, 1, 4, 5 and 2, 3, 6, 7, in which N and N + 4 are threads of one core."""
+    devices = tmp_path / "sys/devices/system"
+    for node, cores in enumerate(("0-1,4-5", "2-3,6-7")):
+        (devices / f"node/node{node}").mkdir(parents=True)
+        (devices / f"node/node{node}/cpulist").write_text(cores + "\n")
+    for core in range(8):
+        (devices / f"cpu/cpu{core}/topology").mkdir(parents=True)
+        (devices / f"cpu/cpu{core}/topology/thread_siblings_list").write_text(f"{core % 4},{core % 4 + 4}\n")
+    assert [worker_cores(range(8), index, 4, root=tmp_path) for index in range(4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert [worker_cores(range(8), index, 3, root=tmp_path) for index in range(3)] == [[0, 4], [1, 5, 2], [6, 3, 7]]
+    assert [worker_cores([3, 1], index, 3) for index in range(3)] == [[1], [1], [3]]  # more workers than cores
+
+
+def test_binding_reaches_all_threads_and_ends() -> None:
+    before, release, seen = os.sched_getaffinity(0), threading.Event(), list[set[int]]()
+
+    def look() -> None:
+        release.wait(60)
+        seen.append(os.sched_getaffinity(0))
+
+    older = threading.Thread(target=look)
+    older.start()
+    last = worker_cores(before, len(before) - 1, len(before))
+    with bound_to_cores(len(before) - 1, len(before)):
+        release.set()
+        older.join()
+        newer = threading.Thread(target=look)
+        newer.start()
+        newer.join()
+    assert seen == [set(last), set(last)]
+    assert os.sched_getaffinity(0) == before

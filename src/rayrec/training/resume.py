@@ -30,7 +30,7 @@ _FREE: Final = (
     "eval_data.block_bytes", "eval_data.segments_per_block",
     # Checkpoints do not depend on the number of workers and their devices.
     "scaling.num_workers", "scaling.use_gpu", "scaling.cpus_per_worker", "scaling.resize_interval_s",
-    "scaling.resources_per_worker", "scaling.threads_per_worker", "scaling.placement_strategy",
+    "scaling.resources_per_worker", "scaling.threads_per_worker", "scaling.bind_cores", "scaling.placement_strategy",
     "scaling.network_interface",
 )  # fmt: skip
 """Settings and groups that change no weight of the remaining steps, except in the last digits."""

@@ -59,6 +59,8 @@ class ScalingConfig(Config):
     threads_per_worker: int | None = None
     """CPU operator threads per worker. None uses cpus_per_worker, else its share of the node's CPUs, limited by CPU affinity,
     container quota and Ray's CPUs."""
+    bind_cores: bool = False
+    """Whether to bind each worker to its share of its node's cores, within a NUMA node if possible."""
     network_interface: str | None = None
     """Network interface for communication between workers, such as eth0. None lets gloo and NCCL choose."""
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"

@@ -15,7 +15,7 @@ from typing import Any, Final, Self, final
 import torch
 from torch import distributed
 
-from rayrec import storage
+from rayrec import host_resources, storage
 from rayrec.cluster.layout import TorchrunEnv
 from rayrec.collectives import group_arguments, use_device
 from rayrec.config import InputError, line_of
@@ -229,8 +229,10 @@ def _work(attempt: AttemptContext, rendezvous: StoreRendezvous, device: torch.de
     env, stopwatch, threads = rendezvous.env, attempt.stopwatch(), torch.get_num_threads()
     context = WorkerContext(attempt.config, env.rank, env.world_size, device, attempt.engine, node=platform.node(), cpus=env.cpus)
     log = storage.join(attempt.folder, "logs", f"worker_{env.rank}.log")
+    is_bound = attempt.config.scaling.bind_cores
+    cores = host_resources.bound_to_cores(env.local_rank, env.local_world_size) if is_bound else contextlib.nullcontext()
     try:
-        with worker_logs(log, rank=env.rank), _process_group(attempt.config, rendezvous, device):
+        with cores, worker_logs(log, rank=env.rank), _process_group(attempt.config, rendezvous, device):
             stopwatch.lap("process_group")
             return run_worker(attempt, context, stopwatch=stopwatch)
     finally:

@@ -60,6 +60,8 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
     )
     log = storage.join(attempt.folder, "logs", f"worker_{rank}.log")
     with contextlib.ExitStack() as within:
+        if attempt.config.scaling.bind_cores:
+            within.enter_context(host_resources.bound_to_cores(context.get_local_rank(), context.get_local_world_size()))
         within.enter_context(worker_logs(log, rank=rank))
         within.enter_context(_standby(attempt.config.failure, node))
         object_store: Callable[[], dict[str, int]] = dict
