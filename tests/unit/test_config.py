@@ -184,7 +184,7 @@ def test_published_recipes_match_settings(name: str) -> None:
     assert recipes.PUBLISHED[name] == "criteo_kaggle"
 
 
-def test_recipe_file_is_checked_and_its_errors_propagate(own: Path) -> None:
+def test_recipe_file_is_loaded_and_checked(own: Path) -> None:
     recipe = recipes.find(f"{own}:small")
     assert recipe().batch_size == 7
     assert recipes.find(f"{own}:small") is recipe  # the file is run once
@@ -196,6 +196,9 @@ def test_recipe_file_is_checked_and_its_errors_propagate(own: Path) -> None:
     wrong = r"wrong\(\) must return a rayrec.TrainConfig"
     for name, message in {"NUMBER": "function 'NUMBER' not found", "none": "function 'none' not found", "wrong": wrong}.items():
         rejects(message, recipes.find, f"{own}:{name}")
+
+
+def test_recipe_file_error_propagates(own: Path) -> None:
     own.write_text("raise RuntimeError('in the file')")
     fails_with(RuntimeError, "in the file", recipes.find, f"{own}:small")
     assert own.stem not in sys.modules

@@ -48,15 +48,16 @@ def test_memory_respects_container_limit(tmp_path: Path, limit: str, used: str, 
 
 
 def test_page_cache_is_available_and_parent_group_limits(tmp_path: Path) -> None:
-    kernel(tmp_path)
+    flat, nested = tmp_path / "flat", tmp_path / "nested"
+    kernel(flat)
     stat = f"anon 1\ninactive_file {MIB}\nactive_file {MIB}\nfile {3 * MIB}\nshmem {MIB}"
-    group(tmp_path, "", memory__max=str(5 * MIB), memory__current=str(4 * MIB), memory__stat=stat)
-    assert memory(tmp_path) == Memory(5 * MIB, 3 * MIB)
-    kernel(tmp_path, "0::/pod/container")
-    group(tmp_path, "pod", memory__max=str(2 * MIB), memory__current=str(MIB), cpu__max="150000 100000")
-    group(tmp_path, "pod/container", memory__max="max", memory__current=str(MIB), cpu__max="max 100000")
-    assert memory(tmp_path) == Memory(2 * MIB, MIB)
-    assert usable_cpus(root=tmp_path) == 1
+    group(flat, "", memory__max=str(5 * MIB), memory__current=str(4 * MIB), memory__stat=stat)
+    assert memory(flat) == Memory(5 * MIB, 3 * MIB)
+    kernel(nested, "0::/pod/container")
+    group(nested, "pod", memory__max=str(2 * MIB), memory__current=str(MIB), cpu__max="150000 100000")
+    group(nested, "pod/container", memory__max="max", memory__current=str(MIB), cpu__max="max 100000")
+    assert memory(nested) == Memory(2 * MIB, MIB)
+    assert usable_cpus(root=nested) == 1
 
 
 def test_version_1_groups_limit_memory_and_cpus(tmp_path: Path) -> None:

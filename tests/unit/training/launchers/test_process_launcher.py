@@ -285,5 +285,5 @@ def test_process_group_of_caller_is_reused_unless_larger(tmp_path: Path, expecte
     with monkeypatch.context() as patch:
         patch.setattr(distributed, "is_initialized", lambda: True)
         patch.setattr(distributed, "get_world_size", lambda: 4)
-        rejects("this process is one of 4 of a process group", run, tmp_path)
-    assert not (tmp_path / "run").exists()
+        rejects("this process is one of 4 of a process group", run, tmp_path / "larger")
+    assert not (tmp_path / "larger" / "run").exists()
