@@ -325,6 +325,15 @@ def test_google_and_azure_locations_match_their_tools(monkeypatch: pytest.Monkey
 
 
 def test_s3_location_matches_aws_tools_and_keeps_url_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "s3://bucket/runs?region=x&scheme=http"
+    assert storage.join(url, "demo", "events.jsonl") == "s3://bucket/runs/demo/events.jsonl?region=x&scheme=http"
+    assert storage.join("s3://bucket?region=x", "a") == "s3://bucket/a?region=x"
+    assert storage.join("s3://bucket/day_?", "a") == "s3://bucket/day_?/a"  # a glob's
+    assert storage.join("/runs?region=x", "a") == "/runs?region=x/a"  # a local folder's name
+    inside = storage.join(url, "day_1.parquet")
+    assert (storage.folder_of(inside), storage.name_of(inside)) == (url, "day_1.parquet")
+    assert S3Location.of(inside).inner == "bucket/runs/day_1.parquet"
+    assert (storage.folder_of("/a/b"), storage.name_of("/a/b?c=d")) == ("/a", "b?c=d")
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     config = tmp_path / "config"
@@ -344,15 +353,6 @@ def test_s3_location_matches_aws_tools_and_keeps_url_options(tmp_path: Path, mon
     assert S3Location.of("s3://bucket?allow_bucket_creation=true").flags == ("allow_bucket_creation",)
     config.write_text("rubbish")
     rejects("must be an AWS config file", S3Location.of, "s3://bucket")
-    url = "s3://bucket/runs?region=x&scheme=http"
-    assert storage.join(url, "demo", "events.jsonl") == "s3://bucket/runs/demo/events.jsonl?region=x&scheme=http"
-    assert storage.join("s3://bucket?region=x", "a") == "s3://bucket/a?region=x"
-    assert storage.join("s3://bucket/day_?", "a") == "s3://bucket/day_?/a"  # a glob's
-    assert storage.join("/runs?region=x", "a") == "/runs?region=x/a"  # a local folder's name
-    inside = storage.join(url, "day_1.parquet")
-    assert (storage.folder_of(inside), storage.name_of(inside)) == (url, "day_1.parquet")
-    assert S3Location.of(inside).inner == "bucket/runs/day_1.parquet"
-    assert (storage.folder_of("/a/b"), storage.name_of("/a/b?c=d")) == ("/a", "b?c=d")
 
 
 def test_listed_files_keep_url_options(monkeypatch: pytest.MonkeyPatch) -> None:

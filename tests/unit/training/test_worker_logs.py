@@ -26,13 +26,13 @@ def test_worker_log_contains_rank_and_is_limited(tmp_path: Path, monkeypatch: py
     words = "[rank 3] WARNING torchrec.plan: tables are large|[rank 3] WARNING py.warnings: |RuntimeWarning: an odd argument"
     assert [text for text in words.split("|") if text not in path.read_text()] == []
     monkeypatch.setattr(module, "_MAX_BYTES", 2000)
-    with worker_logs(str(tmp_path / "worker_0.log"), rank=0):
+    with worker_logs(str(tmp_path / "limited" / "worker_0.log"), rank=0):
         for number in range(200):
             logging.getLogger("x").info("line %d", number)
-    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "limited").iterdir()}
     assert set(sizes) == {"worker_0.log", "worker_0.log.1"}
     assert max(sizes.values()) <= 2000
-    assert "line 199" in (tmp_path / "worker_0.log").read_text()
+    assert "line 199" in (tmp_path / "limited" / "worker_0.log").read_text()
 
 
 def test_worker_starts_without_writable_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -370,11 +370,12 @@ def test_is_connected_imports_no_ray_and_connect_rejects_none(monkeypatch: pytes
 
 def test_worker_modules_are_imported_and_threads_respect_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     load = Mock(side_effect=[None, ImportError("which the worker reports")])
-    monkeypatch.setattr(process_launcher.importlib, "import_module", load)
-    ProcessLauncher(config_for(ONE)).connect("runs", Console(quiet=True))
-    for thread in threading.enumerate():
-        if thread.name == "imports":
-            thread.join(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(process_launcher.importlib, "import_module", load)
+        ProcessLauncher(config_for(ONE)).connect("runs", Console(quiet=True))
+        for thread in threading.enumerate():
+            if thread.name == "imports":
+                thread.join(60)
     modules = ["rayrec.training.launchers.process_worker", "rayrec.workloads.recsys.worker"]
     assert load.call_args_list == [call(module) for module in modules]
     # Container with a quota of 4 CPUs on a machine with 64.
