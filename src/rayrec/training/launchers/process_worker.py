@@ -21,10 +21,10 @@ from rayrec.collectives import group_arguments, use_device
 from rayrec.config import InputError, line_of
 from rayrec.data.engine import STOP_REQUESTED, ThreadEngine
 from rayrec.training.launchers.base import AttemptContext, PreparedRun, follow_attempt
+from rayrec.training.launchers.worker_logs import worker_logs
 from rayrec.training.profiling import watched_requests
 from rayrec.training.stop_monitor import ProfileRequest, Signals
 from rayrec.training.worker import run_worker
-from rayrec.training.worker_logs import worker_logs
 from rayrec.workloads.base import TrainConfig, WorkerContext
 
 _POLL_S: Final = 0.1

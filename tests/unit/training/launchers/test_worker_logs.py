@@ -13,9 +13,9 @@ import pytest
 
 from rayrec.data.stage_times import BlockTimes, StageTimes
 from rayrec.training import step_log
-from rayrec.training import worker_logs as module
+from rayrec.training.launchers import worker_logs as module
+from rayrec.training.launchers.worker_logs import worker_logs
 from rayrec.training.step_log import DataStats, data_fields
-from rayrec.training.worker_logs import worker_logs
 
 
 def test_worker_log_contains_rank_and_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
