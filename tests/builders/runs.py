@@ -11,6 +11,7 @@ from rayrec import recipes
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
 from rayrec.training import trainer
+from rayrec.training.result import Result
 from rayrec.workloads.base import TrainConfig
 
 QUIET = Console(quiet=True)
@@ -46,7 +47,7 @@ def small_run(log: Path, storage: str | Path, **changes: Any) -> TrainConfig:
     return one_worker(log, storage, **{**fields, **changes})
 
 
-def train(config: TrainConfig, **changes: Any) -> trainer.Result:
+def train(config: TrainConfig, **changes: Any) -> Result:
     return trainer.train(config.replace(**changes), console=QUIET)
 
 
@@ -72,7 +73,7 @@ def check_same_run(summary: dict[str, Any], expected: dict[str, Any], *names: st
         assert summary[name] == expected[name], name
 
 
-def check_same_in_two_parts(config: TrainConfig, whole: trainer.Result, *, steps: int) -> None:
+def check_same_in_two_parts(config: TrainConfig, whole: Result, *, steps: int) -> None:
     """Train to a step, then to the end, and compare with the run in one go."""
     train(config, name="parts", steps=steps)
     check_same_run(train(config, name="parts").summary, whole.summary)

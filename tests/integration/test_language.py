@@ -14,7 +14,7 @@ from hosts.processes import Run, finished
 import rayrec
 from rayrec.checkpoint import Checkpoint, committed, weights_sha256
 from rayrec.recipes.gpt2 import gpt2, gpt2_tiny
-from rayrec.training.trainer import Result
+from rayrec.training.result import Result
 from rayrec.workloads.base import TrainConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]

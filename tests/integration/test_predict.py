@@ -25,7 +25,7 @@ from rayrec.inference.scoring import ScoringJob
 from rayrec.metrics.binary import binary_metrics
 from rayrec.metrics.significance import METRICS
 from rayrec.observe.console import Console
-from rayrec.training.trainer import Result
+from rayrec.training.result import Result
 
 Columns = dict[str, np.ndarray]
 

@@ -25,7 +25,8 @@ from rayrec.cluster import fork_server, forked_worker
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.ingest.loader import Loader
 from rayrec.layers import cpu_watch
-from rayrec.training.trainer import Result, train
+from rayrec.training.result import Result
+from rayrec.training.trainer import train
 from rayrec.workloads.base import Target, TrainConfig, WorkerContext
 from rayrec.workloads.recsys.planning import local_memory, tables_of
 from rayrec.workloads.recsys.workload import ClickWorkload

@@ -17,7 +17,7 @@ from rayrec.checkpoint import Checkpoint, weights_sha256
 from rayrec.checkpoint.safetensors import read_weights
 from rayrec.data.numbered_rows import read_labels
 from rayrec.recipes.mnist import mnist_resnet18
-from rayrec.training.trainer import Result
+from rayrec.training.result import Result
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.vision import ResNetConfig
 

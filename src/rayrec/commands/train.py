@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rayrec.observe.console import Console
     from rayrec.observe.timing import Stopwatch
     from rayrec.recipes import Recipe
-    from rayrec.training.trainer import Result
+    from rayrec.training.result import Result
     from rayrec.workloads.base import TrainConfig
 
 _SAVED_S = 30.0

@@ -24,8 +24,9 @@ from rayrec.observe.run_summary import RunSummary
 from rayrec.training import trainer
 from rayrec.training.launchers import ray_launcher
 from rayrec.training.launchers.base import Driver, PreparedRun
+from rayrec.training.result import CheckpointPath, Result
 from rayrec.training.resume import is_longer, run_hash
-from rayrec.training.trainer import Result, summarize
+from rayrec.training.trainer import summarize
 from rayrec.workloads.base import RunContext, TrainConfig
 
 NOTES: list[str] = []
@@ -244,7 +245,7 @@ def test_result_converts_to_ray_train_and_has_checkpoint_path(tmp_path: Path) ->
     with result.checkpoint.as_directory() as folder:
         assert folder == result.checkpoint
     files = {path.name for path in Path(result.checkpoint).iterdir()}
-    with trainer.CheckpointPath(f"file://{result.checkpoint}").as_directory() as folder:
+    with CheckpointPath(f"file://{result.checkpoint}").as_directory() as folder:
         assert {path.name for path in Path(folder).iterdir()} == files
         assert checkpoint.open_checkpoint(folder).step == 15
     assert not Path(folder).exists()

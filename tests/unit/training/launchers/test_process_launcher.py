@@ -26,6 +26,7 @@ from rayrec.config import InputError
 from rayrec.data.engine import STOP_REQUESTED, ThreadEngine
 from rayrec.training import profiling, stop_monitor, trainer
 from rayrec.training.launchers import process_worker
+from rayrec.training.result import Result
 from rayrec.workloads.base import RunContext, TrainConfig
 
 STEPS = 12
@@ -84,7 +85,7 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
     return made.updated(changes)
 
 
-def run(folder: Path, **changes: Any) -> trainer.Result:
+def run(folder: Path, **changes: Any) -> Result:
     return trainer.train(config(folder, **changes), console=QUIET)
 
 

@@ -39,7 +39,8 @@ from rayrec.models.heads import label_heads
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.scoring_tables import RowFormat
 from rayrec.schema import Schema
-from rayrec.training.trainer import Result, train
+from rayrec.training.result import Result
+from rayrec.training.trainer import train
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.distillation import RECORD, Teacher, TeacherConfig, load_targets, open_teacher
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, counted_columns, reliability_bins
