@@ -24,9 +24,10 @@ from rayrec.cli.parser import command_flags, parse
 from rayrec.commands import COMMANDS
 from rayrec.commands.declaration import Shown
 from rayrec.commands.settings import updated
-from rayrec.commands.train import configuration, summary_rows
+from rayrec.commands.train import configuration
 from rayrec.config import Config
 from rayrec.models.ranking.finalnet import FinalNetConfig
+from rayrec.training.result import summary_rows
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
 

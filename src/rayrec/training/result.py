@@ -74,3 +74,24 @@ class Result:
             best_checkpoints=[(checkpoint, dict(self.metrics))],
             _storage_filesystem=filesystem,
         )
+
+
+def summary_rows(summary: dict[str, Any], *, folder: str) -> list[tuple[str, str]]:
+    """Return the table shown after a finished run."""
+    metrics = summary["metrics"]
+    rows = [(name, f"{value:.4f}") for name, value in metrics.items() if isinstance(value, float) and name != "label_rate"]
+    if summary.get("share_of_best_auroc") is not None:
+        reached = f"{summary['share_of_best_auroc']:.1%} of the way from 0.5 to the best possible {summary['best_auroc']:.4f}"
+        rows.append(("auroc reached", reached))
+    return [
+        *rows,
+        ("rows/s in training", f"{summary['rows_per_s']:,.0f}"),
+        ("blocked on data", f"{summary['blocked_fraction']:.1%}"),
+        ("rows trained", f"{summary['rows']:,} in {summary['steps']:,} steps; {summary['wall_s']:.0f} s with preparation"),
+        *([("faulty rows left out", f"{summary['bad_rows']:,}")] if "bad_rows" in summary else []),
+        *([("where the time went", summary["verdict"])] if summary.get("verdict") else []),
+        ("checkpoint", summary["checkpoint"]),
+        ("run", folder),
+        ("report", f"{folder}/report.html"),
+        *([("next", "rayrec evaluate, predict, export or serve, with this run")] if "auroc" in metrics else []),
+    ]
