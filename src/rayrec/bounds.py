@@ -14,6 +14,8 @@ Even = Annotated[int, Ge(2), MultipleOf(2)]
 Amount = Annotated[float, Ge(0)]
 Finite = Annotated[float, Ge(0), Lt(math.inf)]
 Positive = Annotated[float, Gt(0)]
+Rate = Annotated[int | float, Gt(0)]
+"""Positive number. A whole one stays an int, also in the configuration's hash."""
 Share = Annotated[float, Ge(0), Lt(1)]
 Part = Annotated[float, Gt(0), Lt(1)]
 Fraction = Annotated[float, Ge(0), Le(1)]

@@ -15,7 +15,7 @@ def mnist_resnet18(path: str | None = None) -> TrainConfig:
         epochs=2,
         batch_size=64,
         eval_batch_size=500,
-        evaluate_every=469,
+        evaluations_per_epoch=1,
         scaling=ScalingConfig(num_workers=2),
     )
 
@@ -35,7 +35,7 @@ def mnist_resnet18_augmented(path: str | None = None) -> TrainConfig:
         epochs=7,
         batch_size=128,
         eval_batch_size=500,
-        evaluate_every=235,
+        evaluations_per_epoch=1,
         precision="bf16",
         scaling=ScalingConfig(num_workers=2),
     )

@@ -21,7 +21,7 @@ _EVALUATION_POLL_S = 2.0
 _EVALUATION_GRACE_FRACTION = 0.25
 """Share of `failure.grace_s` after which a running evaluation saves its step."""
 _ROUNDING = 1e-6
-"""Tolerance in steps for floating-point rounding of a share of a run's steps."""
+"""Tolerance in steps for floating-point rounding of a share or a multiple of steps."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ def next_segment_end(step: int, end: int, *, evaluate_every: int, save_every: in
     evaluate = stop % evaluate_every == 0 or stop == end
     save = (stop % save_every == 0 if save_every is not None else evaluate) or stop == end
     return SegmentEnd(stop, evaluate, save)
+
+
+def evaluation_interval(steps_per_epoch: int, evaluations_per_epoch: float) -> int:
+    """Return the steps between two evaluations, rounded up. Pure."""
+    return max(1, math.ceil(steps_per_epoch / evaluations_per_epoch - _ROUNDING))
 
 
 def last_step(total: int, fraction: float | None) -> int:
@@ -90,7 +95,7 @@ def iterate_segments(training: Training) -> Generator[int, Cut, bool]:
     if 0 < patience <= progress.since_best:
         return True  # stopped early in an earlier attempt
     total = progress.step + loader.steps
-    evaluate_every = config.evaluate_every or max(1, math.ceil(loader.steps_per_epoch / config.evaluations_per_epoch))
+    evaluate_every = config.evaluate_every or evaluation_interval(loader.steps_per_epoch, config.evaluations_per_epoch)
     end = last_step(total, training.pause_at)
     setup.model.train()
     saved_step = progress.step  # neither the start nor the restored checkpoint needs a save

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from rayrec import storage
-from rayrec.bounds import Count, Fraction
+from rayrec.bounds import Count, Fraction, Rate
 from rayrec.config import Config, InputError
 from rayrec.data.engine import Shared, StreamEngine
 from rayrec.observe.console import Console
@@ -66,8 +66,9 @@ class TrainConfig(Config):
     """Rows per worker and evaluation batch."""
     evaluate_every: Count | None = None
     """How often to evaluate, in steps. None uses `evaluations_per_epoch`."""
-    evaluations_per_epoch: Count = 4
-    """Evaluations per epoch if `evaluate_every` is not set. The interval is rounded up to whole steps."""
+    evaluations_per_epoch: Rate = 4
+    """Evaluations per epoch if `evaluate_every` is not set. 0.5 evaluates after every second epoch. The interval is rounded up
+    to whole steps."""
     log_every: Count = 20
     """How often to log progress, in steps."""
     precision: Literal["fp32", "bf16"] = "fp32"

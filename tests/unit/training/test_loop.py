@@ -191,6 +191,7 @@ def test_pause_evaluates_and_saves_without_changing_run() -> None:
         ("criteo_demo", {}, [5, 10, 15, 20, 25, 30, 35, 40]),
         ("criteo_demo", {"evaluations_per_epoch": 3}, [7, 14, 21, 28, 35, 40]),
         ("criteo_demo", {"evaluations_per_epoch": 100}, list(range(1, 41))),
+        ("criteo_demo", {"evaluations_per_epoch": 2 / 3}, [30, 40]),
         ("criteo_finalnet_x4", {}, [20, 40]),
         ("criteo_finalmlp", {}, [20, 40]),
         ("criteo_dcnv3", {}, [20, 40]),
