@@ -30,7 +30,7 @@ def recipe(*, path: str, workers: int, steps: int, precision: str, loop: str) ->
         precision=precision,
         loop=loop,
         steps=steps,
-        batch_size=config.batch_size * config.scaling.max_workers // workers,
+        batch_size=config.worker_batch_size * config.scaling.max_workers // workers,
         evaluate_every=10**9,
         checkpoint={"every": 10**9},
         workload={"schedule": LearningRateSchedule(), "max_new_tokens": 1},
@@ -59,7 +59,7 @@ def plain(*, loader_workers: int, steps: int, warm_steps: int, **arguments: Any)
         "warm_steps": warm_steps,
         "seed": config.seed,
         "arguments": {
-            "per_device_train_batch_size": config.batch_size,
+            "per_device_train_batch_size": config.worker_batch_size,
             "learning_rate": optimizer.learning_rate,
             "lr_scheduler_type": "constant",
             "adam_beta1": optimizer.betas[0],
@@ -166,7 +166,7 @@ def compare(*, quick: bool, **common: Any) -> None:
     about = {
         "workers": common["workers"],
         "precision": common["precision"],
-        "rows": config.batch_size * common["workers"],
+        "rows": config.worker_batch_size * common["workers"],
         "block_size": config.workload.model.n_positions,
     }
     if common["precision"] == "fp32":

@@ -110,7 +110,7 @@ def _steps(config: rayrec.TrainConfig, path: str) -> int:
         return config.steps
     with open(path, "rb") as file:
         rows = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 24), b"")) * 12 // 14
-    size = min(config.batch_size, rows // config.min_steps_per_epoch)
+    size = min(config.worker_batch_size, rows // config.min_steps_per_epoch)
     return config.epochs * -(-rows // size)
 
 

@@ -35,6 +35,7 @@ _FREE: Final = (
 )  # fmt: skip
 """Settings and groups that change no weight of the remaining steps, except in the last digits."""
 LENGTHS: Final = ("steps", "epochs")
+_BATCH: Final = ("batch_size", "global_batch_size")
 _ABSENT: Final = "not set"
 
 
@@ -72,7 +73,7 @@ def compare_settings(stored: Mapping[str, Any], config: TrainConfig) -> Changes:
         for change in changes
         if not _within(change.field, free)
         and not (change.field in LENGTHS and _longer(change.old, change.new))
-        and not (change.field == "batch_size" and _global_batch(stored) == _global_batch(config.to_dict()))
+        and not (change.field in _BATCH and _global_batch(stored) == _global_batch(config.to_dict()))
     ]
     return Changes(tuple(rejected), tuple(change for change in changes if change not in rejected))
 
@@ -122,6 +123,8 @@ def _longer(old: Any, new: Any) -> bool:
 
 def _global_batch(settings: Mapping[str, Any]) -> int | None:
     """Return the rows per step with the maximum number of workers, or None if unknown."""
+    if settings.get("global_batch_size") is not None:
+        return settings["global_batch_size"]
     workers = settings.get("scaling", {}).get("num_workers", 1)
     max_workers = workers[-1] if isinstance(workers, list) else workers
     size = settings.get("batch_size")

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, Self
 
 from rayrec import storage
 from rayrec.bounds import Count, Fraction, Rate
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from rayrec.workloads.step_timer import StepTimer
 
 
+_BATCH_SIZE: Final = 2048
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Config):
     """Complete configuration of a training run, returned by a recipe."""
@@ -58,8 +61,12 @@ class TrainConfig(Config):
     """Number of training steps. None trains for `epochs`."""
     epochs: Count = 1
     """Number of epochs over the training rows."""
-    batch_size: Count = 2048
-    """Rows per worker and step. The global batch is this times the number of workers."""
+    batch_size: Count | None = None
+    """Rows per worker and step, by default 2048. The global batch is this times the number of workers. None with
+    `global_batch_size`."""
+    global_batch_size: Count | None = None
+    """Rows per step over all workers, instead of `batch_size`. Each worker takes an equal share, and the number of workers does
+    not change it. None uses `batch_size`."""
     min_steps_per_epoch: Count = 1
     """Minimum number of steps per epoch. Batches are made smaller on small data to reach it."""
     eval_batch_size: Count = 8192
@@ -116,15 +123,39 @@ class TrainConfig(Config):
             )
         if self.eval_data.shuffle != "none":
             raise InputError(f"eval_data.shuffle: must be 'none', as evaluation reads in order, got {self.eval_data.shuffle!r}")
+        if self.batch_size is None and self.global_batch_size is None:
+            object.__setattr__(self, "batch_size", _BATCH_SIZE)
+        rows, workers = self.global_batch_size, self.scaling.max_workers
+        if rows is not None and self.batch_size is not None:
+            raise InputError(f"batch_size and global_batch_size: set only one, got {self.batch_size} and {rows}")
+        if rows is not None and rows % workers:
+            multiple = -(-rows // workers) * workers
+            raise InputError(f"global_batch_size: must be a multiple of the {workers} workers, got {rows}. Use {multiple}.")
+        if rows is not None and self.scaling.batch_policy == "per_worker":
+            raise InputError("scaling.batch_policy: must be global with global_batch_size, got per_worker. Set one of the two.")
         if self.loop not in self.workload.LOOPS:
             raise InputError(f"loop: must be {' or '.join(self.workload.LOOPS)} for recipe {self.recipe}, got {self.loop}")
         if self.early_stopping.patience and not self.checkpoint.keep_best:
             raise InputError("checkpoint.keep_best: must be at least 1, because early stopping uses the best weights, got 0")
 
+    def updated(self, changes: Mapping[str, Any], *, where: str = "") -> Self:
+        for name, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):
+            if changes.get(name) is not None and other not in changes:
+                changes = {**changes, other: None}
+        return super().updated(changes, where=where)
+
+    @property
+    def worker_batch_size(self) -> int:
+        """Rows per worker and step with the maximum number of workers."""
+        if self.batch_size is not None:
+            return self.batch_size
+        assert self.global_batch_size is not None
+        return self.global_batch_size // self.scaling.max_workers
+
     def effective_batch_size(self, *, rows: int, world_size: int) -> int:
         """Return the rows per worker and step for a given epoch size."""
         max_workers = self.scaling.max_workers
-        per_worker = max(1, min(self.batch_size, rows // (max_workers * self.min_steps_per_epoch)))
+        per_worker = max(1, min(self.worker_batch_size, rows // (max_workers * self.min_steps_per_epoch)))
         return per_worker if self.scaling.batch_policy == "per_worker" else -(-per_worker * max_workers // world_size)
 
 

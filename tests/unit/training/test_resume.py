@@ -222,6 +222,8 @@ def stored(config: TrainConfig) -> dict[str, Any]:
         ({"scaling": {"num_workers": 2}, "batch_size": 200}, ["batch_size", "scaling.num_workers"]),
         ({"scaling": {"num_workers": 2}, "batch_size": 100}, ["scaling.num_workers"]),
         ({"batch_size": 200}, ["batch_size: 100 -> 200"]),
+        ({"global_batch_size": 400}, ["batch_size", "global_batch_size"]),
+        ({"global_batch_size": 200}, ["batch_size: 100 -> null", "global_batch_size: null -> 200"]),
         (
             {"scaling": {"batch_policy": "per_worker", "learning_rate_policy": "sqrt"}},
             ["scaling.batch_policy: global -> per_worker", "scaling.learning_rate_policy: constant -> sqrt"],

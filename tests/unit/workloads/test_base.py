@@ -27,6 +27,19 @@ def test_batch_size_follows_policy(policy: str, world_size: int, expected: int) 
     assert config.replace(scaling={"num_workers": 4}).effective_batch_size(rows=1_000_000, world_size=4) == 100
 
 
+def test_global_batch_size_is_shared_by_workers() -> None:
+    config = recipes.criteo_demo().replace(global_batch_size=120, scaling={"num_workers": 4})
+    assert (config.batch_size, config.worker_batch_size) == (None, 30)
+    assert recipes.load_config(config.to_yaml()) == config
+    assert config.replace(scaling={"num_workers": 2}).worker_batch_size == 60
+    elastic = config.replace(scaling={"num_workers": (2, 4)})
+    assert [elastic.effective_batch_size(rows=1_000_000, world_size=size) for size in (2, 3, 4)] == [60, 40, 30]
+    assert (config.replace(batch_size=7).worker_batch_size, config.replace(batch_size=7).global_batch_size) == (7, None)
+    rejects("batch_size and global_batch_size: set only one, got 1 and 4", config.replace, batch_size=1, global_batch_size=4)
+    rejects("global_batch_size: must be a multiple of the 4 workers, got 6. Use 8.", config.replace, global_batch_size=6)
+    rejects("scaling.batch_policy: must be global with global_batch_size", config.replace, scaling={"batch_policy": "per_worker"})
+
+
 def test_small_data_shrinks_batches() -> None:
     config = recipes.criteo_demo().replace(batch_size=100, min_steps_per_epoch=10, scaling={"num_workers": 2})
     assert config.effective_batch_size(rows=400, world_size=2) == 20

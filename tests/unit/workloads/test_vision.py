@@ -341,7 +341,7 @@ def test_export_has_torchvision_names_and_recipes_are_complete(tmp_path: Path) -
     assert '"mean": 0.25' in described
     assert '"blocks": [' in described
     plain, better = mnist_resnet18("digits"), mnist_resnet18_augmented("digits")
-    assert (plain.batch_size * plain.scaling.max_workers, plain.epochs, plain.train_data.shuffle) == (128, 2, "full")
+    assert (plain.global_batch_size, plain.epochs, plain.train_data.shuffle) == (128, 2, "full")
     assert (plain.workload.optimizer.kind, plain.workload.optimizer.learning_rate) == ("adam", 1e-5)
     assert not plain.workload.augmentation.moves
     assert better.workload.augmentation.moves

@@ -183,7 +183,8 @@ def tables_of(
         host_memory_bytes=target.host_memory_bytes,
         nodes=[str(rank // target.workers_per_node) for rank in range(workers)],
     )
-    sharding_plan = plan_sharding(model, site, batch_size=config.batch_size, config=workload.sharding, state_bytes=state_bytes)
+    max_batch = config.worker_batch_size
+    sharding_plan = plan_sharding(model, site, batch_size=max_batch, config=workload.sharding, state_bytes=state_bytes)
     placed = placements(sharding_plan, model, state_bytes=state_bytes)
     of_model = ModelInputs.of(inputs)
     cost = network_cost(model.head.network, of_model, workload.model, num_embeddings=num_embeddings)
@@ -232,7 +233,7 @@ def batch_bytes(workload: ClickSettings, config: TrainConfig, cost: NetworkCost,
     evaluation keeps nothing for a backward pass, so half of its rows count."""
     copies = _COPIES_OF_EMBEDDINGS + workload.sparse_optimizer.has_custom_update  # plus gradients by row
     of_row = copies * values * FLOAT_BYTES + _COPIES_OF_ACTIVATIONS * cost.saved_bytes_per_row
-    return int(max(config.batch_size, config.eval_batch_size // 2) * of_row) + copies * constant_values * FLOAT_BYTES
+    return int(max(config.worker_batch_size, config.eval_batch_size // 2) * of_row) + copies * constant_values * FLOAT_BYTES
 
 
 def lookups_of(
