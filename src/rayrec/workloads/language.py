@@ -136,6 +136,7 @@ class LanguageWorkload(DataParallelWorkload):
     # -- on the driver
 
     def check(self, config: TrainConfig) -> None:
+        super().check(config)
         require(extra="language")
         data = config.train_data
         if data.path is None:

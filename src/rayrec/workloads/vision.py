@@ -120,6 +120,7 @@ class VisionWorkload(DataParallelWorkload):
     # -- on the driver
 
     def check(self, config: TrainConfig) -> None:
+        super().check(config)
         if config.train_data.path is None:
             raise InputError(
                 "train_data.path: must be a folder of images, got None. Pass --train-data.path DIR (`rayrec fetch mnist`)."

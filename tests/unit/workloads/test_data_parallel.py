@@ -24,6 +24,8 @@ from rayrec.checkpoint import Checkpoint, drop_tied_tensors, full_tensors, weigh
 from rayrec.config import InputError
 from rayrec.metrics.means import RowMetrics
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, NamedOptimizer
+from rayrec.recipes.mnist import mnist_resnet18
+from rayrec.training.preflight import check_settings
 from rayrec.workloads.base import ScoringContext
 from rayrec.workloads.data_parallel.scoring import load_model
 from rayrec.workloads.data_parallel.worker import multiply_adds_per_row
@@ -142,6 +144,31 @@ def test_two_workers_match_one(kind: str, alone: tuple[Path, list[dict[str, Any]
     """FSDP uses three accumulation parts of 8 rows, so only the order of sums differs."""
     run_ranks(getattr(data_parallel, kind), 2, str(tmp_path))
     assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
+
+
+def test_parallel_options_keep_training(alone: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    """bf16 changes the weights: its rounding is 0.4 %, and learning rates are 0.02."""
+    run_ranks(data_parallel.parallel_options, 2, str(tmp_path))
+    expected = _tensors(alone[0] / "12")
+    for name in ("graph", "unused", "unsharded"):
+        assert _close(expected, _tensors(tmp_path / name / "12")), name
+    rounded = _tensors(tmp_path / "rounded" / "12")
+    assert all(value.dtype == torch.float32 for value in rounded.values())
+    assert not _close(expected, rounded)
+    weights = [name for name in expected if name.startswith("model.")]
+    assert all(torch.allclose(expected[name], rounded[name], atol=0.1) for name in weights)
+
+
+def test_parallel_options_reject_other_kind() -> None:
+    ddp = data_parallel.config(1).workload
+    fsdp = ddp.replace(parallel="fsdp")
+    for workload, options in ((ddp, {"cpu_offload": True}), (fsdp, {"bucket_cap_mb": 1.0}), (fsdp, {"static_graph": True})):
+        [name] = options
+        rejects(f"workload.parallel_options.{name}: must be", workload.replace, parallel_options=options)
+    rejects("static_graph: requires workload.accumulate 1", ddp.replace, accumulate=2, parallel_options={"static_graph": True})
+    rejects("bucket_cap_mb: must be above 0", ddp.replace, parallel_options={"bucket_cap_mb": 0.0})
+    offloaded = mnist_resnet18("digits").replace(workload={"parallel": "fsdp", "parallel_options": {"cpu_offload": True}})
+    rejects("cpu_offload: requires scaling.use_gpu", check_settings, offloaded)
 
 
 def test_fsdp_with_onednn_matches_without_full_parameters(tmp_path: Path) -> None:

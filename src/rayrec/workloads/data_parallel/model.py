@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from rayrec.bounds import Count
-from rayrec.config import InputError
+from rayrec.bounds import Count, Positive
+from rayrec.config import Config, InputError
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.workloads.base import TrainConfig, WorkerContext, Workload
 
@@ -20,12 +20,54 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelOptions(Config):
+    """Arguments of DDP or FSDP2, by torch's names. Those of the other one must keep their defaults."""
+
+    DDP: ClassVar[tuple[str, ...]] = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "bucket_cap_mb")
+    """DDP's options. The others are FSDP's."""
+    MEMORY: ClassVar[tuple[str, ...]] = ("reshard_after_forward", "cpu_offload")
+    """FSDP's options that change no result."""
+
+    find_unused_parameters: bool = False
+    """DDP: whether a step may leave parameters without a gradient. Slower."""
+    gradient_as_bucket_view: bool = True
+    """DDP: whether gradients share memory with the buckets of their exchange."""
+    static_graph: bool = False
+    """DDP: whether each step uses the same parameters in the same way. Not for several accumulation parts."""
+    bucket_cap_mb: Positive | None = None
+    """DDP: size of an exchange bucket, in MiB. None uses torch's default, 25."""
+    reshard_after_forward: bool = True
+    """FSDP: whether to free gathered weights after the forward pass. False uses more memory and communicates less."""
+    param_dtype: Literal["fp32", "bf16"] = "fp32"
+    """FSDP: data type of gathered weights and of computation. The optimizer's weights are always fp32."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """FSDP: data type for averaging gradients."""
+    cpu_offload: bool = False
+    """FSDP: whether to keep sharded weights, gradients and optimizer state in host memory. Requires scaling.use_gpu."""
+
+    def check(self, parallel: str) -> None:
+        """Check that no option of the other kind of parallelism is set. Raises InputError."""
+        defaults = type(self)()
+        for name in self.to_dict():
+            value, default, kind = getattr(self, name), getattr(defaults, name), "ddp" if name in self.DDP else "fsdp"
+            if value != default and kind != parallel:
+                raise InputError(
+                    f"workload.parallel_options.{name}: must be {default} with workload.parallel {parallel}, got {value}. It is "
+                    f"an option of {kind}."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataParallelModel(Workload, abc.ABC):
     """Settings, rows, network and measures of a `DataParallelWorkload`."""
 
-    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ("parallel", "accumulate")
+    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
+        "parallel", "accumulate", *(f"parallel_options.{name}" for name in (*ParallelOptions.DDP, *ParallelOptions.MEMORY)),
+    )  # fmt: skip
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Parallelism. ddp: each worker has the full model; fsdp: weights, gradients and optimizer state are sharded."""
+    parallel_options: ParallelOptions = field(default_factory=ParallelOptions)
+    """Arguments of DDP or FSDP."""
     accumulate: Count = 1
     """Number of gradient accumulation parts per batch. More parts use less memory. The step stays the same."""
     optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
@@ -40,6 +82,16 @@ class DataParallelModel(Workload, abc.ABC):
                 f"workload.optimizer.kind: {self.optimizer.kind} requires norms of full parameters, which workload.parallel fsdp "
                 "shards. Use parallel ddp, or kind adamw."
             )
+        self.parallel_options.check(self.parallel)
+        if self.parallel_options.static_graph and self.accumulate > 1:
+            raise InputError(
+                "workload.parallel_options.static_graph: requires workload.accumulate 1, because only the last part of a batch "
+                f"exchanges gradients, got {self.accumulate}. Set only one of the two."
+            )
+
+    def check(self, config: TrainConfig) -> None:
+        if self.parallel_options.cpu_offload and not config.scaling.use_gpu:
+            raise InputError("workload.parallel_options.cpu_offload: requires scaling.use_gpu. Set it, or omit cpu_offload.")
 
     # -- required, in addition to `prepare` and `score`
 

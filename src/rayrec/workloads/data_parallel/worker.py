@@ -3,13 +3,13 @@
 import contextlib
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
 from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from rayrec.batch import Batch, StepOutput
@@ -22,7 +22,7 @@ from rayrec.layers.operation_count import counted
 from rayrec.metrics.means import RowMetrics
 from rayrec.optim.config import NamedOptimizer
 from rayrec.workloads.base import WorkerContext, WorkerSetup
-from rayrec.workloads.data_parallel.model import DataParallelModel
+from rayrec.workloads.data_parallel.model import DataParallelModel, ParallelOptions
 from rayrec.workloads.step_timer import StepTimer, make_step_timer, time_gradient_exchange
 from rayrec.workloads.worker_setup import memory_errors, step_start
 
@@ -59,7 +59,7 @@ def set_up(workload: DataParallelModel, context: WorkerContext, prepared: Any) -
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     sets = {name: workload.open_set(context, prepared, name) for name in workload.set_rows(prepared) if name != "train"}
     cost = multiply_adds_per_row(workload, model, sets, context) if config.observe.times else None
-    wrapped = parallelize(model, workload.parallel, context)
+    wrapped = parallelize(model, workload, context)
     optimizer = workload.optimizer.build_named(dict(model.named_parameters()))
     clock = make_step_timer(context.device, measure=config.observe.times)
     return WorkerSetup(
@@ -81,18 +81,39 @@ def set_up(workload: DataParallelModel, context: WorkerContext, prepared: Any) -
     )
 
 
-def parallelize(model: torch.nn.Module, parallel: str, context: WorkerContext) -> torch.nn.Module:
+_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def parallelize(model: torch.nn.Module, workload: DataParallelModel, context: WorkerContext) -> torch.nn.Module:
     """Wrap the model with DDP or FSDP, so that gradients are averaged over all workers."""
-    if parallel == "fsdp":
-        mesh = init_device_mesh(context.device.type, (context.world_size,))
+    options = workload.parallel_options
+    if workload.parallel == "fsdp":
+        arguments = _fsdp_arguments(options, context)
         for block in _blocks(model):
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(block, **arguments)
+        fully_shard(model, **arguments)
         return model
     if context.world_size == 1:
         return model
     devices = [context.device] if context.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+    arguments = {name: getattr(options, name) for name in options.DDP}
+    return DistributedDataParallel(model, device_ids=devices, **arguments)
+
+
+def _fsdp_arguments(options: ParallelOptions, context: WorkerContext) -> dict[str, Any]:
+    """Return the arguments of `fully_shard` that differ from torch's defaults."""
+    arguments: dict[str, Any] = {"mesh": init_device_mesh(context.device.type, (context.world_size,))}
+    if "bf16" in (options.param_dtype, options.reduce_dtype):
+        # FSDP's default for averaging is the data type of the weights.
+        param_dtype, reduce_dtype = _DTYPES[options.param_dtype], _DTYPES[options.reduce_dtype]
+        arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    if not options.reshard_after_forward:
+        arguments["reshard_after_forward"] = False
+    if options.cpu_offload:
+        # Clipping adds up norms in host memory, for which NCCL alone has no collectives.
+        group = distributed.new_group(backend="cpu:gloo,cuda:nccl")
+        arguments |= {"mesh": DeviceMesh.from_group(group, "cuda"), "offload_policy": CPUOffloadPolicy()}
+    return arguments
 
 
 def _blocks(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
