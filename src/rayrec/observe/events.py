@@ -16,7 +16,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.observe.event_json import INCOMPLETE_LINE, encode_event, events_in
 from rayrec.observe.event_upload import CLOSE_S, EventUploader, RemoteEvents, parts_folder
-from rayrec.observe.run_summary import VALIDATION, RunSummary
+from rayrec.observe.run_summary import RunSummary
 
 if TYPE_CHECKING:
     import pandas
@@ -197,17 +197,17 @@ def readable_events(path: str | Path) -> list[dict[str, Any]]:
 
 def metrics_dataframe(path: str | Path) -> pandas.DataFrame:
     """Return a DataFrame with one row per logged or evaluated step. Columns: step, epoch (fractional, NaN if unknown), rows,
-    loss, rows_per_s, blocked_fraction, validation_METRIC for each metric, and time_s since the run began. Missing values are
-    NaN. Steps repeated after a failure appear once, with their last values. Raises InputError as
+    loss, rows_per_s, blocked_fraction, loss_worker_N if logged, validation_METRIC for each metric, and time_s since the run
+    began. Missing values are NaN. Steps repeated after a failure appear once, with their last values. Raises InputError as
     `read_events` does, and if pandas is missing."""
     try:
         import pandas
     except ModuleNotFoundError:
         raise InputError("metrics_dataframe: pandas is not installed. Run `pip install pandas`.") from None
     rows = RunSummary(read_events(path, kinds=("run", "prepared", "start", "step", "evaluate"))).curve()
-    metrics = dict.fromkeys(name for row in rows for name in row if name.startswith(VALIDATION))
-    columns = ["step", "epoch", "rows", "loss", "rows_per_s", "blocked_fraction", *metrics, "time_s"]
-    return pandas.DataFrame(rows, columns=columns)
+    columns = ["step", "epoch", "rows", "loss", "rows_per_s", "blocked_fraction"]
+    extra = dict.fromkeys(name for row in rows for name in row if name not in (*columns, "time_s"))
+    return pandas.DataFrame(rows, columns=[*columns, *extra, "time_s"])
 
 
 def follow(

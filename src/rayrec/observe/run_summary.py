@@ -212,7 +212,8 @@ class RunSummary:
             count, total = self._peaks
             self._peaks = count + 1, total + event["peak_fraction"]
         epoch = {"epoch": rows / self.train_rows} if self.train_rows else {}
-        self._draw(event, {name: event[name] for name in _CURVE_FIELDS if name in event} | epoch)
+        workers = {f"loss_worker_{rank}": worker["loss"] for rank, worker in enumerate(event.get("workers", ()))}
+        self._draw(event, {name: event[name] for name in _CURVE_FIELDS if name in event} | workers | epoch)
 
     def _splits(self) -> tuple[TimeBreakdown, ...]:
         """Return the breakdowns that count the time after the last log."""
@@ -298,9 +299,9 @@ class RunSummary:
     def curve(self) -> list[dict[str, Any]]:
         """Return one row per logged or evaluated step, in order.
 
-        Keys: `step`, `epoch` (fractional; needs the prepared event), `rows`, `loss`, `rows_per_s`, `blocked_fraction`,
-        `validation_METRIC` and `time_s` (since the run began). Missing values have no key. Steps repeated after a failure
-        appear once, with their last values.
+        Keys: `step`, `epoch` (fractional; needs the prepared event), `rows`, `loss`, `loss_worker_N` if logged, `rows_per_s`,
+        `blocked_fraction`, `validation_METRIC` and `time_s` (since the run began). Missing values have no key. Steps repeated
+        after a failure appear once, with their last values.
         """
         return [self._curve[step] for step in sorted(self._curve)]
 

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import html
+import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rayrec import storage
+from rayrec.checkpoint.discovery import committed
+from rayrec.config import InputError
+from rayrec.observe.events import metrics_dataframe, readable_events
+from rayrec.observe.run_summary import metrics_of, series
 
 if TYPE_CHECKING:
     import pandas
     import ray.train
+    from pyarrow import fs as arrow_fs
 
 
 class CheckpointPath(str):
-    """Path of a checkpoint folder, with `path` and `as_directory` of `ray.train.Checkpoint`."""
+    """Path or URL of a checkpoint folder, with the attributes of `ray.train.Checkpoint`."""
 
     __slots__ = ()
 
     @property
+    def filesystem(self) -> arrow_fs.FileSystem:
+        return storage.resolve(self)[0]
+
+    @property
     def path(self) -> str:
-        return str(self)
+        """Path within `filesystem`."""
+        return str(storage.resolve(self)[1])
 
     @contextlib.contextmanager
     def as_directory(self) -> Iterator[str]:
@@ -30,14 +43,18 @@ class CheckpointPath(str):
             yield str(self)
             return
         with storage.Scratch("checkpoint") as parent:
-            folder = storage.join(parent, storage.name_of(self))  # readers need the name, such as step_00001000
-            storage.copy_files(self, folder)
-            yield folder
+            yield self.to_directory(storage.join(parent, storage.name_of(self)))  # readers need the name, such as step_00001000
+
+    def to_directory(self, path: str | None = None) -> str:
+        """Copy the checkpoint to a local folder and return it. None creates a temporary folder."""
+        folder = path or os.path.join(tempfile.mkdtemp(), storage.name_of(self))
+        storage.copy_files(self, folder)
+        return folder
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
-    """Finished run."""
+    """Finished run, with the attributes of `ray.train.Result`."""
 
     folder: str
     checkpoint: CheckpointPath
@@ -53,27 +70,71 @@ class Result:
     @property
     def metrics_dataframe(self) -> pandas.DataFrame:
         """One row per logged step and evaluation; see `rayrec.observe.events.metrics_dataframe`."""
-        from rayrec.observe.events import metrics_dataframe
+        return metrics_dataframe(self._events)
 
-        return metrics_dataframe(storage.join(self.folder, "events.jsonl"))
+    @property
+    def filesystem(self) -> arrow_fs.FileSystem:
+        return storage.resolve(self.folder)[0]
+
+    @property
+    def path(self) -> str:
+        """Run folder within `filesystem`."""
+        return storage.resolve(self.folder)[1]
+
+    @property
+    def error(self) -> None:
+        """None: a run that fails raises its error instead of returning a result."""
+
+    @property
+    def best_checkpoints(self) -> list[tuple[CheckpointPath, dict[str, float]]]:
+        """Kept checkpoints, oldest first, with the validation metrics of their step, empty if it was not evaluated."""
+        events = readable_events(self._events)
+        metrics = {event["step"]: metrics_of(event) for event in events if series(event) == ("evaluate", "validation")}
+        return [(CheckpointPath(saved.path), metrics.get(saved.step, {})) for saved in committed(self.folder)]
+
+    def get_best_checkpoint(self, metric: str, mode: str) -> CheckpointPath:
+        """Return the kept checkpoint with the best validation metric. `mode` is min or max. Raises InputError for another mode,
+        and for an unknown metric."""
+        if mode not in ("min", "max"):
+            raise InputError(f"mode: must be min or max, got {mode!r}")
+        pairs = self.best_checkpoints
+        values = {checkpoint: metrics[metric] for checkpoint, metrics in pairs if metrics.get(metric) is not None}
+        if not values:
+            names = dict.fromkeys(name for _, metrics in pairs for name in metrics)
+            raise InputError(f"metric: must be one of {', '.join(names)}, got {metric!r}")
+        return min(values, key=values.__getitem__) if mode == "min" else max(values, key=values.__getitem__)
 
     def to_ray(self) -> ray.train.Result:
-        """Return the result of Ray Train's `Trainer.fit`, for code that expects it: metrics, `path` (the run's folder),
-        `checkpoint` and a single entry in `best_checkpoints`, as a `ray.train.Checkpoint` (path and pyarrow file system with a
-        URL's credentials), `metrics_dataframe`, and no error. Imports Ray without starting it."""
+        """Return a `ray.train.Result`, for code that checks the class. Imports Ray without starting it."""
         import ray.train
 
-        filesystem, path = storage.resolve(self.folder)
-        checkpoint = ray.train.Checkpoint(storage.resolve(self.checkpoint)[1], filesystem)
+        def of_ray(checkpoint: CheckpointPath) -> ray.train.Checkpoint:
+            return ray.train.Checkpoint(checkpoint.path, checkpoint.filesystem)
+
         return ray.train.Result(
             metrics=dict(self.metrics),
-            checkpoint=checkpoint,
-            error=None,
-            path=path,
+            checkpoint=of_ray(self.checkpoint),
+            error=self.error,
+            path=self.path,
             metrics_dataframe=self.metrics_dataframe,
-            best_checkpoints=[(checkpoint, dict(self.metrics))],
-            _storage_filesystem=filesystem,
+            best_checkpoints=[(of_ray(checkpoint), metrics) for checkpoint, metrics in self.best_checkpoints],
+            _storage_filesystem=self.filesystem,
         )
+
+    @property
+    def _events(self) -> str:
+        return storage.join(self.folder, "events.jsonl")
+
+    def __repr__(self) -> str:
+        shown = {"metrics": self.metrics, "path": self.folder, "checkpoint": str(self.checkpoint)}
+        fields = ",\n".join(f"  {name}={value!r}" for name, value in shown.items())
+        return f"Result(\n{fields}\n)"
+
+    def _repr_html_(self) -> str:
+        """Return the table of `rayrec train`, for a notebook."""
+        rows = summary_rows(self.summary, folder=self.folder)
+        cells = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>" for name, text in rows)
+        return f"<table>{cells}</table>"
 
 
 def summary_rows(summary: dict[str, Any], *, folder: str) -> list[tuple[str, str]]:

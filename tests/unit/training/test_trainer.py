@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import ray.train
 import torch
+from builders.faults import rejects
 from ranks import data_parallel
 from ray.train.v2.api.exceptions import WorkerGroupError
 
@@ -232,18 +233,43 @@ def test_summary_covers_all_drivers_despite_damaged_events(tmp_path: Path) -> No
     assert not notes
 
 
-def test_result_converts_to_ray_train_and_has_checkpoint_path(tmp_path: Path) -> None:
-    result, _ = summarized(tmp_path)
+def test_result_has_attributes_of_ray_train(tmp_path: Path) -> None:
+    evaluations = [{"kind": "evaluate", "time": 1021.0, "step": 5, "set": "validation", "accuracy": 0.75, "loss": 0.7}]
+    evaluations.append({**evaluations[0], "time": 51_019.5, "step": 15, "accuracy": 0.5, "loss": 0.6})
+    workers = {"workers": [{"loss": 0.25}, {"loss": 0.75}]}
+    events = [{**event, **(workers if event["kind"] == "step" else {})} for event in told()] + evaluations
+    checkpoint.save(folder_of(str(tmp_path), 5), {"model.weight": torch.ones(3)}, state={})
+    result, _ = summarized(tmp_path, [json.dumps(event) + "\n" for event in events])
+    assert (result.path, result.filesystem.type_name, result.error) == (str(tmp_path), "local", None)
+    frame = result.metrics_dataframe
+    assert frame.columns.tolist()[3:-1] == ["loss", "rows_per_s", "blocked_fraction", "loss_worker_0", "loss_worker_1",
+                                            "validation_accuracy", "validation_loss"]  # fmt: skip
+    assert frame[["loss_worker_1", "validation_loss"]].to_numpy().tolist() == [[0.75, 0.7], [0.75, 0.6]]
+    (early, first), (late, last) = result.best_checkpoints
+    assert (early, first) == (folder_of(str(tmp_path), 5), {"accuracy": 0.75, "loss": 0.7})
+    assert (late, last) == (result.checkpoint, {"accuracy": 0.5, "loss": 0.6})
+    assert result.get_best_checkpoint("accuracy", "max") == early
+    assert result.get_best_checkpoint("loss", "min") == late
+    rejects("metric: must be one of accuracy, loss, got 'auroc'", result.get_best_checkpoint, "auroc", "max")
+    rejects("mode: must be min or max, got 'best'", result.get_best_checkpoint, "loss", "best")
+    assert repr(result).startswith("Result(\n  metrics={'accuracy': 0.5},\n")
+    assert "<tr><th>accuracy</th><td>0.5000</td></tr>" in result._repr_html_()
+
     of_ray = result.to_ray()
     assert isinstance(of_ray, ray.train.Result)
-    assert (of_ray.path, of_ray.error, of_ray.metrics) == (str(tmp_path), None, {"accuracy": 0.5})
+    assert (of_ray.path, of_ray.error, of_ray.metrics) == (result.path, None, result.metrics)
     assert of_ray.checkpoint.path == result.checkpoint
-    assert of_ray.get_best_checkpoint("accuracy", "max") == of_ray.checkpoint
-    assert len(of_ray.metrics_dataframe) == len(result.metrics_dataframe) == 2
+    assert of_ray.get_best_checkpoint("accuracy", "max").path == early
+    assert of_ray.metrics_dataframe.equals(frame)
+
+
+def test_result_checkpoint_has_path_and_directory(tmp_path: Path) -> None:
+    result, _ = summarized(tmp_path)
     assert (result.checkpoint.path, type(result.checkpoint.path)) == (str(result.checkpoint), str)
     assert checkpoint.open_checkpoint(result.checkpoint).step == 15
     with result.checkpoint.as_directory() as folder:
         assert folder == result.checkpoint
+    assert checkpoint.open_checkpoint(result.checkpoint.to_directory(str(tmp_path / "copy" / "step_00000015"))).step == 15
     files = {path.name for path in Path(result.checkpoint).iterdir()}
     with CheckpointPath(f"file://{result.checkpoint}").as_directory() as folder:
         assert {path.name for path in Path(folder).iterdir()} == files
