@@ -234,9 +234,14 @@ class Config:
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
 
     def config_hash(self) -> str:
-        """Return the first 16 hex digits of the SHA-256 over the canonical JSON of the configuration."""
-        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+        """Return the hash of the configuration's plain values."""
+        return settings_hash(self.to_dict())
+
+
+def settings_hash(settings: Mapping[str, Any]) -> str:
+    """Return the first 16 hex digits of the SHA-256 over the canonical JSON of plain settings."""
+    canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
 def json_hash(value: Any) -> str:

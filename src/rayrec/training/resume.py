@@ -11,7 +11,7 @@ from typing import Any, Final
 from rayrec import storage
 from rayrec.checkpoint import SUMMARY, Checkpoint, latest
 from rayrec.cluster.restart_policy import FINISHED
-from rayrec.config import CLASS, Config, InputError, default_of, nest, same_class
+from rayrec.config import CLASS, Config, InputError, default_of, nest, same_class, settings_hash
 from rayrec.data.logs.index import partition_names
 from rayrec.humanize import date_text
 from rayrec.observe.tracking.config import TrackersConfig
@@ -90,8 +90,8 @@ def _changes(stored: Mapping[str, Any], config: Config, prefix: str) -> Iterator
     for field in dataclasses.fields(config):
         value, new, old = getattr(config, field.name), plain[field.name], stored.get(field.name, _ABSENT)
         name = f"{prefix}{field.name}"
-        if isinstance(value, Config) and isinstance(old, Mapping):
-            yield from _changes(old, value, f"{name}.")
+        if isinstance(value, Config) and (isinstance(old, Mapping) or (old == _ABSENT and value != default_of(field))):
+            yield from _changes({} if old == _ABSENT else old, value, f"{name}.")
         elif _are_items(old, value):
             for number, (stored_item, item) in enumerate(zip(old, value, strict=True)):
                 yield from _changes(stored_item, item, f"{name}[{number}].")
@@ -177,10 +177,20 @@ def _version_text(version: Mapping[str, Any] | None) -> str:
     return f"{count} of {version['bytes']:,} bytes (newest: {version['newest']}, {version['modified']})"
 
 
-def run_hash(config: TrainConfig) -> str:
-    """Return the hash of the settings that determine a run's result, without its name and locations."""
+def run_hash(config: TrainConfig, stored: Mapping[str, Any] | None = None) -> str:
+    """Return the hash of the settings that determine a run's result, without its name and locations. With `stored` settings, only
+    of fields that they have: an earlier version hashed no others."""
     plain = config.replace(name=None, storage_path="", cluster=ClusterConfig(), observe=ObserveConfig())
-    return plain.replace(trackers=TrackersConfig(), profile=ProfileConfig()).config_hash()
+    settings = plain.replace(trackers=TrackersConfig(), profile=ProfileConfig()).to_dict()
+    return settings_hash(settings if stored is None else _restricted(settings, stored))
+
+
+def _restricted(value: Any, stored: Any) -> Any:
+    if isinstance(value, Mapping) and isinstance(stored, Mapping):
+        return {name: _restricted(each, stored[name]) for name, each in value.items() if name in stored}
+    if isinstance(value, list) and isinstance(stored, list) and len(value) == len(stored):
+        return [_restricted(*pair) for pair in zip(value, stored, strict=True)]
+    return value
 
 
 def changes_since(folder: str, config: TrainConfig) -> Changes:
@@ -217,13 +227,13 @@ def finished_summary(folder: str, config: TrainConfig, changes: Changes, note: C
     if rejected:
         raise _other_settings(folder, rejected)
     free = tuple(change for change in changes.accepted if change.field not in LENGTHS)
-    before = with_old(config, free)
-    if summary["config_hash"] == run_hash(before):
+    before, stored = with_old(config, free), _stored_settings(folder)
+    if summary["config_hash"] == run_hash(before, stored):
         _check_same_data(folder, config, summary)
         changed = f"; ignored, because nothing remains to be trained: {_listed(free)}" if free else ""
         note(f"{folder} is {FINISHED}; its result follows (choose another --name to train again){changed}")
         return summary
-    if not is_longer(before, summary):
+    if not is_longer(before, summary, stored):
         changed_lengths = f" ({_listed(lengths)})" if lengths else ""
         raise InputError(
             f"{folder}: finished with another configuration (see its config.yaml). Only steps and epochs can be "
@@ -264,12 +274,12 @@ def _listed(changes: Sequence[Change]) -> str:
     return ", ".join(map(str, changes))
 
 
-def is_longer(config: TrainConfig, summary: Mapping[str, Any]) -> bool:
-    """Return whether a configuration equals a finished run's except for more steps or epochs. Pure. A run that stopped early
-    would not continue, and counts as a different one."""
+def is_longer(config: TrainConfig, summary: Mapping[str, Any], stored: Mapping[str, Any] | None = None) -> bool:
+    """Return whether a configuration equals a finished run's, with `stored` settings, except for more steps or epochs. Pure. A
+    run that stopped early would not continue, and counts as a different one."""
     steps, epochs = summary["steps"], round(summary["epochs"] or 0)
-    if run_hash(config.replace(steps=steps)) == summary["config_hash"]:
+    if run_hash(config.replace(steps=steps), stored) == summary["config_hash"]:
         return config.steps is not None and config.steps > steps
-    if not epochs or run_hash(config.replace(steps=None, epochs=epochs)) != summary["config_hash"]:
+    if not epochs or run_hash(config.replace(steps=None, epochs=epochs), stored) != summary["config_hash"]:
         return False
     return config.epochs > epochs if config.steps is None else config.steps > steps

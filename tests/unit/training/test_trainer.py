@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 import pytest
 import ray.train
 import torch
+import yaml
 from builders.faults import rejects
 from ranks import data_parallel
 from ray.train.v2.api.exceptions import WorkerGroupError
 
 from rayrec import checkpoint, recipes, storage
 from rayrec.checkpoint import folder_of
-from rayrec.config import InputError
+from rayrec.config import InputError, settings_hash
 from rayrec.data.engine import TaskPlacement
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter, read_events
@@ -26,7 +27,7 @@ from rayrec.training import trainer
 from rayrec.training.launchers import ray_launcher
 from rayrec.training.launchers.base import Driver, PreparedRun
 from rayrec.training.result import CheckpointPath, Result
-from rayrec.training.resume import is_longer, run_hash
+from rayrec.training.resume import changes_since, finished_summary, is_longer, run_hash
 from rayrec.training.trainer import summarize
 from rayrec.workloads.base import RunContext, TrainConfig
 
@@ -197,6 +198,23 @@ def test_rejected_settings_change_no_file(tmp_path: Path, failing: Failing, monk
     NOTES.clear()
     assert trainer.train(finished.replace(checkpoint={"every": 7}), console=quiet(monkeypatch)).summary == summary
     assert NOTES[-1].endswith("ignored, because nothing remains to be trained: checkpoint.every: null -> 7")
+
+
+def test_finished_run_of_earlier_version_returns_or_extends(tmp_path: Path) -> None:
+    """Stored settings, and their hash, lack the fields that were added since."""
+    config = data_parallel.config(1).replace(storage_path="", steps=20)
+    settings = config.to_dict()
+    del settings["global_batch_size"], settings["workload"]["parallel_options"], settings["checkpoint"]["keep_every"]
+    summary = {"config_hash": settings_hash(settings), "steps": 20, "epochs": 0.4, "checkpoint": "c"}
+    storage.write_json(str(tmp_path / "summary.json"), summary)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    graph = {"parallel_options": {"static_graph": True}}
+    for changes, expected in (({}, summary), ({"workload": graph}, summary), ({"steps": 30}, None)):
+        new = config.replace(**changes)
+        assert finished_summary(str(tmp_path), new, changes_since(str(tmp_path), new), NOTES.append) == expected
+    other = config.replace(workload={"parallel": "fsdp", "parallel_options": {"param_dtype": "bf16"}})
+    found, message = changes_since(str(tmp_path), other), r"\(workload.parallel_options.param_dtype: not set -> bf16\)"
+    rejects(message, finished_summary, str(tmp_path), other, found, NOTES.append)
 
 
 def test_summary_waits_for_store_like_save(failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
