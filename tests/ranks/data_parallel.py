@@ -176,13 +176,13 @@ def fsdp(folder: str, rank: int) -> None:
 
 
 def parallel_options(folder: str, rank: int) -> None:
-    ways: dict[str, dict[str, Any]] = {
+    cases: dict[str, dict[str, Any]] = {
         "graph": {"parallel_options": {"static_graph": True, "gradient_as_bucket_view": False}},
         "unused": {"parallel_options": {"find_unused_parameters": True, "bucket_cap_mb": 0.0001}, "accumulate": 3},
         "unsharded": {"parallel": "fsdp", "parallel_options": {"reshard_after_forward": False}},
         "rounded": {"parallel": "fsdp", "parallel_options": {"param_dtype": "bf16", "reduce_dtype": "bf16"}},
     }
-    for name, changes in ways.items():
+    for name, changes in cases.items():
         train(f"{folder}/{name}", rank, config(2).replace(workload=changes))
 
 

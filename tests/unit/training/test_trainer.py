@@ -213,8 +213,8 @@ def test_finished_run_of_earlier_version_returns_or_extends(tmp_path: Path) -> N
         new = config.replace(**changes)
         assert finished_summary(str(tmp_path), new, changes_since(str(tmp_path), new), NOTES.append) == expected
     other = config.replace(workload={"parallel": "fsdp", "parallel_options": {"param_dtype": "bf16"}})
-    found, message = changes_since(str(tmp_path), other), r"\(workload.parallel_options.param_dtype: not set -> bf16\)"
-    rejects(message, finished_summary, str(tmp_path), other, found, NOTES.append)
+    differences, message = changes_since(str(tmp_path), other), r"\(workload.parallel_options.param_dtype: not set -> bf16\)"
+    rejects(message, finished_summary, str(tmp_path), other, differences, NOTES.append)
 
 
 def test_summary_waits_for_store_like_save(failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
