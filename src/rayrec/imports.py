@@ -1,7 +1,5 @@
-"""Imports that may fail: optional packages, and user functions named FILE.py:FUNCTION.
-
-Only runs code that the user passed, never code named by a stored file.
-"""
+"""Imports that may fail: optional packages, and user functions named FILE.py:FUNCTION. Only runs code that the user passed, never
+code named by a stored file."""
 
 import importlib.util
 import os

@@ -28,12 +28,10 @@ class RowNumbers:
 
 @final
 class TrainedRows:
-    """Multiset of (epoch, row number), stored as counts and checksums, independent of the row order.
-
-    `counts` has the additions by row number modulo `RESIDUES`. Two checksums modulo 2^64 identify the rows: the sums of w(r + 1)
-    and w(r + 1)^2 over all rows r, with a fixed odd number w per epoch. For ranges of rows, both have closed forms, so computing
-    the expected tally of a log is cheap.
-    """
+    """Multiset of (epoch, row number), stored as counts and checksums, independent of the row order. `counts` has the additions
+    by row number modulo `RESIDUES`. Two checksums modulo 2^64 identify the rows: the sums of w(r + 1) and w(r + 1)^2 over all
+    rows r, with a fixed odd number w per epoch. For ranges of rows, both have closed forms, so computing the expected tally of a
+    log is cheap."""
 
     def __init__(self) -> None:
         self.counts = np.zeros(RESIDUES, np.int64)
@@ -91,11 +89,9 @@ class TrainedRows:
         return tally
 
     def lost_and_repeated(self, expected: TrainedRows) -> tuple[int, int]:
-        """Return how many rows of `expected` are missing here, and how many are repeated here.
-
-        Exact if rows were only lost or only repeated. If both happened, a lost and a repeated row with equal numbers modulo
-        `RESIDUES` are not counted. Returns one of each if only the checksums differ.
-        """
+        """Return how many rows of `expected` are missing here, and how many are repeated here. Exact if rows were only lost or
+        only repeated. If both happened, a lost and a repeated row with equal numbers modulo `RESIDUES` are not counted. Returns
+        one of each if only the checksums differ."""
         surplus = self.counts - expected.counts
         lost, repeated = int(-surplus[surplus < 0].sum()), int(surplus[surplus > 0].sum())
         if not (lost or repeated) and self.checksums != expected.checksums:

@@ -59,8 +59,7 @@ def compare(
         failed gate). `models` has the given models, then ensemble and baselines, each with `name`, `checkpoint`, the metrics of
         `rayrec.inference.evaluate.evaluate`, their `intervals`, `parameters`, the network's `multiply_adds` per row,
         `rows_per_s`, and for baselines `trained_rows`. `differences` has each pair of models, `model` minus the earlier `other`
-        (metric -> difference, low, high, p_value, method).
-    """
+        (metric -> difference, low, high, p_value, method)."""
     options, gates, console = options or ComparisonConfig(), gates or ComparisonGates(), console or Console()
     if not checkpoints or len(checkpoints) + len(options.baselines) < 2:
         raise InputError("compare: needs at least two checkpoints, or one and --baselines, and then the path of a labelled log")

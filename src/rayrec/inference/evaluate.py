@@ -51,8 +51,7 @@ def evaluate(
 
         For click models, `options` may add `intervals` (metric -> [low, high]) and `slices` (slice_by -> slices, each with value,
         rows and the same metrics). `compared` has the metrics of the other checkpoint and `differences`, first minus second
-        (metric -> difference, low, high, p_value, method).
-    """
+        (metric -> difference, low, high, p_value, method)."""
     options, console = options or EvaluationConfig(), console or Console()
     request = ScoringRequest(checkpoint, path, config, options, console)
     opened = request.open(evaluating=True, spare_cpus=0, slice_by=options.slice_by, ranking_k=options.ranking_k)
@@ -214,12 +213,10 @@ class RowSlice:
 
 
 def slices_of(by: str, values: pa.ChunkedArray, *, max_values: int) -> list[RowSlice]:
-    """Assign each row, with its value in `values`, to one slice. Return nonempty slices. Memory: 12 bytes per row.
-
-    day: the log's files or sevenths, in order. COLUMN: the `max_values` values with the most rows (of equal ones the first), then
-    OTHER_VALUES and MISSING. frequency:COLUMN: values counted in 1, 2-9, 10-99, ... rows of the vocabulary's data, values outside
-    of the vocabulary, then MISSING.
-    """
+    """Assign each row, with its value in `values`, to one slice. Return nonempty slices. Memory: 12 bytes per row. day: the log's
+    files or sevenths, in order. COLUMN: the `max_values` values with the most rows (of equal ones the first), then OTHER_VALUES
+    and MISSING. frequency:COLUMN: values counted in 1, 2-9, 10-99, ... rows of the vocabulary's data, values outside of the
+    vocabulary, then MISSING."""
     codes, names = _encoded(values)
     if by == DAY or by.startswith(FREQUENCY):
         return _grouped(np.where(codes < 0, len(names), codes), [*names, MISSING])

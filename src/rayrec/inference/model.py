@@ -49,12 +49,10 @@ class ServedModel:
 def open_served(
     path: str, *, config: TrainConfig | None = None, own: type[ClickModelConfig] | None = None, device: Device = "cpu"
 ) -> ServedModel:
-    """Open the click model of a checkpoint, a run (the checkpoint in its summary, else the newest) or an export.
-
-    Verifies every checksum. Unpickles nothing and runs no code from files. Memory: the weights once. `config` None reads the
-    checkpoint's config.yaml. `own` is the config class of a network that is not one of rayrec's. Raises InputError for other
-    models or folders, damage, and folders with pickle files.
-    """
+    """Open the click model of a checkpoint, a run (the checkpoint in its summary, else the newest) or an export. Verifies every
+    checksum. Unpickles nothing and runs no code from files. Memory: the weights once. `config` None reads the checkpoint's
+    config.yaml. `own` is the config class of a network that is not one of rayrec's. Raises InputError for other models or
+    folders, damage, and folders with pickle files."""
     if is_export(path):
         exported, scorer = open_export(path, device=device, own=own)
         return ServedModel(exported.preprocessor, exported.version, storage.absolute(path), "export", scorer)

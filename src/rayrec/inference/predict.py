@@ -24,12 +24,10 @@ if TYPE_CHECKING:
 def predict(
     checkpoint: str, path: str, *, config: TrainConfig, options: ScoringConfig | None = None, console: Console | None = None
 ) -> ray.data.Dataset:
-    """Predict the rows of an input, in order. Indexes the input now, and scores it whenever the Dataset is read.
-
-    The Dataset has `row`, the int64 position over all files of the input, from 0, and the workload's columns. Click models have
-    `score` and `logit`, float32, and `label` if present. Invalid lines have a position but no prediction. Raises InputError for
-    an unusable checkpoint or input. Later damage fails the read.
-    """
+    """Predict the rows of an input, in order. Indexes the input now, and scores it whenever the Dataset is read. The Dataset has
+    `row`, the int64 position over all files of the input, from 0, and the workload's columns. Click models have `score` and
+    `logit`, float32, and `label` if present. Invalid lines have a position but no prediction. Raises InputError for an unusable
+    checkpoint or input. Later damage fails the read."""
     request = ScoringRequest(checkpoint, path, config, options or ScoringConfig(), console or Console())
     return request.open(evaluating=False, spare_cpus=1, as_dataset=True).dataset()
 
@@ -43,12 +41,10 @@ def predict_to(
     options: ScoringConfig | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Write the predictions of `predict` as part-00000.parquet, part-00001.parquet, ... atomically into folder `out`.
-
-    After a kill, the same call resumes, and writes the same bytes. Returns rows, the workload's description of them, out,
-    checkpoint, and rows_per_s from the start of scoring to the last file. Raises InputError for an unusable checkpoint or input,
-    damaged weights, an existing `out`, and other inputs when resuming.
-    """
+    """Write the predictions of `predict` as part-00000.parquet, part-00001.parquet, ... atomically into folder `out`. After a
+    kill, the same call resumes, and writes the same bytes. Returns rows, the workload's description of them, out, checkpoint, and
+    rows_per_s from the start of scoring to the last file. Raises InputError for an unusable checkpoint or input, damaged weights,
+    an existing `out`, and other inputs when resuming."""
     request = ScoringRequest(checkpoint, path, config, options or ScoringConfig(), console or Console())
     opened = request.open(evaluating=False, spare_cpus=0)
     start = time.monotonic()

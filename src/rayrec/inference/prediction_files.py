@@ -1,8 +1,6 @@
-"""Numbered Parquet files of predictions, resumable after a kill.
-
-A file is written once all its rows are complete. Until then a journal contains them, with an entry per table: byte count, CRC-32,
-and the table as an Arrow stream. An incomplete entry ends the journal.
-"""
+"""Numbered Parquet files of predictions, resumable after a kill. A file is written once all its rows are complete. Until then a
+journal contains them, with an entry per table: byte count, CRC-32, and the table as an Arrow stream. An incomplete entry ends the
+journal."""
 
 from __future__ import annotations
 

@@ -48,11 +48,9 @@ class Pool:
 def plan_pool(
     nodes: Sequence[Node], *, weight_bytes: int, blocks: int, spare_cpus: int, device: Device, shared_weights: bool = False
 ) -> Pool:
-    """Plan the number of scoring processes and their cores: as many processes as memory for the weights allows. Pure.
-
-    Keeps `spare_cpus` cores free for later stages of the caller's Dataset, if possible. With `shared_weights`, the members are
-    threads, one per core. Raises InputError if the weights fit on no node or, for "cuda", there is no GPU.
-    """
+    """Plan the number of scoring processes and their cores: as many processes as memory for the weights allows. Pure. Keeps
+    `spare_cpus` cores free for later stages of the caller's Dataset, if possible. With `shared_weights`, the members are threads,
+    one per core. Raises InputError if the weights fit on no node or, for "cuda", there is no GPU."""
     if device == "cuda":
         num_gpus = int(sum(node.resources.get("GPU", 0) for node in nodes))
         if not num_gpus:

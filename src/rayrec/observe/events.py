@@ -55,17 +55,12 @@ KINDS: Final = {
 
 @final
 class EventWriter:
-    """Append-only writer of a JSONL event file. Any number of processes and threads may write to the same file.
-
-    Local file: each event is one `write` to a descriptor opened with O_APPEND, so lines never interleave on POSIX local file
-    systems (NFS does not guarantee this). If a crash or full disk left an incomplete last line, the next writer ends it and
-    adds a `torn_line` event, so that `read_events` skips it.
-
-    URL RUN/events.jsonl: a background thread uploads the events as parts to RUN/events/, step events within about two
-    seconds, others at once. Events not uploaded are lost if the process is killed. `merge_events` merges the parts.
-
-    A failing disk or store never stops training: lost events are counted in `num_lost`, with one warning.
-    """
+    """Append-only writer of a JSONL event file. Any number of processes and threads may write to the same file. Local file: each
+    event is one `write` to a descriptor opened with O_APPEND, so lines never interleave on POSIX local file systems (NFS does not
+    guarantee this). If a crash or full disk left an incomplete last line, the next writer ends it and adds a `torn_line` event,
+    so that `read_events` skips it. URL RUN/events.jsonl: a background thread uploads the events as parts to RUN/events/, step
+    events within about two seconds, others at once. Events not uploaded are lost if the process is killed. `merge_events` merges
+    the parts. A failing disk or store never stops training: lost events are counted in `num_lost`, with one warning."""
 
     def __init__(self, path: str | Path) -> None:
         url = _url(path)
@@ -78,13 +73,10 @@ class EventWriter:
         self._last_s = 0.0
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append `{"time": <unix seconds>, "kind": kind, **fields}` as one line.
-
-        Converts NumPy and torch scalars and arrays to numbers and lists (device tensors cause a sync), non-finite floats to
-        null and other objects to `str`. Replaces secrets with "***" at any depth: values of keys that look like a password,
-        secret, token or access key, and texts that look like a key of a well-known service. Numbers under token keys are
-        counts and stay, and so does the key `tokens`.
-        """
+        """Append `{"time": <unix seconds>, "kind": kind, **fields}` as one line. Converts NumPy and torch scalars and arrays to
+        numbers and lists (device tensors cause a sync), non-finite floats to null and other objects to `str`. Replaces secrets
+        with "***" at any depth: values of keys that look like a password, secret, token or access key, and texts that look like a
+        key of a well-known service. Numbers under token keys are counts and stay, and so does the key `tokens`."""
         line = encode_event({"time": self._now(), "kind": kind, **fields})
         try:
             self._sink.append(line, urgent=kind != "step")
@@ -213,11 +205,9 @@ def metrics_dataframe(path: str | Path) -> pandas.DataFrame:
 def follow(
     path: str | Path, *, stop: threading.Event, poll_s: float | None = None, idle: Callable[[], None] = lambda: None
 ) -> Iterator[dict[str, Any]]:
-    """Yield events as they arrive, from the first. After `stop` is set, yield the rest of the file and return.
-
-    Polls every `poll_s` seconds (None: 0.2, or 2 for URLs) and calls `idle` before each wait. Waits for a missing file to
-    appear, and through store outages until `stop` is set. Raises InputError as `read_events` does.
-    """
+    """Yield events as they arrive, from the first. After `stop` is set, yield the rest of the file and return. Polls every
+    `poll_s` seconds (None: 0.2, or 2 for URLs) and calls `idle` before each wait. Waits for a missing file to appear, and through
+    store outages until `stop` is set. Raises InputError as `read_events` does."""
     url = _url(path)
     if url:
         return _follow_url(url, stop=stop, poll_s=2.0 if poll_s is None else poll_s, idle=idle)
@@ -225,11 +215,9 @@ def follow(
 
 
 def merge_events(path: str | Path) -> None:
-    """Merge the event parts at a URL into one file. No-op for local files.
-
-    Call it after all writers are closed: events uploaded at the same time may be lost. An interrupted merge or later
-    writers cause no duplicates, because readers drop repeated events.
-    """
+    """Merge the event parts at a URL into one file. No-op for local files. Call it after all writers are closed: events uploaded
+    at the same time may be lost. An interrupted merge or later writers cause no duplicates, because readers drop repeated
+    events."""
     url = _url(path)
     if not url:
         return

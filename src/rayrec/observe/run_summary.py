@@ -297,12 +297,9 @@ class RunSummary:
         return (self.steps - self.step) * (self.last_time_s - first_s) / (self.step - first_step)
 
     def curve(self) -> list[dict[str, Any]]:
-        """Return one row per logged or evaluated step, in order.
-
-        Keys: `step`, `epoch` (fractional; needs the prepared event), `rows`, `loss`, `loss_worker_N` if logged, `rows_per_s`,
-        `blocked_fraction`, `validation_METRIC` and `time_s` (since the run began). Missing values have no key. Steps repeated
-        after a failure appear once, with their last values.
-        """
+        """Return one row per logged or evaluated step, in order. Keys: `step`, `epoch` (fractional; needs the prepared event),
+        `rows`, `loss`, `loss_worker_N` if logged, `rows_per_s`, `blocked_fraction`, `validation_METRIC` and `time_s` (since the
+        run began). Missing values have no key. Steps repeated after a failure appear once, with their last values."""
         return [self._curve[step] for step in sorted(self._curve)]
 
     def costs(self, *, train_s: float) -> dict[str, Any]:

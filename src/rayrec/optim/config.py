@@ -63,11 +63,9 @@ class LearningRateSchedule(Config):
         return schedule
 
     def factor(self, step: int) -> float:
-        """Return the fraction of the base learning rate in step `step` (from 0), before the floor.
-
-        With W warm-up steps, it is (step + 1) / W below W. In the k-th (from 1) of N decay steps it falls from 1 to
-        `final_fraction` as s^2, s or (1 - cos(pi s)) / 2 with s = (N - k) / N.
-        """
+        """Return the fraction of the base learning rate in step `step` (from 0), before the floor. With W warm-up steps, it is
+        (step + 1) / W below W. In the k-th (from 1) of N decay steps it falls from 1 to `final_fraction` as s^2, s or (1 - cos(pi
+        s)) / 2 with s = (N - k) / N."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if not self.decay_steps or step < self.decay_start_step:
@@ -147,13 +145,11 @@ class SparseOptimizerConfig(Config):
         return values.get(self.kind, 2 * rows * columns) * FLOAT_BYTES
 
     def build(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """Return the class and keyword arguments for `apply_optimizer_in_backward(cls, parameters, kwargs)`.
-
-        The dict is new in each call, because TorchRec changes it. For the summed gradient g of a touched row, fbgemm's Adagrad
-        rules are h += g^2 (adagrad) or h += mean(g^2) (rowwise_adagrad), w -= learning_rate * g / (sqrt(h) + eps). They have no
-        weight decay here, because fbgemm 1.8 silently ignores it on CPU. Kinds with `has_custom_update` return torch's Adam, for
-        TorchRec's estimate of the state size, and `disable_fused_update` replaces it before tables are sharded.
-        """
+        """Return the class and keyword arguments for `apply_optimizer_in_backward(cls, parameters, kwargs)`. The dict is new in
+        each call, because TorchRec changes it. For the summed gradient g of a touched row, fbgemm's Adagrad rules are h += g^2
+        (adagrad) or h += mean(g^2) (rowwise_adagrad), w -= learning_rate * g / (sqrt(h) + eps). They have no weight decay here,
+        because fbgemm 1.8 silently ignores it on CPU. Kinds with `has_custom_update` return torch's Adam, for TorchRec's estimate
+        of the state size, and `disable_fused_update` replaces it before tables are sharded."""
         import torch
         from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -298,12 +294,10 @@ def set_learning_rates(
     schedule: LearningRateSchedule,
     step: int,
 ) -> None:
-    """Set the learning rate of step `step` (from 0) in each parameter group of a torch, keyed or combined optimizer.
-
-    `base_rates` has one base learning rate per group, from `learning_rates` of a new optimizer (after a restore the groups have
-    scheduled ones). Call this before `zero_grad` of the same step: there a fused optimizer passes the learning rate to its
-    kernel, which updates in the backward pass.
-    """
+    """Set the learning rate of step `step` (from 0) in each parameter group of a torch, keyed or combined optimizer. `base_rates`
+    has one base learning rate per group, from `learning_rates` of a new optimizer (after a restore the groups have scheduled
+    ones). Call this before `zero_grad` of the same step: there a fused optimizer passes the learning rate to its kernel, which
+    updates in the backward pass."""
     for group, base in zip(optimizer.param_groups, base_rates, strict=True):
         group["lr"] = schedule.learning_rate(step, base=base)  # type: ignore[index]
 

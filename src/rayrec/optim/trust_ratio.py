@@ -8,11 +8,9 @@ import torch
 
 @final
 class Lamb(torch.optim.Optimizer):
-    """LAMB (You et al. 2020, arXiv 1904.00962, Algorithm 2, with bias correction and phi the identity).
-
-    With Adam's bias-corrected moments m and v of each parameter x: u = m / (sqrt(v) + eps) + weight_decay * x, x -= lr * |x| /
-    |u| * u. If one of the norms is 0, their ratio is 1.
-    """
+    """LAMB (You et al. 2020, arXiv 1904.00962, Algorithm 2, with bias correction and phi the identity). With Adam's
+    bias-corrected moments m and v of each parameter x: u = m / (sqrt(v) + eps) + weight_decay * x, x -= lr * |x| / |u| * u. If
+    one of the norms is 0, their ratio is 1."""
 
     def __init__(self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})

@@ -37,12 +37,9 @@ def __getattr__(name: str) -> Recipe:
 
 
 def load_config(text: str, *, recipe: Recipe | None = None, source: str = "config") -> TrainConfig:
-    """Load a configuration from YAML text as written by `TrainConfig.to_yaml`, or a part of it.
-
-    The recipe it names supplies all classes and defaults. The text supplies plain values only. A recipe defined outside rayrec is
-    passed as `recipe`. `source` is named in errors. Raises InputError for invalid YAML, an unknown or different recipe, and
-    invalid fields.
-    """
+    """Load a configuration from YAML text as written by `TrainConfig.to_yaml`, or a part of it. The recipe it names supplies all
+    classes and defaults. The text supplies plain values only. A recipe defined outside rayrec is passed as `recipe`. `source` is
+    named in errors. Raises InputError for invalid YAML, an unknown or different recipe, and invalid fields."""
     import yaml
 
     try:

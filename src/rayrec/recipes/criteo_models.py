@@ -1,7 +1,5 @@
-"""Recipes for Criteo's click logs with the settings of BARS and the DCNv3 authors for Criteo_x4.
-
-The published results use a random split. These recipes evaluate on the last rows in log order.
-"""
+"""Recipes for Criteo's click logs with the settings of BARS and the DCNv3 authors for Criteo_x4. The published results use a
+random split. These recipes evaluate on the last rows in log order."""
 
 from rayrec.data.encoding.presets import FUXICTR_X4
 from rayrec.datasets.criteo import KAGGLE_SPLIT, SCHEMA

@@ -274,10 +274,9 @@ _NOT_READY: Final = RequestError(503, "no model is loaded yet", headers={"retry-
 
 
 def json_memory(text: bytes, *, schema: Schema) -> int:
-    """Estimate the maximum memory of JSON text until it is answered, in bytes.
-
-    Parsed by CPython, an object with one member takes 232 bytes, a list with one item 80, a short string or number up to 16 per
-    byte. A category in a list takes up to 64 more when it becomes a token and an id. The row limit bounds all other memory."""
+    """Estimate the maximum memory of JSON text until it is answered, in bytes. Parsed by CPython, an object with one member takes
+    232 bytes, a list with one item 80, a short string or number up to 16 per byte. A category in a list takes up to 64 more when
+    it becomes a token and an id. The row limit bounds all other memory."""
     num_bytes = 16 * len(text) + 232 * text.count(b"{") + 80 * text.count(b"[")
     return num_bytes + 64 * text.count(b",") if schema.lists else num_bytes
 

@@ -1,7 +1,5 @@
-"""Dynamic batching without delay: requests that arrive while the model is busy form the next batch.
-
-Small batches are scored in the event loop, because a round trip to a thread takes longer than scoring.
-"""
+"""Dynamic batching without delay: requests that arrive while the model is busy form the next batch. Small batches are scored in
+the event loop, because a round trip to a thread takes longer than scoring."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Model changes of a running server: all replicas load the new model, then all switch to it, or the change is rejected.
-
-The process that requests a change calls all replicas at once. No model answers before every replica has loaded it. The register,
-an actor of the deployment, stores the accepted state. Replicas report to it every two seconds, so that new replicas and those
-that missed a call catch up.
-"""
+"""Model changes of a running server: all replicas load the new model, then all switch to it, or the change is rejected. The
+process that requests a change calls all replicas at once. No model answers before every replica has loaded it. The register, an
+actor of the deployment, stores the accepted state. Replicas report to it every two seconds, so that new replicas and those that
+missed a call catch up."""
 
 from __future__ import annotations  # Evaluated ones would be pickled with Register, and need rayrec
 
@@ -37,9 +35,8 @@ _MAX_FAILURES: Final = 8
 @final
 class Register:
     """Actor with the desired and actual models of all replicas, and the counters of replicas that are gone. After a failure Ray
-    Serve starts another, which recovers the desired models from the replicas' reports.
-
-    Ray Serve sends its code to processes that may not have rayrec, so it uses nothing of rayrec at module level."""
+    Serve starts another, which recovers the desired models from the replicas' reports. Ray Serve sends its code to processes that
+    may not have rayrec, so it uses nothing of rayrec at module level."""
 
     def __init__(self, started_serve: bool = False) -> None:
         """`started_serve` is whether Ray Serve was started for this server and ends with it."""
@@ -232,7 +229,6 @@ class Control:
 
     def change(self, changed: Callable[[DesiredState], DesiredState], *, timeout_s: float = CHANGE_S) -> dict[str, Any]:
         """Change the models from the current to the state that `changed` returns. Returns `describe` after all have switched.
-
         Raises InputError if a replica cannot load a new model. All replicas keep their models then."""
         deadline_s = time.monotonic() + timeout_s
         while True:

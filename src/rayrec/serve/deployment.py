@@ -49,8 +49,7 @@ def make_application(
 ) -> Application:
     """Build the application for `serve.run`. It loads `model`, which `user_config` can change later. `autoscaling`, Ray Serve's
     autoscaling_config, replaces `config.replicas`. `started_serve`: whether Ray Serve was started for this server and ends with
-    it.
-    """
+    it."""
     from ray import serve
     from ray.serve.schema import LoggingConfig
 
@@ -122,10 +121,9 @@ class _Replica:
         return self._scoring
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Apply a configuration. Ray Serve calls it before a replica takes requests, and on changes.
-
-        The first call loads the model, and raises if it cannot. Later calls return immediately, because Ray Serve sends no
-        requests meanwhile: after the next report one replica changes all replicas, as `--swap` does."""
+        """Apply a configuration. Ray Serve calls it before a replica takes requests, and on changes. The first call loads the
+        model, and raises if it cannot. Later calls return immediately, because Ray Serve sends no requests meanwhile: after the
+        next report one replica changes all replicas, as `--swap` does."""
         self._configured = configured = read_user_config(user_config)
         if self._models.desired is None:
             await self._begin(configured)

@@ -113,10 +113,9 @@ class Listener:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop accepting connections, answer the received requests, and end.
-
-        Closing a listening socket resets connections in the accept queue. So the socket first drops packets that open
-        connections (clients retry after a second, perhaps with another process), and closes after accepting all others."""
+        """Stop accepting connections, answer the received requests, and end. Closing a listening socket resets connections in the
+        accept queue. So the socket first drops packets that open connections (clients retry after a second, perhaps with another
+        process), and closes after accepting all others."""
         if self._thread.is_alive():
             program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in _DROP_NEW_CONNECTIONS))
             option = struct.pack("HL", len(_DROP_NEW_CONNECTIONS), ctypes.addressof(program))
@@ -129,9 +128,8 @@ class Listener:
 
 @contextlib.contextmanager
 def lock_port(host: str, port: int) -> Iterator[None]:
-    """Lock a port of this machine for one server, whose replicas may share it. Raises InputError if the port is taken.
-
-    The lock is an abstract Unix socket, which belongs to a network namespace, as ports do, and ends with its process."""
+    """Lock a port of this machine for one server, whose replicas may share it. Raises InputError if the port is taken. The lock
+    is an abstract Unix socket, which belongs to a network namespace, as ports do, and ends with its process."""
     with socket.socket(socket.AF_UNIX) as lock:
         name = f"\0rayrec-serve-{port}"
         try:
@@ -211,13 +209,10 @@ class _RetryLater:
 
 @final
 class _BoundedProtocol(HttpToolsProtocol):
-    """HTTP protocol with limits on everything hidden from the application: heads, trailers, chunk frames and idle time.
-
-    Declines upgrade offers: parses the request again without the offer, because the parser does not expect a body after it.
-    Answers keep the order of the requests, even if a later one is malformed or the client closes its side.
-
-    Without a due answer, a timer always runs: uvicorn's keep-alive timer, which any byte stops, or the head timer, which only a
-    complete head stops."""
+    """HTTP protocol with limits on everything hidden from the application: heads, trailers, chunk frames and idle time. Declines
+    upgrade offers: parses the request again without the offer, because the parser does not expect a body after it. Answers keep
+    the order of the requests, even if a later one is malformed or the client closes its side. Without a due answer, a timer
+    always runs: uvicorn's keep-alive timer, which any byte stops, or the head timer, which only a complete head stops."""
 
     def __init__(self, *arguments: Any, limits: Limits | None = None, max_request_bytes: int = sys.maxsize, **named: Any) -> None:
         limits = limits or Limits()

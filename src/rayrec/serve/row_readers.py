@@ -233,9 +233,8 @@ class AnyReader(RowReader):
         return read_csv_text(text, self.schema, delimiter=delimiter, columns=columns, path="the request")
 
     def _has_header(self, body: RequestBody, names: list[str]) -> bool:
-        """Return whether the first line is a header. Raises RequestError if it is invalid, or the format has no header.
-
-        Unless the client specifies it, a line without numbers is a header if one of its fields is a column name in any case."""
+        """Return whether the first line is a header. Raises RequestError if it is invalid, or the format has no header. Unless
+        the client specifies it, a line without numbers is a header if one of its fields is a column name in any case."""
         if body.header is False or (body.header is None and not self._names_a_column(names)):
             return False
         if body.format == "tsv":

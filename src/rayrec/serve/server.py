@@ -68,10 +68,8 @@ def serving(
     path: str, *, config: ServeConfig, address: str | None, shadow: str | None = None, console: Console, hide_token: bool = False
 ) -> Iterator[Server]:
     """Serve a checkpoint, run or export while the context is open, on the Ray cluster at `address` (None: RAY_ADDRESS, else a
-    local Ray). Answers requests in flight before it exits. `hide_token` removes `config.token_env` from the environment.
-
-    Raises InputError for an unusable model or address, and if the cluster or port already has a server.
-    """
+    local Ray). Answers requests in flight before it exits. `hide_token` removes `config.token_env` from the environment. Raises
+    InputError for an unusable model or address, and if the cluster or port already has a server."""
     digest = config.token_digest()
     if hide_token and config.token_env:
         del os.environ[config.token_env]  # Before Ray starts, whose processes inherit it
@@ -195,10 +193,8 @@ def _distinct(actors: Any) -> tuple[str, ...]:
 
 
 def settle(config: ServeConfig, instance: ServeInstance | None, *, private_ray: bool) -> ServeConfig:
-    """Resolve the ingress, and set the address of running proxies. Pure.
-
-    auto becomes direct on a private local Ray and with a Ray Serve that runs without proxies, else serve. Raises InputError if
-    the running Ray Serve conflicts with `config`."""
+    """Resolve the ingress, and set the address of running proxies. Pure. auto becomes direct on a private local Ray and with a
+    Ray Serve that runs without proxies, else serve. Raises InputError if the running Ray Serve conflicts with `config`."""
     running = instance if instance is not None and instance.applications else None  # An idle one is restarted
     if config.ingress == "auto":
         direct = private_ray or (running is not None and not running.with_proxies)
@@ -252,11 +248,9 @@ def first_answering(candidates: Sequence[str], *, versions: Sequence[str], timeo
 def serve_forever(
     path: str, *, config: ServerConfig, address: str | None, console: Console, started: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM, then answer requests in flight. A second signal exits immediately.
-
-    With `config.follow`, `path` is a run, and the server switches to its newest or best checkpoints. Calls `started` when it
-    accepts requests. Removes the variable `config.token_env` from the environment.
-    """
+    """Serve until Ctrl-C or SIGTERM, then answer requests in flight. A second signal exits immediately. With `config.follow`,
+    `path` is a run, and the server switches to its newest or best checkpoints. Calls `started` when it accepts requests. Removes
+    the variable `config.token_env` from the environment."""
     first = path
     if config.follow != "no":
         if storage.exists(storage.join(path, "manifest.json")):

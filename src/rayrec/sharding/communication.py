@@ -120,11 +120,9 @@ class CommunicationVolume:
         return self.rows / seconds if seconds else None
 
     def limit(self, model_rows_per_s: float, links: LinkBandwidth) -> tuple[float, Literal["model", "network"]]:
-        """Return the rows/s of all workers, given the rate with unlimited links, and the larger part of the step time.
-
-        Assumes no overlap between computation and exchange: a step needs embeddings before its network computes, and sends their
-        gradients and the gradients of the first layers after it.
-        """
+        """Return the rows/s of all workers, given the rate with unlimited links, and the larger part of the step time. Assumes no
+        overlap between computation and exchange: a step needs embeddings before its network computes, and sends their gradients
+        and the gradients of the first layers after it."""
         computed_s, exchanged_s = self.rows / model_rows_per_s, self._seconds(links)
         return self.rows / (computed_s + exchanged_s), "model" if computed_s >= exchanged_s else "network"
 
@@ -175,13 +173,10 @@ def estimate_communication(
     exchange_bytes: int = FLOAT_BYTES,
     id_bytes: int = 4,
 ) -> CommunicationVolume:
-    """Estimate the communication of a step with `batch_size` rows per worker. Pure.
-
-    `lookups`: of each table's features. `dense_weights`: weight count of the replicated part. `exchange_bytes`: size of an
-    exchanged value of an embedding or its gradient; other gradients are float32. Sums over workers use a ring, as in gloo and
-    NCCL. Assumes an even distribution of ids over the parts of a row_wise table. Excludes batch norm sums and message sizes, some
-    kB per step.
-    """
+    """Estimate the communication of a step with `batch_size` rows per worker. Pure. `lookups`: of each table's features.
+    `dense_weights`: weight count of the replicated part. `exchange_bytes`: size of an exchanged value of an embedding or its
+    gradient; other gradients are float32. Sums over workers use a ring, as in gloo and NCCL. Assumes an even distribution of ids
+    over the parts of a row_wise table. Excludes batch norm sums and message sizes, some kB per step."""
     flows: dict[Exchange, ExchangeBytes] = {name: ExchangeBytes(num_workers, workers_per_node) for name in _NAMES}
     ids, forward, backward, shared = flows["ids"], flows["embeddings"], flows["gradients"], flows["all_reduce"]
     ring_factor = 2 * (num_workers - 1) / num_workers

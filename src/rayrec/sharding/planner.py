@@ -102,14 +102,12 @@ class Site:
 def plan_sharding(
     model: nn.Module, site: Site, *, batch_size: int, config: ShardingConfig | None = None, state_bytes: StateBytes
 ) -> ShardingPlan:
-    """Plan the sharding of the tables in `model`, a ClickModel on the meta device, over the workers of `site`.
-
-    One rank must plan for all, because TorchRec breaks ties by workers per node, which can differ between ranks. A checkpoint's
-    copy needs as much host memory as the tables and their state. On "cpu" it gets half of the usable memory, and on "cuda" the
-    tables are limited to `site.host_memory_bytes`. `model` should have its sparse optimizer applied, which determines the state
-    size for TorchRec, as `state_bytes` for our checks. `batch_size` is per worker. The fused optimizer does not update
-    `data_parallel_tables`. Raises InputError if the tables do not fit, or if no allowed sharding type works with these workers.
-    """
+    """Plan the sharding of the tables in `model`, a ClickModel on the meta device, over the workers of `site`. One rank must plan
+    for all, because TorchRec breaks ties by workers per node, which can differ between ranks. A checkpoint's copy needs as much
+    host memory as the tables and their state. On "cpu" it gets half of the usable memory, and on "cuda" the tables are limited to
+    `site.host_memory_bytes`. `model` should have its sparse optimizer applied, which determines the state size for TorchRec, as
+    `state_bytes` for our checks. `batch_size` is per worker. The fused optimizer does not update `data_parallel_tables`. Raises
+    InputError if the tables do not fit, or if no allowed sharding type works with these workers."""
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
     from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
     from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation

@@ -46,12 +46,9 @@ def with_paths(config: TrainConfig, folder: str, tables: Mapping[str, Table]) ->
 
 
 def write(config: TrainConfig, folder: str, tables: Mapping[str, Table], *, resumes: bool, note: Callable[[str], None]) -> None:
-    """Write the columns of the workload's schema in row order; each table completely or not at all.
-
-    If the run `resumes`, existing output is reused, and InputError is raised if the given data has a different number of rows, or
-    different columns or types. Also raises InputError for data without rows, and for a column that is missing or of an unusable
-    type.
-    """
+    """Write the columns of the workload's schema in row order; each table completely or not at all. If the run `resumes`,
+    existing output is reused, and InputError is raised if the given data has a different number of rows, or different columns or
+    types. Also raises InputError for data without rows, and for a column that is missing or of an unusable type."""
     schema = config.workload.table_schema
     for field, data in tables.items():
         assert schema is not None

@@ -1,14 +1,12 @@
-"""Training loop with HuggingFace's Trainer: Trainer makes the steps, and rayrec does everything around them.
-
-Trainer cannot run inside rayrec's loop, because `train()` returns only after training and allows other work between steps only in
-callbacks. So control is inverted: a callback reports the end of each step to `loop.iterate_segments`, which decides when to
-evaluate, save and stop, just as rayrec's loop reports the end of each segment.
+"""Training loop with HuggingFace's Trainer: Trainer makes the steps, and rayrec does everything around them. Trainer cannot run
+inside rayrec's loop, because `train()` returns only after training and allows other work between steps only in callbacks. So
+control is inverted: a callback reports the end of each step to `loop.iterate_segments`, which decides when to evaluate, save and
+stop, just as rayrec's loop reports the end of each segment.
 
 Shared with rayrec's loop are these decisions, the row order and position, the wrapped model (DDP or FSDP2), the loss arithmetic,
 the optimizer, learning rates, seeds, evaluation, checkpoints and events. Trainer provides the order of passes, accumulation,
 clipping and the optimizer step, through accelerate. Its data loading, wrapping, evaluation, logging and checkpoints are disabled,
-and it writes no file.
-"""
+and it writes no file."""
 
 import contextlib
 import tempfile

@@ -82,14 +82,10 @@ def _train(training: Training, account: StepAccounting, stop: int) -> Cut:
 
 
 def iterate_segments(training: Training) -> Generator[int, Cut, bool]:
-    """Evaluate, save and stop early between the segments of any loop.
-
-    Yields the step to train up to; a segment may end earlier if a save cannot wait. Receives the reason for that. Returns the
-    result of `run`. A stop ends an evaluation between two batches; the next attempt repeats the evaluation.
-
-    The step to pause at is evaluated and saved. Unless it is a regular evaluation, early stopping and `plateau` ignore it, so
-    that pauses do not change the result of a run.
-    """
+    """Evaluate, save and stop early between the segments of any loop. Yields the step to train up to; a segment may end earlier
+    if a save cannot wait. Receives the reason for that. Returns the result of `run`. A stop ends an evaluation between two
+    batches; the next attempt repeats the evaluation. The step to pause at is evaluated and saved. Unless it is a regular
+    evaluation, early stopping and `plateau` ignore it, so that pauses do not change the result of a run."""
     config, setup, loader, progress = training.config, training.setup, training.loader, training.progress
     patience = config.early_stopping.patience
     if 0 < patience <= progress.since_best:
@@ -173,10 +169,8 @@ def drain(pipeline: Any, batches: Iterator[Any]) -> None:
 
 class EvaluationWatch:
     """Polls between the batches of one evaluation. Ends it after a stop request, and saves its step if it takes long or a node of
-    the run is about to be preempted.
-
-    Decisions use numbers shared by all workers, so that all workers decide alike at the same batch.
-    """
+    the run is about to be preempted. Decisions use numbers shared by all workers, so that all workers decide alike at the same
+    batch."""
 
     def __init__(self, stop_signal: StopSignal, *, save: Callable[[], None] | None, save_after_s: float) -> None:
         """Start the watch. `save`: collective save of the evaluated step after `save_after_s` seconds, or None."""

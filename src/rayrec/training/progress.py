@@ -126,12 +126,9 @@ class Training:
 
 
 def judge(progress: Progress, score: float, *, min_improvement: float) -> None:
-    """Record an evaluation score for early stopping.
-
-    As in Keras and Lightning, patience counts from the last evaluation that beat the reference by more than `min_improvement`.
-    Smaller improvements do not move the reference, so several of them add up. The best score is the maximum; of equal scores the
-    latest counts, as in checkpoint retention.
-    """
+    """Record an evaluation score for early stopping. As in Keras and Lightning, patience counts from the last evaluation that
+    beat the reference by more than `min_improvement`. Smaller improvements do not move the reference, so several of them add up.
+    The best score is the maximum; of equal scores the latest counts, as in checkpoint retention."""
     reference = progress.best if progress.last_improvement is None else progress.last_improvement
     if reference is None or score > reference + min_improvement:
         progress.since_best, progress.last_improvement = 0, score

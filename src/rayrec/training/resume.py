@@ -60,12 +60,9 @@ class Changes:
 
 
 def compare_settings(stored: Mapping[str, Any], config: TrainConfig) -> Changes:
-    """Compare the settings of a run's config.yaml with a new command. Pure.
-
-    Accepts more steps or epochs, another number of workers, a batch size with the same global batch, and settings without effect
-    on training: `_FREE` and the workload's `FREE_ON_RESUME`. Rejects all others. A field missing in settings stored by an earlier
-    version counts as its default.
-    """
+    """Compare the settings of a run's config.yaml with a new command. Pure. Accepts more steps or epochs, another number of
+    workers, a batch size with the same global batch, and settings without effect on training: `_FREE` and the workload's
+    `FREE_ON_RESUME`. Rejects all others. A field missing in settings stored by an earlier version counts as its default."""
     free = (*_FREE, *(f"workload.{name}" for name in config.workload.FREE_ON_RESUME))
     changes = [change for change in _changes(stored, config, "") if not _within(change.field, _OUTSIDE)]
     rejected = [

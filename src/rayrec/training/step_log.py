@@ -64,12 +64,9 @@ class DataStats:
 
 
 def data_fields(sums: Mapping[str, float], *, seconds: float) -> dict[str, Any]:
-    """Return the fields of a data event from the sums of all workers' StageAccounts over `seconds`. Pure.
-
-    For each stage: `rows_per_s`, if all CPUs did only this stage; `busy`, its share of the CPUs' time; `cpu_share` and
-    `queue_share`, the shares of its own time in which it computed and waited for a CPU (the rest waits for storage). The backlog
-    is a mean over time.
-    """
+    """Return the fields of a data event from the sums of all workers' StageAccounts over `seconds`. Pure. For each stage:
+    `rows_per_s`, if all CPUs did only this stage; `busy`, its share of the CPUs' time; `cpu_share` and `queue_share`, the shares
+    of its own time in which it computed and waited for a CPU (the rest waits for storage). The backlog is a mean over time."""
     cpus, rows = sums["cpus"], sums["rows"]
     stages = [
         {

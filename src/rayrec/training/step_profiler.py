@@ -30,12 +30,10 @@ _logger = logging.getLogger(__name__)
 
 @final
 class StepProfiler:
-    """Profiler of one worker. Without a request, a step costs two comparisons.
-
-    A thread writes each recording to FOLDER/NAME/rank_N/trace.json.gz (Chrome's trace format, for Perfetto or chrome://tracing),
-    so that training continues, but shares Python's interpreter lock. It calls `written(window)` or `failed(window, cause)`; the
-    training thread may also call `failed`. No error of the profiler reaches training.
-    """
+    """Profiler of one worker. Without a request, a step costs two comparisons. A thread writes each recording to
+    FOLDER/NAME/rank_N/trace.json.gz (Chrome's trace format, for Perfetto or chrome://tracing), so that training continues, but
+    shares Python's interpreter lock. It calls `written(window)` or `failed(window, cause)`; the training thread may also call
+    `failed`. No error of the profiler reaches training."""
 
     def __init__(
         self,

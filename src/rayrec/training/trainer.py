@@ -50,13 +50,11 @@ def train(
     stopwatch: Stopwatch | None = None,
     stop: threading.Event | None = None,
 ) -> Result:
-    """Train a recipe.
-
-    Uses Ray if `config.cluster.address`, this process's connection or RAY_ADDRESS names a cluster; else trains in this process
-    with one worker, or on a local Ray with several. In processes started by torchrun (RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT are set) each process is one worker without Ray, and all must call this function. In this process, the worker and
-    data tasks are threads, and an error of the workload is raised unchanged. On Ray, failed workers are restarted, up to
-    `config.failure.max_failures` times in a row.
+    """Train a recipe. Uses Ray if `config.cluster.address`, this process's connection or RAY_ADDRESS names a cluster; else trains
+    in this process with one worker, or on a local Ray with several. In processes started by torchrun (RANK, WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT are set) each process is one worker without Ray, and all must call this function. In this process,
+    the worker and data tasks are threads, and an error of the workload is raised unchanged. On Ray, failed workers are restarted,
+    up to `config.failure.max_failures` times in a row.
 
     A second call with the same storage_path and name resumes from the latest valid checkpoint. A finished run is not trained
     again, unless for more steps or epochs, and raises InputError if its data changed. The first SIGTERM or Ctrl-C (in the main
@@ -72,8 +70,7 @@ def train(
     held out by default.
 
     A resumed run uses the written data. It raises InputError if columns, types or the row count (which may compute a Dataset)
-    differ, but does not detect changed values. A run without a saved step writes its data again.
-    """
+    differ, but does not detect changed values. A run without a saved step writes its data again."""
     console, stopwatch = console or Console(), stopwatch or Stopwatch()
     tables = {name: table for name, table in (("train_data", data), ("eval_data", eval_data)) if table is not None}
     drive = functools.partial(_drive, tables=tables, console=console, stopwatch=stopwatch, stop=stop)
@@ -87,10 +84,8 @@ def train_until(
     config: TrainConfig, fraction: float, *, console: Console | None = None, stop: threading.Event | None = None
 ) -> Result | None:
     """Train a run in this process as `train` does, but only until `fraction`, in (0, 1], of its steps are done. Returns None if
-    it paused there, after an evaluation and a save; the next call resumes from it. Otherwise returns the finished run.
-
-    Learning rates and row order are those for the full run, so pauses do not change the final weights.
-    """
+    it paused there, after an evaluation and a save; the next call resumes from it. Otherwise returns the finished run. Learning
+    rates and row order are those for the full run, so pauses do not change the final weights."""
     launcher = functools.partial(ProcessLauncher, pause_at=fraction)
     return _drive(config, launcher, tables={}, console=console or Console(), stopwatch=Stopwatch(), stop=stop)
 

@@ -57,11 +57,9 @@ def run_worker(
     preemption: Callable[[], PreemptionInfo | None] = lambda: None,
     object_store: Callable[[], Mapping[str, int]] = dict,
 ) -> dict[str, Any]:
-    """Train as one worker of an attempt, in its process group. Returns the driver's input, or {"stopped": cause}.
-
-    `preemption` returns the current preemption notice, and `object_store` the usage of Ray's object store, for data events.
-    `stopwatch` times the stages since the driver began the attempt.
-    """
+    """Train as one worker of an attempt, in its process group. Returns the driver's input, or {"stopped": cause}. `preemption`
+    returns the current preemption notice, and `object_store` the usage of Ray's object store, for data events. `stopwatch` times
+    the stages since the driver began the attempt."""
     config, folder = attempt.config, attempt.folder
     keep_freed_memory()
     if worker.device.type == "cpu":
@@ -380,12 +378,10 @@ def finish(
     log: Log,
     stop_signal: StopSignal,
 ) -> dict[str, Any] | None:
-    """Run the final test with the weights to use (with early stopping, the best ones) and report the result; collective.
-
-    Returns None after a stop request during an evaluation: everything is saved by then, and the next attempt starts here.
-    `metrics` are computed on the test rows, or without these, on the validation rows. `evaluated_step`: step of the weights that
-    this process evaluated last, or None. Raises InputError if the weights to use are damaged.
-    """
+    """Run the final test with the weights to use (with early stopping, the best ones) and report the result; collective. Returns
+    None after a stop request during an evaluation: everything is saved by then, and the next attempt starts here. `metrics` are
+    computed on the test rows, or without these, on the validation rows. `evaluated_step`: step of the weights that this process
+    evaluated last, or None. Raises InputError if the weights to use are damaged."""
     config = attempt.config
     step, validation = progress.step, progress.metrics
     if config.early_stopping.patience and progress.best_step is not None:

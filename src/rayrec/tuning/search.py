@@ -75,8 +75,7 @@ def tune(
         Plain JSON: `folder`, `best` (number, values, validation metric), `best_config` (a file for `rayrec train --config`),
         `trials` (one dict each), `compared` (test-set differences of the best trial minus the recipe's settings, with
         intervals and p-values; None if the recipe's settings are best), `validation_rows`, `test_rows`, and `trained_share`
-        (trained rows, relative to training all trials to their end).
-    """
+        (trained rows, relative to training all trials to their end)."""
     options, console = options or TuneConfig(), console or Console()
     config = config.replace(name=config.name or f"tune-{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     workload = config.workload

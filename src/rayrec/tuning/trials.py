@@ -1,9 +1,7 @@
 """Trials of a search: runs trained in parts, with pauses, and synchronous successive halving (Jamieson and Talwalkar,
-"Non-stochastic Best Arm Identification and Hyperparameter Optimization", AISTATS 2016).
-
-Trials train in waves. All trials of a wave train to the same share of their steps and pause. When all have paused, the best
-of them continue with the next wave, so the selection does not depend on timing.
-"""
+"Non-stochastic Best Arm Identification and Hyperparameter Optimization", AISTATS 2016). Trials train in waves. All trials of a
+wave train to the same share of their steps and pause. When all have paused, the best of them continue with the next wave, so the
+selection does not depend on timing."""
 
 from __future__ import annotations
 
@@ -113,11 +111,9 @@ def validations_in(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def selected_metric(evaluations: Sequence[Mapping[str, Any]], config: TrainConfig, metric: str) -> float | None:
-    """Return the metric of the weights selected if the run ended here, or None if absent or not finite. Pure.
-
-    These are the weights of the last evaluation, or of the best one with early stopping. Earlier pauses, which early stopping
-    does not count, kept no weights.
-    """
+    """Return the metric of the weights selected if the run ended here, or None if absent or not finite. Pure. These are the
+    weights of the last evaluation, or of the best one with early stopping. Earlier pauses, which early stopping does not count,
+    kept no weights."""
     candidates = [*(event for event in evaluations[:-1] if event.get("counted", True)), *evaluations[-1:]]
 
     def score(event: Mapping[str, Any]) -> float:

@@ -117,11 +117,9 @@ def generate(
     temperature: float,
     end_token: int | None,
 ) -> torch.Tensor:
-    """Generate the tokens after each prompt, padded with `end_token` after it, int64 [rows, new].
-
-    `chances`, float [rows, max_new_tokens], has random numbers in [0, 1). The model sees at most `window` tokens: when a text
-    outgrows it, generation continues from the latter half. Past positions are cached, so each token computes one position.
-    """
+    """Generate the tokens after each prompt, padded with `end_token` after it, int64 [rows, new]. `chances`, float [rows,
+    max_new_tokens], has random numbers in [0, 1). The model sees at most `window` tokens: when a text outgrows it, generation
+    continues from the latter half. Past positions are cached, so each token computes one position."""
     tokens = prompts[:, -window:]
     mask = torch.arange(tokens.shape[1], 0, -1, device=tokens.device) <= lengths[:, None]
     ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)

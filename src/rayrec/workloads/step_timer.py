@@ -107,11 +107,9 @@ class HostTimer(StepTimer):
 
 @final
 class DeviceTimer(StepTimer):
-    """Timer of a CUDA device with events in the compute stream, which separate waiting from overlapped work.
-
-    Concurrent data loading, copies and collectives in other streams are free. If the compute stream waits for them, or for the
-    host, the time counts as theirs.
-    """
+    """Timer of a CUDA device with events in the compute stream, which separate waiting from overlapped work. Concurrent data
+    loading, copies and collectives in other streams are free. If the compute stream waits for them, or for the host, the time
+    counts as theirs."""
 
     measures = True
 
@@ -167,11 +165,9 @@ def make_step_timer(device: torch.device, *, measure: bool) -> StepTimer:
 
 @contextlib.contextmanager
 def time_collective_waits(clock: StepTimer) -> Iterator[None]:
-    """Attribute time that the timer's thread waits for collectives to the phase `collectives`.
-
-    torch has no hook for this, so it temporarily replaces `Work.wait`, which all Python code waits through (torch.distributed,
-    TorchRec and rayrec). Threads that save are not affected.
-    """
+    """Attribute time that the timer's thread waits for collectives to the phase `collectives`. torch has no hook for this, so it
+    temporarily replaces `Work.wait`, which all Python code waits through (torch.distributed, TorchRec and rayrec). Threads that
+    save are not affected."""
     if not clock.measures:
         yield
         return

@@ -109,11 +109,9 @@ def _stage(width_in: int, width: int, *, blocks: int, stride: int) -> nn.Sequent
 
 
 def load_weights(model: ResNet, weights: Mapping[str, torch.Tensor], *, where: str) -> None:
-    """Load weights with torchvision's names into the model. Batch counters may be missing, as in old files.
-
-    A first layer for several channels is summed over channels for a one-channel model, so a gray image has the same result as
-    three equal channels. Raises InputError, naming `where`, for weights of another network.
-    """
+    """Load weights with torchvision's names into the model. Batch counters may be missing, as in old files. A first layer for
+    several channels is summed over channels for a one-channel model, so a gray image has the same result as three equal channels.
+    Raises InputError, naming `where`, for weights of another network."""
     tensors = dict(weights)
     first = tensors.get("conv1.weight")
     if first is not None and first.ndim == 4 and model.conv1.in_channels == 1 != first.shape[1]:

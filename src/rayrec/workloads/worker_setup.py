@@ -17,11 +17,9 @@ from rayrec.workloads.run_config import ScalingConfig
 
 
 def step_start(context: WorkerContext, optimizer: Any, schedule: LearningRateSchedule) -> Callable[[int, int], None]:
-    """Return `WorkerSetup.begin_step`, which sets learning rates and random seeds of a step.
-
-    Learning rates follow the schedule, from the optimizer's current rates and the number of workers. With the seeds, a step
-    repeated after a crash has the same dropout and augmentation.
-    """
+    """Return `WorkerSetup.begin_step`, which sets learning rates and random seeds of a step. Learning rates follow the schedule,
+    from the optimizer's current rates and the number of workers. With the seeds, a step repeated after a crash has the same
+    dropout and augmentation."""
     config = context.config
     factor = learning_rate_factor(config.scaling, world_size=context.world_size)
     base_rates = [rate * factor for rate in learning_rates(optimizer)]

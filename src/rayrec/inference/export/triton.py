@@ -1,8 +1,6 @@
-"""Model repository of an exported click model for NVIDIA's Triton Inference Server.
-
-It contains ONNX instead of TorchScript or a Python backend: Triton's standard image runs ONNX without PyTorch or Python. The
-export checks the scores in the runtime that Triton embeds.
-"""
+"""Model repository of an exported click model for NVIDIA's Triton Inference Server. It contains ONNX instead of TorchScript or a
+Python backend: Triton's standard image runs ONNX without PyTorch or Python. The export checks the scores in the runtime that
+Triton embeds."""
 
 from __future__ import annotations
 

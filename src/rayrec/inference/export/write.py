@@ -78,11 +78,9 @@ class _Reference:
 
 
 def export_clicks(checkpoint: Checkpoint, out: str, *, config: TrainConfig, settings: ExportConfig) -> dict[str, Any]:
-    """Export a click model into the empty local folder `out`. Returns the content of report.json.
-
-    Memory: first the checkpoint's weights, then one table of them, then the export's weights. Raises InputError for damaged
-    weights, values beyond the quantisation's range, missing rows to compare, and an export that scores differently.
-    """
+    """Export a click model into the empty local folder `out`. Returns the content of report.json. Memory: first the checkpoint's
+    weights, then one table of them, then the export's weights. Raises InputError for damaged weights, values beyond the
+    quantisation's range, missing rows to compare, and an export that scores differently."""
     model, precision = click_settings(checkpoint, config)
     preprocessor = load_preprocessor(checkpoint.path)
     if weights := preprocessor.schema.list_weights:  # Not supported by the programs of an export

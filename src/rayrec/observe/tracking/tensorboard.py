@@ -23,15 +23,11 @@ _SCHEME: Final = "rayrec"
 
 @final
 class TensorBoardTracker:
-    """Writer of RUN/tensorboard/events.out.tfevents.*: all measures by step and time, and the configuration as text.
-
-    Each driver rewrites all events of the run and then deletes the files of earlier drivers, so the folder always matches the
-    event file. A SessionLog with status START makes a running TensorBoard drop the points from its step on: all points at the
-    start, later only repeated steps.
-
-    Uses the record writer of tensorboardX (TFRecord framing, checksums) but not its EventFileWriter, which hides errors of
-    its thread, creates the file too early, and needs boto3 for s3:// and Google's client for gs://.
-    """
+    """Writer of RUN/tensorboard/events.out.tfevents.*: all measures by step and time, and the configuration as text. Each driver
+    rewrites all events of the run and then deletes the files of earlier drivers, so the folder always matches the event file. A
+    SessionLog with status START makes a running TensorBoard drop the points from its step on: all points at the start, later only
+    repeated steps. Uses the record writer of tensorboardX (TFRecord framing, checksums) but not its EventFileWriter, which hides
+    errors of its thread, creates the file too early, and needs boto3 for s3:// and Google's client for gs://."""
 
     def __init__(self, folder: str, *, config: str) -> None:
         self._folder: Final = storage.join(folder, "tensorboard")

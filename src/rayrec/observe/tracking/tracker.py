@@ -91,11 +91,9 @@ class Tracker(Protocol):
 
 @contextmanager
 def tracking(makers: Mapping[str, Callable[[], Tracker]], path: str, *, note: Callable[[str], None]) -> Iterator[None]:
-    """Follow the event file with trackers while the context is open. On exit, they receive the remaining events.
-
-    `makers` run in the trackers' threads. Never raises because of a tracker: the first error of each is logged with `note`.
-    Exit takes at most `CLOSE_S` seconds. Close all event writers before.
-    """
+    """Follow the event file with trackers while the context is open. On exit, they receive the remaining events. `makers` run in
+    the trackers' threads. Never raises because of a tracker: the first error of each is logged with `note`. Exit takes at most
+    `CLOSE_S` seconds. Close all event writers before."""
     stop = threading.Event()
     feeds = [TrackerThread(name, make, path, stop=stop, note=note) for name, make in makers.items()]
     for feed in feeds:

@@ -27,10 +27,8 @@ class FailurePolicy:
 
     def pause_s(self, error: Exception, *, attempt_s: float, progressed: bool) -> float:
         """Return the seconds to wait after a failed attempt of `attempt_s`. `progressed`: whether it made a new checkpoint.
-
         Raises `error` if failure.max_failures are exceeded, or if code or data failed twice in the same way from the same step;
-        InputError if there was no room for the workers for failure.node_wait_s.
-        """
+        InputError if there was no room for the workers for failure.node_wait_s."""
         if lacks_resources(error):
             self._waited_s += attempt_s
             if self._waited_s > self._failure.node_wait_s:

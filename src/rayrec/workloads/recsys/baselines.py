@@ -74,11 +74,9 @@ class Baselines:
 
 
 def open_baselines(config: TrainConfig, checkpoint: str, *, max_rows: int, kinds: tuple[Kind, ...]) -> Baselines:
-    """Read the last `max_rows` training rows and at most as many validation rows of a checkpoint's run.
-
-    Memory on the driver: 4 bytes for each number and id of these rows, and several times as much while a baseline is trained.
-    Raises InputError for a missing package, an unreadable log, and a run without validation rows.
-    """
+    """Read the last `max_rows` training rows and at most as many validation rows of a checkpoint's run. Memory on the driver: 4
+    bytes for each number and id of these rows, and several times as much while a baseline is trained. Raises InputError for a
+    missing package, an unreadable log, and a run without validation rows."""
     for kind in kinds:
         require("lightgbm" if kind == "lightgbm" else "sklearn", extra="baselines")
     assert isinstance(config.workload, ClickWorkload)

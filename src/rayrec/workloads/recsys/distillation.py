@@ -78,11 +78,9 @@ def open_teacher(config: TeacherConfig, *, run: str) -> Teacher | None:
 
 def load_targets(teacher: Teacher, preprocessor: Preprocessor) -> Callable[[EncodedRows], np.ndarray]:
     """Return a function that computes targets on a worker: (1 - weight) * label + weight * teacher probability, float32 [rows].
-
     Binary cross entropy is linear in the target, so this equals the weighted mean of both losses (Hinton et al. 2015, "Distilling
     the Knowledge in a Neural Network", at temperature 1). Memory: the teacher's weights, once per worker. Raises InputError for
-    damaged weights, another kind of model, and incompatible models.
-    """
+    damaged weights, another kind of model, and incompatible models."""
     from rayrec.workloads.recsys.scorer import click_settings, load_mean_scorer, load_scorer
 
     if len(teacher.checkpoints) > 1:

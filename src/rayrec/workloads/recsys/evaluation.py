@@ -95,10 +95,8 @@ def counted_columns(keys: Sequence[str], columns: Sequence[SparseColumn], *, exp
 
 def reliability_bins(by_logit: np.ndarray) -> list[dict[str, float]]:
     """Group rows by score into up to 15 bins of equal size for a reliability diagram (Niculescu-Mizil & Caruana 2005). Pure.
-
     `by_logit` [3, bins] has rows, clicks and summed probabilities of narrow logit bins. Each result has `rows`, `predicted` (mean
-    probability) and `observed` (share of clicks).
-    """
+    probability) and `observed` (share of clicks)."""
     rows = by_logit[0]
     group = np.minimum((np.cumsum(rows) - rows / 2) * _MAX_BINS / rows.sum(), _MAX_BINS - 1).astype(np.int64)
     merged = np.stack([np.bincount(group, weights=row, minlength=_MAX_BINS) for row in by_logit])

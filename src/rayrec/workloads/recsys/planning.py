@@ -168,8 +168,7 @@ def tables_of(
         inputs: Columns of the model. A Preprocessor may have derived them from other columns.
         memory_bytes: Memory limit per worker.
         hotness: Ids per row of each categorical column, None for any number. None for all uses the recipe's preset.
-        rows: Rows per epoch.
-    """
+        rows: Rows per epoch."""
     from rayrec.models.cost import network_cost, sequence_lengths
 
     model = build_model(workload, num_embeddings, inputs=inputs)
@@ -280,11 +279,9 @@ class _Slice:
 def probe_speed(
     workload: ClickSettings, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool, train: LocalTrainer
 ) -> MeasuredSpeed:
-    """Measure the training speed of concurrent `local_workers` on the CPUs or (one worker) the GPU of this machine.
-
-    Does not train if the target's speed is known. Tables that do not fit this machine are cut. Takes about 20 seconds. Raises
-    InputError if the log is not text, or if the tables do not fit the target.
-    """
+    """Measure the training speed of concurrent `local_workers` on the CPUs or (one worker) the GPU of this machine. Does not
+    train if the target's speed is known. Tables that do not fit this machine are cut. Takes about 20 seconds. Raises InputError
+    if the log is not text, or if the tables do not fit the target."""
     log_slice = _read_slice(workload, config)
     times = _time_stages(log_slice, config)
     tables, notes = _target_tables(workload, config, log_slice, target)

@@ -76,8 +76,7 @@ class PlainModel(nn.Module):
             pooled: Pooled embeddings of the other features in order, float32 [rows, num_features * width].
             sequences: For each sequence, embeddings, float32 [ids of all rows, width], and lengths, int64 [rows]. A model
                 without labels also takes the ids of each sequence, int64 [ids of all rows], and full tables, float32
-                [num_embeddings, width].
-        """
+                [num_embeddings, width]."""
         values = self.predict(dense, pooled, *sequences)
         return values[self.heads[0].name] if isinstance(self.heads[0], LabelHead) else tuple(values.values())
 

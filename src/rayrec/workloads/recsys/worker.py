@@ -289,12 +289,10 @@ class Unwrapped(DataParallelWrapper):
 
 
 def gradient_exchange(context: WorkerContext) -> DataParallelWrapper | None:
-    """Return the wrapper that averages the replicated part's gradients, or None for TorchRec's default.
-
-    On CPU, sums do not change when a run restarts. By default, DistributedDataParallel rebuilds its buckets after the first step
-    in the order of gradients, and the position in a bucket decides the summation order of three or more workers. It keeps its
-    buckets with `find_unused_parameters`.
-    """
+    """Return the wrapper that averages the replicated part's gradients, or None for TorchRec's default. On CPU, sums do not
+    change when a run restarts. By default, DistributedDataParallel rebuilds its buckets after the first step in the order of
+    gradients, and the position in a bucket decides the summation order of three or more workers. It keeps its buckets with
+    `find_unused_parameters`."""
     if context.world_size == 1:
         return Unwrapped()
     if context.world_size == 2 or context.device.type == "cuda":  # bit-identical results are guaranteed only on CPU
@@ -306,11 +304,9 @@ def gradient_exchange(context: WorkerContext) -> DataParallelWrapper | None:
 def make_pipeline(
     model: torch.nn.Module, optimizer: Any, context: WorkerContext, clock: StepTimer | None = None
 ) -> TrainPipeline:
-    """Create the pipeline. With several workers, it exchanges ids and copies the next batch while the current one computes.
-
-    One worker exchanges nothing. TorchRec's exchange would cost it time, on a GPU by blocking the host several times per step.
-    The base pipeline also prefetches the next batch to a GPU.
-    """
+    """Create the pipeline. With several workers, it exchanges ids and copies the next batch while the current one computes. One
+    worker exchanges nothing. TorchRec's exchange would cost it time, on a GPU by blocking the host several times per step. The
+    base pipeline also prefetches the next batch to a GPU."""
     pipeline: Callable[..., TrainPipeline] = TimedBase if context.world_size == 1 else TimedSparseDist
     return pipeline(model, optimizer, context.device, clock or StepTimer())
 
