@@ -78,8 +78,7 @@ def configured(command: Command, words: list[str]) -> tuple[Any, list[str]]:
     text = words[0] if words and not words[0].startswith("-") else None
     (file,), rest = take(words[text is not None :], "--config")
     if file is not None:
-        custom = recipes.find(text) if text else None
-        config = recipes.load_config(storage.read_text(file), recipe=custom, source=file)
+        config = recipes.load_config(storage.read_text(file), recipe=recipes.find(text) if text else None, source=file)
     elif text is not None:
         config = named_configuration(text)
     else:

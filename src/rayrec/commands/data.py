@@ -76,8 +76,7 @@ def fetch(
 
 def _show_report(report: Report) -> Shown:
     more = f" (and {len(report.failures) - 1} more)" if report.failures[1:] else ""
-    error = report.failures[0] + more if report.failures else ""
-    return Shown(report.to_dict(), "\n".join(report.lines()), error)
+    return Shown(report.to_dict(), "\n".join(report.lines()), report.failures[0] + more if report.failures else "")
 
 
 @command(

@@ -82,6 +82,4 @@ def version_of(checkpoint: Checkpoint) -> str:
 
 def source_of(path: str) -> str:
     """Resolve a checkpoint, run or export to its folder, absolute or a URL. Raises InputError if a run has no checkpoint."""
-    if is_export(path):
-        return storage.absolute(path)
-    return open_checkpoint(path).path
+    return storage.absolute(path) if is_export(path) else open_checkpoint(path).path

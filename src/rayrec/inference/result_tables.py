@@ -104,14 +104,10 @@ def _difference(compared: dict[str, Any], name: str) -> list[str]:
 
 
 def _interval(ends: Sequence[float | None] | None, *, signed: bool = False) -> str:
-    if ends is None or None in ends:
-        return ""
-    return " to ".join(_number(end, signed=signed) for end in ends)
+    return "" if ends is None or None in ends else " to ".join(_number(end, signed=signed) for end in ends)
 
 
 def _number(value: float | None, *, signed: bool = False) -> str:
     if value is None:
         return "-"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:+.5f}" if signed else f"{value:.5f}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:+.5f}" if signed else f"{value:.5f}"

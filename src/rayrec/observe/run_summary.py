@@ -337,9 +337,7 @@ class RunSummary:
 
     def epochs_at(self, step: int) -> float:
         """Return the number of epochs after `step` steps, with fractions."""
-        if self.train_rows and self.global_batch_size:
-            return self.rows_at(step) / self.train_rows
-        return step / self.steps_per_epoch
+        return self.rows_at(step) / self.train_rows if self.train_rows and self.global_batch_size else step / self.steps_per_epoch
 
     def epoch_of(self, step: int) -> tuple[int, int]:
         """Return (epoch from 0, steps of it from 1) after `step` steps."""

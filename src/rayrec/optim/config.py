@@ -83,9 +83,7 @@ class LearningRateSchedule(Config):
     def learning_rate(self, step: int, *, base: float) -> float:
         """Return the learning rate of step `step` (from 0). The decay stops at 1e-7, or at `base` if this is lower."""
         rate = base * self.factor(step)
-        if self.decay_steps and step >= self.decay_start_step:
-            return max(rate, min(base, LEARNING_RATE_FLOOR))
-        return rate
+        return max(rate, min(base, LEARNING_RATE_FLOOR)) if self.decay_steps and step >= self.decay_start_step else rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +139,7 @@ class SparseOptimizerConfig(Config):
 
     def state_bytes(self, rows: int, columns: int) -> int:
         """Return the optimizer state size, in bytes, of a table (or part) of shape (rows, columns)."""
-        values = {"sgd": 0, "adagrad": rows * columns, "rowwise_adagrad": rows}
-        return values.get(self.kind, 2 * rows * columns) * FLOAT_BYTES
+        return {"sgd": 0, "adagrad": rows * columns, "rowwise_adagrad": rows}.get(self.kind, 2 * rows * columns) * FLOAT_BYTES
 
     def build(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """Return the class and keyword arguments for `apply_optimizer_in_backward(cls, parameters, kwargs)`. The dict is new in

@@ -80,10 +80,9 @@ class Lookups:
         ranges = list(pairwise(self.offsets[torch.tensor(first_features) * self.bags].tolist()))
         if self.gradient.is_cuda:
             return self.with_torch_ops(tables, ranges)
-        sizes = [stop - start for start, stop in ranges]
         results = [
             RowGradients(torch.empty(size, dtype=torch.int64), torch.empty(size, table.columns))
-            for size, table in zip(sizes, tables, strict=True)
+            for size, table in zip([stop - start for start, stop in ranges], tables, strict=True)
         ]
         pointers = [None if of is None else of.data_ptr() for of in (self.ids, self.offsets, self.weights, self.gradient)]
         lookups = _CLookups(*pointers, self.bags, self.gradient.shape[1], self.pooled)
@@ -176,8 +175,7 @@ class RowGradientCollector:
     def gradients(self, table: int) -> RowGradients:
         """Return the gradients of one of `weights` since `clear`."""
         weights = self.weights[table]
-        none = RowGradients.empty(weights.shape[1], weights.device)
-        return RowGradients.sum(self._collected[table] or [none])
+        return RowGradients.sum(self._collected[table] or [RowGradients.empty(weights.shape[1], weights.device)])
 
     def clear(self) -> None:
         for collected in self._collected:

@@ -77,8 +77,7 @@ class TablePart:
         if self.weights.is_cuda:
             self.update_with_torch_ops(step, gradients)
             return
-        rule = step.structure()
-        _update_all(list(self.rows_to_update(rule, gradients, every_row=step.every_row)))
+        _update_all(list(self.rows_to_update(step.structure(), gradients, every_row=step.every_row)))
 
     def rows_to_update(self, rule: _CRule, gradients: RowGradients, *, every_row: bool) -> Iterator[_CRows]:
         """Yield the CPU tasks of `update` for threads, in any order. They point into `rule` and contiguous `gradients`."""
@@ -195,10 +194,9 @@ class TableAdam(KeyedOptimizer):
     def squared_norm(self) -> float:
         """Return the sum of squares of this worker's gradients for the next step."""
         self._gradients = self._gathered()
-        tables = zip(self._tables.values(), self._gradients, strict=True)
         return sum(
             part.squared_norm(gradients, l2=self._l2)
-            for (_, parts), of_parts in tables
+            for (_, parts), of_parts in zip(self._tables.values(), self._gradients, strict=True)
             for part, gradients in zip(parts, of_parts, strict=True)
         )
 

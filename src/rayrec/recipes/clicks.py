@@ -49,8 +49,7 @@ def clicks_din(path: str | None = None, schema: Schema = PLACEHOLDER_OF_LISTS) -
     """Train DIN on your own log, with a list of earlier items in its schema file: --schema FILE."""
     from rayrec.models.ranking.din import DINConfig
 
-    model = DINConfig(embedding_dim=16, attention=(64,), mlp=(128, 64))
-    workload = {"model": model, "dense_optimizer": {"learning_rate": 0.003}}
+    workload = {"model": DINConfig(embedding_dim=16, attention=(64,), mlp=(128, 64)), "dense_optimizer": {"learning_rate": 0.003}}
     return clicks(path, schema).replace(recipe="clicks_din", workload=workload, min_steps_per_epoch=128)
 
 

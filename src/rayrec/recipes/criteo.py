@@ -60,8 +60,7 @@ def criteo_kaggle(path: str | None = None) -> TrainConfig:
 def criteo_kaggle_distilled(path: str | None = None) -> TrainConfig:
     """Train a DLRM a quarter as wide, distilled from a criteo_kaggle model: --workload.teacher.checkpoint RUN."""
     small = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(64, 16, 4), top_mlp=(128, 64, 1))
-    workload = {"model": small, "teacher": {"weight": 0.5}}
-    return criteo_kaggle(path).replace(recipe="criteo_kaggle_distilled", workload=workload)
+    return criteo_kaggle(path).replace(recipe="criteo_kaggle_distilled", workload={"model": small, "teacher": {"weight": 0.5}})
 
 
 def criteo_small(path: str | None = None) -> TrainConfig:

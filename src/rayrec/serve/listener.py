@@ -146,8 +146,7 @@ def _pid_at(name: str) -> int | None:
     with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(OSError):
         client.setblocking(False)
         client.connect(name)
-        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        pid: int = struct.unpack("3i", credentials)[0]
+        pid: int = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0]
         return pid or None
     return None
 

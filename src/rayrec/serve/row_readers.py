@@ -146,8 +146,7 @@ class HexadecimalReader(RowReader):
         except (AttributeError, KeyError, TypeError):
             return None
         text = "\n".join(lines)
-        tabs = len(rows) * (len(dense) + len(sparse) - 1)
-        if text.count("\t") != tabs or text.count("\n") != len(rows) - 1 or "\r" in text:
+        if text.count("\t") != len(rows) * (len(dense) + len(sparse) - 1) or text.count("\n") != len(rows) - 1 or "\r" in text:
             return None
         return text.encode()
 
@@ -225,8 +224,7 @@ class AnyReader(RowReader):
         if self._has_header(body, names):
             columns, text = tuple(names), body.text[start:]
         else:
-            labelled = self._is_labelled(body, len(names))
-            columns, text = (self._with_label if labelled else self.schema).columns, body.text
+            columns, text = (self._with_label if self._is_labelled(body, len(names)) else self.schema).columns, body.text
         if not text:
             raise RequestError(400, "the request has no rows")
         _reject_empty_lines(text, delimiter)

@@ -187,8 +187,7 @@ def estimate_communication(
             shared.add_ring(ring_factor * table.gradient_bytes)
             continue
         ranks = sorted(table.bytes_of_rank)
-        by_rows = table.sharding_type in ("row_wise", "table_row_wise")
-        parts = len(ranks) if by_rows else 1  # Parts of a row's ids
+        parts = len(ranks) if table.sharding_type in ("row_wise", "table_row_wise") else 1  # Parts of a row's ids
         # Every part gets lengths
         id_bytes_of_row = sum(_LENGTH_BYTES + one.ids / parts * (id_bytes + FLOAT_BYTES * one.weighted) for one in features)
         ids.add_all_to_all(_of_ranks(num_workers, dict.fromkeys(ranks, id_bytes_of_row * batch_size)), to_owner=True)

@@ -354,8 +354,7 @@ def extrapolate(
     else:
         # Assumes that speed scales with threads, in one process or several.
         threads = threads_per_worker or max(1, int(shape.cpus) // max(1, -(-workers // shape.nodes)))
-        measured = measured_speed.num_workers * measured_speed.threads_per_worker
-        model = measured_speed.rows_per_s * workers * threads / measured
+        model = measured_speed.rows_per_s * workers * threads / (measured_speed.num_workers * measured_speed.threads_per_worker)
     task_s, task_cpu_s = sum(measured_speed.stage_wall_s.values()), sum(measured_speed.stage_cpu_s.values())
     placement = allocation.per_worker
     cpus_per_worker = placement.max_cpus or placement.num_cpus

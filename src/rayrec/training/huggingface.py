@@ -122,8 +122,7 @@ class _Wrapped(torch.nn.Module):
         self._pipeline = _pipeline(setup)
 
     def forward(self, part: Mapping[str, Any]) -> torch.Tensor:
-        tensors = {name: value for name, value in part.items() if name != LOSS_WEIGHT}
-        return self._pipeline.loss(Batch(tensors, part[LOSS_WEIGHT]))
+        return self._pipeline.loss(Batch({name: value for name, value in part.items() if name != LOSS_WEIGHT}, part[LOSS_WEIGHT]))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

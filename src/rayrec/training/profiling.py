@@ -127,8 +127,7 @@ def request_profile(
     ranks = [storage.join(target, f"rank_{rank}") for rank in range(start["world_size"])]
     deadline_s = time.monotonic() + timeout_s
     ended, failures = threading.Event(), list[str]()
-    watched = (folder, window.name, events[-1]["time"], failures, ended)
-    threading.Thread(target=_watch_failures, args=watched, daemon=True).start()
+    threading.Thread(target=_watch_failures, args=(folder, window.name, events[-1]["time"], failures, ended), daemon=True).start()
     try:
         while not all(storage.exists(storage.join(rank, TRACE)) for rank in ranks):
             if failures:
@@ -183,5 +182,4 @@ def _first_step(events: list[dict[str, Any]], *, lead_s: float) -> tuple[int, in
     sooner = logs[-2] if len(logs) > 1 else last
     elapsed_s = last["time"] - sooner["time"]
     rate = max(0.0, (last["step"] - sooner["step"]) / elapsed_s) if elapsed_s > 0 else 0.0
-    since_s = max(0.0, time.time() - last["time"])
-    return last["step"] + math.ceil(rate * (since_s + lead_s)), last["steps"]
+    return last["step"] + math.ceil(rate * (max(0.0, time.time() - last["time"]) + lead_s)), last["steps"]

@@ -244,8 +244,7 @@ class StepAccounting:
         *_, stop_requested, poll_preemption = maxima
         times_max_s = dict(zip(times_s, maxima[4:], strict=False))
         times_s = dict(zip(times_s, means[4:], strict=False))
-        max_memory = maxima[len(values) - len(memory) : len(values)]
-        self._log_steps(means, times_s, times_max_s, max_memory)
+        self._log_steps(means, times_s, times_max_s, maxima[len(values) - len(memory) : len(values)])
         if self._data:
             self._data.log_means(means[len(values) : len(values) + len(data)], step=progress.step, log=self._log)
         self._schedule_poll(elapsed_s=means[2])

@@ -196,9 +196,7 @@ def _train(
         )
     finally:
         watch.close()
-    if result:
-        return result
-    return _stopped(watch.cause, progress.step, log)
+    return result or _stopped(watch.cause, progress.step, log)
 
 
 def _stopped(cause: str | None, step: int, log: Log) -> dict[str, Any]:

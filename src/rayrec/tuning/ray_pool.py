@@ -174,5 +174,4 @@ class _Process:
 
 def _num_fitting(resources: dict[str, float], *, cpus: int, gpus: float) -> int:
     """Return the number of trials that fit on a node with these resources."""
-    rooms = [resources.get(name, 0.0) / each for name, each in (("CPU", cpus), ("GPU", gpus)) if each]
-    return int(min(rooms) + 1e-9)
+    return int(min([resources.get(name, 0.0) / each for name, each in (("CPU", cpus), ("GPU", gpus)) if each]) + 1e-9)

@@ -130,11 +130,10 @@ def generate(
             num_recent = max(1, window // 2)
             tokens, mask, cache = tokens[:, -num_recent:], mask[:, -num_recent:], None
         fresh = tokens if cache is None else tokens[:, -1:]
-        positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
         output = model(
             input_ids=fresh,
             attention_mask=mask.long(),
-            position_ids=positions[:, -fresh.shape[1] :],
+            position_ids=(mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -fresh.shape[1] :],
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,

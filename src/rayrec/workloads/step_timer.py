@@ -158,9 +158,7 @@ class DeviceTimer(StepTimer):
 
 def make_step_timer(device: torch.device, *, measure: bool) -> StepTimer:
     """Return the timer for a device, or one without overhead if not `measure`."""
-    if not measure:
-        return StepTimer()
-    return DeviceTimer(device) if device.type == "cuda" else HostTimer()
+    return StepTimer() if not measure else DeviceTimer(device) if device.type == "cuda" else HostTimer()
 
 
 @contextlib.contextmanager

@@ -224,8 +224,7 @@ class VisionWorkload(DataParallelWorkload):
         import torch
 
         source = sets["test"]
-        rows = np.random.default_rng(0).choice(len(source), size=min(NUM_SAMPLES, len(source)), replace=False)
-        arrays = source.read(rows)
+        arrays = source.read(np.random.default_rng(0).choice(len(source), size=min(NUM_SAMPLES, len(source)), replace=False))
         columns = self.predict(model, {name: torch.from_numpy(array).to(device) for name, array in arrays.items()})
         return [
             {

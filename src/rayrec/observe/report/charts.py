@@ -153,8 +153,7 @@ class _Axis:
 
     def ticks(self) -> list[float]:
         step = tick_step(self.low, self.high, max_ticks=self.max_ticks)
-        first = math.ceil(self.low / step - 1e-9)
-        return [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
+        return [number * step for number in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)]
 
 
 def tick_step(low: float, high: float, *, max_ticks: int) -> float:

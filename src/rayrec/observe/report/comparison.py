@@ -103,9 +103,7 @@ def _seed_statistics(runs: Sequence[Run]) -> Markup:
 
 def _mean_text(values: Sequence[float | None]) -> str:
     present = [value for value in values if value is not None]
-    if len(present) < 2:
-        return "-"
-    return f"{statistics.fmean(present):.5f} ± {statistics.stdev(present):.5f}"
+    return "-" if len(present) < 2 else f"{statistics.fmean(present):.5f} ± {statistics.stdev(present):.5f}"
 
 
 def _column(run: Run, spent: Cost | None) -> dict[str, str]:

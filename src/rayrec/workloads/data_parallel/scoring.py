@@ -71,8 +71,7 @@ class _ScoringTask:
 
     def block_rows(self, rows: int) -> int:
         """Return the rows of each block except the last, in full batches."""
-        num_batches = -(-rows // self.batch_rows)
-        return self.batch_rows * max(1, min(_BLOCK_BATCHES, num_batches // _MIN_BLOCKS))
+        return self.batch_rows * max(1, min(_BLOCK_BATCHES, -(-rows // self.batch_rows) // _MIN_BLOCKS))
 
     def load(self, device: Device) -> BlockScorer:
         model = load_model(self.workload, self.config, checkpoint=self.checkpoint, device=device)

@@ -99,10 +99,9 @@ def reliability_bins(by_logit: np.ndarray) -> list[dict[str, float]]:
     probability) and `observed` (share of clicks)."""
     rows = by_logit[0]
     group = np.minimum((np.cumsum(rows) - rows / 2) * _MAX_BINS / rows.sum(), _MAX_BINS - 1).astype(np.int64)
-    merged = np.stack([np.bincount(group, weights=row, minlength=_MAX_BINS) for row in by_logit])
     return [
         {"rows": int(count), "predicted": float(probability / count), "observed": float(clicks / count)}
-        for count, clicks, probability in merged.T
+        for count, clicks, probability in np.stack([np.bincount(group, weights=row, minlength=_MAX_BINS) for row in by_logit]).T
         if count
     ]
 

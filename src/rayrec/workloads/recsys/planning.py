@@ -95,8 +95,7 @@ def local_memory(config: TrainConfig, *, workers: int) -> int:
 
         return torch.cuda.get_device_properties(0).total_memory
     free = available_host_bytes()
-    store = config.cluster.object_store_bytes or int(free * _OBJECT_STORE_FRACTION)
-    return max(0, (free - store) // workers - PROCESS_BYTES)
+    return max(0, (free - (config.cluster.object_store_bytes or int(free * _OBJECT_STORE_FRACTION))) // workers - PROCESS_BYTES)
 
 
 def available_host_bytes() -> int:
@@ -204,11 +203,10 @@ def tables_of(
         ),
         world_size=workers,
     )
-    fullest = max(memories, key=lambda memory: memory.tables)
     text = "\n".join(
         [
             describe(sharding_plan, model, state_bytes=state_bytes),
-            f"the fullest worker needs about {fullest.text(device)}",
+            f"the fullest worker needs about {max(memories, key=lambda memory: memory.tables).text(device)}",
             *([] if cost.multiply_adds is None else [f"{cost.multiply_adds:,.0f} multiply-adds a row, forward"]),
         ]
     )

@@ -75,8 +75,7 @@ def warm_start(workload: ClickSettings, context: RunContext, prepared: Prepared,
     maps = {weight: by_owner[owner].row_map for weight, owner in zip(empty.table_weights().values(), owners, strict=True)}
     counts = {new.inputs.sparse[owner]: of_table.counts() for owner, of_table in by_owner.items()}
     totals = {name: sum(of_table[name] for of_table in counts.values()) for name in ("kept", "fresh", "dropped")}
-    report = {"preprocessor": old.hash(), **totals, "tables": counts}
-    return WarmStart(checkpoint.path, context.engine.share(maps), report)
+    return WarmStart(checkpoint.path, context.engine.share(maps), {"preprocessor": old.hash(), **totals, "tables": counts})
 
 
 def require_same_inputs(checkpoint: Checkpoint, old: Preprocessor, new: Preprocessor) -> None:

@@ -98,9 +98,8 @@ def shared_plan(workload: ClickSettings, context: WorkerContext, model: torch.nn
         resources = gather_rank_resources(context, ranks)
         # TorchRec builds its process groups from this number, which must be equal on all ranks.
         os.environ["LOCAL_WORLD_SIZE"] = str(math.gcd(*workers_per_node([rank.node for rank in resources])))
-        can_wait = time.monotonic() < deadline_s
         sharding_plan = ranks.run_on_rank0(
-            partial(_plan_or_wait, workload, model, resources, batch_size=batch_size, can_wait=can_wait)
+            partial(_plan_or_wait, workload, model, resources, batch_size=batch_size, can_wait=time.monotonic() < deadline_s)
         )
         if sharding_plan is not None:
             return sharding_plan
