@@ -42,8 +42,7 @@ def generate(
     """Write a synthetic click log with known best AUROC and logloss.
 
     Returns the content of truth.json. The same seed creates the same bytes on any machine and number of cores. Raises
-    InputError for invalid arguments, or if `out` already contains a log.
-    """
+    InputError for invalid arguments, or if `out` already contains a log."""
     from rayrec.data import synthetic
 
     progress = (lambda done, total: console.progress("generate (rows)", done, total)) if console else None
@@ -64,8 +63,7 @@ def fetch(
 ) -> list[dict[str, Any]]:
     """Download a published data set. Resumes partial downloads and checks each file.
 
-    See rayrec.datasets.fetch.
-    """
+    See rayrec.datasets.fetch."""
     from rayrec.datasets.fetch import fetch as run
     from rayrec.datasets.fetch import files_of
 
@@ -95,8 +93,7 @@ def validate(
 ) -> Report:
     """Report faults, missing values, label rate, categories and drift of a log. Exit status 2 if a gate fails.
 
-    `options` are fields of `rayrec.PreparationConfig`. `failures` lists the failed `gates`. Raises InputError without a log.
-    """
+    `options` are fields of `rayrec.PreparationConfig`. `failures` lists the failed `gates`. Raises InputError without a log."""
     from rayrec.prepare.validate import Gates as DefaultGates
     from rayrec.prepare.validate import validate as run
 
@@ -129,8 +126,7 @@ def split(
     An interrupted call resumes if repeated. With `by` "last-out", the last row of each user is for the test, the one before
     it for validation. `options` are the fields of `rayrec.prepare.split.RowSplit` and of `rayrec.PreparationConfig`. Returns
     rows, share and number of files of each part, `bad_rows`, and `rows_without_group`. Raises InputError for an unusable log,
-    a part without rows, or if `out` exists.
-    """
+    a part without rows, or if `out` exists."""
     from rayrec.prepare.split import RowSplit
     from rayrec.prepare.split import split as run
 
@@ -168,8 +164,7 @@ def vocabulary(
     `options` are the fields of `rayrec.PreparationConfig`: preset, min_count, engine, split, and so on. Those of the rows and
     rules default to the ones of `recipe` (a name, FILE.py:FUNCTION, FILE.yaml or run). Returns the hash, the counted rows, and
     the required rows of each embedding table. Without `split`, counts all rows, so keep evaluation data out of the log. Raises
-    InputError for an unusable log or if `out` exists.
-    """
+    InputError for an unusable log or if `out` exists."""
     from rayrec.prepare.preprocess import vocabulary as run
 
     return run(path, out=out, extend=extend, config=_preparation(options, recipe), console=_console(console))
@@ -205,8 +200,7 @@ def preprocess(
 
     An interrupted call resumes if repeated. `options` and `recipe`: see `vocabulary`. For format "mds", `options` are the fields
     of `rayrec.prepare.text.TextConfig`, files and address. Raises InputError for an unusable log or text, an unsuitable format,
-    or if `out` exists.
-    """
+    or if `out` exists."""
     from rayrec.prepare.preprocess import RowOutput
     from rayrec.prepare.preprocess import preprocess as run
     from rayrec.prepare.text import TextConfig
@@ -247,8 +241,7 @@ def adopt(
     Checks all arrays, and writes dataset.json and a Preprocessor next to them, or into the new folder `out` with links to them.
     `options` are the fields of `rayrec.prepare.adopt.AdoptionConfig`: num_embeddings_per_feature, files, split, and so on; for
     MDS shards, `tokenizer` is the folder of their tokenizer. Returns rows, sets, num_embeddings, modulo, bad_rows, hashes;
-    see `rayrec.prepare.adopt.adopt`. Raises InputError for unsuitable arrays.
-    """
+    see `rayrec.prepare.adopt.adopt`. Raises InputError for unsuitable arrays."""
     from rayrec.prepare.adopt import AdoptionConfig
     from rayrec.prepare.adopt import adopt as run
 

@@ -291,8 +291,7 @@ def dlrm(*, console: Console | None = None, stopwatch: Stopwatch | None = None, 
     """Train with the flags of TorchRec's dlrm_main.py, and print the `rayrec train` command.
 
     `flags` are the fields of `rayrec.commands.dlrm.DLRMFlags`. Without data, trains on random rows. Raises InputError for flags
-    without an equivalent, with the fix of each.
-    """
+    without an equivalent, with the fix of each."""
     import torch
 
     from rayrec.cluster.layout import TorchrunEnv

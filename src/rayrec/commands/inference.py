@@ -52,8 +52,7 @@ def evaluate(
     folder, or a run folder (the checkpoint in its summary, otherwise the latest). `recipe` is the checkpoint's custom recipe, as
     a function or FILE.py:FUNCTION. `cluster_address` is HOST:PORT or auto for a running Ray cluster, local for a local Ray, or
     none for threads of this process. None: the connected Ray or RAY_ADDRESS, otherwise threads of this process. `options` are
-    the fields of `rayrec.inference.config.EvaluationConfig`. Raises InputError for an unusable checkpoint or path.
-    """
+    the fields of `rayrec.inference.config.EvaluationConfig`. Raises InputError for an unusable checkpoint or path."""
     from rayrec.inference.config import EvaluationConfig
     from rayrec.inference.evaluate import evaluate as run
 
@@ -99,8 +98,7 @@ def compare(
     Returns metrics with intervals, the cost of each model, and the significant differences; see
     `rayrec.inference.compare.compare`. `options` are the fields of `rayrec.inference.config.ComparisonConfig`. Failed `gates`
     are listed in the result's `failures` and raise no error. Other arguments: see `evaluate`. Raises InputError for models
-    without a common raw schema, label and rows.
-    """
+    without a common raw schema, label and rows."""
     from rayrec.inference.compare import compare as run
     from rayrec.inference.config import ComparisonConfig
 
@@ -132,8 +130,7 @@ def predict(
 
     Returns a `ray.data.Dataset` of `row` and the workload's predictions, such as `score`, `logit` and, for labelled input,
     `label`. With `out`, writes them to this folder as Parquet files, completely or not at all, and returns a summary. An
-    interrupted call resumes if repeated. `options` are fields of `ScoringConfig`. Other arguments: see `evaluate`.
-    """
+    interrupted call resumes if repeated. `options` are fields of `ScoringConfig`. Other arguments: see `evaluate`."""
     from rayrec.inference import predict as prediction
     from rayrec.inference.config import ScoringConfig
 
@@ -173,8 +170,7 @@ def export(checkpoint: Checkpoint, *, out: NewFolder, recipe: CustomRecipe = Non
 
     Other arguments: see `evaluate`. `options`, for click models, are the fields of `rayrec.inference.config.ExportConfig`.
     Raises InputError for an unusable checkpoint, an unsupported model, an exported click model with different scores than its
-    checkpoint, or if `out` exists.
-    """
+    checkpoint, or if `out` exists."""
     from rayrec.inference.config import ExportConfig
     from rayrec.inference.export.write import export as run
 

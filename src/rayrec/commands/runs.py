@@ -22,8 +22,7 @@ def top(
 ) -> None:
     """Show a run in the terminal while it trains. Ctrl-C does not stop the run.
 
-    With `once`, shows the current state and returns. Raises InputError if no run is found.
-    """
+    With `once`, shows the current state and returns. Raises InputError if no run is found."""
     from rayrec.observe.panel import top as show
 
     show(run, once=once)
@@ -47,8 +46,7 @@ def report(
 
     The page is self-contained. Several runs are shown in columns. `out` is a file (.html) or folder; None: RUN/report.html,
     only for a single run. With a node price in `currency`, includes the cost of the run. Returns the file's path. Raises
-    InputError if no run is found.
-    """
+    InputError if no run is found."""
     from rayrec.observe.report import comparison
     from rayrec.observe.report import run as run_report
     from rayrec.observe.run_summary import Price
@@ -75,8 +73,7 @@ def profile(
 
     Requests a profile of `steps` steps (at most 200), waits for it, and returns its folder in RUN/profile. Needs only access to
     the run's folder. Raises InputError if the run is not training, does not answer or ends before, or if a worker fails to
-    write its profile.
-    """
+    write its profile."""
     from rayrec import storage
     from rayrec.observe.events import read_events
     from rayrec.training.profiling import request_profile

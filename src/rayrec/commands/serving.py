@@ -47,8 +47,7 @@ def serve(
     runs on the Ray cluster at `cluster_address`, and `stop` ends it; no other options are allowed then. `options` are the
     fields of `rayrec.serve.config.ServerConfig`.
 
-    Calls `started` with a description of the served models. Raises InputError for an unusable model or address.
-    """
+    Calls `started` with a description of the served models. Raises InputError for an unusable model or address."""
     from rayrec.serve import control, server
     from rayrec.serve.config import ServerConfig
 
@@ -84,8 +83,7 @@ def serving(
 ) -> AbstractContextManager[Server]:
     """Run a server in a context: `with rayrec.serving("runs/demo", port=8123) as server: ...`.
 
-    The server's `url` accepts requests. `options` are fields of `rayrec.serve.config.ServeConfig`. Raises like `serve`.
-    """
+    The server's `url` accepts requests. `options` are fields of `rayrec.serve.config.ServeConfig`. Raises like `serve`."""
     from rayrec.serve.config import ServeConfig
     from rayrec.serve.server import serving as run
 

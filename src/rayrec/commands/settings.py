@@ -118,8 +118,7 @@ def _model(current: Any, names: str) -> Config:
 def named_configuration(text: str) -> TrainConfig:
     """Return the configuration of a recipe's name, FILE.py:FUNCTION, FILE.yaml, or the folder of a run, which then resumes.
 
-    Raises InputError if there is no such recipe, file or run.
-    """
+    Raises InputError if there is no such recipe, file or run."""
     from rayrec import recipes, storage
     from rayrec.imports import is_in_file
 

@@ -63,8 +63,7 @@ def plan(
     workers, with their communication volume and the resulting limit in rows/s. With a log and no `tables`, the text also
     contains rows/s of each stage, the bottleneck and the CPUs needed per GPU, measured by training on a slice of the log here
     for about twenty seconds. Without a Preprocessor, table sizes then come from the slice. Recipe and settings: see `train`.
-    Raises InputError for tables that do not fit, with their required memory, and for unusable data.
-    """
+    Raises InputError for tables that do not fit, with their required memory, and for unusable data."""
     resolved = configuration(config, settings)
     resolved = resolved.workload.adapted(resolved)
     if tables is None:
@@ -113,8 +112,7 @@ def train(
 
     `config` is a configuration, a recipe, or a text: a recipe's name, FILE.py:FUNCTION, FILE.yaml, or the folder of a run.
     `settings` override it: `rayrec.train("criteo_demo", data="log/train.txt", steps=100, schema="shop.yaml")`. The data comes
-    from `config.train_data`, a DataFrame or a Dataset; see `rayrec.training.trainer.train`.
-    """
+    from `config.train_data`, a DataFrame or a Dataset; see `rayrec.training.trainer.train`."""
     from rayrec.training.trainer import train as run
 
     if isinstance(data, str):
@@ -144,8 +142,7 @@ def tune(
     """Search for the best settings of a recipe.
 
     See `rayrec.tuning.search.tune`. `search` maps fields to their values, directly or as the path of a YAML file. `options` are
-    the fields of `rayrec.tuning.space.TuneConfig`. The recipe: see `train`.
-    """
+    the fields of `rayrec.tuning.space.TuneConfig`. The recipe: see `train`."""
     from rayrec import storage
     from rayrec.tuning.search import tune as run
     from rayrec.tuning.space import Space, TuneConfig
@@ -183,8 +180,7 @@ def supervise(
 
     Submits `rayrec train ARGUMENTS` through Ray Jobs until it finishes. See rayrec.cluster.supervisor.supervise. `config` is the
     configuration of `arguments` (a recipe, or --config FILE, then flags). If it has no name, a name is generated and added to
-    them. `show` receives the output of the job. Raises InputError for user errors.
-    """
+    them. `show` receives the output of the job. Raises InputError for user errors."""
     from rayrec import storage
     from rayrec.cluster.restart_policy import SuperviseConfig
     from rayrec.cluster.supervisor import supervise as run

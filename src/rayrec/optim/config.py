@@ -24,8 +24,7 @@ class LearningRateSchedule(Config):
     """Linear warm-up, constant phase, and decay to a floor. The default is a constant learning rate.
 
     This is the policy of MLPerf's DLRM (Mattson et al. 2020; `LRPolicyScheduler` in facebookresearch/dlrm) without its off-by-one
-    error: there the constant phase has (W-1)/W of the base rate, and decay fails with warm-up 0.
-    """
+    error: there the constant phase has (W-1)/W of the base rate, and decay fails with warm-up 0."""
 
     warmup_steps: Natural = 0
     """Number of steps over which the learning rate rises linearly. The last of them has the base learning rate."""
