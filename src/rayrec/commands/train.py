@@ -117,8 +117,7 @@ def train(
 
     if isinstance(data, str):
         settings, data = {**settings, "data": data}, None
-    resolved = configuration(config, settings)
-    console = _console(console)
+    resolved, console = configuration(config, settings), _console(console)
     require_files(resolved, note=console.note)
     return run(resolved, data=data, eval_data=eval_data, console=console, stopwatch=stopwatch, stop=stop)
 

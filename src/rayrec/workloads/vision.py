@@ -140,8 +140,7 @@ class VisionWorkload(DataParallelWorkload):
         return list(storage.find_files(files).values())
 
     def prepare(self, context: RunContext) -> Prepared:
-        share = context.engine.share
-        config = context.config
+        share, config = context.engine.share, context.config
         assert config.train_data.path is not None
         classes = self.model.num_classes
         train = numbered_rows.read_part(config.train_data.path, "train", num_classes=classes)

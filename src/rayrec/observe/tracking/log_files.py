@@ -24,8 +24,7 @@ class MlLogTracker:
     evaluations of a step appear once. eval_start is the time of the previous log, because evaluation follows it immediately."""
 
     def __init__(self, folder: str, *, config: Mapping[str, Any]) -> None:
-        self._file = AppendFile(storage.join(folder, "mllog.log"))
-        self._config = config
+        self._file, self._config = AppendFile(storage.join(folder, "mllog.log")), config
         self._sets: Mapping[str, int] = {}
         self._last_ms, self._epoch = 0, -1
         self._running = False
