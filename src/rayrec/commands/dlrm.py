@@ -23,6 +23,7 @@ _RANDOM_BATCHES = 10
 """Default number of random batches of each set."""
 _NUM_TABLES = 26
 _INTERACTIONS = {"original": "dot", "dcn": "cross", "projection": "projection"}
+_BRANCHES = ((1, "first"), (2, "second"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,9 +206,6 @@ def settings_of(flags: DLRMFlags, *, workers: int, use_gpu: bool) -> tuple[str, 
     return recipe, {name: value for name, value in settings.items() if value != _setting(default, name)}
 
 
-_BRANCHES = ((1, "first"), (2, "second"))
-
-
 def _setting(config: Config, path: str) -> Any:
     """Return the value of a setting, None for a short name."""
     value: Any = config
@@ -219,12 +217,13 @@ def _setting(config: Config, path: str) -> Any:
 def _of_data(flags: DLRMFlags) -> tuple[str, dict[str, Any]]:
     """Return the recipe and the settings of preprocessed data. Raises InputError if its tables have other sizes."""
     from rayrec.data.encoding.preprocessor import Preprocessor
+    from rayrec.data.encoding.presets import MLPERF_NUM_EMBEDDINGS
     from rayrec.data.log_source import LogSource
 
     path = flags.data
     assert path is not None
     dataset = LogSource.at(path).dataset()
-    rows = "mlperf" if flags.table_rows == _mlperf_rows() else ",".join(map(str, flags.table_rows))
+    rows = "mlperf" if flags.table_rows == MLPERF_NUM_EMBEDDINGS else ",".join(map(str, flags.table_rows))
     adopt = f"`rayrec adopt {shlex.quote(path)} --num-embeddings-per-feature {rows}`"
     if dataset is None:
         raise InputError(f"{path}: must be adopted once, which copies nothing. Run {adopt}. For a raw log: `rayrec train`.")
@@ -235,12 +234,6 @@ def _of_data(flags: DLRMFlags) -> tuple[str, dict[str, Any]]:
             f"{path}: its tables have {names} rows. Pass them as --num_embeddings_per_feature, or run {adopt} with --out NEW."
         )
     return "mlperf_dlrm", {"train_data.path": path, "steps": flags.limit_train_batches}
-
-
-def _mlperf_rows() -> tuple[int, ...]:
-    from rayrec.data.encoding.presets import MLPERF_NUM_EMBEDDINGS
-
-    return MLPERF_NUM_EMBEDDINGS
 
 
 def _of_random_data(flags: DLRMFlags, workers: int) -> tuple[str, dict[str, Any]]:
