@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
 def group_arguments(device: torch.device, *, timeout_s: float) -> dict[str, Any]:
     """Return the arguments of `torch.distributed.init_process_group` for a worker on `device`, which has an index if it is a GPU.
-
     With NCCL the group is bound to the GPU. NCCL then connects at once, so a broken network or GPU fails the start, not a later
-    step. Collectives also need not guess the GPU from the rank, which is wrong on machines of unequal size.
-    """
+    step. Collectives also need not guess the GPU from the rank, which is wrong on machines of unequal size."""
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     return {"backend": backend, "timeout": timedelta(seconds=timeout_s), "device_id": device_id}
 
@@ -63,11 +61,9 @@ def gathered(values: torch.Tensor, group: ProcessGroup | None = None) -> list[to
 
 
 def gathered_rows(values: torch.Tensor, group: ProcessGroup | None = None) -> tuple[torch.Tensor, slice]:
-    """Gather the rows of all workers in rank order, with gradient to their owners; return them and the slice of own rows.
-
-    Workers may have different numbers of rows, or none; `values` is float32 or bfloat16 [rows, ...], with one dtype and trailing
-    shape. The gradient of a row is the sum of all workers', added in rank order. Collective, as is its backward pass.
-    """
+    """Gather the rows of all workers in rank order, with gradient to their owners; return them and the slice of own rows. Workers
+    may have different numbers of rows, or none; `values` is float32 or bfloat16 [rows, ...], with one dtype and trailing shape.
+    The gradient of a row is the sum of all workers', added in rank order. Collective, as is its backward pass."""
     import torch
 
     counts = [int(count) for count in gathered(torch.tensor([len(values)]), group)]

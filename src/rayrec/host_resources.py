@@ -1,7 +1,5 @@
-"""CPUs and memory available to this process, within the limits of its container and of Ray.
-
-psutil reads the machine's memory. Limits of control groups, unknown to psutil, are read here.
-"""
+"""CPUs and memory available to this process, within the limits of its container and of Ray. psutil reads the machine's memory.
+Limits of control groups, unknown to psutil, are read here."""
 
 import contextlib
 import os

@@ -30,10 +30,8 @@ CheckpointId = str | os.PathLike[str]
 @final
 class CheckpointReader(StorageReader):
     """DCP reader for a checkpoint path or URL, on any number of ranks. Each rank reads and verifies only its part, and nothing is
-    unpickled. Tensor names are those in the manifest: `model.NAME`, `optimizer.PARAMETER.STATE`.
-
-    `dcp.load` raises InputError, within its CheckpointException, for a folder without a manifest and for a damaged file.
-    """
+    unpickled. Tensor names are those in the manifest: `model.NAME`, `optimizer.PARAMETER.STATE`. `dcp.load` raises InputError,
+    within its CheckpointException, for a folder without a manifest and for a damaged file."""
 
     def __init__(self, path: CheckpointId) -> None:
         self._path = os.fspath(path)
@@ -73,10 +71,8 @@ class CheckpointReader(StorageReader):
 @final
 class CheckpointWriter(StorageWriter):
     """DCP writer for a checkpoint path or URL that rayrec's commands and `CheckpointReader` can read. Copies the rank's data.
-
     `dcp.save` raises TypeError, within its CheckpointException, for a value that is not a tensor (`state` is for plain JSON
-    values), and InputError if `path` already contains a checkpoint.
-    """
+    values), and InputError if `path` already contains a checkpoint."""
 
     def __init__(self, path: CheckpointId, *, state: Mapping[str, Any] | None = None) -> None:
         self._path, self._state = os.fspath(path), dict(state or {})

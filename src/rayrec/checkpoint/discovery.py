@@ -101,14 +101,9 @@ def latest_valid_checkpoint(
     repair: Callable[[Checkpoint], bool] = lambda checkpoint: False,
 ) -> Checkpoint | None:
     """Return the newest checkpoint with a valid manifest and files of the right size, or None. Collective, only rank 0 reads.
-
-    Args:
-        log: Called for each damaged checkpoint that is skipped.
-        exclude: Paths of checkpoints that a `restore` found damaged.
-        repair: Called on rank 0 for a checkpoint with missing files; returns whether it restored any of them.
-
-    Raises InputError for another version, and if the only checkpoint is unreadable: training would restart silently.
-    """
+    Calls `log` for each damaged checkpoint that is skipped. `exclude` has the paths of checkpoints that a `restore` found
+    damaged. Calls `repair` on rank 0 for a checkpoint with missing files; it returns whether it restored any of them. Raises
+    InputError for another version, and if the only checkpoint is unreadable: training would restart silently."""
     from rayrec.checkpoint.communicator import Communicator  # imports torch, which callers of the other functions here avoid
 
     def find() -> Checkpoint | None:

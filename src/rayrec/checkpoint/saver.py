@@ -62,16 +62,11 @@ class Saver:
         clean_uncommitted: bool = True,
         damaged: Collection[int] = (),
     ) -> None:
-        """Create a saver and start its thread.
-
-        Args:
-            lease: Lease on rank 0, None on the others.
-            extra_files: Files stored with the weights, by name: content, or path of a constant file, copied by rank 0.
-            max_outage_s: Maximum storage outage in seconds before the run fails.
-            log: Also called in the thread.
-            clean_uncommitted: Whether to remove uncommitted saves of earlier attempts, in the thread.
-            damaged: Steps of damaged checkpoints that were skipped at the start, on rank 0. Removed after the first later save.
-        """
+        """Create a saver and start its thread. `lease` is None on all ranks except 0. `extra_files` are stored with the weights,
+        by name: content, or path of a constant file, copied by rank 0. The run fails after a storage outage of `max_outage_s`
+        seconds. The thread also calls `log`, and removes uncommitted saves of earlier attempts if `clean_uncommitted` is set.
+        `damaged` are steps of damaged checkpoints that were skipped at the start, on rank 0. They are removed after the first
+        later save."""
         self.last: Checkpoint | None = None
         """Newest checkpoint committed by this saver."""
         self.written_bytes = 0
@@ -255,11 +250,9 @@ class Saver:
 def apply_retention(
     run_folder: str, retention: Retention, *, newest: int, scores: dict[int, float | None], damaged: Collection[int] = ()
 ) -> None:
-    """Remove checkpoints that the retention policy does not keep, after step `newest` was committed.
-
-    Leaves steps after `newest`: a restart has skipped them and will write them again. Extends `scores`, the known scores by step.
-    Removes `damaged` steps, which were skipped and not written again, and do not count as kept.
-    """
+    """Remove checkpoints that the retention policy does not keep, after step `newest` was committed. Leaves steps after `newest`:
+    a restart has skipped them and will write them again. Extends `scores`, the known scores by step. Removes `damaged` steps,
+    which were skipped and not written again, and do not count as kept."""
     present, removed = {}, []
     for checkpoint in committed(run_folder):
         if checkpoint.step > newest:

@@ -75,11 +75,9 @@ def all_tensors(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def restore_all(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any) -> None:
-    """Restore weights and optimizer state, saved under any plan and number of workers; collective.
-
-    Raises the errors of `rayrec.checkpoint.restore`, and InputError for stored tensors that this model or optimizer does not
-    have. The run is then partly restored.
-    """
+    """Restore weights and optimizer state, saved under any plan and number of workers; collective. Raises the errors of
+    `rayrec.checkpoint.restore`, and InputError for stored tensors that this model or optimizer does not have. The run is then
+    partly restored."""
     start_from(checkpoint, {}, model, optimizer)
 
 
@@ -125,11 +123,9 @@ def _weight_of(name: str, weights: Collection[str]) -> str:
 
 
 def make_state(optimizer: Any) -> None:
-    """Create the optimizer state that first exists after a step (Adam's), to be filled by a restore.
-
-    Steps such an optimizer with zero gradients, which may move its weights, so restore them afterwards. Optimizers of embedding
-    tables always have state and take no step.
-    """
+    """Create the optimizer state that first exists after a step (Adam's), to be filled by a restore. Steps such an optimizer with
+    zero gradients, which may move its weights, so restore them afterwards. Optimizers of embedding tables always have state and
+    take no step."""
     parts = getattr(optimizer, "optimizers", None)
     if parts is not None:  # TorchRec's CombinedOptimizer
         for _, part in parts:
@@ -288,12 +284,10 @@ def _overlap(one: Columns, other: Columns) -> int:
 
 def restore_rows(checkpoint: Checkpoint, tensors: Mapping[str, tuple[Any, RowMap]]) -> None:
     """Copy stored rows into `tensors` in place according to their row maps, under any plan and number of workers. Rows without a
-    source are unchanged. Dimension 0 of a tensor or ShardedTensor matches its map.
-
-    Collective if a process group is initialized. Each rank reads the row ranges for its shards, 64 MiB at a time. Additional
-    memory: 24 bytes for each row of its largest shard. Raises on all ranks DamagedError if any rank found a damaged file,
-    InputError for a missing tensor or a wrong shape. Tensors may then be partly filled.
-    """
+    source are unchanged. Dimension 0 of a tensor or ShardedTensor matches its map. Collective if a process group is initialized.
+    Each rank reads the row ranges for its shards, 64 MiB at a time. Additional memory: 24 bytes for each row of its largest
+    shard. Raises on all ranks DamagedError if any rank found a damaged file, InputError for a missing tensor or a wrong shape.
+    Tensors may then be partly filled."""
     ranks = Communicator.all()
     manifest = ranks.run_on_rank0(checkpoint.manifest)
     ranks.run_on_all_ranks(lambda: _fill_all(checkpoint, manifest, tensors))

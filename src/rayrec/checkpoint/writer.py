@@ -53,11 +53,9 @@ class ExtraFiles:
 
     def write(self, folder: str) -> Described:
         """Write the files into a checkpoint folder. The caller checks the sizes of the copies. Raises InputError if a source is
-        missing, OSError if storage is unavailable.
-
-        Keeps files of a complete checkpoint in the same folder that have different content: until the next manifest is written, a
-        resume would use that checkpoint. An earlier attempt of the run saved it, possibly with other settings.
-        """
+        missing, OSError if storage is unavailable. Keeps files of a complete checkpoint in the same folder that have different
+        content: until the next manifest is written, a resume would use that checkpoint. An earlier attempt of the run saved it,
+        possibly with other settings."""
         new = [name for name in self._sources if name not in self._described]
         self._described |= zip(new, _threaded(_describe, [self._sources[name] for name in new]), strict=True)
         before = _recorded(folder) if self._sources else {}
@@ -85,10 +83,8 @@ class ExtraFiles:
 
 def repair(folder: str, sources: Mapping[str, Source]) -> list[str]:
     """Restore missing or damaged files of a complete checkpoint from sources with the recorded content, and return their names.
-    Checkpoints of one attempt share these files, so damage to one affects all.
-
-    Does nothing if the manifest is damaged. Raises OSError if storage is unavailable.
-    """
+    Checkpoints of one attempt share these files, so damage to one affects all. Does nothing if the manifest is damaged. Raises
+    OSError if storage is unavailable."""
     recorded = _recorded(folder)
     damaged = [name for name in sources if name in recorded and not _is(storage.join(folder, name), recorded[name])]
     repaired = [name for name in damaged if _has(sources[name], recorded[name])]
@@ -220,10 +216,8 @@ def commit(
     lease: Lease | None = None,
 ) -> int:
     """Commit a checkpoint of tensors with these `shapes` from the files of all ranks, on rank 0. Return its size in bytes.
-
     `extra_files` writes further files into the folder. Raises InputError if the lease is no longer valid or the ranks have not
-    written the full model, and OSError if storage is unavailable or full, or a written file is missing or has another size.
-    """
+    written the full model, and OSError if storage is unavailable or full, or a written file is missing or has another size."""
     if lease is not None:
         lease.check()
     storage.make_folder(folder)  # in case no rank had anything to write
@@ -295,11 +289,9 @@ def join(
     state: dict[str, Any],
     extra_files: Callable[[str], None],
 ) -> int:
-    """Merge tensors of other checkpoints, one file for each, into an empty folder. Return the size in bytes.
-
-    `sources` has the positions of selected tensors by name. `state` and `extra_files` are as in `rayrec.checkpoint.save`. Memory:
-    a few blocks of 16 MiB. Verifies every checksum. Raises DamagedError, or InputError for gaps.
-    """
+    """Merge tensors of other checkpoints, one file for each, into an empty folder. Return the size in bytes. `sources` has the
+    positions of selected tensors by name. `state` and `extra_files` are as in `rayrec.checkpoint.save`. Memory: a few blocks of
+    16 MiB. Verifies every checksum. Raises DamagedError, or InputError for gaps."""
     files = [_copied(path, number, *source) for number, source in enumerate(sources)]
     shapes = {target.name: target.shape for _, targets in sources for target in targets.values()}
     return commit(path, files, shapes=shapes, state=state, score=None, extra_files=describe_output(extra_files))

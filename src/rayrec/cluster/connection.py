@@ -48,10 +48,8 @@ def connect(
     address: str | None, *, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool, preload: Sequence[str] = ()
 ) -> str:
     """Connect this process to Ray and return the address of its head: an existing connection, else the cluster at `address` or
-    RAY_ADDRESS, else a new local Ray, which imports the modules `preload` once for all processes that name them.
-
-    Raises InputError within some 20 s if there is no answer or access is rejected; OSError if a local Ray does not start.
-    """
+    RAY_ADDRESS, else a new local Ray, which imports the modules `preload` once for all processes that name them. Raises
+    InputError within some 20 s if there is no answer or access is rejected; OSError if a local Ray does not start."""
     if address == IN_PROCESS:
         raise InputError(f"address {IN_PROCESS}: needs Ray here. Omit the address, or use local or HOST:PORT")
     # Ray 2.60 enables token authentication for clusters that it starts; the token file is valid for this user only.
@@ -221,14 +219,11 @@ def alive_nodes(*, probe: bool = False, free: bool = False) -> list[Node]:
 
 
 def data_nodes(layout: Layout) -> list[Node]:
-    """Return the nodes that can run data tasks of a run with this layout now, with the CPUs available to such tasks.
-
-    A node counts if it is alive, not about to be drained, not reserved for workers, and has the CPUs of one task beyond all
-    placement groups on it, also of other jobs. CPUs of running tasks count as available, because tasks end.
-
-    If the list is empty, Ray queues the run's data tasks without an error until such a node joins. Needs a connection to Ray and
-    makes three short calls to its head, so poll it every few seconds at most. Call it on the driver.
-    """
+    """Return the nodes that can run data tasks of a run with this layout now, with the CPUs available to such tasks. A node
+    counts if it is alive, not about to be drained, not reserved for workers, and has the CPUs of one task beyond all placement
+    groups on it, also of other jobs. CPUs of running tasks count as available, because tasks end. If the list is empty, Ray
+    queues the run's data tasks without an error until such a node joins. Needs a connection to Ray and makes three short calls to
+    its head, so poll it every few seconds at most. Call it on the driver."""
     from ray.util.placement_group import placement_group_table
 
     return nodes_for_tasks(alive_nodes(), list(placement_group_table().values()), layout)
@@ -251,11 +246,8 @@ _Answer = Literal["alive", "token rejected", "not Ray"]
 
 def require_head(address: str, *, source: str) -> None:
     """Check that the head of a running Ray cluster answers at `address` (host:port or auto) and accepts this user. From then on
-    Ray presents the token that the cluster requires.
-
-    Takes at most some 20 s. Raises InputError, with the address named as `source`, if nothing listens there, the listener is not
-    a head of this Ray version, or the cluster rejects the token.
-    """
+    Ray presents the token that the cluster requires. Takes at most some 20 s. Raises InputError, with the address named as
+    `source`, if nothing listens there, the listener is not a head of this Ray version, or the cluster rejects the token."""
     host, port = _host_and_port(address, source)
     _require_listener(host, port, source)
     from rayrec.compat.ray_compat import maybe_enable_token_auth_if_token_available

@@ -1,12 +1,9 @@
-"""Fork server: forks worker processes of one Ray node from a process that has already imported the large libraries.
-
-For each list of modules in a request (`forked_worker.MODULES`), the server forks a template process. It imports the modules and
-forks the workers that need them. Other workers are forked from the server itself. Neither process imports Ray, whose random
-identifiers and settings must not be shared. A server or template ends when its imported modules change on disk.
-
-The server of a local Ray ends when its standard input closes, with the process that started Ray. The server of a cluster node
-ends with the node manager, or after a long idle time. Templates end with their server, and workers with Ray.
-"""
+"""Fork server: forks worker processes of one Ray node from a process that has already imported the large libraries. For each list
+of modules in a request (`forked_worker.MODULES`), the server forks a template process. It imports the modules and forks the
+workers that need them. Other workers are forked from the server itself. Neither process imports Ray, whose random identifiers and
+settings must not be shared. A server or template ends when its imported modules change on disk. The server of a local Ray ends
+when its standard input closes, with the process that started Ray. The server of a cluster node ends with the node manager, or
+after a long idle time. Templates end with their server, and workers with Ray."""
 
 import atexit
 import contextlib

@@ -1,11 +1,8 @@
 """Worker process of Ray that is forked from a process with the large libraries imported (`fork_server.py`), and lives as long as
-its fork. Workers in languages other than Python start as without rayrec.
-
-On a local Ray, the node manager runs this program instead of Ray's `setup_worker.py`, and it asks the fork server of the command
-that started Ray. On a running Ray it is the job's Python (`python_of_a_job`) and asks the node's fork server, started on demand.
-
-Run by its path, with the worker's command as arguments. Imports very little, since it runs once per process.
-"""
+its fork. Workers in languages other than Python start as without rayrec. On a local Ray, the node manager runs this program
+instead of Ray's `setup_worker.py`, and it asks the fork server of the command that started Ray. On a running Ray it is the job's
+Python (`python_of_a_job`) and asks the node's fork server, started on demand. Run by its path, with the worker's command as
+arguments. Imports very little, since it runs once per process."""
 
 import json
 import os
@@ -70,11 +67,8 @@ def python_of_a_job() -> str:
 
 def unsupported_reason(context: dict[str, Any], environment: Mapping[str, str]) -> str:
     """Return the reason why a process with this runtime environment cannot be forked, or "" if it can. Pure.
-
-    Args:
-        context: Runtime environment, as resolved by Ray's agent.
-        environment: Environment variables; a running Ray has already added the runtime environment's.
-    """
+    `context` is the runtime environment, as resolved by Ray's agent. A running Ray has already added the runtime environment's
+    variables to `environment`."""
     if any(context.get(name) for name in ("command_prefix", "override_worker_entrypoint", "java_jars")):
         return "its runtime environment has a custom command"
     if context.get("py_executable", sys.executable) not in (sys.executable, python_of_a_job()):

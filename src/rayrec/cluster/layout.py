@@ -119,12 +119,10 @@ def layout(
     data_nodes: DataNodes,
 ) -> Layout:
     """Allocate a cluster's resources: number of workers (from a minimum to a maximum), their resources, the nodes of data tasks,
-    and the data CPUs per worker. Pure.
-
-    If only some nodes have the workers' special resources (GPUs, custom resources), `data_nodes` places data tasks: auto on the
-    other nodes if they have enough CPUs for each worker, separate always on the other nodes, any on all nodes. Raises InputError
-    if the minimum number of workers does not fit or leaves data tasks no CPU, and for separate without other nodes.
-    """
+    and the data CPUs per worker. Pure. If only some nodes have the workers' special resources (GPUs, custom resources),
+    `data_nodes` places data tasks: auto on the other nodes if they have enough CPUs for each worker, separate always on the other
+    nodes, any on all nodes. Raises InputError if the minimum number of workers does not fit or leaves data tasks no CPU, and for
+    separate without other nodes."""
     min_workers, max_workers = (num_workers, num_workers) if isinstance(num_workers, int) else num_workers
     required = dict(resources_per_worker)
     if use_gpu:

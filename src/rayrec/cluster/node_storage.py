@@ -1,7 +1,5 @@
-"""Check that cluster nodes can reach a command's object stores, and send them credentials on request.
-
-Ray's processes inherit the environment of `ray start`, not the command's, so the nodes may lack its credentials.
-"""
+"""Check that cluster nodes can reach a command's object stores, and send them credentials on request. Ray's processes inherit the
+environment of `ray start`, not the command's, so the nodes may lack its credentials."""
 
 import os
 import re
@@ -24,12 +22,10 @@ _ANSWER_S: Final = 60.0
 
 
 def runtime_env(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return a job's runtime environment with the store settings, or None unless `RAYREC_SEND_CREDENTIALS` is 1.
-
-    The settings are sent in the pickled setup hook, in the memory of Ray's head, like functions. Unlike `env_vars`, they do not
-    appear in command lines, logs or the dashboard. All code on the cluster can read them. Raises InputError for other values, and
-    without settings to send.
-    """
+    """Return a job's runtime environment with the store settings, or None unless `RAYREC_SEND_CREDENTIALS` is 1. The settings are
+    sent in the pickled setup hook, in the memory of Ray's head, like functions. Unlike `env_vars`, they do not appear in command
+    lines, logs or the dashboard. All code on the cluster can read them. Raises InputError for other values, and without settings
+    to send."""
     setting = environment.get(SEND, "")
     if setting in ("", "0"):
         return None
@@ -47,11 +43,9 @@ def runtime_env(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 def require_reachable(paths: Iterable[str | None]) -> None:
     """Check that every node that can run tasks reaches the object stores of `paths`. Ignores None and local paths, and returns at
-    once if this process started Ray, whose processes inherit its environment.
-
-    Raises InputError within seconds, naming the first node that fails, if this process itself reaches the store. Skips stores
-    that this process cannot reach, and nodes that start no task in 60 s.
-    """
+    once if this process started Ray, whose processes inherit its environment. Raises InputError within seconds, naming the first
+    node that fails, if this process itself reaches the store. Skips stores that this process cannot reach, and nodes that start
+    no task in 60 s."""
     urls = sorted({_folder(path) for path in paths if path is not None and in_object_store(path)})
     node = ray_compat.local_node()
     if not urls or node is None or node.is_head():

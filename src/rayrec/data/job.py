@@ -1,9 +1,7 @@
-"""Resumable job of tasks whose output folder appears complete or not at all.
-
-The folder is written as OUT.partial. Its subfolder `_job` contains the job's inputs, a lock, a marker for each finished task, and
-data that tasks pass to later ones. At the end `_job` is removed and the folder gets its final name. Folders at a URL cannot be
-renamed: the job writes below OUT directly if its last file marks it as complete, else it copies the files from OUT.partial.
-"""
+"""Resumable job of tasks whose output folder appears complete or not at all. The folder is written as OUT.partial. Its subfolder
+`_job` contains the job's inputs, a lock, a marker for each finished task, and data that tasks pass to later ones. At the end
+`_job` is removed and the folder gets its final name. Folders at a URL cannot be renamed: the job writes below OUT directly if its
+last file marks it as complete, else it copies the files from OUT.partial."""
 
 import errno
 import logging
@@ -121,12 +119,10 @@ class ResumableJob:
 
 @contextmanager
 def resumable_job(out: str, job_inputs: dict[str, Any], *, last_file: str | None) -> Iterator[ResumableJob]:
-    """Create the folder `out` with the tasks run in this context; it appears on exit without an error.
-
-    After an error the partial folder stays for the same call to resume, unless no task is finished. `last_file` is the name of
-    the file that the job writes last. None: no file marks the folder as complete, so at a URL its files are copied sequentially,
-    then COMPLETE. Raises InputError if `out` exists, is being written, or was started with a different or unknown `job_inputs`.
-    """
+    """Create the folder `out` with the tasks run in this context; it appears on exit without an error. After an error the partial
+    folder stays for the same call to resume, unless no task is finished. `last_file` is the name of the file that the job writes
+    last. None: no file marks the folder as complete, so at a URL its files are copied sequentially, then COMPLETE. Raises
+    InputError if `out` exists, is being written, or was started with a different or unknown `job_inputs`."""
     out = storage.absolute(out).rstrip("/")
     is_url, is_direct = storage.is_url(out), storage.is_url(out) and last_file is not None
     folder = JobFolder(out if is_direct else f"{out}.partial")

@@ -186,12 +186,10 @@ class LogSource:
             return schema
 
     def check_head(self, schema: Schema, *, max_bad_fraction: float = 0.0) -> None:
-        """Check the beginning of the data, to report mistakes early. Raises InputError.
-
-        Errors: no files; only empty files; a missing column in the first table; no valid line at the beginning of the first text
-        file, with the likely cause; many labels there, and more than `max_bad_fraction`, other than 0 and 1. A URL is only
-        checked to be well-formed: reading from a store twice costs more than an early message is worth.
-        """
+        """Check the beginning of the data, to report mistakes early. Raises InputError. Errors: no files; only empty files; a
+        missing column in the first table; no valid line at the beginning of the first text file, with the likely cause; many
+        labels there, and more than `max_bad_fraction`, other than 0 and 1. A URL is only checked to be well-formed: reading from
+        a store twice costs more than an early message is worth."""
         if storage.is_url(self.path):
             storage.resolve(self.path)
             return

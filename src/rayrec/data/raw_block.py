@@ -28,12 +28,9 @@ def category_type(schema: Schema) -> np.dtype:
 
 @dataclass(frozen=True)
 class RawBlock:
-    """Rows with the values of a log.
-
-    Matrices have one row per log row. In a log of hexadecimal tokens they are row-major, because kernels gather random rows, and
-    `missing` has one bit per column. Other logs are read and encoded by column, so that matrices are column-major, and `missing`
-    is bool.
-    """
+    """Rows with the values of a log. Matrices have one row per log row. In a log of hexadecimal tokens they are row-major,
+    because kernels gather random rows, and `missing` has one bit per column. Other logs are read and encoded by column, so that
+    matrices are column-major, and `missing` is bool."""
 
     schema: Schema
     numbers: np.ndarray
@@ -159,11 +156,9 @@ class RawBlock:
         )
 
     def group_keys(self, rows: np.ndarray | None = None) -> np.ndarray:
-        """Return the group keys of `rows` (int64; None: all), int64 [rows].
-
-        Equal values of column `schema.group` have equal keys, different values different keys, missing values 0. Keys come from
-        raw values, so that categories too rare for the vocabulary are separate groups.
-        """
+        """Return the group keys of `rows` (int64; None: all), int64 [rows]. Equal values of column `schema.group` have equal
+        keys, different values different keys, missing values 0. Keys come from raw values, so that categories too rare for the
+        vocabulary are separate groups."""
         name = self.schema.group
         assert name is not None
         categories, missing = self.column(name), self.is_missing(name)

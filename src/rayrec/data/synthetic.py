@@ -208,11 +208,9 @@ def generate(
     out: str, *, parallelism: int | None = None, progress: Callable[[int, int], None] | None = None, **settings: Any
 ) -> dict[str, Any]:
     """Write a synthetic click log and `truth.json`, the best quality that any model could reach on it; return the latter.
-
     `settings` are the fields of SyntheticLog. The files appear complete or not at all, `truth.json` last. `parallelism` is the
     number of threads (default: available CPUs). `progress(rows done, rows)` is called after every block. Raises InputError for
-    invalid settings and existing files.
-    """
+    invalid settings and existing files."""
     out = os.fspath(out)
     if "://" in out:
         raise InputError(f"{out}: must be a local folder; generate the log there, then copy it")
@@ -268,12 +266,10 @@ def max_row_bytes(num_dense: int, num_sparse: int) -> int:
 
 
 def format_rows(labels: np.ndarray, *, dense: np.ndarray, tokens: np.ndarray, missing: np.ndarray, out: np.ndarray) -> int:
-    """Write rows as `label, integers, 8-hex-digit tokens`, tab-separated, into `out`; return the number of bytes written.
-
-    All arrays are C-contiguous: labels uint8 [rows], dense int32 [num_dense, rows], tokens uint32 [num_sparse, rows], out uint8
+    """Write rows as `label, integers, 8-hex-digit tokens`, tab-separated, into `out`; return the number of bytes written. All
+    arrays are C-contiguous: labels uint8 [rows], dense int32 [num_dense, rows], tokens uint32 [num_sparse, rows], out uint8
     [capacity]. `missing` is uint64 [rows] with bit d for dense column d and bit num_dense + s for sparse column s. Raises
-    ValueError for an array of another type or shape, and if the text exceeds `out`.
-    """
+    ValueError for an array of another type or shape, and if the text exceeds `out`."""
     rows, num_dense, num_sparse = len(labels), len(dense), len(tokens)
     expected = (
         ("labels", labels, np.uint8, (rows,)),

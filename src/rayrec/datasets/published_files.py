@@ -61,11 +61,9 @@ class RemoteFile(Config):
 def require_files(
     path: str, requested: Sequence[RemoteFile], *, fetch_name: str, note: Callable[[str], None] | None = None
 ) -> list[str]:
-    """Return one path per wanted file in a folder, plain, .gz or .parquet, in the wanted order.
-
-    Notes files of an unlikely size, which may be truncated, or intentional samples. Raises InputError if files are missing, with
-    their sizes, pages and the `rayrec fetch FETCH_NAME` command, or if a file is present twice, because both would be read.
-    """
+    """Return one path per wanted file in a folder, plain, .gz or .parquet, in the wanted order. Notes files of an unlikely size,
+    which may be truncated, or intentional samples. Raises InputError if files are missing, with their sizes, pages and the
+    `rayrec fetch FETCH_NAME` command, or if a file is present twice, because both would be read."""
     by_name: dict[str, storage.File] = {}
     if storage.exists(path):
         with contextlib.suppress(InputError):  # An empty folder lacks all files.

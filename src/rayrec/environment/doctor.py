@@ -91,10 +91,8 @@ def doctor(
     pip: str | None = None,
 ) -> Report:
     """Diagnose this interpreter's installation and this machine. Takes about 15 s, because it imports torch in another process.
-
     Arguments replace the detected values; `pip` is the user's command for this environment's pip. Raises InputError if even
-    `packaging`, which parses versions, is not installed.
-    """
+    `packaging`, which parses versions, is not installed."""
     pip = pip or _pip()
     try:
         import packaging.requirements  # noqa: F401

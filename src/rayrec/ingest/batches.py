@@ -173,16 +173,10 @@ class BatchSlicer:
         tables: Mapping[str, int] | None = None,
         pin_constants: bool = False,
     ) -> None:
-        """Configure the slicer.
-
-        Args:
-            rows: Stream of encoded rows.
-            inputs: Input columns of the model.
-            targets: Function that computes the first label. None keeps it.
-            unpooled: Sparse columns for `Batch.sequence_features`.
-            tables: Additional keys there, with the number of ids (0, 1, ...) in their first row.
-            pin_constants: Whether to pin lengths and offsets equal in all batches, more than half of a batch, only once.
-        """
+        """Configure the slicer for a stream of encoded rows and the model's input columns. `targets` computes the first label;
+        None keeps it. `unpooled` names the sparse columns for `Batch.sequence_features`, and `tables` additional keys there, with
+        the number of ids (0, 1, ...) in their first row. `pin_constants` pins lengths and offsets equal in all batches, more than
+        half of a batch, only once."""
         self._rows, self._targets, self._pin_constants = rows, targets, pin_constants
         self._num_dense, self._keys, self._labels = len(inputs.dense), inputs.sparse, inputs.label_names
         self._weighted = bool(inputs.list_weights)

@@ -1,9 +1,7 @@
-"""Deterministic epoch order: blocks of rows, sharded over any number of workers. Pure functions.
-
-An epoch is a sequence of blocks. A block combines row ranges of a few random segments and permutes their rows together. Any node
-can recompute it from its number. Block ranges (row ranges of permuted blocks) are sharded round-robin and balanced so that shards
-differ by at most one row. The rest of an epoch is also a list of block ranges, which can be sharded over any number of workers.
-"""
+"""Deterministic epoch order: blocks of rows, sharded over any number of workers. Pure functions. An epoch is a sequence of
+blocks. A block combines row ranges of a few random segments and permutes their rows together. Any node can recompute it from its
+number. Block ranges (row ranges of permuted blocks) are sharded round-robin and balanced so that shards differ by at most one
+row. The rest of an epoch is also a list of block ranges, which can be sharded over any number of workers."""
 
 from __future__ import annotations
 
@@ -75,11 +73,9 @@ class BlockOrder:
 
     @cached_property
     def identity(self) -> str:
-        """Hash of the rows and their order, as 16 hex digits. A position is valid only for an equal hash.
-
-        Files are identified by their names and the row counts and checksums of their segments, not by their folder: a log can be
-        moved. Takes less than 2 s for a million parts.
-        """
+        """Hash of the rows and their order, as 16 hex digits. A position is valid only for an equal hash. Files are identified by
+        their names and the row counts and checksums of their segments, not by their folder: a log can be moved. Takes less than
+        2 s for a million parts."""
         return self._identity(checksums=True)
 
     def _identity(self, *, checksums: bool) -> str:

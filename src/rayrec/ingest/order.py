@@ -1,7 +1,5 @@
-"""Epoch order interface: the row order of an epoch, and the steps of one worker in it.
-
-An order is pure: equal on every node, for any number of workers. No array grows with the number of steps.
-"""
+"""Epoch order interface: the row order of an epoch, and the steps of one worker in it. An order is pure: equal on every node, for
+any number of workers. No array grows with the number of steps."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

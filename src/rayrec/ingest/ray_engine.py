@@ -83,12 +83,9 @@ class ConcurrencyLimits:
 
     @classmethod
     def of(cls, placement: TaskPlacement, *, block_bytes: int, prefetch_blocks: int) -> ConcurrencyLimits:
-        """Compute limits for a placement.
-
-        Allows twice as many tasks as run at once, because the scheduling loop of Ray Data 2.60 takes up to 0.2 s to detect the
-        end of a task. Allows `prefetch_blocks` more blocks than tasks, if they and the reader's blocks fit into the object-store
-        memory of the placement.
-        """
+        """Compute limits for a placement. Allows twice as many tasks as run at once, because the scheduling loop of Ray Data 2.60
+        takes up to 0.2 s to detect the end of a task. Allows `prefetch_blocks` more blocks than tasks, if they and the reader's
+        blocks fit into the object-store memory of the placement."""
         cpus = ray.cluster_resources().get("CPU", 1.0) if placement.max_cpus is None else placement.max_cpus
         tasks = 2 * max(1, math.floor(cpus / placement.num_cpus))
         blocks = tasks + prefetch_blocks
@@ -100,11 +97,9 @@ class ConcurrencyLimits:
 
 @final
 class _LimitPolicy(BackpressurePolicy):
-    """Backpressure policy that limits an operator's tasks and blocks by number.
-
-    The default policy limits them by a resource budget, which is zero in the first second of a Dataset, because Ray 2.60 polls it
-    once per second. Until then only one task runs at a time.
-    """
+    """Backpressure policy that limits an operator's tasks and blocks by number. The default policy limits them by a resource
+    budget, which is zero in the first second of a Dataset, because Ray 2.60 polls it once per second. Until then only one task
+    runs at a time."""
 
     def __init__(self, data_context: Any, topology: Any, resource_manager: Any, *, limits: ConcurrencyLimits) -> None:
         super().__init__(data_context, topology, resource_manager)
@@ -126,11 +121,9 @@ def tasks_dataset(
     limits: ConcurrencyLimits | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> ray.data.Dataset:
-    """Create a Dataset with one block per item, in order. `function` is picklable and called in data tasks.
-
-    `block_bytes` is the expected block size. `limits` keep tasks from filling the object store ahead of a slow reader; None
-    submits all tasks at once. `environment` has environment variables of the task processes.
-    """
+    """Create a Dataset with one block per item, in order. `function` is picklable and called in data tasks. `block_bytes` is the
+    expected block size. `limits` keep tasks from filling the object store ahead of a slow reader; None submits all tasks at once.
+    `environment` has environment variables of the task processes."""
     if placement.max_outage_s is not None:
         function = functools.partial(_run_with_retry, placement.max_outage_s, function)
     # With `ray start`, usage statistics of Ray Data 2.60 are an actor, and in each process a thread that logs failed connections

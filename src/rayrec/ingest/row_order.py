@@ -25,14 +25,10 @@ class RowPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Row order by windows, each shuffled uniformly. Uses 8 bytes of memory per row of a window.
-
-    With one window, the order equals torch's DistributedSampler: `torch.randperm(rows)`, seeded with seed + epoch.
-
-    A step of all workers has `batch_size * world_size` consecutive rows, of which worker r takes rows r, r + world_size, ... The
-    rest of an epoch is a smaller step. If it has fewer than two rows per worker, too few for batch normalisation, it is added to
-    the previous step.
-    """
+    """Row order by windows, each shuffled uniformly. Uses 8 bytes of memory per row of a window. With one window, the order
+    equals torch's DistributedSampler: `torch.randperm(rows)`, seeded with seed + epoch. A step of all workers has `batch_size *
+    world_size` consecutive rows, of which worker r takes rows r, r + world_size, ... The rest of an epoch is a smaller step. If
+    it has fewer than two rows per worker, too few for batch normalisation, it is added to the previous step."""
 
     chunk_rows: tuple[int, ...]
     """Row count of each chunk (shard)."""

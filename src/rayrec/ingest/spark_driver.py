@@ -1,7 +1,5 @@
-"""Spark driver in a child process: reads jobs from standard input and runs one Spark task per item.
-
-It also runs in RayDP's environment, so it imports only Spark and the data layer.
-"""
+"""Spark driver in a child process: reads jobs from standard input and runs one Spark task per item. It also runs in RayDP's
+environment, so it imports only Spark and the data layer."""
 
 import functools
 import json

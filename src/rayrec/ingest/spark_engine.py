@@ -51,11 +51,9 @@ _COMPLETE = "complete"
 
 
 def environment(name: str, *, folder: str, note: Callable[[str], None]) -> str:
-    """Return the interpreter of environment `name`, and create the environment below `folder` if needed.
-
-    It contains the distributions of NAME.lock in this package, and its folder name has their hash. Safe to call from several
-    processes. Raises InputError if pip fails.
-    """
+    """Return the interpreter of environment `name`, and create the environment below `folder` if needed. It contains the
+    distributions of NAME.lock in this package, and its folder name has their hash. Safe to call from several processes. Raises
+    InputError if pip fails."""
     lock = resources.files("rayrec.ingest").joinpath(f"{name}.lock").read_text()
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     key = hashlib.sha256(f"{sys.executable}\0{version}\0{lock}".encode()).hexdigest()[:12]
@@ -95,11 +93,9 @@ _STOP_S = 30.0
 
 @dataclass
 class SparkEngine:
-    """Engine that runs data tasks on Spark. Implements `Engine`.
-
-    The Spark driver is a child process (spark_driver.py), with a separate JVM, separate logs and, for RayDP, a separate Python
-    environment. Tasks write results to files in a folder shared with all executors, which are read in order and removed.
-    """
+    """Engine that runs data tasks on Spark. Implements `Engine`. The Spark driver is a child process (spark_driver.py), with a
+    separate JVM, separate logs and, for RayDP, a separate Python environment. Tasks write results to files in a folder shared
+    with all executors, which are read in order and removed."""
 
     process: subprocess.Popen[str]
     folder: str

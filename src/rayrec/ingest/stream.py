@@ -210,11 +210,9 @@ class MappedSource:
 
 @final
 class RowStream(Iterator[EncodedRows]):
-    """Iterator over the encoded rows of block ranges, in order. The source starts immediately and runs ahead of the reader.
-
-    If the run is asked to stop and no rows arrive, because the nodes of the data tasks may be lost, this process makes the
-    missing rows: other workers may have trained theirs of the same step, and a checkpoint needs a complete step.
-    """
+    """Iterator over the encoded rows of block ranges, in order. The source starts immediately and runs ahead of the reader. If
+    the run is asked to stop and no rows arrive, because the nodes of the data tasks may be lost, this process makes the missing
+    rows: other workers may have trained theirs of the same step, and a checkpoint needs a complete step."""
 
     def __init__(self, source: TaskSource | MappedSource, block_ranges: BlockRanges, account: StageTimes | None = None) -> None:
         """Start reading. `block_ranges` must be re-iterable. `account` receives the stage times of each."""

@@ -13,11 +13,9 @@ _FEWEST_ROWS: Final = 2
 
 @final
 class GlobalBatchNorm(nn.Module):
-    """Normalization by mean and variance over the rows of all workers, [rows, features] (Ioffe and Szegedy, 2015).
-
-    Eval mode uses the running statistics, which are equal on all workers. A worker may have no rows. Arithmetic is float32, and
-    the output has the input's dtype. torch's SyncBatchNorm does the same, but only on GPUs.
-    """
+    """Normalization by mean and variance over the rows of all workers, [rows, features] (Ioffe and Szegedy, 2015). Eval mode uses
+    the running statistics, which are equal on all workers. A worker may have no rows. Arithmetic is float32, and the output has
+    the input's dtype. torch's SyncBatchNorm does the same, but only on GPUs."""
 
     running_mean: torch.Tensor
     running_var: torch.Tensor

@@ -29,13 +29,11 @@ _WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 @final
 class CpuWatch:
-    """Thread that measures how long the operator threads of the calling thread wait for a CPU, until `close`.
-
-    Between two operators, the threads of GNU's OpenMP library, which torch uses on CPU, spin for some milliseconds before they
-    sleep. This is fastest on idle CPUs. If other processes use the CPUs, threads spin for a thread without a CPU, and training is
-    up to 80 times slower. During contention, waits are 3,000 times shorter, unless the environment sets them (OMP_WAIT_POLICY,
-    GOMP_SPINCOUNT). Results are bit-identical. Without /proc/PID/task/TID/schedstat nothing is measured.
-    """
+    """Thread that measures how long the operator threads of the calling thread wait for a CPU, until `close`. Between two
+    operators, the threads of GNU's OpenMP library, which torch uses on CPU, spin for some milliseconds before they sleep. This is
+    fastest on idle CPUs. If other processes use the CPUs, threads spin for a thread without a CPU, and training is up to 80 times
+    slower. During contention, waits are 3,000 times shorter, unless the environment sets them (OMP_WAIT_POLICY, GOMP_SPINCOUNT).
+    Results are bit-identical. Without /proc/PID/task/TID/schedstat nothing is measured."""
 
     def __init__(self, on_contention: Callable[[float], None] = lambda waiting: None) -> None:
         """Start the thread. It calls `on_contention` once, with the share of its runnable time that an operator thread waited."""
@@ -141,11 +139,9 @@ def _can_shorten_waits(num_threads: int) -> bool:
 
 @final
 class _ShortWaits:
-    """Switch for short waits of all OpenMP threads in this process.
-
-    GNU's library spins 100 instead of 300,000 times if it has more threads than CPUs (`gomp_throttled_spin_count_var` in
-    libgomp's env.c). A thread of ours keeps as many idle OpenMP threads as there are CPUs.
-    """
+    """Switch for short waits of all OpenMP threads in this process. GNU's library spins 100 instead of 300,000 times if it has
+    more threads than CPUs (`gomp_throttled_spin_count_var` in libgomp's env.c). A thread of ours keeps as many idle OpenMP
+    threads as there are CPUs."""
 
     def __init__(self) -> None:
         self._released: threading.Event | None = None

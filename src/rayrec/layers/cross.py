@@ -14,11 +14,9 @@ Structure = Literal["parallel", "stacked", "stacked_parallel"]
 
 @final
 class CrossLayer(nn.Module):
-    """Layer x0 * (W x + b) + x for two inputs [rows, width], in the precision's dtype (Wang et al., "DCN V2", WWW 2021).
-
-    With `low_rank`, W is a product of two matrices of this rank. With `gated`, the product is also multiplied by sigmoid(W_g x),
-    and initial biases are uniform in [0, 1) (Wang et al., "Towards Deeper, Lighter and Interpretable Cross Network", CIKM 2023).
-    """
+    """Layer x0 * (W x + b) + x for two inputs [rows, width], in the precision's dtype (Wang et al., "DCN V2", WWW 2021). With
+    `low_rank`, W is a product of two matrices of this rank. With `gated`, the product is also multiplied by sigmoid(W_g x), and
+    initial biases are uniform in [0, 1) (Wang et al., "Towards Deeper, Lighter and Interpretable Cross Network", CIKM 2023)."""
 
     def __init__(self, width: int, *, low_rank: int | None = None, gated: bool = False, precision: Precision = "fp32") -> None:
         super().__init__()
@@ -86,11 +84,9 @@ class CrossMixture(nn.Module):
 
 @final
 class CrossAndDeep(nn.Module):
-    """Cross layers and an MLP, [rows, width] to float32 logits [rows].
-
-    The MLP takes the output of the cross layers (stacked), or the same inputs, with the logit computed from both concatenated
-    outputs (parallel). `stacked_parallel` has both MLPs. Without `mlp`, the logit is computed from the cross layers only.
-    """
+    """Cross layers and an MLP, [rows, width] to float32 logits [rows]. The MLP takes the output of the cross layers (stacked), or
+    the same inputs, with the logit computed from both concatenated outputs (parallel). `stacked_parallel` has both MLPs. Without
+    `mlp`, the logit is computed from the cross layers only."""
 
     def __init__(
         self,

@@ -1,8 +1,6 @@
-"""DLRM network (Naumov et al., 2019), with pairwise dot products, low-rank crosses, or a product of two projections.
-
-Sharded collections return features by table and worker. Each interaction reorders them (the dot product for free, by its choice
-of pairs), so the result does not depend on the plan.
-"""
+"""DLRM network (Naumov et al., 2019), with pairwise dot products, low-rank crosses, or a product of two projections. Sharded
+collections return features by table and worker. Each interaction reorders them (the dot product for free, by its choice of
+pairs), so the result does not depend on the plan."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

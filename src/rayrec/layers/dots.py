@@ -17,11 +17,9 @@ _ROWS_AT_ONCE: Final = 256
 
 
 def pairwise_dots(dense: torch.Tensor, sparse: torch.Tensor, order: Order) -> torch.Tensor:
-    """Concatenate the dense vector and the products of all vector pairs, dtype of `dense` [rows, dim + pairs].
-
-    Pairs are (0, 1), (0, 2), ..., (1, 2), ... with the dense vector first, then the features (Naumov et al., DLRM, 2019). On CPU,
-    a kernel reads and writes each value once and sums in float32. `sparse`: [rows, features * dim], with the features in `order`.
-    """
+    """Concatenate the dense vector and the products of all vector pairs, dtype of `dense` [rows, dim + pairs]. Pairs are (0, 1),
+    (0, 2), ..., (1, 2), ... with the dense vector first, then the features (Naumov et al., DLRM, 2019). On CPU, a kernel reads
+    and writes each value once and sums in float32. `sparse`: [rows, features * dim], with the features in `order`."""
     if dense.is_cpu and dense.dtype in _KINDS and sparse.dtype in _KINDS:
         return _KernelDots.apply(dense, sparse, feature_positions(order))
     return _OperatorDots.apply(dense, sparse, *_indices(order, dense.shape[1], dense.device))

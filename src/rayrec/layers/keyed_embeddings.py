@@ -66,11 +66,9 @@ def _absent(feature: str) -> torch.Tensor:
 @final
 class KeyedEmbeddings(Mapping[str, torch.Tensor]):
     """Embeddings of a batch: the sum of each feature's id embeddings, float32 [rows, dim], by name. `sequences` has the unpooled
-    embeddings of `ClickModelConfig.sequences`.
-
-    In training, embeddings come from other workers. Their first use waits for them, so a network that starts with its dense
-    features overlaps this with the exchange. The sharding plan determines their order, which only `pooled_unordered` exposes.
-    """
+    embeddings of `ClickModelConfig.sequences`. In training, embeddings come from other workers. Their first use waits for them,
+    so a network that starts with its dense features overlaps this with the exchange. The sharding plan determines their order,
+    which only `pooled_unordered` exposes."""
 
     def __init__(
         self,

@@ -1,8 +1,6 @@
-"""Fully connected layers as one fused autograd step, because the matrix product behind `nn.Linear` can be slow on CPUs.
-
-On CPU, products use oneDNN, which reaches 250 GFLOP/s per core in float32 on AMD Zen 5 (MKL: 115), and adds bias and ReLU while
-the product is in cache. Other devices use plain torch operators.
-"""
+"""Fully connected layers as one fused autograd step, because the matrix product behind `nn.Linear` can be slow on CPUs. On CPU,
+products use oneDNN, which reaches 250 GFLOP/s per core in float32 on AMD Zen 5 (MKL: 115), and adds bias and ReLU while the
+product is in cache. Other devices use plain torch operators."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -23,11 +21,9 @@ _BLOCK: Final = 64
 
 
 def relu_backward_(gradient: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Set `gradient` to 0 in place where `output` is not above 0. Return it transposed, and summed over rows.
-
-    Both inputs are [rows, columns], float32 and contiguous, on CPU, and are read once. A product that needs the transposed
-    gradient would copy it again. The sum does not depend on the number of threads.
-    """
+    """Set `gradient` to 0 in place where `output` is not above 0. Return it transposed, and summed over rows. Both inputs are
+    [rows, columns], float32 and contiguous, on CPU, and are read once. A product that needs the transposed gradient would copy it
+    again. The sum does not depend on the number of threads."""
     turned, sums = torch.ops.rayrec.relu_backward_(gradient, output)
     return turned, sums
 
@@ -176,11 +172,9 @@ def linear_stack(
     dtype: torch.dtype,
     float_last: bool = False,
 ) -> torch.Tensor:
-    """Apply a sequence of linear layers to `inputs` [rows, in_features].
-
-    `parameters` alternates float32 weights [out, in] and biases (or None). Products and activations have `dtype`. With
-    `float_last` the last product is float32, as logits need more than bfloat16's eight bits.
-    """
+    """Apply a sequence of linear layers to `inputs` [rows, in_features]. `parameters` alternates float32 weights [out, in] and
+    biases (or None). Products and activations have `dtype`. With `float_last` the last product is float32, as logits need more
+    than bfloat16's eight bits."""
     # torch.export and torch.compile fuse themselves and need plain operators. Check them first: reading the row count would make
     # it a constant in their result.
     plain = torch.compiler.is_compiling() or (not torch.is_grad_enabled() and inputs.shape[0] <= _FEW_ROWS)
@@ -212,12 +206,10 @@ class UninitializedLinear(nn.Linear):
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them, [rows, in_features] to [rows, sizes[-1]].
-
-    With `final_activation` the last layer also has a ReLU, and the output has the precision's dtype. Otherwise the last layer is
-    float32. Initial weights are N(0, sqrt(2 / (in + out))) and biases N(0, sqrt(1 / out)), from torch's global generator (Naumov
-    et al., DLRM, 2019, `dlrm_s_pytorch.py`).
-    """
+    """Linear layers with ReLU between them, [rows, in_features] to [rows, sizes[-1]]. With `final_activation` the last layer also
+    has a ReLU, and the output has the precision's dtype. Otherwise the last layer is float32. Initial weights are N(0, sqrt(2 /
+    (in + out))) and biases N(0, sqrt(1 / out)), from torch's global generator (Naumov et al., DLRM, 2019,
+    `dlrm_s_pytorch.py`)."""
 
     def __init__(
         self,

@@ -27,11 +27,9 @@ Keys = npt.NDArray[np.uint32]
 
 
 def auroc(logits: Any, labels: Any) -> float:
-    """Return the exact area under the ROC curve, Mann-Whitney U / (positives * negatives), with ties as one half.
-
-    `logits` and `labels` are arrays or tensors of any shape with equal sizes. Logits are converted to float32, and labels must be
-    0 or 1. Infinite logits are ordered. NaN raises InputError. Returns NaN for only one class.
-    """
+    """Return the exact area under the ROC curve, Mann-Whitney U / (positives * negatives), with ties as one half. `logits` and
+    `labels` are arrays or tensors of any shape with equal sizes. Logits are converted to float32, and labels must be 0 or 1.
+    Infinite logits are ordered. NaN raises InputError. Returns NaN for only one class."""
     checked_logits, checked_labels = checked(logits, labels)
     negatives, positives = _sorted_keys(checked_logits, checked_labels)
     return _area(_twice_u(negatives, positives), num_positives=len(positives), num_negatives=len(negatives))
@@ -167,15 +165,12 @@ def _metrics(of_ranks: Sequence[Sequence[float]], twice_u: int) -> dict[str, flo
 
 
 def distributed_binary_metrics(logits: Any, labels: Any, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
-    """Return `binary_metrics` over the rows of all ranks, equal on every rank. Collective.
-
-    Every rank of the group (default: all) passes its rows, possibly none. AUROC is exact and bit-identical to one process, and
-    float64 sums agree to about 1e-15 relative. Invalid rows on one rank raise InputError on every rank, so that no rank waits. In
-    addition to the input, a rank needs about 12 bytes per row of its share (more with very many ties, because equal logits go to
-    one rank). Without torch.distributed, this is the local `binary_metrics`.
-
-    Method: sample sort (Frazer & McKellar 1970) of the keys, one key range per rank, then rank sums per range.
-    """
+    """Return `binary_metrics` over the rows of all ranks, equal on every rank. Collective. Every rank of the group (default: all)
+    passes its rows, possibly none. AUROC is exact and bit-identical to one process, and float64 sums agree to about 1e-15
+    relative. Invalid rows on one rank raise InputError on every rank, so that no rank waits. In addition to the input, a rank
+    needs about 12 bytes per row of its share (more with very many ties, because equal logits go to one rank). Without
+    torch.distributed, this is the local `binary_metrics`. Method: sample sort (Frazer & McKellar 1970) of the keys, one key range
+    per rank, then rank sums per range."""
     if num_workers(process_group) == 1:
         return binary_metrics(logits, labels)
 

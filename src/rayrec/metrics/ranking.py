@@ -1,7 +1,5 @@
-"""Metrics of row order within groups, such as the items shown to one user: GAUC, NDCG, recall, hit rate, MRR.
-
-One pass through rows sorted by group and score (native/ranking.c) computes them, with over 5 million rows/s on two CPUs.
-"""
+"""Metrics of row order within groups, such as the items shown to one user: GAUC, NDCG, recall, hit rate, MRR. One pass through
+rows sorted by group and score (native/ranking.c) computes them, with over 5 million rows/s on two CPUs."""
 
 from __future__ import annotations
 
@@ -49,27 +47,22 @@ Rows = tuple[Groups, Floats, Labels]
 
 
 def gauc(groups: Any, logits: Any, labels: Any) -> dict[str, float]:
-    """Return the row-weighted mean of the groups' exact AUROCs, with ties as one half, and its group and row counts.
-
-    `groups` are int64 keys [rows]. Excludes rows with NO_GROUP and groups with one class. gauc is NaN without groups. `logits`
-    and `labels` as in `rayrec.metrics.binary.auroc`. Raises InputError as `auroc`, and for different lengths. Source: Zhou et al.
-    2018, "Deep Interest Network for Click-Through Rate Prediction", section 6.2.
-    """
+    """Return the row-weighted mean of the groups' exact AUROCs, with ties as one half, and its group and row counts. `groups` are
+    int64 keys [rows]. Excludes rows with NO_GROUP and groups with one class. gauc is NaN without groups. `logits` and `labels` as
+    in `rayrec.metrics.binary.auroc`. Raises InputError as `auroc`, and for different lengths. Source: Zhou et al. 2018, "Deep
+    Interest Network for Click-Through Rate Prediction", section 6.2."""
     metrics = ranking_metrics(groups, logits, labels)
     return {name: metrics[name] for name in ("gauc", "gauc_groups", "gauc_rows")}
 
 
 def ranking_metrics(groups: Any, logits: Any, labels: Any, *, ks: Sequence[int] = DEFAULT_KS) -> dict[str, float]:
     """Return `gauc` and, for each k of `ks`, `ndcg_at_K`, `recall_at_K` and `hit_rate_at_K`, then `mrr` and `ranked_groups`.
-
     These are unweighted means over the `ranked_groups` groups with at least one positive. Rows of a group are ranked by falling
     logit. NDCG: gain 1 for a positive, discount 1 / log2(rank + 1), ideal of min(k, positives) (Järvelin & Kekäläinen 2002).
     Recall: positives within the first k divided by all positives. Hit rate: whether the first k have a positive. MRR: 1 / rank of
     the first positive. Ties count as the expected value over all orders of the tied rows, so the input order does not matter
-    (McSherry & Najork 2008, as scikit-learn's ndcg_score).
-
-    Arguments and errors as in `gauc`. Memory: 32 bytes per row for up to 16 million rows at a time, or one larger group.
-    """
+    (McSherry & Najork 2008, as scikit-learn's ndcg_score). Arguments and errors as in `gauc`. Memory: 32 bytes per row for up to
+    16 million rows at a time, or one larger group."""
     check_ks(ks)
     checked_logits, checked_labels = checked(logits, labels)
     keys = _keys(groups, len(checked_logits))
@@ -173,11 +166,9 @@ class _Sums:
 
 @final
 class RankingAccumulator:
-    """Accumulator of an evaluation's groups, logits and labels for `ranking_metrics` over all ranks.
-
-    Rows take 13 bytes each in memory, up to `memory_rows`. Then all rows move to a temporary file, by a hash of their groups, and
-    1 in 256 parts is read at a time. This only changes the order of sums.
-    """
+    """Accumulator of an evaluation's groups, logits and labels for `ranking_metrics` over all ranks. Rows take 13 bytes each in
+    memory, up to `memory_rows`. Then all rows move to a temporary file, by a hash of their groups, and 1 in 256 parts is read at
+    a time. This only changes the order of sums."""
 
     def __init__(self, ks: Sequence[int] = DEFAULT_KS, *, memory_rows: int = MEMORY_ROWS) -> None:
         check_ks(ks)
@@ -240,11 +231,9 @@ class RankingAccumulator:
         return _concatenate([(spilled["group"], spilled["logit"], spilled["label"]), in_memory])
 
     def compute(self, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
-        """Return the metrics over all ranks. Collective, but local without torch.distributed.
-
-        Each group's rows go to one rank, by a hash of its key, so the result equals one process except for the order of a sum.
-        Raises InputError on every rank if any logit is NaN, so that no rank waits.
-        """
+        """Return the metrics over all ranks. Collective, but local without torch.distributed. Each group's rows go to one rank,
+        by a hash of its key, so the result equals one process except for the order of a sum. Raises InputError on every rank if
+        any logit is NaN, so that no rank waits."""
         sums = _Sums(self._ks)
         if num_workers(process_group) == 1:
             reject_nan(self._missing, self._total)

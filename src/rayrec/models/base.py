@@ -154,11 +154,9 @@ class ClickModelConfig(Config):
         return label_heads(inputs.label, inputs.more_labels, kind=inputs.label_kind)
 
     def score(self, metrics: Mapping[str, float]) -> float:
-        """Return the value to maximize in early stopping, best checkpoint and searches.
-
-        Default: AUROC, or the negative log loss if the validation rows have only one class. For a main label that is a count or a
-        number, the negative deviance or squared error. Without labels, the negative loss.
-        """
+        """Return the value to maximize in early stopping, best checkpoint and searches. Default: AUROC, or the negative log loss
+        if the validation rows have only one class. For a main label that is a count or a number, the negative deviance or squared
+        error. Without labels, the negative loss."""
         if "auroc" not in metrics:
             return -next(metrics[name] for name in ("deviance", "mse", "loss") if name in metrics)
         return metrics["auroc"] if math.isfinite(metrics["auroc"]) else -metrics["logloss"]

@@ -25,11 +25,9 @@ USUAL_LENGTH: Final = 20
 def network_multiply_adds(
     network: torch.nn.Module, inputs: ModelInputs, config: ClickModelConfig, *, num_embeddings: Sequence[int] = ()
 ) -> float | None:
-    """Return the multiply-adds of the forward pass per row, or None, with a warning, if torch cannot count them.
-
-    JaggedEmbeddings have their maximum length (20 without max_length). Includes the loss of a network that trains on full tables.
-    `num_embeddings`: row count of each feature's table, for full tables.
-    """
+    """Return the multiply-adds of the forward pass per row, or None, with a warning, if torch cannot count them. JaggedEmbeddings
+    have their maximum length (20 without max_length). Includes the loss of a network that trains on full tables.
+    `num_embeddings`: row count of each feature's table, for full tables."""
     row = _random_rows(inputs, config, 1, like=network, num_embeddings=num_embeddings)
     return counted(network, lambda: _computed(network, config, row))
 

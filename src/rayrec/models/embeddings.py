@@ -97,16 +97,10 @@ def build_embeddings(
     weighted: bool = False,
     start: TableInit | None = None,
 ) -> EmbeddingBagCollection:
-    """Build float32 tables, one per vocabulary, with sum pooling per feature.
-
-    Tables on `meta` get values when placed by DistributedModelParallel. Raises InputError for no rows, or two sizes.
-
-    Args:
-        num_embeddings: Row count of each feature's table.
-        table_of: Vocabulary of each feature, which determines its table. None for unnamed features with separate tables.
-        weighted: Whether ids have weights.
-        start: Distribution of initial values. None for the default.
-    """
+    """Build float32 tables, one per vocabulary, with sum pooling per feature. `num_embeddings` is the row count of each
+    feature's table. `table_of` is the vocabulary of each feature, which determines its table, or None for unnamed features with
+    separate tables. `weighted` is whether ids have weights, `start` the distribution of initial values (None: the default).
+    Tables on `meta` get values when placed by DistributedModelParallel. Raises InputError for no rows, or two sizes."""
     names = table_of or {feature: feature for feature in feature_names(len(num_embeddings))}
     settings = _table_settings(num_embeddings, names, embedding_dim=embedding_dim, seed=seed, start=start)
     tables = [EmbeddingBagConfig(**of_table) for of_table in settings]

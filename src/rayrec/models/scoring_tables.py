@@ -23,11 +23,9 @@ _LARGEST_HALF = 65504.0
 
 
 def table_name(feature: str) -> str:
-    """Return the unique name of a feature's embedding table as a module and in files.
-
-    This is the feature's name, unless torch rejects it as a module name (it is empty, has a dot, or is an attribute of ModuleDict
-    such as `type`). Then it is `%table:` and the name with % replaced by %25 and dots by %2E.
-    """
+    """Return the unique name of a feature's embedding table as a module and in files. This is the feature's name, unless torch
+    rejects it as a module name (it is empty, has a dot, or is an attribute of ModuleDict such as `type`). Then it is `%table:`
+    and the name with % replaced by %25 and dots by %2E."""
     plain = feature and "." not in feature and not feature.startswith(_ESCAPED)
     if plain and not hasattr(_MODULES, feature):
         return feature

@@ -230,12 +230,9 @@ def build_click_model(
     embedding_device: str = "meta",
     start: TableInit | None = None,
 ) -> ClickModel:
-    """Build the model with its network on CPU and its tables on `embedding_device`.
-
-    Tables on "meta" have no values until they are sharded. "cpu" builds a full model in one process. Initial values depend only
-    on `seed`. `num_embeddings`: row count of each feature's table. `start`: initial value distribution of the tables. Raises
-    InputError for a table without rows.
-    """
+    """Build the model with its network on CPU and its tables on `embedding_device`. Tables on "meta" have no values until they
+    are sharded. "cpu" builds a full model in one process. Initial values depend only on `seed`. `num_embeddings`: row count of
+    each feature's table. `start`: initial value distribution of the tables. Raises InputError for a table without rows."""
     unpooled, rows_of = unpooled_features(config, inputs), dict(zip(inputs.features, num_embeddings, strict=True))
     table_of = inputs.table_of
     of_bags = {feature: table_of[feature] for feature in inputs.features if feature not in unpooled}

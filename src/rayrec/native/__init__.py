@@ -59,11 +59,9 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # From glibc's ma
 
 @lru_cache(maxsize=1)
 def keep_freed_memory() -> None:
-    """Let glibc keep and reuse the memory of freed megabyte-sized arrays for the rest of this process.
-
-    By default it returns their pages to the kernel, which faults every page in again for the next array. Raises the speed of
-    training on CPU by a third. Other C libraries have no `mallopt` and are left unchanged.
-    """
+    """Let glibc keep and reuse the memory of freed megabyte-sized arrays for the rest of this process. By default it returns
+    their pages to the kernel, which faults every page in again for the next array. Raises the speed of training on CPU by a
+    third. Other C libraries have no `mallopt` and are left unchanged."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:

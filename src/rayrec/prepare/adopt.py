@@ -97,12 +97,10 @@ class AdoptionConfig(Config):
 
 def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console: Console) -> dict[str, Any]:
     """Make a folder of TorchRec's arrays trainable: read and check them once, then write dataset.json and a Preprocessor into it,
-    or into the new folder `out` with links to the arrays. Copies and changes no row. For MDS shards see `adopt_tokens`.
-
-    Returns rows, out, sets, num_embeddings, the columns taken modulo these, bad_rows, hashes and rows_per_s. Raises InputError
-    for a folder that is already adopted, missing, damaged or unsupported arrays, IDs outside [0, 2^40) without
-    num_embeddings_per_feature, and more invalid rows than max_bad_fraction.
-    """
+    or into the new folder `out` with links to the arrays. Copies and changes no row. For MDS shards see `adopt_tokens`. Returns
+    rows, out, sets, num_embeddings, the columns taken modulo these, bad_rows, hashes and rows_per_s. Raises InputError for a
+    folder that is already adopted, missing, damaged or unsupported arrays, IDs outside [0, 2^40) without
+    num_embeddings_per_feature, and more invalid rows than max_bad_fraction."""
     start_s = time.perf_counter()
     if out is not None and storage.exists(out):
         raise InputError(f"{out}: exists already; remove it or choose another --out")
@@ -329,11 +327,8 @@ def adopt_tokens(
 ) -> dict[str, Any]:
     """Write manifest.json and the tokenizer into a folder of MDS shards, local or a URL, or into the new folder `out` with links
     to the sets. The shards have one index.json, or one in train/ and one in validation/, val/, valid/, eval/ or test/. Reads
-    every shard once; copies and changes none.
-
-    Raises InputError for `out` with a URL, a set without a token column, rows of different lengths, IDs unknown to the tokenizer,
-    damaged shards, and a folder that already has a manifest.
-    """
+    every shard once; copies and changes none. Raises InputError for `out` with a URL, a set without a token column, rows of
+    different lengths, IDs unknown to the tokenizer, damaged shards, and a folder that already has a manifest."""
     start_s = time.perf_counter()
     require("tokenizers", extra="language")
     if tokenizer is None:

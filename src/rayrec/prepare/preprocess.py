@@ -27,14 +27,10 @@ if TYPE_CHECKING:
 
 
 def vocabulary(path: str, *, out: str, extend: str | None = None, config: PreparationConfig, console: Console) -> dict[str, Any]:
-    """Count the rows of a log and write the Preprocessor atomically into folder `out`.
-
-    `extend`: folder of an older Preprocessor, or of a run or checkpoint with one. The new one keeps its IDs and constants,
-    appends the log's new categories, and has its schema and rules, which `config` may only repeat.
-
-    Returns its hash, rows, and the rows of each embedding table. Raises InputError for an unusable log, for an `extend` with
-    another schema or other rules, or if `out` exists.
-    """
+    """Count the rows of a log and write the Preprocessor atomically into folder `out`. `extend`: folder of an older Preprocessor,
+    or of a run or checkpoint with one. The new one keeps its IDs and constants, appends the log's new categories, and has its
+    schema and rules, which `config` may only repeat. Returns its hash, rows, and the rows of each embedding table. Raises
+    InputError for an unusable log, for an `extend` with another schema or other rules, or if `out` exists."""
     if storage.exists(out):
         raise InputError(f"{out}: exists already; remove it or choose another --out")
     config = config.adapted(path)
@@ -162,11 +158,8 @@ def preprocess(
     path: str, *, out: str, rows: RowOutput, config: PreparationConfig, text: TextConfig | None = None, console: Console
 ) -> dict[str, Any]:
     """Write the log's rows as model inputs atomically into folder `out`. Resumes an interrupted call. Format `mds` is for plain
-    text instead, see `rayrec.prepare.text.preprocess_text`.
-
-    Raises InputError for an unusable log, a Preprocessor of another schema, a format that does not support the rows, an option of
-    another format, or if `out` exists.
-    """
+    text instead, see `rayrec.prepare.text.preprocess_text`. Raises InputError for an unusable log, a Preprocessor of another
+    schema, a format that does not support the rows, an option of another format, or if `out` exists."""
     text = text or TextConfig()
     if rows.format == "mds":
         why = "an option for click logs, not for --format mds"

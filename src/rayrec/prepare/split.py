@@ -1,7 +1,5 @@
-"""Split of a log into files of training, validation and test rows, for parts that are not row ranges.
-
-A resumable job, whose last file is split.json. The bytes depend on log and options, not on the engine or its parallelism.
-"""
+"""Split of a log into files of training, validation and test rows, for parts that are not row ranges. A resumable job, whose last
+file is split.json. The bytes depend on log and options, not on the engine or its parallelism."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -114,12 +112,10 @@ class RowSplit(Config):
 
 def split(path: str, *, out: str, rows: RowSplit, config: PreparationConfig, console: Console) -> dict[str, Any]:
     """Write the valid rows of a raw log atomically into folder `out`, as files train-*, validation-* and test-* for the split
-    kind `named_files`. Resumes an interrupted call.
-
-    Text stays text, Parquet stays Parquet with all columns, and CSV becomes Parquet with text fields. Rows keep their bytes and,
-    within a part, their order. Returns the content of split.json: rows, fraction and files of each part, invalid rows, and rows
-    without a group. Raises InputError for an unusable log, an empty part, or if `out` exists.
-    """
+    kind `named_files`. Resumes an interrupted call. Text stays text, Parquet stays Parquet with all columns, and CSV becomes
+    Parquet with text fields. Rows keep their bytes and, within a part, their order. Returns the content of split.json: rows,
+    fraction and files of each part, invalid rows, and rows without a group. Raises InputError for an unusable log, an empty part,
+    or if `out` exists."""
     reject_options(config, PreparationConfig(), "not an option of a split", but=_READS)
     out = storage.absolute(out).rstrip("/")
     source = LogSource.at(path, config.files)

@@ -1,7 +1,5 @@
-"""Tasks of `rayrec split`: examine a log range, choose the last rows of users, write its rows by part.
-
-Each task leaves a marker, so that an interrupted job resumes, and files that depend only on the log and the options.
-"""
+"""Tasks of `rayrec split`: examine a log range, choose the last rows of users, write its rows by part. Each task leaves a marker,
+so that an interrupted job resumes, and files that depend only on the log and the options."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Conversion of plain text into token rows in MDS shards, with a tokenizer: training data for language models.
-
-Runs as a resumable job, whose last file is manifest.json. The bytes depend only on the text and the options, not on the engine.
-"""
+"""Conversion of plain text into token rows in MDS shards, with a tokenizer: training data for language models. Runs as a
+resumable job, whose last file is manifest.json. The bytes depend only on the text and the options, not on the engine."""
 
 import functools
 import hashlib
@@ -69,10 +67,8 @@ class TextConfig(Config):
 
 def preprocess_text(path: str, *, out: str, text: TextConfig, config: PreparationConfig, console: Console) -> dict[str, Any]:
     """Write text (UTF-8; file, glob or folder, also gzip, local or a URL) as token rows to folder `out`, atomically. Resumable.
-
     Reads only `files` and engine options of `config`. Returns the sets of the manifest, bytes and seconds. Raises InputError for
-    text that is not UTF-8 or shorter than a row, an unusable tokenizer, or if `out` exists.
-    """
+    text that is not UTF-8 or shorter than a row, an unusable tokenizer, or if `out` exists."""
     start_s = time.perf_counter()
     require("streaming", "tokenizers", extra="language")
     out = storage.absolute(out).rstrip("/")

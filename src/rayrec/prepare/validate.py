@@ -227,11 +227,9 @@ def _columns_at_fault(index: LogIndex, schema: Schema, engine: Engine) -> dict[s
 def validate(
     path: str, *, config: PreparationConfig, gates: Gates | None = None, preprocessor: str | None = None, console: Console
 ) -> Report:
-    """Validate a raw log; see docs/validate.md. Failed gates are in the report and raise no error.
-
-    Checks categories against the Preprocessor in a folder, or else the categories of the last file (of a single file, its last
-    seventh) against a vocabulary of all earlier rows. Raises InputError for an unusable log or a Preprocessor of another schema.
-    """
+    """Validate a raw log; see docs/validate.md. Failed gates are in the report and raise no error. Checks categories against the
+    Preprocessor in a folder, or else the categories of the last file (of a single file, its last seventh) against a vocabulary of
+    all earlier rows. Raises InputError for an unusable log or a Preprocessor of another schema."""
     gates = gates or Gates()
     source = LogSource.at(path, config.files)
     source.require_raw()

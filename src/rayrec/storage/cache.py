@@ -36,11 +36,9 @@ def folder(of_run: str | None = None) -> str:
 
 @final
 class ShardCache:
-    """Cache of one store folder, in a local folder that all processes of the node share.
-
-    Uses file locks on open descriptors, which end with their process however it ends. A process that maps a file keeps a shared
-    lock on it, through `in_use`. Eviction removes unlocked files only, least recently used first.
-    """
+    """Cache of one store folder, in a local folder that all processes of the node share. Uses file locks on open descriptors,
+    which end with their process however it ends. A process that maps a file keeps a shared lock on it, through `in_use`. Eviction
+    removes unlocked files only, least recently used first."""
 
     def __init__(
         self, source: str, *, index: bytes, sizes_bytes: Mapping[str, int], folder: str, limit_bytes: int | None = None
@@ -59,11 +57,9 @@ class ShardCache:
         os.makedirs(os.path.join(self.folder, ".locks"), exist_ok=True)
 
     def fetch(self, name: str, check: Callable[[str], None], read: Callable[[], Iterable[bytes]] | None = None) -> int:
-        """Fetch a file, unless another process has meanwhile, and return the number of fetched bytes.
-
-        An error of `check`, called with the local path, keeps the file invisible. `read` None reads it from the store. Raises
-        InputError if the store has no such file, OSError if it is unavailable for too long.
-        """
+        """Fetch a file, unless another process has meanwhile, and return the number of fetched bytes. An error of `check`, called
+        with the local path, keeps the file invisible. `read` None reads it from the store. Raises InputError if the store has no
+        such file, OSError if it is unavailable for too long."""
         target = os.path.join(self.folder, name)
         locks = os.path.join(self.folder, ".locks")
         with storage.locked(os.path.join(locks, f"{name}.lock")):  # no shard is named "room", the other lock

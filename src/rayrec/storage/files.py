@@ -154,16 +154,12 @@ def read_json(path: str) -> Any:
 
 
 def write_stream(path: str, chunks: Iterable[bytes | memoryview]) -> int:
-    """Write a file atomically from pieces, and return its size in bytes.
-
-    A piece may be overwritten once the next one is requested. A URL needs no local disk, and at most about 100 MiB of memory. S3
-    accepts 10,000 parts of 10 MiB, which is 97 GiB; after an error or crash, uploaded parts stay in the store, hidden, until its
-    rule for incomplete uploads removes them. In Azure the file is first NAME.*.partial, which the store then copies, and which
-    stays after a crash.
-
-    Raises the errors of `chunks`, OSError with its errno if a disk fails, OSError if a store is unavailable for too long
-    (`OUTAGE_S` to twice that), and InputError if a store rejects the request for a reason that the user can fix.
-    """
+    """Write a file atomically from pieces, and return its size in bytes. A piece may be overwritten once the next one is
+    requested. A URL needs no local disk, and at most about 100 MiB of memory. S3 accepts 10,000 parts of 10 MiB, which is 97 GiB;
+    after an error or crash, uploaded parts stay in the store, hidden, until its rule for incomplete uploads removes them. In
+    Azure the file is first NAME.*.partial, which the store then copies, and which stays after a crash. Raises the errors of
+    `chunks`, OSError with its errno if a disk fails, OSError if a store is unavailable for too long (`OUTAGE_S` to twice that),
+    and InputError if a store rejects the request for a reason that the user can fix."""
     local = local_path(path)
     if local is not None:
         with _appearing(local) as temporary, open(temporary, "wb") as file:
@@ -239,11 +235,8 @@ def copy_file(source: str, target: str) -> None:
 
 def clone_file(source: str, target: str) -> bool:
     """Copy a file without reading it: by a hard link, or by a copy within an object store. Returns False, without a change, if
-    storage does not support that or `source` does not exist.
-
-    Linked files share their bytes: a program that writes to one in place changes both. All functions of this module replace the
-    file instead, which leaves the other unchanged.
-    """
+    storage does not support that or `source` does not exist. Linked files share their bytes: a program that writes to one in
+    place changes both. All functions of this module replace the file instead, which leaves the other unchanged."""
     local_source, local_target = local_path(source), local_path(target)
     if local_source is not None and local_target is not None:
         return _linked(local_source, local_target)

@@ -46,14 +46,11 @@ def _file(info: arrow_fs.FileInfo, path: str) -> File:
 
 def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
     """Return the files of a path, glob or folder, in natural order (day_2 before day_10). If the path is a folder, `names`
-    selects files, in that order, with or without an extension such as .gz or .parquet.
-
-    Lists the first level of a folder, and folders named KEY=VALUE (Hive partitions) below it. In a glob, local or URL, `*`, `?`
-    and `[...]` match within one name and `**` matches any number of folders; matching folders named KEY=VALUE are replaced by
-    their files. Skips names that start with `.` or `_` or end in `.json` or `.partial` (left over from a killed writer).
-
-    Raises InputError if no file is found, or if one of `names` is missing or ambiguous.
-    """
+    selects files, in that order, with or without an extension such as .gz or .parquet. Lists the first level of a folder, and
+    folders named KEY=VALUE (Hive partitions) below it. In a glob, local or URL, `*`, `?` and `[...]` match within one name and
+    `**` matches any number of folders; matching folders named KEY=VALUE are replaced by their files. Skips names that start with
+    `.` or `_` or end in `.json` or `.partial` (left over from a killed writer). Raises InputError if no file is found, or if one
+    of `names` is missing or ambiguous."""
     info = info_of(path)
     files = _list_files(path, info)
     if not names or info.type != arrow_fs.FileType.Directory:
@@ -242,11 +239,9 @@ def _copy(source: str, target: str, names: Sequence[str]) -> None:
 
 @contextmanager
 def writing_folder(path: str) -> Iterator[str]:
-    """Yield a local folder to fill, then move or upload it to `path` if there was no error.
-
-    Atomic for a local path. URLs have no rename: files appear one by one, each atomically, with top-level *.json (manifests)
-    last. After an error all are removed, but a killed process leaves some. Raises InputError if `path` already exists.
-    """
+    """Yield a local folder to fill, then move or upload it to `path` if there was no error. Atomic for a local path. URLs have no
+    rename: files appear one by one, each atomically, with top-level *.json (manifests) last. After an error all are removed, but
+    a killed process leaves some. Raises InputError if `path` already exists."""
     if exists(path):
         raise InputError(f"{path}: exists already; remove it or choose another place")
     target = local_path(path)

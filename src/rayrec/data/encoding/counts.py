@@ -71,11 +71,9 @@ class Counts:
     missing: np.ndarray
     """Number of rows without a value and the first such row (2^63 - 1 if none), int64 [num_sparse, 2]."""
     dense_moments: np.ndarray
-    """Count, sum of q, and sums of the upper and lower DENSE_LOW_BITS bits of q * q, for present values, int64 [num_dense, 4].
-
-    q = sign(x) ln(1 + |x|) in units of 1 / DENSE_UNITS. |q| is below 2^26 (ln 10^18 = 41.4), so each sum has room for 2^37 rows.
-    Integers, so that sums are exact in any order.
-    """
+    """Count, sum of q, and sums of the upper and lower DENSE_LOW_BITS bits of q * q, for present values, int64 [num_dense, 4]. q
+    = sign(x) ln(1 + |x|) in units of 1 / DENSE_UNITS. |q| is below 2^26 (ln 10^18 = 41.4), so each sum has room for 2^37 rows.
+    Integers, so that sums are exact in any order."""
     file_minimum: dict[str, int]
     """File (see `file_key`) -> smallest integer in all its dense columns, 0 for a missing one. Integer logs only."""
     labels: np.ndarray
@@ -321,13 +319,10 @@ def count_log(
     progress: Callable[[int], None] | None = None,
     into: Counts | None = None,
 ) -> Counts:
-    """Count the given rows in one pass of data tasks that pre-aggregate.
-
-    `progress` receives the number of counted rows. `into` are counts of other rows to add to. Tables that together exceed
-    `memory_bytes` (None: `default_memory_bytes()`) are spilled to a file in `spill_folder` (None: the folder for temporary files)
-    and read back later; the result is the same. Close the Counts to free that file. Raises InputError if rows are
-    missing, or if the disk is full.
-    """
+    """Count the given rows in one pass of data tasks that pre-aggregate. `progress` receives the number of counted rows. `into`
+    are counts of other rows to add to. Tables that together exceed `memory_bytes` (None: `default_memory_bytes()`) are spilled to
+    a file in `spill_folder` (None: the folder for temporary files) and read back later; the result is the same. Close the Counts
+    to free that file. Raises InputError if rows are missing, or if the disk is full."""
     total = counting.total(memory_bytes, spill_folder) if into is None else into
     segments = [part.segment for part in parts]
     sizes = [(each.stop - each.start) * (1 if each.format == "text" else _ROW_BYTES) for each in segments]

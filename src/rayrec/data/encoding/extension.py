@@ -48,11 +48,8 @@ def rules_of(old: Preprocessor, source: str) -> Preset:
 
 def extend(old: Preprocessor, preset: Preset, counts: Counts) -> Extension:
     """Append the categories in `counts` with at least min_count to the vocabularies of `old`, ordered by `preset`. Constants of
-    numbers and hashed columns stay.
-
-    `counts` come from a log with the columns of `old`, counted with its rules, `preset`. Memory: the tokens of both, and a sorted
-    copy of one column's tokens. Raises InputError for a column that cannot keep its ids.
-    """
+    numbers and hashed columns stay. `counts` come from a log with the columns of `old`, counted with its rules, `preset`. Memory:
+    the tokens of both, and a sorted copy of one column's tokens. Raises InputError for a column that cannot keep its ids."""
     inputs = old.inputs
     sparse: list[SparseColumn] = []
     tokens: list[np.ndarray] = []

@@ -1,7 +1,5 @@
-"""Known categories of a Preprocessor, and their frequencies.
-
-Ids are in order of falling frequency, so a few numbers per column determine the frequency of each id.
-"""
+"""Known categories of a Preprocessor, and their frequencies. Ids are in order of falling frequency, so a few numbers per column
+determine the frequency of each id."""
 
 from dataclasses import replace
 from itertools import pairwise, takewhile

@@ -1,7 +1,5 @@
-"""Rules that convert numbers and categories to model inputs, in NumPy.
-
-The `encode.py` of an export contains this module's text, and the kernels are tested against it.
-"""
+"""Rules that convert numbers and categories to model inputs, in NumPy. The `encode.py` of an export contains this module's text,
+and the kernels are tested against it."""
 
 import math
 from collections.abc import Callable
@@ -46,11 +44,9 @@ class DenseColumn:
 
 @dataclass(frozen=True)
 class SparseColumn:
-    """Rule that converts a category to an id below num_embeddings.
-
-    With a vocabulary of `num_tokens` known tokens, token number i has id first_id + i, plus one from `gap` on, modulo
-    num_embeddings. Without one (`num_tokens` None), a token has id first_id + token mod (num_embeddings - first_id).
-    """
+    """Rule that converts a category to an id below num_embeddings. With a vocabulary of `num_tokens` known tokens, token number i
+    has id first_id + i, plus one from `gap` on, modulo num_embeddings. Without one (`num_tokens` None), a token has id first_id +
+    token mod (num_embeddings - first_id)."""
 
     num_embeddings: int
     """Rows of the column's embedding table."""
@@ -88,14 +84,9 @@ class SparseColumn:
     def encode(
         self, tokens: np.ndarray, missing: np.ndarray | None, lookup: Callable[[np.ndarray], np.ndarray], dtype: np.dtype
     ) -> np.ndarray:
-        """Return the id of each token, `dtype` [tokens].
-
-        Args:
-            tokens: uint32 or uint64 [tokens].
-            missing: Mask of empty fields, bool [tokens]. None if all are present.
-            lookup: Function that returns the vocabulary's ids of tokens, after `token_modulo`. Not called for a hashed column.
-            dtype: int32 or int64.
-        """
+        """Return the id of each token (uint32 or uint64), in `dtype` (int32 or int64) [tokens]. `missing` is the mask of empty
+        fields, bool [tokens], or None if all are present. `lookup` returns the vocabulary's ids of tokens, after `token_modulo`.
+        It is not called for a hashed column."""
         if self.num_tokens is None:
             if self.murmur3:
                 tokens = murmur3(tokens)

@@ -1,13 +1,9 @@
-"""Values of Arrow columns of any type: numbers, times, and categories as 64-bit tokens.
-
-The token of an integer is its 64-bit two's complement; text is hashed by XXH64 (seed 0, UTF-8). Integers have the same tokens in
-CSV and in Parquet files. Text in the canonical decimal form of an int64 (no plus, no leading zeros, no -0) counts as that
-integer, and an unsigned integer of 2^63 or more as its text. Booleans are the integers 1 and 0, also as the texts true, True,
-TRUE, false, False and FALSE.
-
-Two different categories get the same token with probability 2^-64, and are then one category to the model. Among n different
-texts in a column, n^2 / 2^65 such pairs are expected: 3e-8 for a million, 0.03 for a billion, 1 for 6.1 billion.
-"""
+"""Values of Arrow columns of any type: numbers, times, and categories as 64-bit tokens. The token of an integer is its 64-bit
+two's complement; text is hashed by XXH64 (seed 0, UTF-8). Integers have the same tokens in CSV and in Parquet files. Text in the
+canonical decimal form of an int64 (no plus, no leading zeros, no -0) counts as that integer, and an unsigned integer of 2^63 or
+more as its text. Booleans are the integers 1 and 0, also as the texts true, True, TRUE, false, False and FALSE. Two different
+categories get the same token with probability 2^-64, and are then one category to the model. Among n different texts in a column,
+n^2 / 2^65 such pairs are expected: 3e-8 for a million, 0.03 for a billion, 1 for 6.1 billion."""
 
 from __future__ import annotations
 

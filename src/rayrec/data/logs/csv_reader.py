@@ -74,12 +74,9 @@ def csv_columns(path: str, schema: Schema) -> tuple[str, ...]:
 
 
 def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iterator[pa.Table]:
-    """Yield the schema's columns of a CSV file (plain or gzip) as tables of bytes, with the column FAULT.
-
-    Invalid rows have empty values; empty lines are skipped. In a row with an unmatched quote, the first line is one invalid row
-    and the next row starts at the next line. Raises InputError for a missing column, damage, and a row of more than
-    MAX_ROW_BYTES.
-    """
+    """Yield the schema's columns of a CSV file (plain or gzip) as tables of bytes, with the column FAULT. Invalid rows have empty
+    values; empty lines are skipped. In a row with an unmatched quote, the first line is one invalid row and the next row starts
+    at the next line. Raises InputError for a missing column, damage, and a row of more than MAX_ROW_BYTES."""
     with _opened(path) as stream:
         text = _head(stream, path, read_bytes)
         if not text.strip(b"\r\n"):

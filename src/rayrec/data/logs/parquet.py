@@ -252,12 +252,10 @@ def _version(path: str) -> tuple[int, int] | None:
 
 
 def read_rows(path: str, start: int, stop: int, schema: Schema, *, columns: Sequence[str] | None = None) -> tuple[pa.Table, int]:
-    """Return rows [start, stop), which are full row groups, and the checksum of their bytes in the file.
-
-    The columns are `schema.columns`, or `columns` among them, without optional ones that the file lacks, and FAULT if present.
-    Partition columns come from the file's path. Neighbouring column chunks are one request to a store. Raises InputError for an
-    unreadable file, a missing column, or other row groups.
-    """
+    """Return rows [start, stop), which are full row groups, and the checksum of their bytes in the file. The columns are
+    `schema.columns`, or `columns` among them, without optional ones that the file lacks, and FAULT if present. Partition columns
+    come from the file's path. Neighbouring column chunks are one request to a store. Raises InputError for an unreadable file, a
+    missing column, or other row groups."""
     version = _version(path)
     footer = _footer(path, version)
     groups = _groups(footer, start, stop)

@@ -80,13 +80,10 @@ class Split(SplitParts):
     """Split of a log into row ranges, in log order."""
 
     kind: Kind = "sevenths"
-    """Split method.
-
-    sevenths: six of seven parts for training (Criteo Kaggle). last_file: all files but the last (Criteo 1TB). last_partition: all
-    files except those in the last folder KEY=VALUE, such as the last day of dt=2026-01-31/. These three halve the rest into
-    validation and test. named_files: files whose names begin with train, valid and test, as written by `rayrec split`. fraction:
-    by fractions of the rows. days: by day counts. named_days: by day names.
-    """
+    """Split method. sevenths: six of seven parts for training (Criteo Kaggle). last_file: all files but the last (Criteo 1TB).
+    last_partition: all files except those in the last folder KEY=VALUE, such as the last day of dt=2026-01-31/. These three halve
+    the rest into validation and test. named_files: files whose names begin with train, valid and test, as written by `rayrec
+    split`. fraction: by fractions of the rows. days: by day counts. named_days: by day names."""
     test_first: bool = False
     """Whether to use the first held-out rows for the test and the rest for validation, instead of the other way round."""
 
@@ -95,13 +92,11 @@ class Split(SplitParts):
         check_parts(self.kind, self)
 
     def rows(self, index: LogIndex) -> dict[str, tuple[int, int]]:
-        """Return the row ranges [start, stop) of `train`, `validation` and `test`, which do not overlap.
-
-        Kinds days and named_days may omit rows; `test` may be absent for kinds named_files, fraction, days and named_days.
-        sevenths: seven near-equal chunks, the first `rows mod 7` one row longer. The last chunk's first half, longer by one row
-        if odd, is for validation (TorchRec's order for Criteo 1TB), or with test_first for the test (dlrm's data_utils).
-        fraction: rounded to rows. Raises InputError for an empty part, and for named days that are missing or not adjacent.
-        """
+        """Return the row ranges [start, stop) of `train`, `validation` and `test`, which do not overlap. Kinds days and
+        named_days may omit rows; `test` may be absent for kinds named_files, fraction, days and named_days. sevenths: seven
+        near-equal chunks, the first `rows mod 7` one row longer. The last chunk's first half, longer by one row if odd, is for
+        validation (TorchRec's order for Criteo 1TB), or with test_first for the test (dlrm's data_utils). fraction: rounded to
+        rows. Raises InputError for an empty part, and for named days that are missing or not adjacent."""
         if self.kind == "named_files":
             return _by_name(index)
         if self.kind == "named_days":

@@ -1,8 +1,6 @@
-"""Click logs in Parquet and CSV: segments of full row groups, read into raw columns.
-
-A row group is the smallest readable unit. Parquet files are read directly if their row groups are small enough to be shuffled.
-Others, and all CSV files, are rewritten once, with row groups of the size of a segment.
-"""
+"""Click logs in Parquet and CSV: segments of full row groups, read into raw columns. A row group is the smallest readable unit.
+Parquet files are read directly if their row groups are small enough to be shuffled. Others, and all CSV files, are rewritten
+once, with row groups of the size of a segment."""
 
 import functools
 from collections.abc import Iterator, Sequence

@@ -286,11 +286,9 @@ class _TableParser:
         return resolved(pc.list_flatten(array)), lengths
 
     def _list_weights(self, name: str, lengths: np.ndarray, present: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the weight of each list item, float32 [sum(lengths)], and the rejected rows, bool [rows].
-
-        `present` marks the items that are categories, bool. A row is rejected if its weight and item counts differ, or if a
-        category's weight is not a finite number. A row without categories may also have no weights.
-        """
+        """Return the weight of each list item, float32 [sum(lengths)], and the rejected rows, bool [rows]. `present` marks the
+        items that are categories, bool. A row is rejected if its weight and item counts differ, or if a category's weight is not
+        a finite number. A row without categories may also have no weights."""
         array = self._array(name)
         weights = np.zeros(len(present), np.float32)
         num_weights = np.zeros(len(lengths), np.int64)
@@ -317,11 +315,9 @@ def check_types(table_schema: pa.Schema, schema: Schema, *, path: str) -> None:
 
 
 def parse_table(table: pa.Table, schema: Schema, *, path: str = "", first_row: int = 0) -> tuple[RawBlock, Faults]:
-    """Parse a table with the schema's columns to its valid rows, and its faults, with rows numbered from `first_row`.
-
-    Null and empty text are missing values; such items of a list are dropped. An absent column has missing values only. Raises
-    InputError for an unusable type.
-    """
+    """Parse a table with the schema's columns to its valid rows, and its faults, with rows numbered from `first_row`. Null and
+    empty text are missing values; such items of a list are dropped. An absent column has missing values only. Raises InputError
+    for an unusable type."""
     parser = _TableParser(table, schema, path)
     return parser.parse(), parser.faults(first_row)
 

@@ -71,11 +71,9 @@ class TextParser:
         max_faults: int = Faults.keep,
         labelled: bool | None = None,
     ) -> Faults:
-        """Append the rows of text[:length], and return the faults among its lines with details of the first `max_faults`.
-
-        `text` is uint8 with PADDING_BYTES after `length`; it begins with a line, at `first_byte` of file `path`. `labelled` is
-        whether lines begin with a label. None: if the schema has one.
-        """
+        """Append the rows of text[:length], and return the faults among its lines with details of the first `max_faults`. `text`
+        is uint8 with PADDING_BYTES after `length`; it begins with a line, at `first_byte` of file `path`. `labelled` is whether
+        lines begin with a label. None: if the schema has one."""
         assert text.dtype == np.uint8
         assert text.flags.c_contiguous
         assert len(text) >= length + PADDING_BYTES

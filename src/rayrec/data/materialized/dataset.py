@@ -1,8 +1,6 @@
-"""Preprocessed click log: written once by `preprocess`, then read instead of the raw log, with the same batches.
-
-Its index has the segments of the raw log, with the same rows, file grouping and sort order. Blocks, epoch orders and positions
-are therefore identical.
-"""
+"""Preprocessed click log: written once by `preprocess`, then read instead of the raw log, with the same batches. Its index has
+the segments of the raw log, with the same rows, file grouping and sort order. Blocks, epoch orders and positions are therefore
+identical."""
 
 import functools
 import hashlib

@@ -1,8 +1,6 @@
 """Token blocks in MDS shards: written by MosaicML streaming, which only this file imports, and read without it.
-
 `storage.cache.ShardCache` keeps fetched shards: the processes of a node share files. The first one to need a shard fetches it
-under a lock, which is released if it dies. Rows have a fixed size and are copied from mapped files without decoding.
-"""
+under a lock, which is released if it dies. Rows have a fixed size and are copied from mapped files without decoding."""
 
 from __future__ import annotations
 

@@ -55,11 +55,9 @@ class TokenFolder:
 
 
 def sets_of_shards(path: str) -> dict[str, str]:
-    """Find the sets of MDS shards in a folder: {train: folder, validation: folder}, relative to `path`.
-
-    The folder itself is train (""), or it contains train and possibly one of validation, val, valid, eval and test. Returns an
-    empty dict if there are no shards.
-    """
+    """Find the sets of MDS shards in a folder: {train: folder, validation: folder}, relative to `path`. The folder itself is
+    train (""), or it contains train and possibly one of validation, val, valid, eval and test. Returns an empty dict if there are
+    no shards."""
     if storage.exists(storage.join(path, INDEX)):
         return {"train": ""}
     if not storage.exists(storage.join(path, "train", INDEX)):
@@ -104,10 +102,8 @@ def _format(manifest: Any) -> str | None:
 
 def text_rows(path: str, *, tokenizer: str, block_size: int, part_bytes: int) -> RowSource:
     """Tokenise plain or gzip text (file, glob or folder, local or at a URL) into rows {tokens int64 [n, block_size]} in memory.
-
     `tokenizer` is a folder. Tokens equal those of `rayrec preprocess` with the same sizes; an incomplete last row is dropped.
-    Raises InputError if no text is found, it is shorter than a row, or it cannot be tokenised.
-    """
+    Raises InputError if no text is found, it is shorter than a row, or it cannot be tokenised."""
     loaded = load_tokenizer(tokenizer)
     token_arrays: list[np.ndarray] = []
     for file in storage.list_files(path):

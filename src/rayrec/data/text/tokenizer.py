@@ -1,7 +1,5 @@
-"""Tokenizers: a HuggingFace tokenizer folder, a byte-level BPE trained on a text, or one token per character.
-
-Tokenizers load from their folder only, never from a hub.
-"""
+"""Tokenizers: a HuggingFace tokenizer folder, a byte-level BPE trained on a text, or one token per character. Tokenizers load
+from their folder only, never from a hub."""
 
 import hashlib
 import json
