@@ -141,8 +141,7 @@ def all_reduce_sum(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
     import torch
     from torch.distributed.nn.functional import all_reduce
 
-    total = all_reduce(torch.cat(parts))
-    return total.split([len(part) for part in parts])
+    return all_reduce(torch.cat(parts)).split([len(part) for part in parts])
 
 
 def global_means(values: torch.Tensor) -> torch.Tensor:

@@ -129,8 +129,7 @@ def _groups(root: Path, controller: str, *files: str) -> Iterator[Path]:
 def _numbers(file: Path) -> tuple[float, ...]:
     """Return the numbers in a control group's file, or () if the file is missing or sets no limit ("max", -1)."""
     try:
-        words = file.read_text().split()
-        numbers = tuple(float(word) for word in words)
+        numbers = tuple(float(word) for word in file.read_text().split())
     except (OSError, ValueError):
         return ()
     return () if numbers and numbers[0] < 0 else numbers

@@ -54,8 +54,7 @@ class CheckpointReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         targets = [(item, planner.resolve_tensor(item)) for item in plan.items if item.type == LoadItemType.TENSOR]
-        manifest = Checkpoint(self._path).manifest()
-        read_items(self._path, manifest, [(item, target.detach()) for item, target in targets])
+        read_items(self._path, Checkpoint(self._path).manifest(), [(item, target.detach()) for item, target in targets])
         for item, target in targets:
             planner.commit_tensor(item, target)
         done: Future[None] = Future()

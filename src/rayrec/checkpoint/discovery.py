@@ -65,8 +65,7 @@ def uncommitted_folders(run_folder: str) -> list[str]:
 def _step_folders(run_folder: str) -> list[Checkpoint]:
     folder = storage.join(run_folder, "checkpoints")
     names = [name for name in storage.list_folder(folder) if re.fullmatch(r"step_\d+", name)]
-    checkpoints = [Checkpoint(storage.join(folder, name)) for name in names]
-    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
+    return sorted([Checkpoint(storage.join(folder, name)) for name in names], key=lambda checkpoint: checkpoint.step)
 
 
 def latest(run_folder: str) -> Checkpoint | None:

@@ -98,8 +98,7 @@ def pause_s(times: int, *, first_s: float, longest_s: float, jitter: float) -> f
     """Return the seconds to wait after `times` consecutive failures: doubled each time, with 25 % jitter. Pure."""
     if times == 0:
         return 0.0
-    doubled = min(first_s * 2.0 ** min(times - 1, 30), longest_s)
-    return doubled * (0.75 + 0.5 * jitter)
+    return min(first_s * 2.0 ** min(times - 1, 30), longest_s) * (0.75 + 0.5 * jitter)
 
 
 def describe(ending: AttemptResult) -> str:

@@ -77,8 +77,7 @@ def transform(
 
 def transform_table(table: pa.Table, preprocessor: Preprocessor, *, source: str) -> pa.Table:
     """Transform raw rows as `transform` does. `source` is the source of the rows, for messages."""
-    schema = _schema_for(preprocessor.schema, table.column_names, source)
-    raw, faults = parse_table(table, schema, path=source)
+    raw, faults = parse_table(table, _schema_for(preprocessor.schema, table.column_names, source), path=source)
     if faults.total:
         count = f" ({faults.total:,} of {table.num_rows:,} rows are invalid)" if faults.total > 1 else ""
         raise InputError(f"{faults.first[0]}{count}; fix or remove it, since transform drops no rows")

@@ -285,8 +285,7 @@ def fetch(
         _check_space(folder, list(transfers.values()), partials, requested)
         for terms in dict.fromkeys(file.terms for file in transfers.values() if file.terms):
             note(terms)
-        reported = _Progress(list(transfers.values()), progress)
-        call = _Call(folder, base_url, retries or RetryConfig(), reported, note)
+        call = _Call(folder, base_url, retries or RetryConfig(), _Progress(list(transfers.values()), progress), note)
 
         def run(transfer: RemoteFile) -> None:
             for result in _transfer(transfer, requested[transfer.name], partials[transfer.name], call):
@@ -341,8 +340,7 @@ def _transfer(file: RemoteFile, members: Sequence[RemoteFile], partial: Partial,
         verified = check_bytes(file, partial.path, partial.digests, partial.version)
 
     try:
-        progress = functools.partial(reported.advance, file)
-        Download(url, partial, call.retries, accept, check, progress, call.stop).run()
+        Download(url, partial, call.retries, accept, check, functools.partial(reported.advance, file), call.stop).run()
     except Failed as error:
         hint = f" from {file.page}" if file.page else ""
         raise InputError(

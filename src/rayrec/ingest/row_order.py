@@ -110,8 +110,7 @@ class RowOrder:
         if self.shuffle in ("none", "files"):
             return numbers
         # The first window uses the generator of DistributedSampler. Other windows never share one with another epoch.
-        generator = _generator(self.seed + epoch + (window << 32))
-        return numbers[torch.randperm(len(numbers), generator=generator).numpy()]
+        return numbers[torch.randperm(len(numbers), generator=_generator(self.seed + epoch + (window << 32))).numpy()]
 
     @cached_property
     def _starts(self) -> np.ndarray:

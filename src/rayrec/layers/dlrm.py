@@ -102,8 +102,7 @@ class ProjectionInteraction(Interaction):
         rows = dense.shape[0]
         first = self.first_branch(features).view(rows, self.first_branch.out_features // self.dim, self.dim)
         second = self.second_branch(features).view(rows, self.dim, self.second_branch.out_features // self.dim)
-        products = torch.bmm(first, second)
-        return torch.cat([dense, products.flatten(1)], dim=1)
+        return torch.cat([dense, torch.bmm(first, second).flatten(1)], dim=1)
 
 
 class DLRM(nn.Module):
@@ -116,5 +115,4 @@ class DLRM(nn.Module):
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         bottom = self.bottom_mlp(dense)  # During the exchange of embeddings
-        logits = self.top_mlp(self.interaction(bottom, embedded))
-        return dict(zip(self._labels, logits.unbind(1), strict=True))
+        return dict(zip(self._labels, self.top_mlp(self.interaction(bottom, embedded)).unbind(1), strict=True))

@@ -100,8 +100,7 @@ def _structure(dense: torch.Tensor, sparse: torch.Tensor, positions: list[int], 
 
 def _dots(dense: torch.Tensor, sparse: torch.Tensor, positions: list[int]) -> torch.Tensor:
     dense, sparse = dense.contiguous(), sparse.contiguous()
-    pairs = len(positions) * (len(positions) + 1) // 2
-    output = dense.new_empty(len(dense), dense.shape[1] + pairs)
+    output = dense.new_empty(len(dense), dense.shape[1] + len(positions) * (len(positions) + 1) // 2)
     arguments = _structure(dense, sparse, positions, output)
     run_kernel(vectorized("rayrec_pairwise_dots"), arguments, len(dense), at_once=_ROWS_AT_ONCE)
     return output

@@ -248,8 +248,7 @@ class RankingAccumulator:
         for rows in self._in_rounds(by_bucket=any(spilled)):
             for of_round in _rounds(_exchanged(rows, ranks)):
                 sums.add(of_round)
-        gathered = ranks.gather_floats(sums.values())
-        return sums.metrics([math.fsum(values) for values in zip(*gathered, strict=True)])
+        return sums.metrics([math.fsum(values) for values in zip(*ranks.gather_floats(sums.values()), strict=True)])
 
     def _in_rounds(self, *, by_bucket: bool) -> Iterator[Rows]:
         """Yield the rows in equally many rounds on each rank, with complete groups."""
@@ -270,8 +269,7 @@ def _concatenate(parts: Sequence[Rows]) -> Rows:
 
 def _exchanged(rows: Rows, ranks: Collectives) -> Rows:
     """Exchange rows between ranks. Return the rows of this rank's groups."""
-    groups = rows[0]
-    rank_of = (groups.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(33)) % np.uint64(ranks.num_ranks)
+    rank_of = (rows[0].view(np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(33)) % np.uint64(ranks.num_ranks)
     order = np.argsort(rank_of, kind="stable")
     send = np.bincount(rank_of.astype(np.int64), minlength=ranks.num_ranks)
     receive = ranks.exchange(send, [1] * ranks.num_ranks, [1] * ranks.num_ranks)

@@ -118,8 +118,7 @@ def build_sequences(
 ) -> EmbeddingCollection:
     """Build the tables of features with unpooled lookups. See `build_embeddings`."""
     settings = _table_settings(num_embeddings, table_of, embedding_dim=embedding_dim, seed=seed, start=start)
-    tables = [EmbeddingConfig(**of_table) for of_table in settings]
-    return EmbeddingCollection(tables=tables, device=torch.device(device))
+    return EmbeddingCollection(tables=[EmbeddingConfig(**of_table) for of_table in settings], device=torch.device(device))
 
 
 def _table_settings(

@@ -179,8 +179,7 @@ class _Head(nn.Module):
     def _summed_loss(self, outputs: Mapping[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the sum of weighted row losses, and the row losses if the network defines its loss."""
         if self._loss is None:
-            of_labels = (head.losses(outputs, batch.labels, batch.weights).sum() for head in self._labels)
-            return reduce(add, of_labels), None
+            return reduce(add, (head.losses(outputs, batch.labels, batch.weights).sum() for head in self._labels)), None
         losses, rows = self._loss(outputs, batch), len(batch)
         if losses.shape != (rows,):  # Such as a mean, which would make the sum below too small
             raise InputError(

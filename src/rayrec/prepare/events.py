@@ -98,8 +98,7 @@ def count_digits(task: DigitTask) -> pa.Table:
         bits = times.view(np.uint64) ^ np.uint64(1 << 63)  # preserves the order of the times
         for of_prefix, prefix in zip(counts, task.prefixes, strict=True):
             selected = bits if task.shift == 48 else bits[bits >> np.uint64(task.shift + 16) == np.uint64(prefix)]
-            digits = (selected >> np.uint64(task.shift)).astype(np.int64) & 0xFFFF
-            of_prefix += np.bincount(digits, minlength=1 << 16)
+            of_prefix += np.bincount((selected >> np.uint64(task.shift)).astype(np.int64) & 0xFFFF, minlength=1 << 16)
     return pa.table({"counts": counts.reshape(-1)})
 
 
@@ -136,8 +135,7 @@ def last_rows(users: Numbers, times: Numbers, rows: Numbers) -> np.ndarray:
     row of users with at least three rows for validation. At equal times, the larger row is later. Pure."""
     order = np.lexsort((rows, times, users))
     users, rows = users[order], rows[order]
-    is_last = np.append(users[1:] != users[:-1], True)[: len(users)]
-    ends = np.flatnonzero(is_last)
+    ends = np.flatnonzero(np.append(users[1:] != users[:-1], True)[: len(users)])
     sizes = np.diff(np.append(-1, ends))
     marks = np.empty(int((sizes >= 2).sum() + (sizes >= 3).sum()), MARK)
     marks["row"] = rows[np.concatenate([ends[sizes >= 2], ends[sizes >= 3] - 1])]

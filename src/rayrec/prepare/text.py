@@ -252,8 +252,7 @@ def _loaded(folder: str, tokenizer_hash: str) -> TextTokenizer:
 
 def find_characters(part: TextPart) -> pa.Table:
     """Return the distinct characters of a part, and its size in bytes."""
-    text = read_part(part)
-    return pa.table({"characters": ["".join(sorted(set(text)))], "bytes": [part.stop - part.start]})
+    return pa.table({"characters": ["".join(sorted(set(read_part(part))))], "bytes": [part.stop - part.start]})
 
 
 def tokenize(part: TextPart, *, job: TextJob) -> pa.Table:

@@ -236,8 +236,7 @@ def validate(
     config = config.adapted(path)
     existing = load_matching_preprocessor(preprocessor, config.schema)
     with console.preparing(), engine(config, console, paths=(path,)) as running:
-        context = task_context(running, console)
-        index = source.index(config.schema, segment_bytes=config.segment_bytes, context=context)
+        index = source.index(config.schema, segment_bytes=config.segment_bytes, context=task_context(running, console))
         return examine(
             index, path=path, config=config, gates=gates, preprocessor=existing, engine=running, progress=console.progress
         )

@@ -44,8 +44,7 @@ class AzureLocation:
         """Parse a URL az://CONTAINER[@ACCOUNT[.dfs.core.windows.net]]/KEY, given the environment. KEY is not percent-decoded.
         Raises InputError if neither names an account."""
         options_of(path, ())
-        body = split_options(path)[0].partition("://")[2]
-        authority, _, key = body.partition("/")
+        authority, _, key = split_options(path)[0].partition("://")[2].partition("/")
         container, at, host = authority.partition("@")
         match = _ACCOUNT.fullmatch(host) if at else None
         if ":" in authority or (at and not match):

@@ -225,8 +225,7 @@ def copy_files(source: str, target: str) -> None:
     for item in infos:
         if item.type == arrow_fs.FileType.Directory:
             make_folder(join(target, names[item.path]))
-    files = [names[item.path] for item in infos if item.type == arrow_fs.FileType.File]
-    _copy(source, target, files)
+    _copy(source, target, [names[item.path] for item in infos if item.type == arrow_fs.FileType.File])
 
 
 def _copy(source: str, target: str, names: Sequence[str]) -> None:

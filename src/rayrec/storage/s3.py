@@ -65,8 +65,7 @@ class S3Location:
             endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
         set_region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         region = options.get("region") or set_region or profile.get("region")
-        flags = tuple(name for name in _FLAGS if options.get(name) == "true")
-        return cls(body.rstrip("/"), endpoint, region, flags)
+        return cls(body.rstrip("/"), endpoint, region, tuple(name for name in _FLAGS if options.get(name) == "true"))
 
     def store(self) -> tuple[str, ...]:
         """Return a key that is equal for locations between which the store can copy."""

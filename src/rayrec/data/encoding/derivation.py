@@ -45,8 +45,7 @@ class Derivation:
         numbers = block.numbers.copy()
         for path, start, stop in block.files or (("", 0, block.rows),):
             numbers[start:stop] -= self.file_minimum.get(file_key(path), self.file_minimum[""])  # 0 if missing
-        missing = block.missing & ~np.uint64((1 << len(block.schema.dense)) - 1)
-        return replace(block, numbers=numbers, missing=missing)
+        return replace(block, numbers=numbers, missing=block.missing & ~np.uint64((1 << len(block.schema.dense)) - 1))
 
     def applied(self, block: RawBlock) -> RawBlock:
         """Return the model's input columns."""

@@ -109,8 +109,7 @@ def build_slots(categories: np.ndarray, ids: np.ndarray, out: np.ndarray) -> boo
     assert ids.flags.c_contiguous
     assert out.flags.c_contiguous
     item_bytes, sizes = ctypes.c_int32(categories.itemsize), (len(categories), out, len(out))
-    failed = call("rayrec_build_slots", categories, item_bytes, ids, *sizes, returns=ctypes.c_int32)
-    return not failed
+    return not call("rayrec_build_slots", categories, item_bytes, ids, *sizes, returns=ctypes.c_int32)
 
 
 def find_ids(categories: np.ndarray, slots: np.ndarray, unknown_id: int) -> np.ndarray:

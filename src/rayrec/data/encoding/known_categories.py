@@ -42,8 +42,7 @@ def buckets_of(preprocessor: Preprocessor, column: str, ids: np.ndarray) -> np.n
         numbers -= ids > rule.gap
     # The number of ends above a token's number is the number of edges that its count reaches.
     buckets = np.searchsorted(-np.array(ends, np.int64), -numbers, side="left") - 1
-    in_vocabulary = (ids != rule.unknown_id) & (numbers >= 0) & (buckets >= 0)
-    return np.where(in_vocabulary, buckets, len(ends)).astype(np.int8)
+    return np.where((ids != rule.unknown_id) & (numbers >= 0) & (buckets >= 0), buckets, len(ends)).astype(np.int8)
 
 
 def _ends(preprocessor: Preprocessor, column: str) -> list[int]:

@@ -112,8 +112,7 @@ def bucket_tokens(integers: np.ndarray) -> np.ndarray:
 
 def expand_bag(ids: np.ndarray, size: int, num_embeddings: int, *, column: int, seed: int, pareto: bool) -> np.ndarray:
     """Return each id followed by its `size` - 1 random ids, int64 [rows, size]. See `MultiHot`."""
-    start = mix64(np.array([(seed + GOLDEN) & (2**64 - 1)], np.uint64))
-    stream = mix64(start + np.uint64(column))
+    stream = mix64(mix64(np.array([(seed + GOLDEN) & (2**64 - 1)], np.uint64)) + np.uint64(column))
     bag = mix64(stream + np.uint64(GOLDEN) * (ids.astype(np.uint64) + np.uint64(1)))
     bits = mix64(bag[:, None] + np.uint64(GOLDEN) * np.arange(1, size, dtype=np.uint64))
     if pareto:

@@ -250,5 +250,4 @@ class _Splitter:
         offsets = np.empty(rows + 1, np.int64)
         out = np.empty(lengths[:, column].sum(), np.uint8)
         call("rayrec_gather_text", data, starts, lengths, rows, ctypes.c_int32(width), ctypes.c_int32(column), offsets, out)
-        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(out)]
-        return pa.LargeBinaryArray.from_buffers(pa.large_binary(), rows, buffers)
+        return pa.LargeBinaryArray.from_buffers(pa.large_binary(), rows, [None, pa.py_buffer(offsets), pa.py_buffer(out)])

@@ -266,8 +266,7 @@ def read_rows(path: str, start: int, stop: int, schema: Schema, *, columns: Sequ
     if groups is None:
         raise changed(path, start, stop, "rows")
     names = schema.columns if columns is None else columns
-    present = [*footer.names, *missing_partitions(path, footer.names)]
-    check_columns(present, names, path=path, optional=schema.optional)
+    check_columns([*footer.names, *missing_partitions(path, footer.names)], names, path=path, optional=schema.optional)
     stored = [name for name in (*names, FAULT) if name in footer.names]
     chunks = _chunks_of(footer.metadata, groups, stored)
     spans = _spans(chunks)

@@ -53,8 +53,7 @@ def line_starts(text: np.ndarray, length: int) -> np.ndarray:
     """Return the start of each line of text[:length], int64. A line cut off by the segment's end counts, since it starts here."""
     if not length:
         return np.empty(0, np.int64)
-    newlines = np.flatnonzero(text[: length - 1] == ord("\n"))
-    return np.concatenate([[0], newlines + 1])
+    return np.concatenate([[0], np.flatnonzero(text[: length - 1] == ord("\n")) + 1])
 
 
 def good_lines(segment: Segment, schema: Schema) -> np.ndarray:

@@ -77,8 +77,7 @@ def index_tables(files: Sequence[storage.File], schema: Schema, *, segment_bytes
     tasks = [[chunk for chunk, _ in task] for task in sized]
     entries: list[SegmentEntry] = []
     faults, done = Faults(), 0
-    check = functools.partial(_check_task, schema=schema)
-    results = context.engine.run("index", check, tasks, block_bytes=1 << 16)
+    results = context.engine.run("index", functools.partial(_check_task, schema=schema), tasks, block_bytes=1 << 16)
     for task, result in zip(tasks, map(json_of, results), strict=True):
         ranges = [(part.path, *range_) for part, of_part in task for range_ in of_part]
         results_of_ranges = zip(ranges, result["rows"], result["checksums"], strict=True)

@@ -200,8 +200,7 @@ def stored(
     """Encode rows [start, stop) of `raw` into a table: one fixed-size list column per matrix, or named columns for parquet.
     Raises InputError if the format cannot store a number. `first_row` is the row number of `raw` in file `path`, for this
     error."""
-    order = np.arange(start, stop, dtype=np.int64)
-    rows = preprocessor.encode(raw, order)
+    rows = preprocessor.encode(raw, np.arange(start, stop, dtype=np.int64))
     if format == "parquet":
         return named_columns(rows, preprocessor.inputs)
     if format == "binary":

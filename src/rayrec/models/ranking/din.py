@@ -80,5 +80,4 @@ class DIN(nn.Module):
             target = torch.cat([embedded[self._targets[name]] for name in unit], dim=1)
             interests |= zip(unit, attention(target, items).split(self._dim, dim=1), strict=True)
         features = [interests[name] if name in interests else embedded[name] for name in self._features]
-        hidden = self.tower(torch.cat([numbers, *features], dim=1))
-        return {self._label: self.logit(hidden.float()).squeeze(1)}
+        return {self._label: self.logit(self.tower(torch.cat([numbers, *features], dim=1)).float()).squeeze(1)}

@@ -95,8 +95,7 @@ class FinalMLP(nn.Module):
         heads = self._heads
         first_heads = first.unflatten(1, (heads, first.shape[1] // heads)).transpose(0, 1)
         second_heads = second.unflatten(1, (heads, second.shape[1] // heads)).transpose(0, 1)
-        met = (torch.bmm(first_heads, self.products) * second_heads).sum((0, 2))
-        return {self._label: logits + met}
+        return {self._label: logits + (torch.bmm(first_heads, self.products) * second_heads).sum((0, 2))}
 
 
 class _Gate(nn.Module):

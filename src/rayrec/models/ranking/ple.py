@@ -61,8 +61,7 @@ class PLE(nn.Module):
         self.towers = nn.ModuleList(LogitTower(in_features, config.tower, **settings) for _ in self._labels)
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
-        inputs = fields(dense, self.number_vectors, embedded).flatten(1)
-        states = [inputs] * (len(self._labels) + 1)
+        states = [fields(dense, self.number_vectors, embedded).flatten(1)] * (len(self._labels) + 1)
         for level in self.levels:
             states = level(states)
         return {label: tower(state) for label, tower, state in zip(self._labels, self.towers, states, strict=True)}

@@ -74,8 +74,7 @@ class _Layer(nn.Module):
 
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
         across = vectors.transpose(1, 2)
-        products = torch.bmm(vectors, across @ self.mixing).flatten(1)
-        hidden = self.tower(self.products_norm(products))
+        hidden = self.tower(self.products_norm(torch.bmm(vectors, across @ self.mixing).flatten(1)))
         product_vectors = linear_stack(hidden, (self.products.weight, self.products.bias), relus=(True,), dtype=self._dtype)
         combined = torch.cat([product_vectors.float().unflatten(1, self._shape), self.linear(across).transpose(1, 2)], dim=1)
         residual = vectors if self.shortcut is None else self.shortcut(across).transpose(1, 2)
