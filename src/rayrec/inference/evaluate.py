@@ -46,8 +46,8 @@ def evaluate(
 
     Returns:
         JSON values, None if undefined (such as auroc of a single class): rows, checkpoint, and the workload's metrics and
-        additions. Click models have auroc, logloss, normalized_entropy, calibration, expected_calibration_error, label_rate, and
-        with a group the metrics of `rayrec.metrics.ranking.ranking_metrics`.
+        additions. Click models have the metrics of `rayrec.metrics.binary.binary_metrics`, and with a group those of
+        `rayrec.metrics.ranking.ranking_metrics`.
 
         For click models, `options` may add `intervals` (metric -> [low, high]) and `slices` (slice_by -> slices, each with value,
         rows and the same metrics). `compared` has the metrics of the other checkpoint and `differences`, first minus second

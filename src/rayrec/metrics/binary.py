@@ -52,6 +52,7 @@ def binary_metrics(logits: Any, labels: Any) -> dict[str, float]:
     - calibration: sum of probabilities divided by sum of labels, 1 if calibrated, NaN without positives (He et al. 2014)
     - expected_calibration_error: row mean of |mean probability - label rate| of the row's bin, among CALIBRATION_BINS bins of
       equal width, 0 if calibrated (Naeini et al. 2015)
+    - accuracy: share of rows whose label the threshold 0.5 of the probability predicts; 0.5 itself predicts 0
     - rows and label_rate
     """
     checked_logits, checked_labels = checked(logits, labels)
@@ -98,8 +99,14 @@ def row_losses(logits: Floats, labels: Labels) -> tuple[npt.NDArray[np.float64],
     return np.maximum(towards_wrong, 0.0) + np.log1p(small), np.where(logit >= 0, 1.0, small) / (1.0 + small)
 
 
+def is_correct(logits: Any, labels: Any) -> Any:
+    """Return whether the threshold 0.5 of the probability predicts each row's label, for arrays or tensors, [rows]."""
+    return (logits > 0) == (labels > 0.5)
+
+
 def _sums(logits: Floats, labels: Labels) -> list[float]:
-    """Return the counts of rows and positives, and the float64 sums of log loss, probability, and probability - label in bins."""
+    """Return the counts of rows, positives and correct rows, and the float64 sums of log loss, probability, and probability -
+    label in bins."""
     losses, probabilities, gaps, bins = [], [], [], CALIBRATION_BINS
     for start in range(0, len(logits), _BLOCK_ROWS):
         block = slice(start, start + _BLOCK_ROWS)
@@ -109,7 +116,7 @@ def _sums(logits: Floats, labels: Labels) -> list[float]:
         bin_numbers = np.minimum((probability * bins).astype(np.int64), bins - 1)  # A probability of 1 is in the last one
         gaps.append(np.bincount(bin_numbers, probability - labels[block], minlength=bins).tolist())
     sums = map(math.fsum, (losses, probabilities, *zip([0.0] * bins, *gaps, strict=True)))
-    return [len(labels), int(np.count_nonzero(labels)), *sums]
+    return [len(labels), int(np.count_nonzero(labels)), int(np.count_nonzero(is_correct(logits, labels))), *sums]
 
 
 def _sorted_keys(logits: Floats, labels: Labels) -> tuple[Keys, Keys]:
@@ -148,7 +155,7 @@ def _area(twice_u: int, *, num_positives: int, num_negatives: int) -> float:
 
 def _metrics(of_ranks: Sequence[Sequence[float]], twice_u: int) -> dict[str, float]:
     """Return the metrics from the `_sums` of each rank."""
-    rows_of_ranks, positives, losses, probabilities, *gaps = zip(*of_ranks, strict=True)
+    rows_of_ranks, positives, correct, losses, probabilities, *gaps = zip(*of_ranks, strict=True)
     rows, num_positives = int(sum(rows_of_ranks)), int(sum(positives))
     rate = num_positives / rows if rows else math.nan
     mean_loss = math.fsum(losses) / rows if rows else math.nan
@@ -159,6 +166,7 @@ def _metrics(of_ranks: Sequence[Sequence[float]], twice_u: int) -> dict[str, flo
         "normalized_entropy": mean_loss / entropy,
         "calibration": math.fsum(probabilities) / num_positives if num_positives else math.nan,
         "expected_calibration_error": math.fsum(abs(math.fsum(of_bin)) for of_bin in gaps) / rows if rows else math.nan,
+        "accuracy": sum(correct) / rows if rows else math.nan,
         "rows": rows,
         "label_rate": rate,
     }

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from ranks import metric
 from ranks.checkpoint import run_ranks
-from sklearn.metrics import log_loss, ndcg_score, roc_auc_score
+from sklearn.metrics import accuracy_score, log_loss, ndcg_score, roc_auc_score
 from torch import distributed
 
 from rayrec.metrics import binary as metrics
@@ -186,6 +186,7 @@ def test_binary_metrics_match_scikit_learn(case: tuple[np.ndarray, np.ndarray]) 
     assert result["normalized_entropy"] == pytest.approx(loss / entropy, rel=1e-9)
     assert result["calibration"] == pytest.approx(probability.sum() / labels.sum(), rel=1e-9)
     assert result["expected_calibration_error"] == pytest.approx(_calibration_error(logits, labels, 15), abs=1e-12)
+    assert result["accuracy"] == accuracy_score(labels, logits > 0)
     assert (result["rows"], result["label_rate"]) == (len(labels), pytest.approx(rate))
 
 
@@ -282,7 +283,7 @@ def test_distributed_metrics_match_one_process(world_size: int, tmp_path: Path) 
         for ranks_result in results:
             got = ranks_result[index]
             assert repr(got) == repr(results[0][index])  # Bit-identical on all ranks, including NaN
-            for name in ("auroc", "rows", "label_rate"):
+            for name in ("auroc", "accuracy", "rows", "label_rate"):
                 assert repr(got[name]) == repr(wanted[name])
             assert got == pytest.approx(wanted, rel=1e-12, nan_ok=True)
 
