@@ -154,12 +154,22 @@ class ClickModelConfig(Config):
         return label_heads(inputs.label, inputs.more_labels, kind=inputs.label_kind)
 
     def score(self, metrics: Mapping[str, float]) -> float:
-        """Return the value to maximize in early stopping, best checkpoint and searches. Default: AUROC, or the negative log loss
-        if the validation rows have only one class. For a main label that is a count or a number, the negative deviance or squared
-        error. Without labels, the negative loss."""
-        if "auroc" not in metrics:
-            return -next(metrics[name] for name in ("deviance", "mse", "loss") if name in metrics)
-        return metrics["auroc"] if math.isfinite(metrics["auroc"]) else -metrics["logloss"]
+        """Return the value to maximize in early stopping, best checkpoint and searches.
+
+        Default: the `objective`, negative if lower is better. For an undefined AUROC, because the validation rows have only one
+        class, the negative log loss.
+        """
+        name = self.objective(metrics)
+        if name == "auroc" and not math.isfinite(metrics["auroc"]):
+            name = "-logloss"
+        return -metrics[name[1:]] if name.startswith("-") else metrics[name]
+
+    def objective(self, metrics: Mapping[str, float]) -> str:
+        """Return the name of the metric behind `score`, after a minus sign if lower is better.
+
+        Default: AUROC. For a main label that is a count or a number, the deviance or squared error. Without labels, the loss.
+        """
+        return next(name for name in ("auroc", "-deviance", "-mse", "-loss") if name.removeprefix("-") in metrics)
 
     @property
     def width(self) -> int:

@@ -18,7 +18,7 @@ from rayrec.config import InputError
 from rayrec.humanize import duration_text, number_text, size_text
 from rayrec.observe.bottleneck import diagnose
 from rayrec.observe.events import follow, read_events
-from rayrec.observe.run_summary import RunSummary
+from rayrec.observe.run_summary import RunSummary, metrics_of, target_text
 from rayrec.observe.timing import PHASES, WORDS
 
 Event = Mapping[str, Any]
@@ -32,7 +32,6 @@ _NOTES: Final = {
     "{waiting_share:.0%} of the time). Stop them, or lower --scaling.threads-per-worker.",
     "stop": "step {step:,}  saved, stopping ({cause})",
     "plateau": "step {step:,}  no improvement: learning rates lowered to {learning_rate_scale:.3g} of the schedule",
-    "early_stop": "step {step:,}  no improvement since step {best_step:,}: stopping early",
 }
 """Console lines of events with a fixed form."""
 
@@ -45,15 +44,25 @@ def metrics_text(evaluation: Event) -> str:
     """Format the main metrics of an evaluation."""
     shown = [name for name in _SHOWN_METRICS if name in evaluation]
     if not shown:  # A custom model.
-        shown = [name for name, value in evaluation.items() if isinstance(value, float) and name != "time"]
+        shown = [name for name, value in metrics_of(evaluation).items() if isinstance(value, float)]
     return "  ".join(f"{name} {metric_text(evaluation[name])}" for name in shown)
+
+
+def early_stop_text(event: Event) -> str:
+    """Describe why a run stopped early."""
+    reached = target_text(event) if event.get("target_step") is not None else None
+    return reached or f"no improvement since step {event['best_step']:,}"
 
 
 def console_line(event: Event, *, verbose: bool = False) -> str | None:
     """Return the console line for an event, or None if it is not shown."""
     kind = event["kind"]
     if kind == "evaluate":
-        return f"step {event['step']:,}  {event['set']}  {metrics_text(event)}"
+        best = "".join(f"  best {name} {metric_text(event['best'][name])}" for name in event.get("best", ()) if name != "step")
+        at = f" (step {event['best']['step']:,})" if best else ""
+        return f"step {event['step']:,}  {event['set']}  {metrics_text(event)}{best}{at}"
+    if kind == "early_stop":
+        return f"step {event['step']:,}  {early_stop_text(event)}: stopping early"
     if kind == "warm_start":
         amounts = [f"{event[name]:,} {name}" for name in ("kept", "fresh", "dropped") if name in event]
         return f"starting from {event['checkpoint']}" + (f"; categories: {', '.join(amounts)}" if amounts else "")

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, final
 
 from rayrec.config import InputError
+from rayrec.humanize import duration_text
 from rayrec.observe.attempts import Attempts, Restart
 from rayrec.observe.data_side import DataSums
 from rayrec.observe.timing import Interval, TimeBreakdown
@@ -13,7 +14,7 @@ Event = Mapping[str, Any]
 VALIDATION: Final = "validation_"
 """Prefix of validation metrics in the rows of `curve`."""
 _CURVE_FIELDS: Final = ("rows", "loss", "rows_per_s", "blocked_fraction")
-_NO_METRICS: Final = {"time", "kind", "step", "set", "counted"}
+_NO_METRICS: Final = {"time", "kind", "step", "set", "counted", "seconds", "best"}
 _BEGINS: Final = {"run", "attempt", "start"}
 _ENDS: Final = {"stop", "failure", "finish", "summary"}
 _POINT: Final = 0.01
@@ -23,6 +24,17 @@ _POINT: Final = 0.01
 def metrics_of(evaluation: Event) -> dict[str, Any]:
     """Return the metrics of an evaluate event."""
     return {name: value for name, value in evaluation.items() if name not in _NO_METRICS}
+
+
+def target_text(fields: Event) -> str | None:
+    """Describe when a run reached its target, from the fields of an event or summary. None without a target."""
+    if fields.get("target") is None:
+        return None
+    text = f"{fields['target_metric']} {fields['target']:g}"
+    if fields["target_step"] is None:
+        return f"{text} not reached"
+    needed = f"{fields['target_rows']:,} rows, {duration_text(round(fields['target_s']))} of training and evaluations"
+    return f"{text} reached at step {fields['target_step']:,} ({needed})"
 
 
 def series(event: Event) -> tuple[str, str]:
@@ -220,10 +232,9 @@ class RunSummary:
         return (self.time, self.warm_time) if self._logs > 1 else (self.time,)
 
     def _evaluate(self, event: Event) -> None:
-        if self._evaluates_since_s is not None:
-            for split in self._splits():
-                split.evaluation_s += max(0.0, event["time"] - self._evaluates_since_s)
-            self._evaluates_since_s = None
+        since_s, self._evaluates_since_s = self._evaluates_since_s, None
+        for split in self._splits():  # Events of earlier versions have no seconds.
+            split.evaluation_s += event.get("seconds", max(0.0, event["time"] - (since_s or event["time"])))
         self._auroc = event.get("auroc", self._auroc)
         if event["set"] == "validation":
             self.evaluation = event

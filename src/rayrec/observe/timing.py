@@ -44,7 +44,7 @@ class TimeBreakdown:
     checkpoint_s: float = 0.0
     """Seconds for which saves blocked training, in addition to the phases."""
     evaluation_s: float = 0.0
-    """Seconds from the last logged step before an evaluation to its end, in addition to the phases."""
+    """Seconds in evaluations, in addition to the phases."""
     rows: int = 0
     """Rows trained in that time by all workers."""
     measured: bool = False

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from rayrec.collectives import over_workers
-from rayrec.training.progress import Cut, Progress, StopSignal, Training, judge, lower_on_plateau
+from rayrec.training.progress import Cut, StopSignal, Training, judge, lower_on_plateau, meet_target, target_fields
 from rayrec.training.step_log import Batches, StepAccounting
-from rayrec.workloads.base import TrainConfig, WorkerSetup
+from rayrec.workloads.base import WorkerSetup
 from rayrec.workloads.step_timer import StepTimer
 
 _EVALUATION_POLL_S = 2.0
@@ -86,8 +86,10 @@ def iterate_segments(training: Training) -> Generator[int, Cut, bool]:
     batches; the next attempt repeats the evaluation. The step to pause at is evaluated and saved. Unless it is a regular
     evaluation, early stopping and `plateau` ignore it, so that pauses do not change the result of a run."""
     config, setup, loader, progress = training.config, training.setup, training.loader, training.progress
-    patience = config.early_stopping.patience
-    if 0 < patience <= progress.since_best:
+    patience, target = config.early_stopping.patience, config.early_stopping.target
+    if progress.target != target:
+        progress.target, progress.target_step, progress.target_rows, progress.target_s = target, None, None, None
+    if 0 < patience <= progress.since_best or progress.target_step is not None:
         return True  # stopped early in an earlier attempt
     total = progress.step + loader.steps
     evaluate_every = config.evaluate_every or evaluation_interval(loader.steps_per_epoch, config.evaluations_per_epoch)
@@ -124,36 +126,25 @@ def iterate_segments(training: Training) -> Generator[int, Cut, bool]:
                 save=None if saved_step == progress.step else partial(save_now, needed=True, complete=False),
                 save_after_s=_EVALUATION_GRACE_FRACTION * config.failure.grace_s,
             )
-            metrics = evaluate(setup, "validation", watch)
-            if metrics is None:  # evaluation_due is saved too
+            is_regular = progress.step != end or end == total or progress.step % evaluate_every == 0
+            score = _evaluate_step(training, watch, is_regular=is_regular)
+            if progress.evaluation_due:  # ended by a stop request; evaluation_due is saved too
                 if saved_step != progress.step:
                     save_now(needed=True, complete=True)
                 return False
             saved_in_evaluation = watch.saved
-            progress.evaluation_due, progress.metrics = False, metrics
-            is_regular = progress.step != end or end == total or progress.step % evaluate_every == 0
-            score = config.workload.score(progress.metrics) if is_regular else None
-            lowered = score is not None and _registered(progress, score, config)
-            training.log("evaluate", {"step": progress.step, "set": "validation", "counted": is_regular, **progress.metrics})
-            if lowered:
-                training.log("plateau", {"step": progress.step, "learning_rate_scale": progress.learning_rate_scale})
             setup.model.train()
-        learnt = 0 < patience <= progress.since_best
+        ends = 0 < patience <= progress.since_best or progress.target_step is not None
         # Early stopping uses the best weights, so these are always saved.
         best = bool(patience) and progress.best_step == progress.step
-        last = learnt or progress.step == end
+        last = ends or progress.step == end
         if save_due or last or best:
             # Needed after a save without a score: the score would be lost if that save is still in progress.
             save_now(score=score, needed=last or best or saved_in_evaluation, complete=last)
-        if learnt:
-            training.log("early_stop", {"step": progress.step, "best_step": progress.best_step, "best_score": progress.best})
+        if ends:
+            best_fields = {"best_step": progress.best_step, "best_score": progress.best}
+            training.log("early_stop", {"step": progress.step, **best_fields, **target_fields(progress, config.workload)})
             return True
-
-
-def _registered(progress: Progress, score: float, config: TrainConfig) -> bool:
-    """Record an evaluation score for early stopping and `plateau`. Returns whether the learning rates were lowered."""
-    judge(progress, score, min_improvement=config.early_stopping.min_improvement)
-    return lower_on_plateau(progress, score, config.plateau)
 
 
 def drain(pipeline: Any, batches: Iterator[Any]) -> None:
@@ -216,3 +207,30 @@ def evaluate(setup: WorkerSetup, name: str, watch: EvaluationWatch | None = None
         close = getattr(source, "close", None)
         if close is not None:  # ends data tasks of an interrupted evaluation
             close()
+
+
+def _evaluate_step(training: Training, watch: EvaluationWatch, *, is_regular: bool) -> float | None:
+    """Evaluate the current step and record the result; if regular, for early stopping and `plateau`. Returns the score, None if
+    not regular. Does nothing if `watch` ended the evaluation."""
+    config, progress = training.config, training.progress
+    start_s = time.perf_counter()
+    metrics = evaluate(training.setup, "validation", watch)
+    if metrics is None:
+        return None
+    _, (seconds,) = over_workers(time.perf_counter() - start_s)
+    progress.evaluation_due, progress.metrics, progress.evaluation_s = False, metrics, progress.evaluation_s + seconds
+    score, lowered = None, False
+    if is_regular:
+        score = config.workload.score(metrics)
+        judge(progress, score, min_improvement=config.early_stopping.min_improvement)
+        meet_target(progress, config.workload)
+        lowered = lower_on_plateau(progress, score, config.plateau)
+    best: dict[str, Any] = {}
+    if progress.best_step is not None:
+        name, value, _ = config.workload.objective_value(progress.best_metrics)
+        best = {"best": {"step": progress.best_step, name: value}}
+    event = {"step": progress.step, "set": "validation", "counted": is_regular, "seconds": seconds}
+    training.log("evaluate", {**event, **metrics, **best})
+    if lowered:
+        training.log("plateau", {"step": progress.step, "learning_rate_scale": progress.learning_rate_scale})
+    return score

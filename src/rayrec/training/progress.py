@@ -13,7 +13,7 @@ import torch
 from rayrec.collectives import gathered, over_workers, sum_over_workers
 from rayrec.optim.config import PlateauConfig
 from rayrec.trained_rows import RowNumbers, TrainedRows
-from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
+from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup, Workload
 
 FirstStep = Callable[[float, float], None]
 """Callback after the first step of an attempt, with the seconds waited for batches by then (the pipeline may pull several) and
@@ -33,6 +33,8 @@ class Progress:
     """Seconds in training segments."""
     blocked_s: float = 0.0
     """Seconds spent waiting for data within `train_s` (mean over workers)."""
+    evaluation_s: float = 0.0
+    """Seconds in completed evaluations (of the slowest worker)."""
     best: float | None = None
     best_step: int | None = None
     since_best: int = 0
@@ -45,6 +47,14 @@ class Progress:
     """Score of the last evaluation that improved by more than `plateau.min_improvement`."""
     plateau_evaluations: int = 0
     """Evaluations since that one, or since the learning rates were lowered."""
+    target: float | None = None
+    """`early_stopping.target` of the next fields."""
+    target_step: int | None = None
+    """Step of the first counted evaluation that reached the target, None before."""
+    target_rows: int | None = None
+    """`rows` at that step."""
+    target_s: float | None = None
+    """`train_s + evaluation_s` after that evaluation."""
     metrics: dict[str, float] = field(default_factory=dict)
     best_metrics: dict[str, float] = field(default_factory=dict)
     evaluation_due: bool = False
@@ -136,6 +146,24 @@ def judge(progress: Progress, score: float, *, min_improvement: float) -> None:
         progress.since_best += 1
     if progress.best is None or score >= progress.best:
         progress.best, progress.best_step, progress.best_metrics = score, progress.step, progress.metrics
+
+
+def meet_target(progress: Progress, workload: Workload) -> None:
+    """Record that an evaluation reached the target, if it is the first. An undefined metric does not."""
+    _, value, sign = workload.objective_value(progress.metrics)
+    if progress.target is not None and progress.target_step is None and sign * value >= sign * progress.target:
+        progress.target_step, progress.target_rows = progress.step, progress.rows
+        progress.target_s = progress.train_s + progress.evaluation_s
+
+
+def target_fields(progress: Progress, workload: Workload) -> dict[str, Any]:
+    """Return the event fields on the target: its value and metric, and step, rows and seconds until it was reached, or None.
+    Empty without a target."""
+    if progress.target is None or not progress.metrics:
+        return {}
+    metric, *_ = workload.objective_value(progress.metrics)
+    reached = {name: getattr(progress, name) for name in ("target_step", "target_rows", "target_s")}
+    return {"target": progress.target, "target_metric": metric, **reached}
 
 
 def lower_on_plateau(progress: Progress, score: float, plateau: PlateauConfig) -> bool:

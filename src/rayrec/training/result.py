@@ -14,7 +14,7 @@ from rayrec import storage
 from rayrec.checkpoint.discovery import committed
 from rayrec.config import InputError
 from rayrec.observe.events import metrics_dataframe, readable_events
-from rayrec.observe.run_summary import metrics_of, series
+from rayrec.observe.run_summary import metrics_of, series, target_text
 
 if TYPE_CHECKING:
     import pandas
@@ -139,13 +139,14 @@ class Result:
 
 def summary_rows(summary: dict[str, Any], *, folder: str) -> list[tuple[str, str]]:
     """Return the table shown after a finished run."""
-    metrics = summary["metrics"]
+    metrics, target = summary["metrics"], target_text(summary)
     rows = [(name, f"{value:.4f}") for name, value in metrics.items() if isinstance(value, float) and name != "label_rate"]
     if summary.get("share_of_best_auroc") is not None:
         reached = f"{summary['share_of_best_auroc']:.1%} of the way from 0.5 to the best possible {summary['best_auroc']:.4f}"
         rows.append(("auroc reached", reached))
     return [
         *rows,
+        *([("target", target)] if target else []),
         ("rows/s in training", f"{summary['rows_per_s']:,.0f}"),
         ("blocked on data", f"{summary['blocked_fraction']:.1%}"),
         ("rows trained", f"{summary['rows']:,} in {summary['steps']:,} steps; {summary['wall_s']:.0f} s with preparation"),

@@ -347,6 +347,7 @@ def summarize(
         "rows_lost": finish["rows_lost"],
         "metrics": finish["metrics"],
         "validation": finish["validation"],
+        **{name: value for name, value in finish.items() if name.startswith("target")},
         "checkpoint": finish["checkpoint"],
         **run.costs(train_s=finish["train_s"]),
         "verdict": diagnosis and diagnosis.text,

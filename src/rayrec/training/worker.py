@@ -36,7 +36,7 @@ from rayrec.observe.timing import Stopwatch
 from rayrec.trained_rows import TrainedRows
 from rayrec.training import loop
 from rayrec.training.launchers.base import AttemptContext
-from rayrec.training.progress import Progress, StopSignal, Training, with_lowered_rates
+from rayrec.training.progress import Progress, StopSignal, Training, target_fields, with_lowered_rates
 from rayrec.training.step_log import multiply_adds_per_s_or_zero
 from rayrec.training.step_profiler import make_profiler, profiled
 from rayrec.training.stop_monitor import RESUMES, PreemptionInfo, StopMonitor, report_saves
@@ -406,6 +406,7 @@ def finish(
         "train_s": progress.train_s,
         "blocked_fraction": progress.blocked_s / progress.train_s if progress.train_s else 0.0,
         "chosen_step": step,
+        **target_fields(progress, config.workload),
         "checkpoint": best.path,
         "metrics": tested.get("test", validation),
         "validation": validation,

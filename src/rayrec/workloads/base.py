@@ -315,6 +315,16 @@ class Workload(Config, abc.ABC):
     def score(self, metrics: dict[str, float]) -> float:
         """Return a finite validation score for the metrics. Higher is better."""
 
+    def objective(self, metrics: Mapping[str, float]) -> str:
+        """Return the name of the metric behind `score`, after a minus sign if lower is better. Default: "", the score itself."""
+        return ""
+
+    def objective_value(self, metrics: dict[str, float]) -> tuple[str, float, int]:
+        """Return the metric behind `score`: its name, its value, and 1 if higher is better, else -1."""
+        name = self.objective(metrics)
+        value = metrics[name.removeprefix("-")] if name else self.score(metrics)
+        return name.removeprefix("-") or "score", value, -1 if name.startswith("-") else 1
+
     def adapted(self, config: TrainConfig) -> TrainConfig:
         """Return the configuration adapted to its data, such as adopted columns. Runs on the driver first. Reads little."""
         return config

@@ -133,6 +133,9 @@ class LanguageWorkload(DataParallelWorkload):
     def score(self, metrics: dict[str, float]) -> float:
         return -metrics["loss"]
 
+    def objective(self, metrics: Mapping[str, float]) -> str:
+        return "-loss"
+
     # -- on the driver
 
     def check(self, config: TrainConfig) -> None:

@@ -125,9 +125,12 @@ class EarlyStoppingConfig(Config):
     """Early stopping criteria."""
 
     patience: int = 0
-    """Number of evaluations without improvement before training stops. 0 disables early stopping."""
+    """Number of evaluations without improvement before training stops. 0 never stops for that reason."""
     min_improvement: float = 0.0
     """Minimum increase in score over the last improvement to count as an improvement."""
+    target: float | None = None
+    """Metric value that ends training, at the first evaluation to reach it: AUROC for click models, ndcg_at_K for retrieval,
+    accuracy for images, a loss as low for language models. None: no target."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,6 +117,9 @@ class VisionWorkload(DataParallelWorkload):
         """Return the share of correctly classified rows."""
         return metrics["accuracy"]
 
+    def objective(self, metrics: Mapping[str, float]) -> str:
+        return "accuracy"
+
     # -- on the driver
 
     def check(self, config: TrainConfig) -> None:

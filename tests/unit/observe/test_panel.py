@@ -23,6 +23,7 @@ from rayrec.observe.panel import console_line, figures, line, panel, top
 from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.timing import PHASES
 
+REACHED = {"target": 0.8025, "target_metric": "auroc", "target_step": 1600, "target_rows": 204_800, "target_s": 119.6}
 SAVED = {"kind": "checkpoint", "step": 8, "path": "p", "bytes": 1e6}
 
 
@@ -122,6 +123,18 @@ def test_figures_grow_with_events_and_panel_shows_phases() -> None:
         (
             {"kind": "plateau", "step": 1500, "learning_rate_scale": 0.1**2},
             "step 1,500  no improvement: learning rates lowered to 0.01 of the schedule",
+        ),
+        (
+            {"kind": "early_stop", "step": 150, "best_step": 100, "best_score": 0.8},
+            "step 150  no improvement since step 100: stopping early",
+        ),
+        (
+            {"kind": "early_stop", "step": 1600, **REACHED},
+            "step 1,600  auroc 0.8025 reached at step 1,600 (204,800 rows, 2 min of training and evaluations): stopping early",
+        ),
+        (
+            {"kind": "evaluate", "step": 1600, "set": "validation", "auroc": 0.79, "best": {"step": 800, "auroc": 0.8}},
+            "step 1,600  validation  auroc 0.7900  best auroc 0.8000 (step 800)",
         ),
         (SAVED, None),
         ({"kind": "step", "step": 8}, None),

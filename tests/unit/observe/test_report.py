@@ -247,6 +247,8 @@ def test_comparison_averages_over_seeds_and_shows_provenance(tmp_path: Path) -> 
     text = _text(report.Run("", [*events, early], run_events.click_summary() | best))
     wanted = ["commit0123abcd+", "machinehost, 8 CPUs", "commandrayrec train criteo_demo", "weights to usestep 50"]
     wanted += ["early stopat step 100 of 100: no improvement since step 50"]
+    missed = {"target": 0.9, "target_metric": "auroc", "target_step": None}
+    assert "targetauroc 0.9 not reached" in _text(report.Run("", events, run_events.click_summary() | missed))
     assert _lacking(text, *wanted, "95.3% of the way from 0.5 to the best possible 0.8123") == []
     (one, two), out = (run_events.write_run(tmp_path / name) for name in ("one", "two")), str(tmp_path / "both.html")
     assert rayrec.report(one, two, out=out) == out

@@ -102,6 +102,14 @@ def test_restart_lasts_until_training_continues_unlike_pauses() -> None:
     assert found == [(0, "stopped: a planned pause", None), (20, None, None)]
 
 
+def test_evaluation_time_uses_event_seconds() -> None:
+    prefix = (*BEGIN, (7, "step", {"step": 30}))
+    for seconds, expected in (({}, 4.0), ({"seconds": 2.5}, 2.5)):
+        run = summary(*prefix, (11, "evaluate", {"step": 30, "set": "validation", "auroc": 0.5, "best": {"step": 30}, **seconds}))
+        assert (run.time.evaluation_s, run.warm_time.evaluation_s) == (expected, expected)
+        assert [name for name in run.curve()[-1] if name.startswith("validation_")] == ["validation_auroc"]
+
+
 def test_attempts_have_end_and_cost_and_standing_follows_events() -> None:
     first, second = RunSummary(run_events.run()).attempts
     assert (first.num_workers, first.first_step, first.last_step) == (2, 0, 120)

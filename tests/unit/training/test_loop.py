@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +22,14 @@ from builders.loops import StopSignal, fake_setup
 from rayrec import recipes
 from rayrec.checkpoint import Checkpoint, Retention, folder_of, weights_sha256
 from rayrec.checkpoint.state import model_tensors
+from rayrec.models.base import ClickModelConfig
 from rayrec.observe.timing import PHASES
 from rayrec.optim.config import PlateauConfig
 from rayrec.trained_rows import RowNumbers, TrainedRows
 from rayrec.training import loop, step_log, worker
 from rayrec.training.launchers.base import AttemptContext
 from rayrec.training.loop import SegmentEnd, next_segment_end
-from rayrec.training.progress import Progress, Training, judge, lower_on_plateau, with_lowered_rates
+from rayrec.training.progress import Progress, Training, judge, lower_on_plateau, meet_target, target_fields, with_lowered_rates
 from rayrec.training.step_log import StepAccounting, multiply_adds_per_s, multiply_adds_per_s_or_zero
 from rayrec.training.worker import finish
 from rayrec.workloads.run_config import ScalingConfig
@@ -252,6 +254,56 @@ def test_preemption_saves_once_and_early_stopping_best_and_last() -> None:
     assert [(save[0], *save[3:]) for save in run.saves] == [(5, True, False), (10, True, True)]
     assert run.told("early_stop") == [10]
     assert Run(progress=run.progress, early_stopping={"patience": 1}).run()
+
+
+def test_target_ends_run_and_survives_resume() -> None:
+    run = Run(early_stopping={"patience": 0, "target": 0.65})
+    assert run.run()
+    assert (run.told("evaluate"), run.told("early_stop"), run.pipeline.trained[-1]) == ([8, 16], [16], 15)
+    assert run.saves[-1] == (16, 160, 0.66, True, True)
+    first, last = (fields for fields in run.fields if "counted" in fields)
+    assert [event["best"] for event in (first, last)] == [{"step": 8, "auroc": 0.58}, {"step": 16, "auroc": 0.66}]
+    assert run.progress.evaluation_s == first["seconds"] + last["seconds"]
+    reached = {"target": 0.65, "target_metric": "auroc", "target_step": 16, "target_rows": 160}
+    reached["target_s"] = run.progress.train_s + run.progress.evaluation_s
+    assert run.fields[-1] == {"step": 16, "best_step": 16, "best_score": 0.66, **reached}
+    state = json.loads(json.dumps(run.progress.state()))
+    again = Run(progress=Progress.from_state(state, rank=0), early_stopping={"patience": 0, "target": 0.65})
+    assert again.run()
+    assert (again.events, again.saves) == ([], [])  # nothing is trained or evaluated again
+    assert target_fields(again.progress, again.config.workload) == reached
+    other = Run(progress=Progress.from_state(state, rank=0), early_stopping={"patience": 0, "target": 0.9})
+    assert other.run()
+    assert (other.pipeline.trained, other.told("early_stop"), other.progress.target_step) == ([16, 17, 18, 19], [], None)
+    old = {name: value for name, value in state.items() if not name.startswith(("target", "evaluation_s"))}
+    assert Progress.from_state(old, rank=0).target_step is None  # of an earlier version
+
+
+class OwnScore(ClickModelConfig):
+    def score(self, metrics: Mapping[str, float]) -> float:
+        return -metrics["spread"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "metrics", "target", "reached", "name"),
+    [
+        ("criteo_demo", {"auroc": 0.8, "logloss": 0.4}, 0.8, True, "auroc"),
+        ("criteo_demo", {"auroc": math.nan, "logloss": 0.4}, -1.0, False, "auroc"),  # its score is the negative logloss
+        ("criteo_demo", {"mse": 0.5, "mae": 0.6}, 0.5, True, "mse"),
+        ("criteo_demo", {"mse": 0.5, "mae": 0.6}, 0.4, False, "mse"),
+        ("gpt2_tiny", {"loss": 3.2, "perplexity": 24.5}, 3.3, True, "loss"),
+        ("gpt2_tiny", {"loss": 3.2, "perplexity": 24.5}, 3.1, False, "loss"),
+        ("mnist_resnet18", {"loss": 0.1, "accuracy": 0.97}, 0.98, False, "accuracy"),
+        ("two_tower", {"ndcg_at_10": 0.2, "recall_at_10": 0.4}, 0.2, True, "ndcg_at_10"),
+        ("own", {"auroc": 0.8, "spread": 0.5}, -0.6, True, "score"),
+    ],
+)
+def test_target_uses_score_metric(recipe: str, metrics: dict[str, float], target: float, reached: bool, name: str) -> None:
+    config = recipes.criteo_demo("none") if recipe == "own" else recipes.ALL[recipe]("none")
+    workload = dataclasses.replace(config.workload, model=OwnScore()) if recipe == "own" else config.workload
+    progress = Progress(step=8, target=target, metrics=metrics)
+    meet_target(progress, workload)
+    assert (progress.target_step, target_fields(progress, workload)["target_metric"]) == (8 if reached else None, name)
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ class SASRecConfig(ClickModelConfig):
     def output_heads(self, inputs: ModelInputs) -> tuple[Head, ...]:
         return (ItemsHead("items", self.k, self.sequence(inputs)[0]),)
 
-    def score(self, metrics: Mapping[str, float]) -> float:
-        return metrics[f"ndcg_at_{self.k}"]
+    def objective(self, metrics: Mapping[str, float]) -> str:
+        return f"ndcg_at_{self.k}"
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return SASRec(self, inputs, precision=precision)

@@ -89,8 +89,8 @@ class TwoTowerConfig(ClickModelConfig):
         del inputs
         return (VectorHead("user", self.vector), VectorHead("item", self.vector))
 
-    def score(self, metrics: Mapping[str, float]) -> float:
-        return metrics[f"ndcg_at_{self.k}"]
+    def objective(self, metrics: Mapping[str, float]) -> str:
+        return f"ndcg_at_{self.k}"
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return TwoTower(self, inputs, precision=precision)

@@ -12,10 +12,10 @@ from rayrec.config import InputError
 from rayrec.humanize import date_text, duration_text, number_text
 from rayrec.observe.bottleneck import diagnose
 from rayrec.observe.events import read_events
-from rayrec.observe.panel import console_line
+from rayrec.observe.panel import console_line, early_stop_text
 from rayrec.observe.report import model, training
 from rayrec.observe.report.page import Section, document, draw, facts, folded, join_parts, tiles
-from rayrec.observe.run_summary import Event, Price, RunSummary
+from rayrec.observe.run_summary import Event, Price, RunSummary, target_text
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,10 @@ def _facts(run: Run) -> Markup:
     early, last = run.sums.latest.get("early_stop"), run.sums.latest.get("step")
     if early is not None:
         planned = f" of {last['steps']:,}" if last and last["steps"] else ""
-        named.append(("early stop", f"at step {early['step']:,}{planned}: no improvement since step {early['best_step']:,}"))
+        named.append(("early stop", f"at step {early['step']:,}{planned}: {early_stop_text(early)}"))
     if run.summary is not None:
+        if (target := target_text(run.summary)) is not None:
+            named.append(("target", target))
         named.append(("weights to use", f"step {run.summary['chosen_step']:,}"))
         if "share_of_best_auroc" in run.summary:
             fraction, best = run.summary["share_of_best_auroc"], run.summary["best_auroc"]

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol, final
 from rayrec import storage
 from rayrec.observe.event_json import redact_credentials
 from rayrec.observe.events import follow
-from rayrec.observe.run_summary import Event, RunSummary
+from rayrec.observe.run_summary import Event, RunSummary, metrics_of
 
 UPLOAD_S: Final = 30.0
 """Seconds between uploads. Each sends the full file, because object stores cannot append."""
@@ -185,7 +185,7 @@ def _error_text(error: Exception) -> str:
 # -- measures
 
 _PREFIXES = {"step": "train", "checkpoint": "checkpoint", "data": "data"}
-_NO_MEASURES = {"time", "kind", "step", "steps", "set"}
+_NO_MEASURES = {"time", "kind", "step", "steps"}
 
 
 def scalars(event: Event) -> dict[str, float]:
@@ -197,7 +197,7 @@ def scalars(event: Event) -> dict[str, float]:
     prefix = str(event["set"]) if kind == "evaluate" else _PREFIXES.get(kind)
     if prefix is None:
         return {}
-    measures = {name: value for name, value in event.items() if name not in _NO_MEASURES}
+    measures = metrics_of(event) if kind == "evaluate" else {name: event[name] for name in event if name not in _NO_MEASURES}
     if kind == "data":
         measures |= {stage["stage"]: stage for stage in measures.pop("stages", ())}
     return dict(_numbers(measures, prefix))

@@ -79,6 +79,11 @@ class ClickSettings(Workload):
     def score(self, metrics: dict[str, float]) -> float:
         return self.model.score(metrics)
 
+    def objective(self, metrics: Mapping[str, float]) -> str:
+        model, base = type(self.model), ClickModelConfig
+        has_only_score = model.score is not base.score and model.objective is base.objective
+        return "" if has_only_score else self.model.objective(metrics)
+
     def check(self, config: TrainConfig) -> None:
         if config.train_data.path is None:
             raise InputError("train_data.path: must be a training log, got None. Pass --data PATH (rayrec generate creates one).")
