@@ -24,6 +24,7 @@ from rayrec.checkpoint import Checkpoint, committed, weights_sha256
 from rayrec.cluster import fork_server, forked_worker
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.ingest.loader import Loader
+from rayrec.ingest.order import spread
 from rayrec.layers import cpu_watch
 from rayrec.training.result import Result
 from rayrec.training.trainer import train
@@ -307,6 +308,21 @@ def test_saves_between_evaluations_keep_best(click_log: Path, tmp_path: Path) ->
     best = max(events_of(tmp_path / "run", "evaluate"), key=lambda event: (event["auroc"], event["step"]))
     assert summary["chosen_step"] == best["step"]
     assert Checkpoint(summary["checkpoint"]).manifest()["state"]["progress"]["step"] == best["step"]
+
+
+def test_short_evaluations_reach_target(click_log: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"eval_rows": 300, "early_stopping": {"patience": 0, "target": 0.4}, "log_every": 2}
+    config = small(click_log, tmp_path, **changes, cluster={"address": "none"})
+    summary = train(config).summary
+    short, last = events_of(tmp_path / "run", "evaluate")
+    rows, first = summary["rows_of_sets"]["validation"], summary["rows_of_sets"]["train"]
+    assert [(event["step"], event["rows"], event["counted"]) for event in (short, last)] == [(8, 300, True), (8, rows, False)]
+    labels = [line.startswith(b"1") for line in lines_of(click_log)[first : first + rows]]
+    assert short["label_rate"] * 300 == pytest.approx(sum(sum(labels[start:stop]) for start, stop in spread(rows, 300)))
+    assert last["label_rate"] * rows == pytest.approx(sum(labels))
+    assert (summary["validation"]["rows"], summary["metrics"]["rows"]) == (rows, summary["rows_of_sets"]["test"])
+    assert (summary["steps"], summary["target_step"], summary["target_rows"]) == (8, 8, 8 * 128)
+    assert summary["target_s"] > summary["train_s"]
 
 
 @pytest.mark.exhaustive

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import logging
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +19,7 @@ import numpy as np
 
 from rayrec.config import InputError
 from rayrec.data.logs.index import Block, SegmentRange, row_numbers, source_of, sources_in_order
-from rayrec.ingest.order import BatchSharding
+from rayrec.ingest.order import BatchSharding, spread
 from rayrec.trained_rows import RowNumbers, TrainedRows, merge_ranges
 
 _logger = logging.getLogger(__name__)
@@ -115,6 +116,18 @@ class BlockOrder:
     def start(self, epoch: int) -> Position:
         return Position(epoch)
 
+    def limited(self, max_rows: int) -> BlockOrder:
+        """Return the order of at most `max_rows` of the rows (`spread`)."""
+        starts = np.cumsum([0, *(part.stop - part.start for part in self.parts)]).tolist()
+        chosen = []
+        for first, stop in spread(self.rows, max_rows):
+            number = bisect_right(starts, first) - 1
+            while number < len(self.parts) and starts[number] < stop:
+                part, base = self.parts[number], self.parts[number].start - starts[number]
+                chosen.append(replace(part, start=max(part.start, base + first), stop=min(part.stop, base + stop)))
+                number += 1
+        return replace(self, parts=tuple(chosen))
+
     def plan(self, position: Position, sharding: BatchSharding) -> BlockPlan:
         blocks = self.blocks(position.epoch) if position.world_size else ()
         start = position.for_workers(blocks, world_size=sharding.world_size, batch_size=sharding.batch_size)
@@ -139,7 +152,7 @@ class BlockOrder:
                 block = blocks[block_range.block]
                 if block_range.rows < block.rows:
                     order = block.order()[block_range.start : block_range.stop]
-                    numbers = row_numbers([part.segment for part in block.parts])[order]
+                    numbers = row_numbers(block.segments)[order]
                     tally.remove(RowNumbers(position.epoch, numbers))
         return tally
 

@@ -3,7 +3,7 @@ any number of workers. No array grows with the number of steps."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from rayrec.trained_rows import TrainedRows
 
@@ -42,6 +42,19 @@ class EpochPlan(Protocol[PositionT_co]):
 
 Plans: TypeAlias = Callable[[], Iterator[tuple[Plan, int]]]
 """Function that yields the plan and number of steps of each epoch. All calls yield the same."""
+
+
+_MAX_SPANS: Final = 64
+"""Maximum number of ranges of `spread`. Each may require reading a full segment of a log."""
+
+
+def spread(rows: int, count: int) -> list[tuple[int, int]]:
+    """Return up to 64 ranges [start, stop) with `count` of `rows` rows in all, or all of these, evenly spread. Pure."""
+    if count >= rows:
+        return [(0, rows)]
+    size = -(-count // _MAX_SPANS)
+    starts = [(first * rows // count, first) for first in range(0, count, size)]
+    return [(start, start + min(size, count - first)) for start, first in starts]
 
 
 class EpochOrder(Protocol[PositionT, Plan_co]):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rayrec.config import InputError
-from rayrec.ingest.order import BatchSharding
+from rayrec.ingest.order import BatchSharding, spread
 from rayrec.trained_rows import RowNumbers, TrainedRows
 
 
@@ -41,13 +41,20 @@ class RowOrder:
     """Whether to keep any rest as a separate step, for evaluation."""
     data_hash: str | None = None
     """Hash of the rows, compared on resume. None skips the comparison."""
+    max_rows: int | None = None
+    """Maximum number of rows, evenly spread (`spread`), for evaluation in the order `none`. None: all rows."""
 
     @cached_property
     def rows(self) -> int:
-        return sum(self.chunk_rows)
+        rows = sum(self.chunk_rows)
+        return rows if self.max_rows is None else min(rows, self.max_rows)
 
     def numbers(self, epoch: int, offset: int) -> Iterator[np.ndarray]:
         """Yield the row numbers of an epoch from `offset`, int64, one window at a time."""
+        if self.max_rows is not None:
+            assert not offset
+            yield from (np.arange(*span) for span in spread(sum(self.chunk_rows), self.max_rows))
+            return
         for number, chunks in enumerate(self._windows(epoch)):
             rows = sum(self.chunk_rows[chunk] for chunk in chunks)
             if offset < rows:

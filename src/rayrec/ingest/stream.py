@@ -108,7 +108,7 @@ class LazyBlock:
 
 def open_block(block: Block, preprocessor: Preprocessor, *, labelled: bool = True) -> LazyBlock:
     """Open a block. Reads and parses raw logs immediately, and preprocessed rows on request."""
-    segments, order = [part.segment for part in block.parts], block.order()
+    segments, order = block.segments, block.order()
     if segments[0].is_preprocessed:
         read = stage("read")(lambda start, stop: read_preprocessed(segments, order[start:stop], preprocessor))
         return LazyBlock(read, None)
@@ -205,7 +205,7 @@ class MappedSource:
     def make_locally(self, block: Block, block_range: BlockRange) -> Sequence[EncodedRows]:
         with stage("read"):
             order = block.order()[block_range.start : block_range.stop]
-            return [read_preprocessed([part.segment for part in block.parts], order, self.preprocessor)]
+            return [read_preprocessed(block.segments, order, self.preprocessor)]
 
 
 @final

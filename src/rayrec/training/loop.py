@@ -188,10 +188,14 @@ class EvaluationWatch:
 
 
 @torch.no_grad()
-def evaluate(setup: WorkerSetup, name: str, watch: EvaluationWatch | None = None) -> dict[str, float] | None:
-    """Score each row of an evaluation set once; return the metrics, or None if `watch` ended the evaluation; collective."""
+def evaluate(
+    setup: WorkerSetup, name: str, watch: EvaluationWatch | None = None, *, max_rows: int | None = None
+) -> dict[str, float] | None:
+    """Score each row of an evaluation set once, or `max_rows` rows; return the metrics, or None if `watch` ended the evaluation;
+    collective."""
     setup.model.eval()
-    metrics, source = setup.make_metrics(), setup.eval_batches[name]()
+    batches_of = setup.eval_batches[name]
+    metrics, source = setup.make_metrics(), batches_of() if max_rows is None else batches_of(max_rows)
     batches, stopped = Batches(source, StepTimer()), False
     try:
         while True:
@@ -214,7 +218,7 @@ def _evaluate_step(training: Training, watch: EvaluationWatch, *, is_regular: bo
     not regular. Does nothing if `watch` ended the evaluation."""
     config, progress = training.config, training.progress
     start_s = time.perf_counter()
-    metrics = evaluate(training.setup, "validation", watch)
+    metrics = evaluate(training.setup, "validation", watch, max_rows=config.eval_rows)
     if metrics is None:
         return None
     _, (seconds,) = over_workers(time.perf_counter() - start_s)

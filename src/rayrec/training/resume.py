@@ -22,7 +22,7 @@ from rayrec.workloads.scoring import stored_settings
 _OUTSIDE: Final = ("name", "storage_path", "cluster")
 """Location of the run; not compared."""
 _FREE: Final = (
-    "eval_batch_size", "evaluate_every", "evaluations_per_epoch", "log_every", "max_bad_fraction",
+    "eval_batch_size", "eval_rows", "evaluate_every", "evaluations_per_epoch", "log_every", "max_bad_fraction",
     "checkpoint", "loop", "early_stopping", "failure", "observe", "profile", "trackers",
     # A log may be moved. Its rows and their order are compared when the run resumes.
     "train_data.path", "train_data.in_memory", "train_data.cache_bytes", "train_data.prefetch_blocks",

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -379,7 +380,8 @@ def finish(
     """Run the final test with the weights to use (with early stopping, the best ones) and report the result; collective. Returns
     None after a stop request during an evaluation: everything is saved by then, and the next attempt starts here. `metrics` are
     computed on the test rows, or without these, on the validation rows. `evaluated_step`: step of the weights that this process
-    evaluated last, or None. Raises InputError if the weights to use are damaged."""
+    evaluated last, or None. With `eval_rows`, computes `validation` again, on all rows. Raises InputError if the weights to use
+    are damaged."""
     config = attempt.config
     step, validation = progress.step, progress.metrics
     if config.early_stopping.patience and progress.best_step is not None:
@@ -391,14 +393,20 @@ def finish(
         except DamagedError as error:
             raise InputError(f"{error}. These were the best weights of the run. Train it again under another --name") from None
     names = [name for name in setup.eval_batches if name != "validation"]
-    if "test" not in names and evaluated_step != step:
+    if config.eval_rows is not None:
+        names.insert(0, "validation")
+    elif "test" not in names and evaluated_step != step:
         names.append("validation")  # only for the samples, which show the last evaluation
     tested: dict[str, dict[str, float]] = {}
     for name in names:
+        start_s = time.perf_counter()
         metrics = loop.evaluate(setup, name, loop.EvaluationWatch(stop_signal, save=None, save_after_s=0.0))
         if metrics is None:
             return None
         tested[name] = metrics
+        if name == "validation" and config.eval_rows is not None:
+            validation, seconds = metrics, time.perf_counter() - start_s
+            log("evaluate", {"step": step, "set": name, "counted": False, "seconds": seconds, **metrics})
     result = {
         "step": progress.step,
         "rows": progress.rows,

@@ -71,6 +71,9 @@ class TrainConfig(Config):
     """Minimum number of steps per epoch. Batches are made smaller on small data to reach it."""
     eval_batch_size: Count = 8192
     """Rows per worker and evaluation batch."""
+    eval_rows: Count | None = None
+    """Maximum rows of an evaluation during training, evenly spread over the validation rows and always the same. The last
+    evaluation, of the selected weights, and the final test use all rows. None always uses all."""
     evaluate_every: Count | None = None
     """How often to evaluate, in steps. None uses `evaluations_per_epoch`."""
     evaluations_per_epoch: Rate = 4
@@ -135,6 +138,8 @@ class TrainConfig(Config):
             raise InputError("scaling.batch_policy: must be global with global_batch_size, got per_worker. Set one of the two.")
         if self.loop not in self.workload.LOOPS:
             raise InputError(f"loop: must be {' or '.join(self.workload.LOOPS)} for recipe {self.recipe}, got {self.loop}")
+        if self.eval_rows is not None and not self.workload.SHORT_EVALUATIONS:
+            raise InputError(f"eval_rows: recipe {self.recipe} can only evaluate all rows, got {self.eval_rows}. Leave it out.")
         if self.early_stopping.patience and not self.checkpoint.keep_best:
             raise InputError("checkpoint.keep_best: must be at least 1, because early stopping uses the best weights, got 0")
 
@@ -280,8 +285,9 @@ class WorkerSetup:
     """Pipeline that trains the model, or scores with it in eval mode. `progress` returns an output with a scalar `loss`."""
     begin_step: Callable[[int, int], None]
     """Callback before each step, with the step (from 0) and the total steps. Sets learning rates and random seeds."""
-    eval_batches: dict[str, Callable[[], Iterator[Any]]]
-    """Evaluation sets by name. Each call returns this worker's batches: every row once over all workers, equally many on each."""
+    eval_batches: dict[str, Callable[..., Iterator[Any]]]
+    """Evaluation sets by name. Each call returns this worker's batches: every row once over all workers, equally many batches on
+    each. With `Workload.SHORT_EVALUATIONS`, the argument is the maximum number of rows (`rayrec.ingest.order.spread`)."""
     make_metrics: Callable[[], Metrics]
     described: dict[str, Any]
     """Description of the model for reports: tables, sharding, sizes."""
@@ -303,6 +309,8 @@ class Workload(Config, abc.ABC):
     """Supported values of `TrainConfig.loop`."""
     WORKER_MODULES: ClassVar[tuple[str, ...]] = ()
     """Modules needed by workers but not by `prepare`. In-process runs import them while data is prepared."""
+    SHORT_EVALUATIONS: ClassVar[bool] = False
+    """Whether `WorkerSetup.eval_batches` take a maximum number of rows."""
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ()
     """Fields or dotted groups of fields that may change when a run resumes, because they do not affect later steps."""
 

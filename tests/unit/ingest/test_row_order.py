@@ -3,6 +3,7 @@
 import json
 import threading
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from rayrec.data.numbered_rows import ArrayRows
 from rayrec.ingest.batches import ArrayBatches
 from rayrec.ingest.block_order import BlockOrder, BlockRange, Position, full_epoch, shard_block_ranges, skip_rows
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.order import BatchSharding
+from rayrec.ingest.order import BatchSharding, spread
 from rayrec.ingest.row_order import RowOrder
 
 
@@ -115,6 +116,15 @@ def test_every_row_trains_once_across_reshards(
         state = loader.state()
         loader.close()
     assert seen == whole
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_limited_order_has_spread_rows(world_size: int) -> None:
+    source = Shards(100, 150, 50)
+    for max_rows in (1, 130, 300, 999):
+        order = _order(source, "none", small_steps=True, max_rows=max_rows)
+        rows = [row for step in _all_workers(source, world_size, order=order) for row in step]
+        assert sorted(rows) == [row for span in spread(300, max_rows) for row in range(*span)]
 
 
 def test_short_rest_joins_batch_and_windows_are_announced() -> None:
@@ -226,7 +236,7 @@ def log_rows(blocks: list[Block]) -> list[int]:
     """Row numbers of the log, in the order of the epoch."""
     rows: list[int] = []
     for block in blocks:
-        of_segments = [part.segment.first_row + i for part in block.parts for i in range(part.segment.rows)]
+        of_segments = [segment.first_row + i for segment in block.segments for i in range(segment.rows)]
         rows += [of_segments[place] for place in block.order()]
     return rows
 
@@ -267,6 +277,28 @@ def test_every_row_once_across_reshards(shuffle: str, sizes: list[int], moves: l
             used += rows_of(shard)[: steps * batch_size]
         position = Position(position.epoch, position.step_in_deal + steps, world_size, batch_size, position.pieces)
     assert sorted(used) == rows_of(full_epoch(blocks))
+
+
+@given(st.integers(1, 400), st.integers(1, 500))
+def test_spread_has_count_and_order(rows: int, count: int) -> None:
+    spans = spread(rows, count)
+    assert sum(stop - start for start, stop in spans) == min(rows, count)
+    assert all(0 <= start < stop <= rows for start, stop in spans)
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))
+    assert len(spans) <= 64
+
+
+@pytest.mark.parametrize("max_rows", [1, 50, 100, 180, 300])
+def test_limited_block_order_has_spread_rows(max_rows: int) -> None:
+    order = make_order([40, 30, 50, 60], "none", segments_per_block=16)
+    every = log_rows(order.blocks(0))
+    limited = order.limited(max_rows)
+    rows = log_rows(limited.blocks(0))
+    assert rows == [every[row] for span in spread(180, max_rows) for row in range(*span)]
+    assert len(rows) == limited.rows == min(max_rows, 180)
+    for world_size in (2, 3):  # the same rows for any number of workers
+        shards = shard_block_ranges(full_epoch(limited.blocks(0)), world_size)
+        assert sorted(row for shard in shards for row in rows_of(shard)) == rows_of(full_epoch(limited.blocks(0)))
 
 
 def test_same_world_size_keeps_shards_and_files_stay_together() -> None:

@@ -279,7 +279,7 @@ def test_target_ends_run_and_survives_resume() -> None:
     assert Progress.from_state(old, rank=0).target_step is None  # of an earlier version
 
 
-class OwnScore(ClickModelConfig):
+class CustomScore(ClickModelConfig):
     def score(self, metrics: Mapping[str, float]) -> float:
         return -metrics["spread"]
 
@@ -300,7 +300,7 @@ class OwnScore(ClickModelConfig):
 )
 def test_target_uses_score_metric(recipe: str, metrics: dict[str, float], target: float, reached: bool, name: str) -> None:
     config = recipes.criteo_demo("none") if recipe == "own" else recipes.ALL[recipe]("none")
-    workload = dataclasses.replace(config.workload, model=OwnScore()) if recipe == "own" else config.workload
+    workload = dataclasses.replace(config.workload, model=CustomScore()) if recipe == "own" else config.workload
     progress = Progress(step=8, target=target, metrics=metrics)
     meet_target(progress, workload)
     assert (progress.target_step, target_fields(progress, workload)["target_metric"]) == (8 if reached else None, name)
@@ -626,6 +626,17 @@ def test_finish_evaluates_chosen_weights(
     assert told["metrics"] == told["validation"] == {"auroc": float(chosen)}
     assert run.evaluations == evaluations
     assert run.events == [("finish", told), ("samples", {"samples": [{"of": evaluations}]})]
+
+
+def test_finish_evaluates_all_rows_after_short_evaluations(tmp_path: Path) -> None:
+    run = Evaluated(tmp_path, sets=("validation", "test"), patience=0)
+    object.__setattr__(run.attempt, "config", run.attempt.config.replace(eval_rows=5))
+    short = dataclasses.replace(STOPPED_EARLY, metrics={"auroc": 0.1}, target=0.5)
+    result = run.finish(short)
+    assert run.evaluations == [("validation", 7.0), ("test", 7.0)]  # without a limit
+    assert (result["validation"], result["metrics"], result["target_step"]) == (LAST, LAST, None)
+    (kind, event), *_ = run.events
+    assert (kind, event["step"], event["counted"], event["auroc"]) == ("evaluate", 7, False, 7.0)
 
 
 def test_damaged_best_weights_raise_input_error(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.finalmlp import FinalMLPConfig
 from rayrec.schema import Schema
+from rayrec.workloads.base import Workload
+from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.run_config import ScalingConfig
 from rayrec.workloads.worker_setup import learning_rate_factor, memory_errors
 
@@ -69,6 +71,10 @@ def test_scaling_config_rejects_invalid_values(changes: dict[str, Any], message:
 def test_configs_reject_early_stopping_plateau_and_schema(tmp_path: Path) -> None:
     unkept = {"checkpoint": {"keep_best": 0}, "early_stopping": {"patience": 2}}
     rejects("must be at least 1, because early stopping uses the best weights", recipes.criteo_demo().replace, **unkept)
+    assert not Workload.SHORT_EVALUATIONS
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ClickWorkload, "SHORT_EVALUATIONS", False)
+        rejects("eval_rows: recipe criteo_demo can only evaluate all rows, got 9", recipes.criteo_demo().replace, eval_rows=9)
     for factor in (0.0, 1.0):
         rejects("above 0 and below 1", recipes.criteo_demo().replace, plateau={"factor": factor})
     config = recipes.clicks(str(tmp_path), Schema(dense=("age", "price"), tokens="any", delimiter=","))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -89,12 +90,17 @@ class Block:
     def rows(self) -> int:
         return sum(part.rows for part in self.parts)
 
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Segments of the parts, each once."""
+        return tuple(dict.fromkeys(part.segment for part in self.parts))
+
     def order(self) -> np.ndarray:
-        """Return the index in the parsed segments of each row of the block, int64 [rows]."""
-        indices, base = [], 0
-        for part in self.parts:
-            indices.append(np.arange(base + part.start, base + part.stop, dtype=np.int64))
-            base += part.segment.rows
+        """Return the index in the parsed `segments` of each row of the block, int64 [rows]."""
+        segments = self.segments
+        bases = dict(zip(segments, itertools.accumulate((segment.rows for segment in segments), initial=0), strict=False))
+        parts = ((bases[part.segment], part) for part in self.parts)
+        indices = [np.arange(base + part.start, base + part.stop, dtype=np.int64) for base, part in parts]
         rows = np.concatenate(indices)
         if self.seed is None:
             return rows

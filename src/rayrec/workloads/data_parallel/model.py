@@ -61,6 +61,7 @@ class ParallelOptions(Config):
 class DataParallelModel(Workload, abc.ABC):
     """Settings, rows, network and measures of a `DataParallelWorkload`."""
 
+    SHORT_EVALUATIONS: ClassVar[bool] = True
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
         "parallel", "accumulate", *(f"parallel_options.{name}" for name in (*ParallelOptions.DDP, *ParallelOptions.MEMORY)),
     )  # fmt: skip

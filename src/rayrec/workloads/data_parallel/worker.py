@@ -126,10 +126,11 @@ def _blocks(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
                     yield block
 
 
-def eval_batches(source: RowSource, context: WorkerContext) -> Iterator[Batch]:
-    """Yield evaluation batches: each row once over all workers, equally many batches per worker."""
+def eval_batches(source: RowSource, context: WorkerContext, max_rows: int | None = None) -> Iterator[Batch]:
+    """Yield evaluation batches: each of up to `max_rows` rows once over all workers, equally many batches per worker."""
     config = context.config
-    order = RowOrder(tuple(source.chunk_rows), "none", 0, config.eval_data.segments_per_block, small_steps=True)
+    chunk_rows, window = tuple(source.chunk_rows), config.eval_data.segments_per_block
+    order = RowOrder(chunk_rows, "none", 0, window, small_steps=True, max_rows=max_rows)
     reader = ArrayBatches(source)
     sharding = BatchSharding(context.rank, context.world_size, config.eval_batch_size)
     try:

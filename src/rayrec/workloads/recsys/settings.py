@@ -45,6 +45,7 @@ class Prepared:
 class ClickSettings(Workload):
     """Fields of `ClickWorkload`."""
 
+    SHORT_EVALUATIONS: ClassVar[bool] = True
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
         "vocabulary_memory_bytes", "sharding.sharding_types", "sharding.min_column_width", "sharding.reserved_fraction",
         "sharding.optimizer_floats_per_row", "schema.group",

@@ -174,8 +174,8 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
     columns = counted_columns(inputs.sparse, preprocessor.sparse, expanded=preprocessor.multi_hot is not None)
     counts = EvaluationCounts(columns, workload.model.output_heads(ModelInputs.of(inputs)), grouped=inputs.group is not None)
 
-    def eval_batches(name: str) -> Iterator[Any]:
-        loader = _loader(context, prepared, name, batch_size=config.eval_batch_size, epochs=1)
+    def eval_batches(name: str, max_rows: int | None = None) -> Iterator[Any]:
+        loader = _loader(context, prepared, name, batch_size=config.eval_batch_size, epochs=1, max_rows=max_rows)
         try:
             yield from counts.counted(name, loader)
         finally:
@@ -244,11 +244,13 @@ def _loader(
     epochs: int | None,
     state: dict[str, Any] | None = None,
     max_steps: int | None = None,
+    max_rows: int | None = None,
 ) -> Loader[Position, BlockPlan]:
     workload, learns = context.config.workload, name == "train"
     assert isinstance(workload, ClickSettings)
     data = context.config.train_data if learns else context.config.eval_data
     order, prefetch_blocks = prepared.sets[name], context.config.train_data.prefetch_blocks
+    order = order if max_rows is None else order.limited(max_rows)
     source: TaskSource | MappedSource
     if is_mapped(order):
         source = MappedSource(prepared.preprocessor.get(), data.in_memory, prefetch_blocks)
