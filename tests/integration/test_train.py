@@ -312,7 +312,7 @@ def test_saves_between_evaluations_keep_best(click_log: Path, tmp_path: Path) ->
 
 def test_short_evaluations_reach_target(click_log: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"eval_rows": 300, "early_stopping": {"patience": 0, "target": 0.4}, "log_every": 2}
-    config = small(click_log, tmp_path, **changes, cluster={"address": "none"})
+    config = small(click_log, tmp_path, **changes, observe={"accuracy": True, "by_worker": True}, cluster={"address": "none"})
     summary = train(config).summary
     short, last = events_of(tmp_path / "run", "evaluate")
     rows, first = summary["rows_of_sets"]["validation"], summary["rows_of_sets"]["train"]
@@ -323,6 +323,9 @@ def test_short_evaluations_reach_target(click_log: Path, tmp_path: Path) -> None
     assert (summary["validation"]["rows"], summary["metrics"]["rows"]) == (rows, summary["rows_of_sets"]["test"])
     assert (summary["steps"], summary["target_step"], summary["target_rows"]) == (8, 8, 8 * 128)
     assert summary["target_s"] > summary["train_s"]
+    for event in events_of(tmp_path / "run", "step"):
+        assert event["workers"] == [{"loss": event["loss"], "accuracy": event["accuracy"]}]
+        assert (256 * event["accuracy"]).is_integer()
 
 
 @pytest.mark.exhaustive

@@ -18,7 +18,7 @@ import torch
 from torch import distributed
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from rayrec.batch import Batch
+from rayrec.batch import Batch, StepOutput
 from rayrec.cluster.connection import temporary_environment
 from rayrec.training.loop import iterate_segments
 from rayrec.training.progress import Cut, Progress, Training
@@ -219,7 +219,7 @@ class _Steps(TrainerCallback):
         loss = torch.stack(self.losses).sum()
         self.losses.clear()
         # Trainer pulls no batch ahead, so a segment can end after any step.
-        cannot_go_on = self.account.count(loss, self.batches, stop=self.stop)
+        cannot_go_on = self.account.count(StepOutput(loss), self.batches, stop=self.stop)
         if self.progress.step < self.stop and not cannot_go_on:
             return
         self.setup.pipeline.reset()

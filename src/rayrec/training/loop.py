@@ -73,7 +73,7 @@ def _train(training: Training, account: StepAccounting, stop: int) -> Cut:
     account.begin()
     while progress.step < stop:
         setup.begin_step(progress.step, account.total)
-        if account.count(setup.pipeline.progress(batches).loss, batches, stop=stop):
+        if account.count(setup.pipeline.progress(batches), batches, stop=stop):
             batches.end()
             stop = first + batches.num_pulled
     drain(setup.pipeline, batches)

@@ -10,7 +10,8 @@ from typing import Any, Final, final
 import torch
 
 from rayrec import host_resources
-from rayrec.collectives import num_workers, over_workers
+from rayrec.batch import StepOutput
+from rayrec.collectives import Collectives, num_workers, over_workers
 from rayrec.compat.torch_compat import linear_pointwise
 from rayrec.config import InputError
 from rayrec.data.stage_times import STAGES, StageTimes
@@ -198,11 +199,14 @@ class StepAccounting:
     def __init__(self, training: Training) -> None:
         config, setup, loader, progress = training.config, training.setup, training.loader, training.progress
         self._config, self._loader, self._progress = config, loader, progress
+        self._by_worker = config.observe.by_worker
         self._first_step_done = training.first_step
         self._clock, self._cost, self._peak = setup.clock, setup.multiply_adds_per_row, setup.peak_multiply_adds_per_s
         self._log, self._stop_signal, self._optimizer = training.log, training.stop_signal, setup.optimizer
         self._data = DataStats(loader) if config.observe.times else None
         self._first_step, self._rows_before = progress.step, progress.rows
+        self._count_correct = setup.count_correct if config.observe.accuracy else None
+        self._correct: list[torch.Tensor] = []
         self._losses: list[torch.Tensor] = []
         self._start_s, self._num_rows = 0.0, 0
         """Rows trained by this worker since the last log."""
@@ -213,10 +217,10 @@ class StepAccounting:
 
     def begin(self) -> None:
         self.cut = "none"
-        self._losses, self._start_s = [], time.perf_counter()
+        self._losses, self._correct, self._start_s = [], [], time.perf_counter()
         self._clock.start()
 
-    def count(self, loss: torch.Tensor, batches: Batches, *, stop: int) -> bool:
+    def count(self, output: StepOutput, batches: Batches, *, stop: int) -> bool:
         """Count a step and return whether the segment must end before `stop`. Collective if a log or a poll is due."""
         if self._first_step_done is not None:
             self._first_step_done(batches.blocked_s, time.perf_counter() - self._start_s)
@@ -224,30 +228,41 @@ class StepAccounting:
         progress, rows = self._progress, batches.trained()
         progress.count(rows)
         self._num_rows += 0 if rows is None else len(rows.numbers)
-        self._losses.append(loss)
+        self._losses.append(output.loss)
+        if self._count_correct is not None:
+            self._correct.append(self._count_correct(output))
         progress.step += 1
         due = progress.step % self._config.log_every == 0 or progress.step >= stop
         if not due and (progress.step < self._next_poll_step or not self._poll()):
             return False
         self._clock.cut()
         # The only device synchronization between two logs
-        loss_mean, now_s = torch.stack(self._losses).mean().item(), time.perf_counter()
+        loss_mean = torch.stack(self._losses).mean().item()
+        correct = float(torch.stack(self._correct).sum()) if self._correct else 0.0
+        now_s = time.perf_counter()
         times_s = self._clock.read()
         memory = [host_resources.resident_bytes(), *_device_bytes()]
-        values = [loss_mean, batches.blocked_s, now_s - self._start_s, self._num_rows, *times_s.values(), *memory]
+        values = [loss_mean, batches.blocked_s, now_s - self._start_s, self._num_rows, correct, *times_s.values(), *memory]
+        workers = Collectives(None).gather_floats([loss_mean, self._num_rows, correct]) if self._by_worker else []
         data = self._data.take() if self._data else []
         means, maxima = over_workers(*values, *data, *self._stop_signal.poll())
         *_, stop_requested, poll_preemption = maxima
-        times_max_s = dict(zip(times_s, maxima[4:], strict=False))
-        times_s = dict(zip(times_s, means[4:], strict=False))
-        self._log_steps(means, times_s, times_max_s, maxima[len(values) - len(memory) : len(values)])
+        times_max_s = dict(zip(times_s, maxima[5:], strict=False))
+        times_s = dict(zip(times_s, means[5:], strict=False))
+        max_memory = maxima[len(values) - len(memory) : len(values)]
+        self._log_steps(means, times_s, times_max_s, max_memory, workers)
         if self._data:
             self._data.log_means(means[len(values) : len(values) + len(data)], step=progress.step, log=self._log)
         self._schedule_poll(elapsed_s=means[2])
-        self._losses, self._start_s, self._num_rows, batches.blocked_s = [], now_s, 0, 0.0
+        self._losses, self._correct, self._start_s, self._num_rows, batches.blocked_s = [], [], now_s, 0, 0.0
         if due:
             self._handle_stop_request(stop_requested, poll_preemption)
         return progress.step < stop and self.cut != "none"
+
+    def _learned(self, loss: float, rows: float, correct: float) -> dict[str, float]:
+        """Return the event fields on loss and accuracy, of all workers or of one."""
+        accuracy = {"accuracy": correct / rows} if self._count_correct is not None and rows else {}
+        return {"loss": loss, **accuracy}
 
     def _poll(self) -> bool:
         """Poll between two logs and return whether the cut changed; collective. Exchanges three numbers. NCCL then waits for the
@@ -274,9 +289,14 @@ class StepAccounting:
             self.cut = "save" if self.cut == "none" else self.cut
 
     def _log_steps(
-        self, means: Sequence[float], times_s: dict[str, float], times_max_s: dict[str, float], max_memory: Sequence[float]
+        self,
+        means: Sequence[float],
+        times_s: dict[str, float],
+        times_max_s: dict[str, float],
+        max_memory: Sequence[float],
+        workers: Sequence[Sequence[float]],
     ) -> None:
-        progress, (loss, blocked_s, elapsed_s, num_rows) = self._progress, means[:4]
+        progress, (loss, blocked_s, elapsed_s, num_rows, correct) = self._progress, means[:5]
         elapsed_s = sum(times_s.values()) or elapsed_s
         if progress.trained is None:  # count as the loader reports
             rows = self._rows_before + self._loader.rows(progress.step - self._first_step) - progress.rows
@@ -288,13 +308,15 @@ class StepAccounting:
         fields: dict[str, Any] = {
             "step": progress.step,
             "steps": self.total,
-            "loss": loss,
+            **self._learned(loss, num_rows, correct),
             "rows": progress.rows,
             "rows_per_s": rows / elapsed_s,
             "blocked_fraction": blocked_s / elapsed_s,
             "learning_rate": max(learning_rates(self._optimizer), default=0.0),
             **{name: int(size) for name, size in zip(_MEMORY_FIELDS, max_memory, strict=False) if size},
         }
+        if workers:
+            fields["workers"] = [self._learned(*worker) for worker in workers]
         if times_s:
             fields["times_s"] = times_s
             if num_workers() > 1:  # with one worker, max equals mean

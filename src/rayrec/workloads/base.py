@@ -297,6 +297,8 @@ class WorkerSetup:
     """Multiply-adds in one row's forward pass (products, convolutions), or None if unknown. Training takes three times that."""
     peak_multiply_adds_per_s: float | None = None
     """Peak multiply-adds per second of all devices together in a matrix product, or None if not measured."""
+    count_correct: Callable[[Any], torch.Tensor] | None = None
+    """Count the rows of a training step's output whose label the threshold 0.5 predicts, on its device. None without clicks."""
     make_samples: Callable[[], list[dict[str, Any]]] = list
     """Create sample outputs of the final weights for reports, as JSON values. Collective."""
 

@@ -156,6 +156,10 @@ class ObserveConfig(Config):
     times: bool = True
     """Whether to split each logged interval into phases, measure the device's peak at the start, and report data task times. Data
     tasks always time themselves: four clock reads per segment of a block."""
+    accuracy: bool = False
+    """Whether step events have the accuracy of a click model in training, with threshold 0.5. A few operations per step."""
+    by_worker: bool = False
+    """Whether step events have the loss (and accuracy) of each worker, in `workers`."""
 
 
 MAX_PROFILED_STEPS: Final = 200

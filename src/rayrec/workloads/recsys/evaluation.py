@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
+import torch
 
 from rayrec.batch import Batch, StepOutput
 from rayrec.collectives import sum_over_workers
 from rayrec.data.encoding.rules import SparseColumn
+from rayrec.metrics.binary import is_correct
 from rayrec.metrics.means import RowMetrics
 from rayrec.models.heads import BinaryHead, Head, labels_accumulator
 
@@ -86,6 +88,12 @@ class EvaluationCounts:
             *([{"kind": "reliability", "set": self._name, "bins": reliability_bins(by_logit)}] if by_logit.any() else []),
             *([{"kind": "categories", "set": self._name, "columns": columns}] if columns else []),
         ]
+
+
+def count_correct(output: StepOutput) -> torch.Tensor:
+    """Count the rows whose main label the threshold 0.5 predicts, a scalar on their device."""
+    logits, labels = (next(iter(values.values())) for values in (output.outputs, output.labels))
+    return is_correct(logits, labels).sum()
 
 
 def counted_columns(keys: Sequence[str], columns: Sequence[SparseColumn], *, expanded: bool) -> dict[str, SparseColumn]:

@@ -42,7 +42,7 @@ from rayrec.sharding.placement import data_parallel_tables, describe, placements
 from rayrec.sharding.planner import Site, embedding_sharders, plan_sharding, workers_per_node
 from rayrec.workloads.base import WorkerContext, WorkerSetup
 from rayrec.workloads.recsys.distillation import load_targets
-from rayrec.workloads.recsys.evaluation import EvaluationCounts, counted_columns
+from rayrec.workloads.recsys.evaluation import EvaluationCounts, count_correct, counted_columns
 from rayrec.workloads.recsys.planning import build_model
 from rayrec.workloads.recsys.settings import ClickSettings, Prepared
 from rayrec.workloads.step_timer import StepTimer, TimedOptimizer, make_step_timer, time_forward, time_gradient_exchange
@@ -192,6 +192,7 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
         eval_batches={name: partial(eval_batches, name) for name in prepared.sets if name != "train"},
         make_metrics=counts.make_metrics,
         make_samples=counts.shown,
+        count_correct=count_correct if workload.predicts_clicks else None,
         described=described,
     )
 
