@@ -39,7 +39,8 @@ class TrackersConfig(Config):
     mllog: bool = False
     """Whether to write an MLPerf log (:::MLLOG lines) to RUN/mllog.log."""
     iteration_lines: bool = False
-    """Whether to write lines such as `Finished training it 16/150 of epoch 0, 439.75 ms/it, loss 0.5` to RUN/iterations.log."""
+    """Whether to write the lines of the original DLRM to RUN/iterations.log: `Finished training it 16/150 of epoch 0, ...`,
+    `Testing at - ...` and `Test time:...`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, final
 
 from rayrec import storage
-from rayrec.observe.run_summary import RunSummary
+from rayrec.observe.run_summary import RunSummary, metrics_of
 from rayrec.observe.tracking.tracker import AppendFile
 
 TOKEN: Final = ":::MLLOG "
@@ -20,8 +20,9 @@ Type = Literal["POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"]
 class MlLogTracker:
     """Writer of RUN/mllog.log in the format of mlperf-logging 6. Each line is `:::MLLOG ` and a JSON object with namespace,
     time_ms, event_type, key, value and metadata. Uses MLPerf's format but is not a submission: submission_org is rayrec,
-    submission_division open, and other rules for submissions (cleared caches, target quality) are not checked. Repeated
-    evaluations of a step appear once. eval_start is the time of the previous log, because evaluation follows it immediately."""
+    submission_division open, and other rules for submissions (cleared caches) are not checked. Repeated evaluations of a step
+    appear once. eval_start is the time of the previous log, because evaluation follows it immediately. run_stop is a success if
+    the run reached its target or has none."""
 
     def __init__(self, folder: str, *, config: Mapping[str, Any]) -> None:
         self._file, self._config = AppendFile(storage.join(folder, "mllog.log")), config
@@ -29,6 +30,8 @@ class MlLogTracker:
         self._last_ms, self._epoch = 0, -1
         self._running = False
         self._status: str | None = None
+        self._end: tuple[int, dict[str, Any]] = 0, {}
+        """Time and position of the end of training."""
 
     def update(self, event: dict[str, Any], run: RunSummary) -> None:
         kind, before_ms = event["kind"], self._last_ms
@@ -45,18 +48,19 @@ class MlLogTracker:
             self._enter_epoch(run.epoch_of(event["step"])[0], time_ms)
         elif kind == "evaluate" and not run.is_repeat:
             self._evaluation(event, run, before_ms)
-        elif kind in ("stop", "failure"):
-            self._status = "aborted"
-        elif kind == "finish" and self._running:
-            self._status = "success"
+        elif kind in ("stop", "failure") or (kind in ("early_stop", "finish") and self._status is None):
+            missed = event.get("target") is not None and event["target_step"] is None
+            self._status = "aborted" if missed or kind in ("stop", "failure") else "success"
+            self._end = time_ms, _metadata_at(run.step, run)
 
     def flush(self) -> None:
         self._file.flush()
 
     def close(self) -> None:
         if self._running and self._status is not None:
-            self._write_line("INTERVAL_END", "epoch_stop", None, self._last_ms, epoch_num=self._epoch)
-            self._write_line("INTERVAL_END", "run_stop", None, self._last_ms, status=self._status)
+            end_ms, position = self._end
+            self._end_epoch(end_ms)
+            self._write_line("INTERVAL_END", "run_stop", None, end_ms, status=self._status, **position)
         self._file.close()
 
     def _begin(self, time_ms: int) -> None:
@@ -81,7 +85,7 @@ class MlLogTracker:
             ("global_batch_size", global_batch_size),
             ("gradient_accumulation_steps", workload.get("accumulate", 1)),
             ("train_samples", self._sets.get("train")),
-            ("eval_samples", self._sets.get("validation")),
+            ("eval_samples", min(filter(None, (self._sets.get("validation"), self._config["eval_rows"])), default=None)),
             *optimizer_lines(workload),
         ):
             if value is not None:
@@ -91,13 +95,19 @@ class MlLogTracker:
 
     def _enter_epoch(self, epoch: int, time_ms: int) -> None:
         while self._epoch < epoch:
-            if self._epoch >= 0:
-                self._write_line("INTERVAL_END", "epoch_stop", None, time_ms, epoch_num=self._epoch)
+            self._end_epoch(time_ms)
             self._epoch += 1
+            self._write_line("INTERVAL_START", "block_start", None, time_ms, first_epoch_num=self._epoch, epoch_count=1)
             self._write_line("INTERVAL_START", "epoch_start", None, time_ms, epoch_num=self._epoch)
 
+    def _end_epoch(self, time_ms: int) -> None:
+        """End the current epoch, if any, and its block. As in the original DLRM, each epoch is a block."""
+        if self._epoch >= 0:
+            self._write_line("INTERVAL_END", "epoch_stop", None, time_ms, epoch_num=self._epoch)
+            self._write_line("INTERVAL_END", "block_stop", None, time_ms, first_epoch_num=self._epoch)
+
     def _evaluation(self, event: Mapping[str, Any], run: RunSummary, begin_ms: int) -> None:
-        position = {"epoch_num": round(run.epochs_at(event["step"]), 6), "samples_count": run.rows_at(event["step"])}
+        position = _metadata_at(event["step"], run)
         score = next((event[name] for name in _SCORES if event.get(name) is not None), None)
         self._write_line("INTERVAL_START", "eval_start", None, begin_ms, **position)
         if score is not None:
@@ -106,6 +116,10 @@ class MlLogTracker:
 
     def _write_line(self, event_type: Type, key: str, value: Any, time_ms: int, **metadata: Any) -> None:
         self._file.write(line(event_type, key, value, time_ms=time_ms, metadata=metadata).encode() + b"\n")
+
+
+def _metadata_at(step: int, run: RunSummary) -> dict[str, float]:
+    return {"epoch_num": round(run.epochs_at(step), 6), "samples_count": run.rows_at(step)}
 
 
 def line(event_type: Type, key: str, value: Any, *, time_ms: int, metadata: Mapping[str, Any]) -> str:
@@ -139,22 +153,41 @@ def optimizer_lines(workload: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 @final
 class IterationTracker:
-    """Writer of RUN/iterations.log: `Finished training it 16/150 of epoch 0, 439.75 ms/it, loss 0.512345`, and for evaluations
-    `Testing at - 16/150 of epoch 0, auroc 0.7701, ...`. Repeated steps appear again, as in the original."""
+    """Writer of RUN/iterations.log, with the lines of the original DLRM (its `--mlperf-logging` and e2eAIOK).
+
+    - Finished training it 16/150 of epoch 0, 439.75 ms/it, loss 0.561402, accuracy 74.972 %
+    - Testing at - 150/150 of epoch 0, loss 0.463800, auc 0.7926, best auc 0.7926, accuracy 78.221 %, best accuracy 78.221 %
+    - Test time:1.9700
+
+    Training lines have the accuracy with `observe.accuracy`, and with `observe.by_worker` one follows for each worker, after
+    [RANK]. Models without AUROC list their metrics. Repeated steps appear again, as in the original.
+    """
 
     def __init__(self, folder: str) -> None:
         self._file = AppendFile(storage.join(folder, "iterations.log"))
+        self._best: dict[str, float] = {}
 
     def update(self, event: dict[str, Any], run: RunSummary) -> None:
         kind = event["kind"]
         if kind == "step":
             each_ms = 1000 * run.interval.elapsed_s / run.interval.steps if run.interval.steps else 0.0
-            loss = "nan" if event["loss"] is None else f"{event['loss']:.6f}"
-            self._write_line(f"Finished training it {_position(event, run)}, {each_ms:.2f} ms/it, loss {loss}")
+            start = f"Finished training it {_position(event, run)}, {each_ms:.2f} ms/it"
+            ranks = (f"[{rank}] " for rank in range(len(event.get("workers", ()))))
+            for rank, fields in zip(("", *ranks), (event, *event.get("workers", ())), strict=True):
+                accuracy = f", accuracy {_percent(fields['accuracy'])}" if "accuracy" in fields else ""
+                self._write_line(f"{rank}{start}, loss {_number(fields['loss'], 6)}{accuracy}")
         elif kind == "evaluate":
-            measures = [(name, value) for name, value in event.items() if isinstance(value, float) and name != "time"]
-            text = ", ".join(f"{name} {value:.6f}" for name, value in measures)
-            self._write_line(f"Testing at - {_position(event, run)}, {text}")
+            self._write_line(f"Testing at - {_position(event, run)}, {self._tested(metrics_of(event))}")
+            if "seconds" in event:
+                self._write_line(f"Test time:{event['seconds']:.4f}")
+
+    def _tested(self, metrics: Mapping[str, Any]) -> str:
+        if not {"auroc", "logloss", "accuracy"} <= metrics.keys():
+            return ", ".join(f"{name} {value:.6f}" for name, value in metrics.items() if isinstance(value, float))
+        best = self._best = {name: max(self._best.get(name, 0.0), metrics[name] or 0.0) for name in ("auroc", "accuracy")}
+        auc = f"auc {_number(metrics['auroc'], 4)}, best auc {_number(best['auroc'], 4)}"
+        accuracy = f"accuracy {_percent(metrics['accuracy'])}, best accuracy {_percent(best['accuracy'])}"
+        return f"loss {_number(metrics['logloss'], 6)}, {auc}, {accuracy}"
 
     def flush(self) -> None:
         self._file.flush()
@@ -164,6 +197,14 @@ class IterationTracker:
 
     def _write_line(self, text: str) -> None:
         self._file.write(text.encode() + b"\n")
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "nan" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(fraction: float | None) -> str:
+    return f"{_number(None if fraction is None else 100 * fraction, 3)} %"
 
 
 def _position(event: Mapping[str, Any], run: RunSummary) -> str:

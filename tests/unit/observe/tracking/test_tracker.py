@@ -316,13 +316,17 @@ def check(records: list[dict[str, Any]]) -> None:
         if re.match("(epoch|eval)_", key) and key != "eval_samples":
             assert "epoch_num" in metadata or "samples_count" in metadata
         if key == "run_stop":
-            assert "status" in metadata
+            assert {"status", "epoch_num"} <= metadata.keys()
+        if key == "block_start":
+            assert metadata["epoch_count"] > 0
+        if key.startswith("block_"):
+            assert "first_epoch_num" in metadata
         if key == "eval_accuracy":
             assert record["value"] <= 1.0
             assert "epoch_num" in metadata
     times = [record["time_ms"] for record in records]
     assert times == sorted(times)
-    for name in ("init", "run", "epoch", "eval"):  # Each opened interval is closed.
+    for name in ("init", "run", "block", "epoch", "eval"):  # Each opened interval is closed.
         opened = [record["event_type"] for record in records if record["key"] in (f"{name}_start", f"{name}_stop")]
         assert opened == ["INTERVAL_START", "INTERVAL_END"] * (len(opened) // 2), name
 
@@ -359,6 +363,24 @@ def test_mllog_of_restarted_run_follows_rules(tmp_path: Path) -> None:
     scores = [(record["metadata"]["epoch_num"], record["value"]) for record in records if record["key"] == "eval_accuracy"]
     assert scores == [(0.5, 0.705), (1.0, 0.71), (1.5, 0.715), (2.0, 0.72)]
     assert [record["metadata"]["epoch_num"] for record in records if record["key"] == "epoch_start"] == [0, 1]
+    assert [record["metadata"]["first_epoch_num"] for record in records if record["key"] == "block_stop"] == [0, 1]
+
+
+@pytest.mark.parametrize(("step", "status", "epoch"), [(150, "success", 1.5), (None, "aborted", 2.0)])
+def test_run_stop_reports_whether_target_was_reached(tmp_path: Path, step: int | None, status: str, epoch: float) -> None:
+    fields = {"target": 0.715, "target_metric": "auroc", "target_step": step}
+    events = run()
+    if step is not None:
+        end = next(n for n, event in enumerate(events) if event["kind"] == "evaluate" and event["step"] == step) + 1
+        end_s = events[end - 1]["time"] + 0.25
+        stop = {"kind": "early_stop", "time": end_s, "step": step, "best_step": step, "best_score": 0.715, **fields}
+        events = [*events[:end], stop, *({**event, "step": step} for event in events if event["kind"] == "finish")]
+    events = [{**event, **fields} if event["kind"] == "finish" else event for event in events]
+    records = write(tmp_path, events)
+    check(records)
+    assert records[-1]["metadata"] | {"status": status, "epoch_num": epoch} == records[-1]["metadata"]
+    if step is not None:  # the end of training, not of the final test
+        assert records[-1]["time_ms"] == int(1000 * end_s)
 
 
 def test_mllog_of_stopped_run_is_aborted(tmp_path: Path) -> None:
@@ -380,16 +402,61 @@ def iteration_lines(folder: Path, events: list[dict[str, Any]]) -> list[str]:
     return (folder / "iterations.log").read_text().splitlines()
 
 
-def test_iteration_lines_match_dlrm_format(tmp_path: Path) -> None:
+ORIGINAL = """Finished training it 16/150 of epoch 0, 439.75 ms/it, loss 0.561402, accuracy 74.972 %
+[1] Finished training it 16/150 of epoch 0, 439.75 ms/it, loss 0.561402, accuracy 74.972 %
+Testing at - 150/150 of epoch 0, loss 0.463800, auc 0.7926, best auc 0.7926, accuracy 78.221 %, best accuracy 78.221 %
+Test time:1.9705123901367188"""
+"""Lines of e2eAIOK's DLRM, whose launcher puts the rank before them."""
+LINE = re.compile(
+    r"(?:\[(?P<rank>\d+)\] )?Finished training it (?P<it>\d+)/(?P<its>\d+) of epoch (?P<epoch>\d+), (?P<ms>\d+\.\d\d) ms/it, "
+    r"loss (?P<loss>\d\.\d{6})(?:, accuracy (?P<accuracy>\d+\.\d{3}) %)?"
+    r"|Testing at - (?P<test_it>\d+)/(?P<test_its>\d+) of epoch (?P<test_epoch>\d+), loss (?P<test_loss>\d\.\d{6}), "
+    r"auc (?P<auc>\d\.\d{4}), best auc (?P<best_auc>\d\.\d{4}), "
+    r"accuracy (?P<test_accuracy>\d+\.\d{3}) %, best accuracy (?P<best_accuracy>\d+\.\d{3}) %"
+    r"|Test time:(?P<seconds>\d+\.\d+)"
+)
+
+
+def parsed(lines: list[str]) -> list[dict[str, str]]:
+    matches = [LINE.fullmatch(line) for line in lines]
+    return [{name: value for name, value in match.groupdict().items() if value is not None} for match in matches if match]
+
+
+def test_iteration_lines_match_original(tmp_path: Path) -> None:
+    original = parsed(ORIGINAL.splitlines())
+    assert len(original) == 4
+    events = [dict(event) for event in run_events.click_run()]
+    for event in events:
+        if event["kind"] == "step":
+            workers = [{"loss": event["loss"] + change, "accuracy": 0.7 + change} for change in (-0.1, 0.1)]
+            event |= {"accuracy": 0.7, "workers": workers}
+        elif event["kind"] == "evaluate":
+            event |= {"accuracy": 0.8 - event["step"] / 1000, "seconds": 1.25, "best": {"step": 50, "auroc": 0.76}}
+    lines = iteration_lines(tmp_path, events)
+    matched = parsed(lines)
+    assert len(matched) == len(lines) == 10 * 3 + 2 * 2
+    assert {tuple(fields) for fields in matched} == {tuple(fields) for fields in original} | {tuple(original[1])}
+    assert matched[1] | {"rank": "0", "loss": "0.490000", "accuracy": "60.000"} == matched[1]
+    tested = {
+        "test_loss": "0.500000",
+        "auc": "0.7700",
+        "best_auc": "0.7700",
+        "test_accuracy": "70.000",
+        "best_accuracy": "75.000",
+    }
+    assert matched[-2] | tested == matched[-2]
+    assert matched[-1] == {"seconds": "1.2500"}
+
+
+def test_iteration_lines_repeat_steps_and_list_metrics(tmp_path: Path) -> None:
     lines = iteration_lines(tmp_path, run())
-    pattern = r"Finished training it (\d+)/(\d+) of epoch (\d+), (\d+\.\d\d) ms/it, loss (\d+\.\d{6})"
-    found = [match.groups() for line in lines if (match := re.fullmatch(pattern, line))]
-    assert len(found) == 12 + 10  # Repeated steps appear again.
-    assert found[0] == ("10", "100", "0", f"{1000 * 640 / 1010 / 10:.2f}", "9.000000")
-    assert found[12][:3] == ("10", "100", "1")  # Step 110, repeated.
-    assert found[-1][:3] == ("100", "100", "1")
+    matched = [fields for fields in parsed(lines) if "it" in fields]
+    assert len(matched) == 12 + 10  # Repeated steps appear again.
+    positions = [(fields["it"], fields["its"], fields["epoch"]) for fields in matched]
+    assert (positions[0], positions[12], positions[-1]) == (("10", "100", "0"), ("10", "100", "1"), ("100", "100", "1"))
+    assert (matched[0]["ms"], matched[0]["loss"]) == (f"{1000 * 640 / 1010 / 10:.2f}", "9.000000")
     assert "Testing at - 50/100 of epoch 0, loss 0.573753, perplexity 2.000000, auroc 0.705000" in lines
-    assert len(lines) == len(found) + 4
+    assert len(lines) == len(matched) + 4
 
 
 def resized() -> list[dict[str, Any]]:
