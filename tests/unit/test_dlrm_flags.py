@@ -69,6 +69,7 @@ def test_settings_reach_recipe() -> None:
     schedule = workload.schedule
     assert (schedule.warmup_steps, schedule.decay_start_step, schedule.decay_steps) == (2, 4, 6)
     assert (config.epochs, config.evaluate_every, config.eval_batch_size, config.tf32, config.seed) == (2, 3, 16, True, 3)
+    assert config_of("--validation_auroc 0.8025").early_stopping.target == 0.8025
     projected: Any = config_of("--interaction_type projection --interaction_branch1_layer_sizes 128,64").workload
     assert (projected.model.projection_first, projected.dense_optimizer.kind) == ((128, 64), "sgd")
     bags: Any = config_of(f"--multi_hot_sizes={BAGS} --multi_hot_distribution_type pareto").workload
@@ -82,7 +83,7 @@ def test_unsupported_flags_raise(tmp_path: Path) -> None:
             ("--drop_last_training_batch: every", ". --undersampling_rate: "),
         ),
         ("--change_lr --lr_change_point 0.8", ("--change_lr: lost in 2022; use --lr_decay_start", "--lr_change_point: ")),
-        ("--in_memory_binary_criteo_path a --limit_val_batches 2 --multi_hot_sizes 1,2", ("--limit_val_batches: each", "adopt")),
+        ("--in_memory_binary_criteo_path a --limit_test_batches 2 --multi_hot_sizes 1,2", ("--limit_test_batches: the", "adopt")),
         ("--in_memory_binary_criteo_path a --synthetic_multi_hot_criteo_path b", ("set only one",)),
         ("--num_embeddings_per_feature 1,2", ("must be 26 numbers",)),
         ("--dense_arch_layer_sizes 5,x", ("--dense_arch_layer_sizes: must be numbers of at least 1",)),
@@ -112,6 +113,10 @@ def test_trains_on_random_rows_and_adopted_arrays(
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     call = parse(COMMANDS["dlrm"], [*data, *SMALL.split(), "--num_embeddings", "40", "--limit_train_batches", "2"])
+    settings_with_limit = settings_of(
+        flags_of(f"{shlex.join(data)} --num_embeddings 40 --limit_val_batches 3"), workers=2, use_gpu=False
+    )[1]
+    assert settings_with_limit["eval_rows"] == 3 * 32 * 2
     recipe, settings = COMMANDS["dlrm"].function(**call.keywords, console=QUIET)
     assert recipe == ("mlperf_dlrm",)
     assert (settings["scaling.num_workers"], settings["steps"], settings["train_data.path"]) == (4, 2, str(tmp_path))

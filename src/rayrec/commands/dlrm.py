@@ -41,7 +41,7 @@ class DLRMFlags(Config):
     limit_train_batches: Count | None = None
     """--steps; for random data, its training batches of each process [10]."""
     limit_val_batches: Count | None = None
-    """Validation batches of random data [10]. Rejected with data: each evaluation scores all rows."""
+    """--eval-rows, evenly spread over the data; for random data, its validation batches [10]."""
     limit_test_batches: Count | None = None
     """Test batches of random data [10]. Rejected with data."""
     dataset_name: Literal["criteo_1t", "criteo_kaggle"] = "criteo_1t"
@@ -87,7 +87,7 @@ class DLRMFlags(Config):
     validation_freq_within_epoch: Count | None = None
     """--evaluate-every. None: once per epoch."""
     validation_auroc: float | None = None
-    """Rejected: there is no stop at an AUROC."""
+    """--early-stopping.target."""
     evaluate_on_epoch_end: bool = False
     """Accepted: the default without validation_freq_within_epoch."""
     evaluate_on_training_end: bool = False
@@ -131,14 +131,12 @@ class DLRMFlags(Config):
             raise InputError(f"--num_embeddings_per_feature: must be {_NUM_TABLES} numbers, got {len(self.table_rows)}")
         schedule = "lost in 2022; use --lr_decay_start and --lr_decay_steps"
         with_data = {
-            "limit_val_batches": "each evaluation scores all held-out rows of the data; leave it out",
             "limit_test_batches": "the test scores all test rows of the data; leave it out",
             "multi_hot_sizes": "needs random data; adopt the arrays that materialize_synthetic_multihot_dataset.py made",
         }
         unsupported = {
             "drop_last_training_batch": "every row is trained once in each epoch; leave it out",
             "undersampling_rate": "dlrm_main.py does not use it either; leave it out",
-            "validation_auroc": "there is no stop at an AUROC; run the printed command with --early-stopping.patience",
             "collect_multi_hot_freqs_stats": "`rayrec validate PATH` counts categories; leave it out",
             **dict.fromkeys(("change_lr", "lr_change_point", "lr_after_change_point"), schedule),
             **(with_data if self.data else {}),
@@ -187,14 +185,17 @@ def settings_of(flags: DLRMFlags, *, workers: int, use_gpu: bool) -> tuple[str, 
         "schedule.decay_steps": flags.lr_decay_steps,
     }
     recipe, data = _of_data(flags) if flags.data else _of_random_data(flags, workers)
+    eval_batch_size = flags.test_batch_size or flags.batch_size
     settings = {
         **data,
         "train_data.shuffle": "window" if flags.shuffle_training_set else "none",
         "epochs": flags.epochs,
         "batch_size": flags.batch_size,
-        "eval_batch_size": flags.test_batch_size or flags.batch_size,
+        "eval_batch_size": eval_batch_size,
+        "eval_rows": flags.limit_val_batches * eval_batch_size * workers if flags.data and flags.limit_val_batches else None,
         "evaluate_every": flags.validation_freq_within_epoch,
         "evaluations_per_epoch": 1,
+        "early_stopping.target": flags.validation_auroc,
         "learning_rate": flags.learning_rate,
         "seed": flags.seed,
         "tf32": flags.allow_tf32,
