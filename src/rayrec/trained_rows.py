@@ -55,7 +55,8 @@ class TrainedRows:
             return
         starts, stops = np.array(pairs, np.int64).T
         num_cycles, rest = np.divmod(stops - starts, RESIDUES)
-        first, edges = starts % RESIDUES, np.zeros(2 * RESIDUES + 1, np.int64)
+        first = starts % RESIDUES
+        edges = np.zeros(2 * RESIDUES + 1, np.int64)
         np.add.at(edges, first, 1)
         np.add.at(edges, first + rest, -1)
         covered = np.cumsum(edges)

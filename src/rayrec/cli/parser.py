@@ -191,7 +191,8 @@ def flag_names(flags: Iterable[Flag]) -> list[str]:
 
 
 def _reject_unknown(prog: str, flags: Iterable[Flag], word: str) -> NoReturn:
-    unknown, names = word.partition("=")[0].replace("_", "-"), flag_names(flags)
+    unknown = word.partition("=")[0].replace("_", "-")
+    names = flag_names(flags)
     suggestions = [flag for flag in difflib.get_close_matches(unknown, names, cutoff=0.7) if _is_similar(flag, unknown)][:1]
     if not suggestions:  # A nested field without its prefix.
         last = {flag: flag.removeprefix("--").rpartition(".")[2] for flag in names}

@@ -117,7 +117,8 @@ def train(
 
     if isinstance(data, str):
         settings, data = {**settings, "data": data}, None
-    resolved, console = configuration(config, settings), _console(console)
+    resolved = configuration(config, settings)
+    console = _console(console)
     require_files(resolved, note=console.note)
     return run(resolved, data=data, eval_data=eval_data, console=console, stopwatch=stopwatch, stop=stop)
 

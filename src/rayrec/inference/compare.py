@@ -77,7 +77,8 @@ def compare(
     models: list[_Model] = []
     labels, groups, checksums = np.empty(0, np.uint8), None, (0, 0)
     for name, job, config in zip(_names(checkpoints), jobs, configs, strict=True):
-        start, scored = time.perf_counter(), scored_rows(job, console)
+        start = time.perf_counter()
+        scored = scored_rows(job, console)
         seconds = time.perf_counter() - start
         if not models:
             labels, groups, checksums = scored.labels, scored.groups, scored.checksums

@@ -240,5 +240,6 @@ def _encoded(values: pa.ChunkedArray) -> tuple[np.ndarray, list[str]]:
 
 
 def _grouped(groups: np.ndarray, names: list[str]) -> list[RowSlice]:
-    order, ends = np.argsort(groups, kind="stable"), np.cumsum(np.bincount(groups, minlength=len(names)))
+    order = np.argsort(groups, kind="stable")
+    ends = np.cumsum(np.bincount(groups, minlength=len(names)))
     return [RowSlice(name, rows) for name, rows in zip(names, np.split(order, ends[:-1]), strict=True) if len(rows)]

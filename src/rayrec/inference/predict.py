@@ -46,7 +46,8 @@ def predict_to(
     rows_per_s from the start of scoring to the last file. Raises InputError for an unusable checkpoint or input, damaged weights,
     an existing `out`, and other inputs when resuming."""
     request = ScoringRequest(checkpoint, path, config, options or ScoringConfig(), console or Console())
-    opened, start = request.open(evaluating=False, spare_cpus=0), time.monotonic()
+    opened = request.open(evaluating=False, spare_cpus=0)
+    start = time.monotonic()
     with resumable_job(out, _job_inputs(opened, request), last_file=None) as job, Parts(job.folder) as parts:
         before = parts.rows
         if before:

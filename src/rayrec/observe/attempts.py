@@ -43,7 +43,8 @@ class Attempts:
     def __init__(self) -> None:
         self.all: Final[list[Attempt]] = []
         self._begin_s: float | None = None
-        self._driver_begun, self._step = False, 0
+        self._driver_begun = False
+        self._step = 0
         self._cause: str | None = None
         """Cause of the previous training's end."""
         self._alive_s: float | None = None

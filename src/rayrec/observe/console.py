@@ -119,7 +119,8 @@ class Console:
     @contextmanager
     def training(self, follow: Callable[[threading.Event], Iterator[dict[str, Any]]]) -> Iterator[None]:
         """Show the events of a run while it trains: a live panel on a terminal, else occasional lines."""
-        stop, since = threading.Event(), time.time()
+        stop = threading.Event()
+        since = time.time()
         run = RunSummary(curves=False)
 
         def show() -> None:

@@ -56,9 +56,12 @@ class EventUploader:
         atexit.register(self.close)
 
     def _begin(self) -> None:
-        self._process, self._writer = os.getpid(), uuid.uuid4().hex[:12]
-        self._parts, self._changed = deque([_Part(1)]), threading.Condition()
-        self._urgent, self._num_flushing = False, 0
+        self._process = os.getpid()
+        self._writer = uuid.uuid4().hex[:12]
+        self._parts = deque([_Part(1)])
+        self._changed = threading.Condition()
+        self._urgent = False
+        self._num_flushing = 0
         self._thread: threading.Thread | None = None
 
     def append(self, line: bytes, *, urgent: bool) -> None:
@@ -142,7 +145,8 @@ class EventUploader:
                         while len(self._parts) > 1 and not self._parts[0].num_waiting:
                             self._parts.popleft()
                         changed.notify_all()
-                failure_wait_s, next_s = 0.0, time.monotonic() + _INTERVAL_S
+                failure_wait_s = 0.0
+                next_s = time.monotonic() + _INTERVAL_S
             except (OSError, InputError) as error:  # Retry permission errors too: credentials may be renewed.
                 self._on_outage(str(error))
                 failure_wait_s = min(max(2 * failure_wait_s, _FIRST_WAIT_S), _LONGEST_WAIT_S)

@@ -69,7 +69,8 @@ class EventWriter:
         self._sink: Final[EventUploader | _LocalFile] = (
             EventUploader(parts_folder(url), on_loss=self._lose, on_outage=self._wait) if url else _LocalFile(Path(path))
         )
-        self._waited, self._last_s = False, 0.0
+        self._waited = False
+        self._last_s = 0.0
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append `{"time": <unix seconds>, "kind": kind, **fields}` as one line. Converts NumPy and torch scalars and arrays to

@@ -128,7 +128,8 @@ def panel(run: RunSummary, *, now_s: float | None = None, full: bool = False) ->
     diagnosis = diagnose(run) if full else None
     if diagnosis is not None:
         parts.append(Text(diagnosis.text, style="bold"))
-    age_s, status = (time.time() if now_s is None else now_s) - (run.last_time_s or 0.0), run.status
+    age_s = (time.time() if now_s is None else now_s) - (run.last_time_s or 0.0)
+    status = run.status
     if full and run.last_time_s is not None and age_s > _STALE_S and not run.ended:
         status += f" (no events for {duration_text(round(age_s))})"
     run_event = run.latest.get("run", {})

@@ -261,7 +261,8 @@ class NamedOptimizer:
     """Optimizer whose state dict has parameter names, for checkpoints. torch's has numbers, which depend on the grouping."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, named_parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        self.optimizer, self.params = optimizer, dict(named_parameters)
+        self.optimizer = optimizer
+        self.params = dict(named_parameters)
 
     @property
     def state(self) -> Mapping[Any, dict[str, Any]]:

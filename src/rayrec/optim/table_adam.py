@@ -142,7 +142,8 @@ class TableAdam(KeyedOptimizer):
     def __init__(self, config: SparseOptimizerConfig, tables: Mapping[str, tuple[Any, Sequence[TablePart]]]) -> None:
         """`tables`: by parameter name, the parameter (a ShardedTensor or the full table) and this worker's parts of it."""
         assert config.has_custom_update
-        self._config, self._tables = config, dict(tables)
+        self._config = config
+        self._tables = dict(tables)
         state = {parameter: {**_moments(parameter, parts), "step": torch.zeros(())} for parameter, parts in tables.values()}
         parameters = {name: parameter for name, (parameter, _) in tables.items()}
         super().__init__(parameters, state, [{"params": list(parameters.values()), "lr": config.learning_rate}])

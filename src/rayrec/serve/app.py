@@ -147,7 +147,8 @@ class ScoringApp:
     async def _score(self, request: Request) -> Response:
         self._check_token(request)
         loop = asyncio.get_running_loop()
-        deadline_s, with_columns = loop.time() + self._config.time_limit_s, _with_columns(request)
+        deadline_s = loop.time() + self._config.time_limit_s
+        with_columns = _with_columns(request)
         form = _form(request)
         if not self._models.ready:
             raise _NOT_READY

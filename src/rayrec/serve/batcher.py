@@ -42,7 +42,8 @@ class Batcher:
         self._score, self._max_batch_rows, self._max_batch_bytes = score, config.max_batch_rows, config.max_batch_bytes
         self._max_waiting_rows, self._max_waiting_requests = config.max_waiting_rows, config.max_waiting_requests
         self._waiting: deque[_Job] = deque()
-        self._at_work, self._thread = False, ThreadPoolExecutor(1, thread_name_prefix="score")
+        self._at_work = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="score")
         self.waiting_rows = 0
 
     @property

@@ -74,7 +74,8 @@ class _BulkHistogram(Collector):
 
     def __init__(self, name: str, documentation: str, bounds: tuple[float, ...]) -> None:
         self._name, self._documentation, self._bounds = name, documentation, bounds
-        self._lock, self._counts = threading.Lock(), np.zeros(len(bounds) + 1, np.int64)
+        self._lock = threading.Lock()
+        self._counts = np.zeros(len(bounds) + 1, np.int64)
         self._sum = 0.0
 
     def observe(self, values: np.ndarray) -> None:

@@ -107,7 +107,8 @@ class _Replica:
         self._configured: ConfiguredModels | None = None
         """Newest application configuration, until the register has accepted it."""
         self._control = Control(self._application, partial(ray_compat.get_shared_actor, REGISTER))
-        self._silent, self._mending = False, threading.Lock()
+        self._silent = False
+        self._mending = threading.Lock()
         self._scoring = ScoringApp(
             self._models,
             counters,

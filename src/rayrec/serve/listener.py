@@ -83,7 +83,8 @@ class Listener:
     ) -> None:
         """Start to listen. Rejects a multiple of `max_body_bytes`, the application's own limit. `close` grants requests in flight
         `end_s` seconds. Raises InputError if it cannot listen at the address."""
-        self._end_s, self._socket = end_s, bind(host, port, shared=True)
+        self._end_s = end_s
+        self._socket = bind(host, port, shared=True)
         self._socket.listen(_BACKLOG)
         bounded: Any = partial(_BoundedProtocol, limits=limits, max_request_bytes=MAX_HEAD_BYTES + _WIRE_FACTOR * max_body_bytes)
         settings = uvicorn.Config(
@@ -221,7 +222,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         """Bytes received since the end of the last request."""
         self._completed = False
         """Whether the current bytes ended a request."""
-        self._in_body, self._head_without_upgrade = False, b""
+        self._in_body = False
+        self._head_without_upgrade = b""
         """Head of a request with an upgrade offer, until it is parsed again."""
         self._error_message = ""
         """Error message of a malformed request, sent after the due answers. Further bytes are ignored."""

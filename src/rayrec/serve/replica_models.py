@@ -260,7 +260,8 @@ class Shadow:
     def __init__(self, answerer: BatchScorer, counters: Counters) -> None:
         self._answerer, self._counters = answerer, counters
         self._batches: queue.Queue[tuple[RawBlock, np.ndarray] | None] = queue.Queue(_SHADOW_BATCHES)
-        self._lock, self._waiting_bytes = threading.Lock(), 0
+        self._lock = threading.Lock()
+        self._waiting_bytes = 0
         self._thread = threading.Thread(target=self._run, name="shadow", daemon=True)
         self._thread.start()
 

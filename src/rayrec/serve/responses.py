@@ -52,8 +52,10 @@ class BatchScorer:
     """Model with its request reader and counters. Call `answer` from one thread at a time."""
 
     def __init__(self, model: ServedModel, counters: Counters) -> None:
-        self.model, self._reader = model, make_reader(model.preprocessor.schema)
-        self._unknown, self._columns = OOVCounter(model.preprocessor), model.preprocessor.inputs.sparse
+        self.model = model
+        self._reader = make_reader(model.preprocessor.schema)
+        self._unknown = OOVCounter(model.preprocessor)
+        self._columns = model.preprocessor.inputs.sparse
         self._tokens = functools.cache(functools.partial(tokens_by_id, model.preprocessor))
         self._counters = counters
 

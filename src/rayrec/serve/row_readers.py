@@ -34,7 +34,8 @@ class RowReader(ABC):
     """Parser of request bodies with one schema."""
 
     def __init__(self, schema: Schema) -> None:
-        self.schema, self._with_label = schema.unlabelled(), schema
+        self.schema = schema.unlabelled()
+        self._with_label = schema
         self._ignored = tuple(name for name in schema.columns if name not in self.schema.columns)
         self._known = {*self.schema.columns, *self._ignored}
 
@@ -107,7 +108,8 @@ class HexadecimalReader(RowReader):
         return replace(parser.block(), schema=self.schema, labels={}), outcomes
 
     def _parse(self, parser: TextParser, text: bytes, *, labelled: bool) -> None:
-        start, faults = parser.rows, parser.parse(padded(text), len(text), labelled=labelled)
+        start = parser.rows
+        faults = parser.parse(padded(text), len(text), labelled=labelled)
         if labelled and LABEL_FAULT in faults.counts:  # Labels are ignored, so invalid ones too
             parser.drop_after(start)
             self._parse(parser, re.sub(rb"(?m)^[^\t\n]*\t", b"", text), labelled=False)

@@ -117,7 +117,8 @@ def plan_sharding(
 
     config, device = config or ShardingConfig(), site.device
     per_node = workers_per_node(site.nodes or [""] * site.world_size)
-    allowed, tables = _allowed_types(config, device=device, per_node=per_node), tables_of(model)
+    allowed = _allowed_types(config, device=device, per_node=per_node)
+    tables = tables_of(model)
     unpooled = [module for module in model.modules() if isinstance(module, EmbeddingCollection)]
     one_by_one = {table.name for module in unpooled for table in module.embedding_configs()}
     if one_by_one and not _OF_SEQUENCES & set(allowed):

@@ -118,7 +118,8 @@ class _Wrapped(torch.nn.Module):
 
     def __init__(self, setup: WorkerSetup) -> None:
         super().__init__()
-        self.module, self._pipeline = setup.model, _pipeline(setup)
+        self.module = setup.model
+        self._pipeline = _pipeline(setup)
 
     def forward(self, part: Mapping[str, Any]) -> torch.Tensor:
         return self._pipeline.loss(Batch({name: value for name, value in part.items() if name != LOSS_WEIGHT}, part[LOSS_WEIGHT]))

@@ -167,7 +167,8 @@ class Batches:
 
     def __init__(self, source: Iterator[Any], clock: StepTimer) -> None:
         self._source, self._clock = source, clock
-        self.num_pulled, self.blocked_s = 0, 0.0
+        self.num_pulled = 0
+        self.blocked_s = 0.0
         self._in_flight: deque[RowNumbers | None] = deque()
 
     def __iter__(self) -> Iterator[Any]:
@@ -208,11 +209,13 @@ class StepAccounting:
         self._count_correct = setup.count_correct if config.observe.accuracy else None
         self._correct: list[torch.Tensor] = []
         self._losses: list[torch.Tensor] = []
-        self._start_s, self._num_rows = 0.0, 0
+        self._start_s = 0.0
+        self._num_rows = 0
         """Rows trained by this worker since the last log."""
         self._next_poll_step = progress.step + 1
         """Step of the next poll for reasons to save. The first step takes longest, so its time predicts nothing."""
-        self._poll_s, self.total = _POLL_S, progress.step + loader.steps
+        self._poll_s = _POLL_S
+        self.total = progress.step + loader.steps
         self.cut: Cut = "none"
 
     def begin(self) -> None:
@@ -278,7 +281,8 @@ class StepAccounting:
     def _schedule_poll(self, elapsed_s: float) -> None:
         """Schedule the next poll from numbers shared by all workers: the mean step time since the last log. The interval never
         exceeds the attempt's number of steps so far, because its first steps are not representative."""
-        step_s, so_far = elapsed_s / len(self._losses), self._progress.step - self._first_step
+        step_s = elapsed_s / len(self._losses)
+        so_far = self._progress.step - self._first_step
         self._next_poll_step = self._progress.step + max(1, min(int(self._poll_s / max(step_s, 1e-6)), so_far))
 
     def _handle_stop_request(self, stop_requested: float, poll_preemption: float) -> None:

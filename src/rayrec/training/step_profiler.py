@@ -154,7 +154,8 @@ def make_profiler(
     worker: WorkerContext, folder: str, channel: ControlChannel, log: Callable[[str, dict[str, Any]], None]
 ) -> StepProfiler:
     """Return a worker's profiler for the configured window and requests from `channel`. Rank 0 logs profiles, all log errors."""
-    config, target = worker.config.profile, profile_folder(folder)
+    config = worker.config.profile
+    target = profile_folder(folder)
     events_path = storage.join(folder, "events.jsonl")
 
     def on_saved(window: Window) -> None:

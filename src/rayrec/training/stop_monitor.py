@@ -74,7 +74,8 @@ class GracePeriod:
     failure.max_grace_s in total."""
 
     def __init__(self, failure: FailureConfig, *, now_s: float) -> None:
-        self._grace_s, self._end_s = failure.grace_s, now_s + max(failure.grace_s, failure.max_grace_s)
+        self._grace_s = failure.grace_s
+        self._end_s = now_s + max(failure.grace_s, failure.max_grace_s)
         self._deadline_s = now_s + failure.grace_s
         self._saved_bytes: int | None = None
 

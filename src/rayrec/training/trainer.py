@@ -329,7 +329,8 @@ def summarize(
     """Write the summary of a finished run, and its event. `finish`: the workers' last report. `data`: result of `data_versions`.
     `epochs` and `wall_s` include all attempts and drivers."""
     run = RunSummary(_events(storage.join(folder, "events.jsonl"), note=note), curves=False)
-    diagnosis, of_workload = diagnose(run), config.workload.summarize(prepared, finish["metrics"])
+    diagnosis = diagnose(run)
+    of_workload = config.workload.summarize(prepared, finish["metrics"])
     train_rows = of_workload.get("rows_of_sets", {}).get("train")
     summary = {
         "recipe": config.recipe,

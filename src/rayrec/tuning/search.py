@@ -189,7 +189,8 @@ def _trial(number: int, values: Mapping[str, Any], config: TrainConfig, trial_st
     folder = folder_of(config)
     path, summary = storage.join(folder, "events.jsonl"), storage.join(folder, "summary.json")
     events = read_events(path) if storage.exists(path) else []
-    validations, run = validations_in(events), RunSummary(events, curves=False)
+    validations = validations_in(events)
+    run = RunSummary(events, curves=False)
     last = run.latest.get("step")
     return Trial(
         number,

@@ -138,7 +138,8 @@ def generate(
             use_cache=True,
             logits_to_keep=1,
         )
-        cache, following = output.past_key_values, _pick(output.logits[:, -1].float(), chance, temperature)
+        cache = output.past_key_values
+        following = _pick(output.logits[:, -1].float(), chance, temperature)
         if end_token is not None:
             following = torch.where(ended, end_token, following)
             ended |= following == end_token

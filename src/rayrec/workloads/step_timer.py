@@ -24,7 +24,8 @@ class StepTimer:
     measures = False
 
     def __init__(self) -> None:
-        self.owner, self.now = threading.get_ident(), OTHER
+        self.owner = threading.get_ident()
+        self.now = OTHER
         """Current phase."""
 
     def phase(self, name: str) -> _Phase:
@@ -74,11 +75,14 @@ class HostTimer(StepTimer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._running, self._since_s = False, 0.0
-        self._seconds, self._read = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
+        self._running = False
+        self._since_s = 0.0
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._read = dict.fromkeys(PHASES, 0.0)
 
     def enter(self, name: str) -> str:
-        now_s, before = time.perf_counter(), self.now
+        now_s = time.perf_counter()
+        before = self.now
         if self._running:
             self._seconds[before] += now_s - self._since_s
             self._since_s = now_s
@@ -86,7 +90,8 @@ class HostTimer(StepTimer):
         return before
 
     def start(self) -> None:
-        self._running, self._seconds = True, dict.fromkeys(PHASES, 0.0)
+        self._running = True
+        self._seconds = dict.fromkeys(PHASES, 0.0)
         self._since_s = time.perf_counter()
 
     def stop(self) -> None:
@@ -110,7 +115,8 @@ class DeviceTimer(StepTimer):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._stream, self._running = torch.cuda.current_stream(device), False
+        self._stream = torch.cuda.current_stream(device)
+        self._running = False
         self._marks: list[tuple[str, torch.cuda.Event]] = []
         self._cut: list[tuple[str, torch.cuda.Event]] = []
         self._free: list[torch.cuda.Event] = []

@@ -143,7 +143,8 @@ class VisionWorkload(DataParallelWorkload):
         return list(storage.find_files(files).values())
 
     def prepare(self, context: RunContext) -> Prepared:
-        share, config = context.engine.share, context.config
+        share = context.engine.share
+        config = context.config
         assert config.train_data.path is not None
         classes = self.model.num_classes
         train = numbered_rows.read_part(config.train_data.path, "train", num_classes=classes)

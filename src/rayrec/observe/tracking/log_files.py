@@ -25,7 +25,8 @@ class MlLogTracker:
     the run reached its target or has none."""
 
     def __init__(self, folder: str, *, config: Mapping[str, Any]) -> None:
-        self._file, self._config = AppendFile(storage.join(folder, "mllog.log")), config
+        self._file = AppendFile(storage.join(folder, "mllog.log"))
+        self._config = config
         self._sets: Mapping[str, int] = {}
         self._last_ms, self._epoch = 0, -1
         self._running = False

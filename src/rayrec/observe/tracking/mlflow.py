@@ -28,8 +28,10 @@ class MlflowTracker:
     def __init__(self, uri: str | None, *, experiment: str, config: Mapping[str, Any]) -> None:
         # MLflow rejects folders without this setting. It prefers databases, but its client-only package has no drivers for them.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        self._client, self._experiment = MlflowClient(tracking_uri=uri), experiment
-        self._config, self._identity = config, ""
+        self._client = MlflowClient(tracking_uri=uri)
+        self._experiment = experiment
+        self._config = config
+        self._identity = ""
         self._run_id: str | None = None
         self._tags: dict[str, str] = {}
         self._waiting: list[dict[str, Any]] = []

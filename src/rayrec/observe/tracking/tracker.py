@@ -26,9 +26,11 @@ class AppendFile:
 
     def __init__(self, path: str) -> None:
         self.path: Final = path
-        self._is_url, self._waiting = storage.is_url(path), bytearray()
+        self._is_url = storage.is_url(path)
+        self._waiting = bytearray()
         self._descriptor: int | None = None
-        self._uploaded_bytes, self._next_upload_s = 0, 0.0
+        self._uploaded_bytes = 0
+        self._next_upload_s = 0.0
 
     def write(self, data: bytes) -> None:
         """Buffer bytes until `flush`."""
@@ -40,7 +42,8 @@ class AppendFile:
             if len(self._waiting) != self._uploaded_bytes and (now or time.monotonic() >= self._next_upload_s):
                 with storage.retry_timeout(0):
                     storage.write_bytes(self.path, bytes(self._waiting))
-                self._uploaded_bytes, self._next_upload_s = len(self._waiting), time.monotonic() + UPLOAD_S
+                self._uploaded_bytes = len(self._waiting)
+                self._next_upload_s = time.monotonic() + UPLOAD_S
             return
         partial = f"{self.path}.partial"
         if self._descriptor is None:
@@ -115,8 +118,10 @@ class TrackerThread:
         """Number of failed calls."""
         self._name, self._make, self._path, self._stop, self._note = name, make, path, stop, note
         self._tracker: Tracker | None = None
-        self._summary, self._noted = RunSummary(curves=False), False
-        self._has_taken, self._next_flush_s = False, 0.0
+        self._summary = RunSummary(curves=False)
+        self._noted = False
+        self._has_taken = False
+        self._next_flush_s = 0.0
         self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
 
     def start(self) -> None:

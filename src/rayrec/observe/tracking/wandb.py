@@ -24,7 +24,8 @@ class WandbTracker:
 
     def __init__(self, folder: str, *, project: str, offline: bool, config: Mapping[str, Any]) -> None:
         self._folder, self._project, self._offline, self._config = folder, project, offline, config
-        self._identity, self._config_hash = "", ""
+        self._identity = ""
+        self._config_hash = ""
         self._scratch: storage.Scratch | None = None
         self._run: Any = None
         self._waiting: list[dict[str, Any]] = []
@@ -32,7 +33,8 @@ class WandbTracker:
         """(summary key with the last sent step of the series, values to send)"""
         self._sent: dict[tuple[str, str], int] = {}
         """Last step of each series sent by an earlier driver."""
-        self._exit_code, self._abandoned = 1, False
+        self._exit_code = 1
+        self._abandoned = False
 
     def update(self, event: dict[str, Any], run: RunSummary) -> None:
         if not self._identity:

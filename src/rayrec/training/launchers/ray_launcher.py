@@ -258,7 +258,8 @@ class _ScaleUpDetector:
         """Start polling. With `is_shared`, resources that other jobs use now do not count as new."""
         self._config = config
         self._room = max(num_workers, self._num_workers()) if is_shared else num_workers
-        self._next_look_s, self._seen = time.monotonic() + config.scaling.resize_interval_s, False
+        self._next_look_s = time.monotonic() + config.scaling.resize_interval_s
+        self._seen = False
 
     def possible(self) -> bool:
         if self._room >= self._config.scaling.max_workers or time.monotonic() < self._next_look_s:

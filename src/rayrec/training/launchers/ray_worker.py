@@ -32,13 +32,15 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
     """Train as one worker of one attempt, given a reference to its AttemptContext; see `run_worker`."""
     entered_s = time.time()  # the process group exists
     attempt: AttemptContext = ray.get(arguments["attempt"])
-    stopwatch, process_s = attempt.stopwatch(), time.time() - (process_age_s() or 0.0)
+    stopwatch = attempt.stopwatch()
+    process_s = time.time() - (process_age_s() or 0.0)
     if attempt.started_s < process_s < entered_s:  # not prestarted
         stopwatch.lap("worker_process", at_s=process_s)
     stopwatch.lap("process_group", at_s=entered_s)
     stopwatch.lap("worker_imports")
     context = ray.train.get_context()
-    rank, node_id = context.get_world_rank(), ray.get_runtime_context().get_node_id()
+    rank = context.get_world_rank()
+    node_id = ray.get_runtime_context().get_node_id()
     node: dict[str, Any] = next((node for node in ray.nodes() if node["NodeID"] == node_id), {})
     resources: dict[str, float] = node.get("Resources", {})
     used_bytes = shutil.disk_usage("/dev/shm").used if os.path.isdir("/dev/shm") else 0

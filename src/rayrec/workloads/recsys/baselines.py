@@ -152,7 +152,8 @@ class _Trees:
         import lightgbm
 
         rows, labels = baselines.train, baselines.train.label
-        num_embeddings, fold = baselines.preprocessor.num_embeddings, np.arange(len(rows)) % _FOLDS
+        num_embeddings = baselines.preprocessor.num_embeddings
+        fold = np.arange(len(rows)) % _FOLDS
         rates, columns = {}, [rows.dense]
         for number, ids in enumerate(rows.ids):
             if isinstance(ids, JaggedIds) or ids.ndim != 1:

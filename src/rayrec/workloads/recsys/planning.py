@@ -170,7 +170,8 @@ def tables_of(
         rows: Rows per epoch."""
     from rayrec.models.cost import network_cost, sequence_lengths
 
-    model, workers = build_model(workload, num_embeddings, inputs=inputs), target.num_workers
+    model = build_model(workload, num_embeddings, inputs=inputs)
+    workers = target.num_workers
     device: Literal["cpu", "cuda"] = "cuda" if config.scaling.use_gpu else "cpu"
     state_bytes = workload.sparse_optimizer.state_bytes
     site = Site(
@@ -182,7 +183,8 @@ def tables_of(
     )
     max_batch = config.worker_batch_size
     sharding_plan = plan_sharding(model, site, batch_size=max_batch, config=workload.sharding, state_bytes=state_bytes)
-    placed, of_model = placements(sharding_plan, model, state_bytes=state_bytes), ModelInputs.of(inputs)
+    placed = placements(sharding_plan, model, state_bytes=state_bytes)
+    of_model = ModelInputs.of(inputs)
     cost = network_cost(model.head.network, of_model, workload.model, num_embeddings=num_embeddings)
     lengths = sequence_lengths(workload.model, of_model).values()
     vectors = len(inputs.sparse) - len(lengths) + sum(lengths)

@@ -42,7 +42,8 @@ class TableRemap:
 def warm_start(workload: ClickSettings, context: RunContext, prepared: Prepared, checkpoint: Checkpoint) -> WarmStart:
     """Prepare a warm start. See `Workload.warm_start`. Driver memory: the checkpoint's Preprocessor, a sorted copy of one
     vocabulary, and 4 bytes (8 beyond 2^31 rows) per row in tables that do not keep all old ids."""
-    config, stored = context.config, stored_settings(checkpoint)
+    config = context.config
+    stored = stored_settings(checkpoint)
     model, _ = click_settings(checkpoint, own=type(workload.model))
     if type(model) is not type(workload.model):
         raise InputError(

@@ -92,7 +92,8 @@ def gather_rank_resources(context: WorkerContext, ranks: Communicator) -> list[R
 def shared_plan(workload: ClickSettings, context: WorkerContext, model: torch.nn.Module, *, batch_size: int) -> ShardingPlan:
     """Create the sharding plan on rank 0 and broadcast it. Collective. If tables fit the machine but not its free memory, waits
     up to a minute for processes of a previous attempt to end. Raises InputError on all ranks if the tables do not fit."""
-    ranks, deadline_s = Communicator.all(), time.monotonic() + _MEMORY_WAIT_S
+    ranks = Communicator.all()
+    deadline_s = time.monotonic() + _MEMORY_WAIT_S
     while True:
         resources = gather_rank_resources(context, ranks)
         # TorchRec builds its process groups from this number, which must be equal on all ranks.
