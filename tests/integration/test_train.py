@@ -25,7 +25,7 @@ from rayrec.cluster import fork_server, forked_worker
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.ingest.loader import Loader
 from rayrec.ingest.order import spread
-from rayrec.layers import cpu_watch
+from rayrec.layers import kernel_threads
 from rayrec.training.result import Result
 from rayrec.training.trainer import train
 from rayrec.workloads.base import Target, TrainConfig, WorkerContext
@@ -123,8 +123,8 @@ def test_finished_run_is_not_retrained(finished: Trained) -> None:
 @pytest.mark.exhaustive
 def test_cpu_contention_is_logged_and_keeps_bits(alone: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = iter(range(10**9))
-    monkeypatch.setattr(cpu_watch, "_run_and_wait_ns", lambda path: (0, next(reads) * 10**9))
-    monkeypatch.setattr(cpu_watch, "_INTERVAL_S", 0.001)
+    monkeypatch.setattr(kernel_threads, "_run_and_wait_ns", lambda path: (0, next(reads) * 10**9))
+    monkeypatch.setattr(kernel_threads, "_INTERVAL_S", 0.001)
     config, result = alone
     again = train(config.replace(storage_path=str(tmp_path)))
     assert again.summary["weights_sha256"] == result.summary["weights_sha256"]

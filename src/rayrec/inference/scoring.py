@@ -98,7 +98,7 @@ class _ScoringProcess:
     def __init__(self, load: Callable[[Device], Callable[[int], pa.Table]], device: Device, threads: int) -> None:
         import torch
 
-        from rayrec.layers.cpu_watch import CpuWatch
+        from rayrec.layers.kernel_threads import CpuWatch
 
         torch.set_num_threads(threads)
         self._watch = CpuWatch()

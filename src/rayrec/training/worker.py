@@ -30,7 +30,7 @@ from rayrec.checkpoint.state import all_tensors, restore_all, restore_model, sta
 from rayrec.checkpoint.writer import repair
 from rayrec.collectives import over_workers
 from rayrec.config import InputError
-from rayrec.layers.cpu_watch import CpuWatch
+from rayrec.layers.kernel_threads import CpuWatch
 from rayrec.native import keep_freed_memory
 from rayrec.observe.events import EventWriter
 from rayrec.observe.timing import Stopwatch

@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from rayrec.collectives import global_means
-from rayrec.layers import cpu_watch, dots, kernel_threads
+from rayrec.layers import dots, kernel_threads
 from rayrec.layers.batch_norm import GlobalBatchNorm
-from rayrec.layers.cpu_watch import CpuWatch, WaitPolicy, waiting_share
 from rayrec.layers.dots import _indices, _OperatorDots, pairwise_dots
+from rayrec.layers.kernel_threads import CpuWatch, WaitPolicy, waiting_share
 from rayrec.layers.keyed_embeddings import Delivery, KeyedEmbeddings
 from rayrec.layers.mlp import MLP, Precision, linear_stack, relu_backward_
 from rayrec.layers.tower import Tower
@@ -340,13 +340,13 @@ def test_embeddings_have_one_order_and_are_awaited_on_first_use() -> None:
 
 # Detection of CPU contention, and short OpenMP waits during contention ------------------------------------------------
 _MS = 1_000_000
-ROW = [1.0] * cpu_watch._CONTENDED_INTERVALS
+ROW = [1.0] * kernel_threads._CONTENDED_INTERVALS
 
 
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
-    for name in cpu_watch._WAIT_VARIABLES:
+    for name in kernel_threads._WAIT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     torch.set_num_threads(2)
     yield
@@ -384,20 +384,20 @@ def test_wait_policy_and_ratio_follow_contention() -> None:
 _SPINNING = """
 import threading, time, torch
 from pathlib import Path
-from rayrec.layers import cpu_watch
+from rayrec.layers import kernel_threads
 
 torch.set_num_threads(2)
-(worker,) = set(cpu_watch._run_in_team(torch.get_num_threads())) - {threading.get_native_id()}
+(worker,) = set(kernel_threads._run_in_team(torch.get_num_threads())) - {threading.get_native_id()}
 path, values = Path(f"/proc/self/task/{worker}/schedstat"), torch.ones(1_000_000)
 
 def spinning_ns():
-    before = cpu_watch._run_and_wait_ns(path)[0]
+    before = kernel_threads._run_and_wait_ns(path)[0]
     for _ in range(20):
         values.add_(1)
         time.sleep(0.005)
-    return cpu_watch._run_and_wait_ns(path)[0] - before
+    return kernel_threads._run_and_wait_ns(path)[0] - before
 
-waits = cpu_watch._ShortWaits()
+waits = kernel_threads._ShortWaits()
 print(spinning_ns())
 waits.set(True)
 print(spinning_ns())
@@ -408,7 +408,7 @@ print(spinning_ns())
 
 def test_short_waits_make_threads_sleep() -> None:
     """Compare the CPU time of an idle thread between operators, in a process whose OpenMP may spin."""
-    environment = {name: value for name, value in os.environ.items() if name not in cpu_watch._WAIT_VARIABLES}
+    environment = {name: value for name, value in os.environ.items() if name not in kernel_threads._WAIT_VARIABLES}
     ended = subprocess.run([sys.executable, "-c", _SPINNING], env=environment, capture_output=True, text=True, check=True)
     long_ns, short_ns, long_again_ns = map(int, ended.stdout.split())
     assert short_ns < min(long_ns, long_again_ns) / 3
@@ -420,8 +420,8 @@ def test_cpu_watch_reports_contention_once(two_threads: None, monkeypatch: pytes
     def waits_always(path: Path) -> tuple[int, int]:
         return 0, next(reads) * 100 * _MS
 
-    monkeypatch.setattr(cpu_watch, "_run_and_wait_ns", waits_always)
-    monkeypatch.setattr(cpu_watch, "_INTERVAL_S", 0.005)
+    monkeypatch.setattr(kernel_threads, "_run_and_wait_ns", waits_always)
+    monkeypatch.setattr(kernel_threads, "_INTERVAL_S", 0.005)
     shares: list[float] = []
     watch = CpuWatch(shares.append)
     until(lambda: "rayrec-idle-team" in [thread.name for thread in threading.enumerate()])
@@ -431,7 +431,7 @@ def test_cpu_watch_reports_contention_once(two_threads: None, monkeypatch: pytes
 
 
 def test_cpu_watch_respects_user_settings(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu_watch._can_shorten_waits(2)
-    assert not cpu_watch._can_shorten_waits(1)
+    assert kernel_threads._can_shorten_waits(2)
+    assert not kernel_threads._can_shorten_waits(1)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert not cpu_watch._can_shorten_waits(2)
+    assert not kernel_threads._can_shorten_waits(2)
