@@ -27,11 +27,10 @@ from rayrec.imports import require
 from rayrec.inference.config import ExportConfig
 from rayrec.inference.export import plain_encoder
 from rayrec.inference.export.manifest import DENSE, ENCODER, FORMAT, PROGRAM, README, REPORT, TABLES, VERSION, ExportedModel
-from rayrec.inference.export.onnx import id_widths
+from rayrec.inference.export.onnx import id_widths, write_repository
 from rayrec.inference.export.parity import Comparison, ParityRows, compare, compare_encoder, parity_rows
 from rayrec.inference.export.read import open_export
 from rayrec.inference.export.readme import readme
-from rayrec.inference.export.triton import write_repository
 from rayrec.inference.model import open_served, version_of
 from rayrec.models.heads import BinaryHead, LabelHead
 from rayrec.models.scoring_tables import Quantization

@@ -33,11 +33,10 @@ from rayrec.data.logs.index import Segment, SegmentRange
 from rayrec.data.logs.text_parser import parse
 from rayrec.inference.config import ExportConfig
 from rayrec.inference.export.manifest import read_manifest
-from rayrec.inference.export.onnx import onnx_inputs
+from rayrec.inference.export.onnx import MAX_BATCH_ROWS, config_pbtxt, onnx_inputs
 from rayrec.inference.export.parity import ParityRows, _encoder_failure, compare, compare_encoder, spread
 from rayrec.inference.export.plain_encoder import Encoder
 from rayrec.inference.export.readme import FROM_RAW, LOADER
-from rayrec.inference.export.triton import MAX_BATCH_ROWS, config_pbtxt
 from rayrec.inference.export.write import encoder_program, export
 from rayrec.inference.model import open_served
 from rayrec.models.ranking.din import DINConfig
