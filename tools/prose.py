@@ -25,10 +25,10 @@ ROOT = Path(__file__).parents[1]
 WORDS = Path(__file__).with_name("words.tsv")
 NAMES = Path(__file__).with_name("names.tsv")
 LIMITS: dict[str, dict[str, int]] = {
-    "src": {"opening": 5, "long": 30, "clauses": 0, "of": 27, "name": 80},
-    "benchmarks": {"opening": 0, "long": 1, "clauses": 0, "of": 3, "name": 180},
-    "tools": {"opening": 0, "long": 1, "clauses": 0, "of": 5, "name": 46},
-    "tests": {"opening": 105, "long": 7, "clauses": 7, "of": 23, "name": 1108, "test": 94},
+    "src": {"opening": 5, "long": 27, "clauses": 0, "of": 18, "name": 58},
+    "benchmarks": {"opening": 0, "long": 0, "clauses": 0, "of": 0, "name": 0},
+    "tools": {"opening": 0, "long": 0, "clauses": 0, "of": 0, "name": 0},
+    "tests": {"opening": 102, "long": 3, "clauses": 6, "of": 22, "name": 1107, "test": 53},
 }
 """Maximum hits of each kind in a tree. These only fall: lower a number in the commit that lowers its count."""
 _FRAGMENT = re.compile(
