@@ -95,7 +95,7 @@ def flop_per_image() -> float:
     image."""
     import torch
 
-    from rayrec.models.cost import counted
+    from rayrec.layers.operation_count import counted
     from rayrec.workloads.vision import ResNetConfig
     from rayrec.workloads.vision_model import STAGE_WIDTHS
 

@@ -1,22 +1,18 @@
 """Cost of a click model's network: multiply-adds per row, weights, and activation memory per row."""
 
 import copy
-import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from rayrec.batch import DENSE, Batch
-from rayrec.compat.torch_compat import TorchDispatchMode, operator_of, uncounted_operators
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
+from rayrec.layers.operation_count import counted
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import network_loss
 
-_logger = logging.getLogger(__name__)
 _FEW_ROWS: Final = 16
 """Row count of the batch whose memory is measured, and of its increase. The difference is the memory of the rows."""
 
@@ -114,56 +110,3 @@ def network_cost(
         multiply_adds=network_multiply_adds(network, inputs, config, num_embeddings=num_embeddings),
         saved_bytes_per_row=(more - few) / _FEW_ROWS,
     )
-
-
-# -- operations, by torch's formulas
-
-
-def _attention_flop(query: Any, key: Any, value: Any, *arguments: Any, out_val: Any = None, **named: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
-
-
-def _linear_flop(inputs: Any, weight: Any, *arguments: Any, out_val: Any = None, **named: Any) -> int:
-    return 2 * math.prod(inputs.shape) * weight.shape[0]
-
-
-_UNCOUNTED = uncounted_operators(_attention_flop, _linear_flop)
-"""Formulas for products that torch 2.13 does not count."""
-
-
-@final
-class CountProducts(TorchDispatchMode):
-    """Mode that counts the operations of matrix products, convolutions and attention by torch's formulas. torch's FlopCounterMode
-    counts the same, but imports torch's compiler, which takes 2 s at the start of every run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations = 0
-        """Operation count, two per multiply-add."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # Needs the compiler
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        packet = operator_of(function)
-        count = _UNCOUNTED.get(packet) or flop_registry.get(packet)
-        if count is not None:
-            self.operations += count(*args, **(kwargs or {}), out_val=result)
-        return result
-
-
-def counted(model: torch.nn.Module, forward: Callable[[], Any]) -> float | None:
-    """Return the multiply-adds of `forward()`, which calls `model`, or None, with a warning, if torch cannot count them."""
-    training = model.training
-    model.eval()  # No random numbers and no changes of statistics
-    try:
-        with CountProducts() as counter:
-            forward()
-    except Exception as error:  # User models under a dispatch mode can fail, but may still train
-        _logger.warning("Cannot count the multiply-adds of a step: %s", error)
-        return None
-    finally:
-        model.train(training)
-    return counter.operations / 2

@@ -20,7 +20,7 @@ from rayrec.checkpoint.safetensors import read_weights, write_weights
 from rayrec.config import InputError
 from rayrec.data.engine import ThreadEngine
 from rayrec.ingest.loader import Loader
-from rayrec.models.cost import counted
+from rayrec.layers.operation_count import counted
 from rayrec.recipes.mnist import mnist_resnet18, mnist_resnet18_augmented
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.vision import AugmentationConfig, Prepared, ResNetConfig, VisionWorkload

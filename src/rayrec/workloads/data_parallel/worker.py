@@ -18,8 +18,8 @@ from rayrec.ingest.batches import ArrayBatches
 from rayrec.ingest.loader import Loader
 from rayrec.ingest.order import BatchSharding
 from rayrec.ingest.row_order import RowOrder, RowPlan, RowPosition
+from rayrec.layers.operation_count import counted
 from rayrec.metrics.means import RowMetrics
-from rayrec.models.cost import counted
 from rayrec.optim.config import NamedOptimizer
 from rayrec.workloads.base import WorkerContext, WorkerSetup
 from rayrec.workloads.data_parallel.model import DataParallelModel, ParallelOptions
