@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rayrec.layers.batch_norm import GlobalBatchNorm
-from rayrec.layers.mlp import Precision, UninitializedLinear, compute_dtype, init_values
+from rayrec.layers.mlp import GlobalBatchNorm, Precision, UninitializedLinear, compute_dtype, init_values
 
 
 def xavier_linear(in_features: int, out_features: int, *, bias: bool = True) -> UninitializedLinear:

@@ -16,11 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rayrec.collectives import global_means
 from rayrec.layers import dots, kernel_threads
-from rayrec.layers.batch_norm import GlobalBatchNorm
 from rayrec.layers.dots import _indices, _OperatorDots, pairwise_dots
 from rayrec.layers.kernel_threads import CpuWatch, WaitPolicy, waiting_share
 from rayrec.layers.keyed_embeddings import Delivery, KeyedEmbeddings
-from rayrec.layers.mlp import MLP, Precision, linear_stack, relu_backward_
+from rayrec.layers.mlp import MLP, GlobalBatchNorm, Precision, linear_stack, relu_backward_
 from rayrec.layers.tower import Tower
 
 

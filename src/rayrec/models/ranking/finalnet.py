@@ -11,9 +11,8 @@ from torch.nn import functional
 
 from rayrec.batch import Batch
 from rayrec.bounds import Even, Share
-from rayrec.layers.batch_norm import GlobalBatchNorm
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
-from rayrec.layers.mlp import Precision, UninitializedLinear, compute_dtype, init_values
+from rayrec.layers.mlp import GlobalBatchNorm, Precision, UninitializedLinear, compute_dtype, init_values
 from rayrec.layers.tower import xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
 

@@ -12,9 +12,8 @@ from torch import nn
 
 from rayrec import models
 from rayrec.batch import Batch
-from rayrec.layers.batch_norm import GlobalBatchNorm
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
-from rayrec.layers.mlp import MLP
+from rayrec.layers.mlp import MLP, GlobalBatchNorm
 from rayrec.layers.tower import Dice, LogitTower, Tower
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import label_heads
