@@ -77,7 +77,8 @@ class TablePart:
         if self.weights.is_cuda:
             self.update_with_torch_ops(step, gradients)
             return
-        _update_all(list(self.rows_to_update(step.structure(), gradients, every_row=step.every_row)))
+        rule = step.structure()  # must outlive the tasks, which point into it
+        _update_all(list(self.rows_to_update(rule, gradients, every_row=step.every_row)))
 
     def rows_to_update(self, rule: _CRule, gradients: RowGradients, *, every_row: bool) -> Iterator[_CRows]:
         """Yield the CPU tasks of `update` for threads, in any order. They point into `rule` and contiguous `gradients`."""

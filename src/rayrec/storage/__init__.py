@@ -36,5 +36,5 @@ from rayrec.storage.folders import (
 )
 from rayrec.storage.range_reader import call_in_parallel, in_parallel
 from rayrec.storage.retry import OUTAGE_S, outage_s, retry_timeout
-from rayrec.storage.scratch import Scratch
+from rayrec.storage.scratch import Scratch, make_temporary_folder
 from rayrec.storage.urls import absolute, folder_of, is_url, join, name_of

@@ -48,6 +48,11 @@ class Scratch:
             self._lock = None
 
 
+def make_temporary_folder() -> str:
+    """Create a private folder that stays after this process, and return it."""
+    return tempfile.mkdtemp()
+
+
 @functools.cache
 def _remove_abandoned(parent: str) -> None:
     """Remove folders of killed processes, once per process."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import html
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -47,7 +46,7 @@ class CheckpointPath(str):
 
     def to_directory(self, path: str | None = None) -> str:
         """Copy the checkpoint to a local folder and return it. None creates a temporary folder."""
-        folder = path or os.path.join(tempfile.mkdtemp(), storage.name_of(self))
+        folder = path or os.path.join(storage.make_temporary_folder(), storage.name_of(self))
         storage.copy_files(self, folder)
         return folder
 
