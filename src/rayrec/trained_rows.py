@@ -94,7 +94,9 @@ class TrainedRows:
         one of each if only the checksums differ."""
         surplus = self.counts - expected.counts
         lost, repeated = int(-surplus[surplus < 0].sum()), int(surplus[surplus > 0].sum())
-        return (lost, repeated) if lost or repeated or self.checksums == expected.checksums else (1, 1)
+        if not (lost or repeated) and self.checksums != expected.checksums:
+            return 1, 1
+        return lost, repeated
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainedRows):

@@ -220,7 +220,8 @@ def slices_of(by: str, values: pa.ChunkedArray, *, max_values: int) -> list[RowS
     codes, names = _encoded(values)
     if by == DAY or by.startswith(FREQUENCY):
         return _grouped(np.where(codes < 0, len(names), codes), [*names, MISSING])
-    top = np.lexsort((np.arange(len(names)), -np.bincount(codes[codes >= 0], minlength=len(names))))[:max_values]
+    counts = np.bincount(codes[codes >= 0], minlength=len(names))
+    top = np.lexsort((np.arange(len(names)), -counts))[:max_values]
     group_of = np.full(len(names), len(top))
     group_of[top] = np.arange(len(top))
     top_names = [names[index] for index in top.tolist()]

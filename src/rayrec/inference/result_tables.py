@@ -110,4 +110,6 @@ def _interval(ends: Sequence[float | None] | None, *, signed: bool = False) -> s
 def _number(value: float | None, *, signed: bool = False) -> str:
     if value is None:
         return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:+.5f}" if signed else f"{value:.5f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:+.5f}" if signed else f"{value:.5f}"

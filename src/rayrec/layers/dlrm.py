@@ -115,4 +115,5 @@ class DLRM(nn.Module):
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         bottom = self.bottom_mlp(dense)  # During the exchange of embeddings
-        return dict(zip(self._labels, self.top_mlp(self.interaction(bottom, embedded)).unbind(1), strict=True))
+        logits = self.top_mlp(self.interaction(bottom, embedded))
+        return dict(zip(self._labels, logits.unbind(1), strict=True))

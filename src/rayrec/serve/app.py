@@ -225,7 +225,8 @@ class ScoringApp:
 
     async def _metrics(self, request: Request) -> Response:
         self._check_token(request)
-        return _response(generate_latest(await self._collect() if self._collect else self.snapshot()), media_type=CONTENT_TYPE)
+        snapshot = await self._collect() if self._collect else self.snapshot()
+        return _response(generate_latest(snapshot), media_type=CONTENT_TYPE)
 
     async def _openapi(self, request: Request) -> Response:
         self._check_token(request)

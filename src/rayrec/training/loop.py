@@ -39,7 +39,8 @@ def next_segment_end(step: int, end: int, *, evaluate_every: int, save_every: in
         steps_left.append(save_every - step % save_every)
     stop = step + min(steps_left)
     evaluate = stop % evaluate_every == 0 or stop == end
-    return SegmentEnd(stop, evaluate, (stop % save_every == 0 if save_every is not None else evaluate) or stop == end)
+    save = (stop % save_every == 0 if save_every is not None else evaluate) or stop == end
+    return SegmentEnd(stop, evaluate, save)
 
 
 def evaluation_interval(steps_per_epoch: int, evaluations_per_epoch: float) -> int:

@@ -197,7 +197,9 @@ def _train(
         )
     finally:
         watch.close()
-    return result or _stopped(watch.cause, progress.step, log)
+    if result:
+        return result
+    return _stopped(watch.cause, progress.step, log)
 
 
 def _stopped(cause: str | None, step: int, log: Log) -> dict[str, Any]:

@@ -53,7 +53,9 @@ class Domain:
         low, high = self.values
         if self.kind == "integers":
             return rng.randint(low, high)
-        return rng.uniform(low, high) if self.kind == "uniform" else math.exp(rng.uniform(math.log(low), math.log(high)))
+        if self.kind == "uniform":
+            return rng.uniform(low, high)
+        return math.exp(rng.uniform(math.log(low), math.log(high)))
 
 
 @dataclass(frozen=True)

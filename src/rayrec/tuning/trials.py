@@ -60,7 +60,9 @@ class TrialState:
     def value(self, wave: int) -> float | None:
         """Return the metric after a wave, or of the selected weights if the trial had finished by then. None
         without metric, or if the trial failed before."""
-        return self.values[wave] if wave < len(self.values) else self.values[-1] if self.state == "finished" else None
+        if wave < len(self.values):
+            return self.values[wave]
+        return self.values[-1] if self.state == "finished" else None
 
 
 @dataclass(frozen=True)

@@ -194,4 +194,6 @@ class ProfileConfig(Config):
     def window(self) -> tuple[int, int] | None:
         """Return (first, end) of `steps`, from 0 and exclusive of end, or None if invalid."""
         first, _, end = (self.steps or "").partition(":")
-        return (int(first), int(end)) if first.isdecimal() and end.isdecimal() and int(first) < int(end) else None
+        if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+            return None
+        return int(first), int(end)

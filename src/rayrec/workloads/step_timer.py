@@ -158,7 +158,9 @@ class DeviceTimer(StepTimer):
 
 def make_step_timer(device: torch.device, *, measure: bool) -> StepTimer:
     """Return the timer for a device, or one without overhead if not `measure`."""
-    return StepTimer() if not measure else DeviceTimer(device) if device.type == "cuda" else HostTimer()
+    if not measure:
+        return StepTimer()
+    return DeviceTimer(device) if device.type == "cuda" else HostTimer()
 
 
 @contextlib.contextmanager

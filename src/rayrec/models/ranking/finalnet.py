@@ -65,7 +65,8 @@ class FinalNet(nn.Module):
         vectors = fields(dense, self.number_vectors, embedded)
         plain = gated = vectors.flatten(1)
         if self.gate is not None:
-            gated = torch.cat([vectors, vectors * self.gate(vectors.transpose(1, 2)).transpose(1, 2)], dim=1).flatten(1)
+            gates = self.gate(vectors.transpose(1, 2)).transpose(1, 2)
+            gated = torch.cat([vectors, vectors * gates], dim=1).flatten(1)
         first = self.first(gated)
         if self.second is None:
             return {self._label: first}

@@ -138,7 +138,8 @@ class _Rates:
     def features(self, ids: np.ndarray) -> np.ndarray:
         """Return the smoothed click rate and log count of each id, float32 [rows, 2]."""
         count, clicks = self.count[ids], self.clicks[ids]
-        return np.stack([(clicks + _SMOOTHING * self.prior) / (count + _SMOOTHING), np.log1p(count)], axis=1).astype(np.float32)
+        rate = (clicks + _SMOOTHING * self.prior) / (count + _SMOOTHING)
+        return np.stack([rate, np.log1p(count)], axis=1).astype(np.float32)
 
 
 class _Trees:

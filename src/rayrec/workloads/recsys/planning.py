@@ -95,7 +95,8 @@ def local_memory(config: TrainConfig, *, workers: int) -> int:
 
         return torch.cuda.get_device_properties(0).total_memory
     free = available_host_bytes()
-    return max(0, (free - (config.cluster.object_store_bytes or int(free * _OBJECT_STORE_FRACTION))) // workers - PROCESS_BYTES)
+    store = config.cluster.object_store_bytes or int(free * _OBJECT_STORE_FRACTION)
+    return max(0, (free - store) // workers - PROCESS_BYTES)
 
 
 def available_host_bytes() -> int:
