@@ -9,6 +9,11 @@ TIME_UNITS = (("s", 1.0, 300.0), ("min", 60.0, 3 * 3600.0), ("h", 3600.0, float(
 """(unit, seconds per unit, exclusive upper bound in seconds of durations shown in this unit)."""
 
 
+def one_line(error: object) -> str:
+    """Return up to 300 letters of an error's text in one line without a final period, or its type without text."""
+    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+
+
 def number_text(value: float) -> str:
     """Format a number briefly: 1.5M, 20k, 0.0125."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.humanize import one_line
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -72,10 +73,6 @@ def delay(attempt: int, *, seed: str) -> float:
     """Return the delay in seconds after an attempt (counted from 0): exponential backoff, shortened by up to a half. Pure."""
     chance = hashlib.sha256(f"{seed} {attempt}".encode()).digest()[0] / 256
     return min(FIRST_DELAY_S * 2**attempt, LONGEST_DELAY_S) * (1 - chance / 2)
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 @contextlib.contextmanager

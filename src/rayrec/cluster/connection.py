@@ -15,6 +15,7 @@ from rayrec.cluster.fork_server import ForkServer
 from rayrec.cluster.layout import Layout, Node, nodes_for_tasks
 from rayrec.config import Config, InputError
 from rayrec.data.engine import TaskPlacement
+from rayrec.humanize import one_line
 
 IN_PROCESS: Final = "none"
 """Address for training without Ray, in the command's own process."""
@@ -102,7 +103,7 @@ def _join(address: str, source: str, *, log_to_driver: bool) -> None:
         ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.ERROR, runtime_env=job_env or None)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"{source}: the Ray cluster answers, but this machine cannot join it ({_in_one_line(error)}). Use one of its nodes"
+            f"{source}: the Ray cluster answers, but this machine cannot join it ({one_line(error)}). Use one of its nodes"
         ) from None
 
 
@@ -135,10 +136,10 @@ def _start(*, num_cpus: int | None, object_store_bytes: int | None, log_to_drive
             )
         _started.add(ray.get_runtime_context().gcs_address)
     except ValueError as error:  # e.g. the object store is too small
-        raise InputError(f"cannot start a local Ray: {_in_one_line(error)}") from None
+        raise InputError(f"cannot start a local Ray: {one_line(error)}") from None
     except Exception as error:  # Ray 2.60 raises no narrower class if its processes are not up in 30 s
         raise OSError(
-            f"cannot start a local Ray ({_in_one_line(error)}). The machine may be short of CPU, memory or disk. Check "
+            f"cannot start a local Ray ({one_line(error)}). The machine may be short of CPU, memory or disk. Check "
             "/tmp/ray/session_latest/logs, then run the same command again"
         ) from None
 
@@ -168,10 +169,6 @@ def temporary_environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _in_one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
 
 
 def connect_for_data(address: str | None) -> TaskPlacement:

@@ -24,7 +24,7 @@ from rayrec.config import InputError
 from rayrec.datasets import criteo
 from rayrec.datasets.download import CHUNK_BYTES, Digests, Download, Failed, Partial, RetryConfig, Stopped, Version, writing_to
 from rayrec.datasets.published_files import RemoteFile
-from rayrec.humanize import size_text
+from rayrec.humanize import one_line, size_text
 
 LENGTH_TOLERANCE = 0.25
 """Maximum relative difference from an approximate size. Allows other compression, but not truncation."""
@@ -161,7 +161,7 @@ def _extract(archive: str, members: Sequence[RemoteFile], call: _Call, *, url: s
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # Disk error: gzip and bz2 set no errno.
             raise
-        raise InputError(f"{archive}: damaged tar file ({error}). Remove it to fetch it again.") from None
+        raise InputError(f"{archive}: damaged tar file ({one_line(error)}). Remove it to fetch it again.") from None
     if missing:
         raise InputError(f"{archive}: file {' and '.join(missing)} not found in it. Is {url} the published archive?")
     return results

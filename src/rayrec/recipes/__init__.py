@@ -6,6 +6,7 @@ import pkgutil
 from collections.abc import Callable
 
 from rayrec.config import InputError
+from rayrec.humanize import one_line
 from rayrec.imports import function_in_file, is_in_file
 from rayrec.workloads.base import TrainConfig
 
@@ -45,8 +46,7 @@ def load_config(text: str, *, recipe: Recipe | None = None, source: str = "confi
     try:
         values = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date
-        why = " ".join(str(error).split())
-        raise InputError(f"{source}: not YAML ({why}). `rayrec config RECIPE` prints a valid file.") from None
+        raise InputError(f"{source}: not YAML ({one_line(error)}). `rayrec config RECIPE` prints a valid file.") from None
     if not isinstance(values, dict) or "recipe" not in values:
         raise InputError(f"{source}: must name a recipe. Add a line `recipe: NAME` with one of {', '.join(ALL)}.")
     for field in values:

@@ -9,7 +9,7 @@ from typing import Any, final
 
 import pyarrow as pa
 
-from rayrec.config import InputError
+from rayrec.config import InputError, line_of
 from rayrec.data.logs.csv_reader import read_csv_text
 from rayrec.data.logs.faults import LABEL_FAULT, Fault
 from rayrec.data.logs.table_parser import parse_table
@@ -195,7 +195,7 @@ class AnyReader(RowReader):
             except RequestError as error:
                 outcomes.append(error)
             except InputError as error:
-                outcomes.append(RequestError(400, " ".join(str(error).split())))
+                outcomes.append(RequestError(400, line_of(error)))
         return RawBlock.concatenated(parts or [RawBlock.empty(self.schema)]), outcomes
 
     def _table(self, rows: list[Any]) -> pa.Table:

@@ -11,6 +11,7 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.humanize import one_line
 from rayrec.imports import require
 
 TOKENIZER: Final = "tokenizer.json"
@@ -42,7 +43,7 @@ class TextTokenizer:
             self._tokenizer = Tokenizer.from_str(files[TOKENIZER].decode())
             config = json.loads(files[CONFIG])
         except Exception as error:  # tokenizers has no exception class.
-            raise InputError(f"{name}: not a tokenizer, or of another version ({_line(error)})") from None
+            raise InputError(f"{name}: not a tokenizer, or of another version ({one_line(error)})") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._name = name
@@ -67,7 +68,7 @@ class TextTokenizer:
             vocabulary = self._tokenizer.get_vocab()
             unknown = sorted({character for character in text if character not in vocabulary})[:5]
             raise InputError(
-                f"{self._name}: cannot tokenise the text ({_line(error)}), possibly because of the characters {unknown}"
+                f"{self._name}: cannot tokenise the text ({one_line(error)}), possibly because of the characters {unknown}"
             ) from None
         return np.array(encoding.ids, self.dtype)
 
@@ -103,7 +104,7 @@ def _convert(files: Files, folder: str) -> dict[str, bytes]:
         try:
             tokenizer = AutoTokenizer.from_pretrained(before, local_files_only=True, trust_remote_code=False, use_fast=True)
         except Exception as error:  # Depends on the files.
-            raise InputError(f"{folder}: transformers cannot load the tokenizer ({_line(error)})") from None
+            raise InputError(f"{folder}: transformers cannot load the tokenizer ({one_line(error)})") from None
         if not tokenizer.is_fast:
             raise InputError(f"{folder}: tokenizer has no fast format (tokenizer.json). Convert it with transformers.")
         tokenizer.save_pretrained(after)
@@ -147,7 +148,3 @@ def characters(alphabet: Iterable[str]) -> Files:
 
 def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -22,6 +22,7 @@ from rayrec.checkpoint.writer import TargetSlice
 from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
+from rayrec.humanize import one_line
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
 from rayrec.layers.mlp import Precision
 from rayrec.models.base import ClickModelConfig, ModelInputs, stored_model, unpooled_features
@@ -268,7 +269,7 @@ def _limited_weights(stored_bytes: int | None, where: str) -> Iterator[None]:
     except (_Oversized, OverflowError, RuntimeError, TypeError, MemoryError) as error:
         if stored_bytes is None:
             raise
-        why = "it is larger" if isinstance(error, _Oversized) else " ".join(str(error).split())[:200]
+        why = "it is larger" if isinstance(error, _Oversized) else one_line(error)
         raise InputError(
             f"{where}: the network does not match the {stored_bytes:,} bytes of stored weights ({why}). Its settings are damaged."
         ) from None
