@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from rayrec.commands.settings import ALIASES, SEVERAL, resolve_alias, text_metavar
+from rayrec.commands.settings import ALIASES, COMPANIONS, resolve_alias, text_metavar
 from rayrec.config import Config, InputError, default_of, field_docs, field_types
 
 SWITCHES = {
@@ -212,7 +212,7 @@ SHORT = {
 
 def recipe_flags(config: Config) -> list[Flag]:
     """Return all settings of a recipe as flags in field order, between --learning-rate, which they override, and --gpus."""
-    short = {resolve_alias(config, name): flag_name(name) for name in ALIASES if name not in SEVERAL}
+    short = {resolve_alias(config, name): flag_name(name) for name in ALIASES if name not in COMPANIONS}
     rate, gpus = (
         [Flag(name, kind, None, name=flag_name(name), help=SHORT[name].help, metavar=SHORT[name].metavar)]
         if resolve_alias(config, name)

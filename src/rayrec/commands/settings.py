@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import MISSING
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rayrec.config import CLASS, TEXT, Config, InputError, nest
@@ -21,11 +22,15 @@ ALIASES = {
     "lr": ("workload.dense_optimizer.learning_rate", "workload.optimizer.learning_rate"),
     "table_lr": ("workload.sparse_optimizer.learning_rate",),
     "workers": ("scaling.num_workers",),
-    "learning_rate": ("workload.dense_optimizer.learning_rate", "workload.sparse_optimizer.learning_rate"),
-    "gpus": ("scaling.num_workers", "scaling.use_gpu"),
+    "learning_rate": ("workload.dense_optimizer.learning_rate",),
+    "gpus": ("scaling.num_workers",),
 }
-"""Short names of a recipe's settings. The first existing path is used; those in SEVERAL set all of theirs."""
-SEVERAL = ("learning_rate", "gpus")
+"""Short names of a recipe's settings. The first existing path is used."""
+COMPANIONS: dict[str, dict[str, Any]] = {
+    "learning_rate": {"workload.sparse_optimizer.learning_rate": None},
+    "gpus": {"scaling.use_gpu": True},
+}
+"""Further settings of a short name, with their value. None: the value of the short name."""
 _TEXT_METAVARS = {"Schema": "FILE", "ClickModelConfig": "NAME", "DataConfig": "PATH"}
 
 
@@ -36,16 +41,21 @@ def text_metavar(cls: type[Config]) -> str:
 
 def resolve_alias(config: Config, name: str) -> str | None:
     """Return the setting with a short name, or None if the configuration lacks it, or one of several."""
-    paths = [path for path in ALIASES.get(name, ()) if _has(config, path)]
-    return paths[0] if paths and (name not in SEVERAL or len(paths) == len(ALIASES[name])) else None
+    path = next((path for path in ALIASES.get(name, ()) if _has(config, path)), None)
+    return path if all(_has(config, companion) for companion in COMPANIONS.get(name, ())) else None
 
 
-def _has(config: Any, path: str) -> bool:
+def _has(config: Config, path: str) -> bool:
+    return value_at(config, path, default=MISSING) is not MISSING
+
+
+def value_at(config: Any, path: str, *, default: Any = None) -> Any:
+    """Return the setting at a dotted path, or `default` if the configuration lacks it."""
     for name in path.split("."):
         if not hasattr(config, name):
-            return False
+            return default
         config = getattr(config, name)
-    return True
+    return config
 
 
 def settings_of(config: Config, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,8 +71,8 @@ def _expand_alias(config: Config, name: str, value: Any) -> Iterator[tuple[str, 
     if path is None:
         raise InputError(f"{name}: recipe {getattr(config, 'recipe', '')} has no {ALIASES[name][0]}. Omit it.")
     yield path, value
-    if name in SEVERAL:
-        yield ALIASES[name][1], True if name == "gpus" else value
+    for companion, fixed in COMPANIONS.get(name, {}).items():
+        yield companion, value if fixed is None else fixed
 
 
 def updated(config: Settings, changes: Mapping[str, Any]) -> Settings:
