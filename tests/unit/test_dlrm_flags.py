@@ -13,7 +13,7 @@ import rayrec
 from rayrec import cli
 from rayrec.cli.parser import command_flags, parse
 from rayrec.commands import COMMANDS
-from rayrec.commands.dlrm import DLRMFlags, command_line, settings_of
+from rayrec.commands.dlrm import DLRMFlags, command_line, train_settings
 from rayrec.commands.train import configuration
 from rayrec.config import InputError
 from rayrec.workloads.base import TrainConfig
@@ -41,7 +41,7 @@ def flags_of(words: str) -> DLRMFlags:
 
 def config_of(words: str, workers: int = 2) -> TrainConfig:
     """Return the configuration, which the printed command has too."""
-    recipe, settings = settings_of(flags_of(words), workers=workers, use_gpu=False)
+    recipe, settings = train_settings(flags_of(words), workers=workers, use_gpu=False)
     config = configuration(recipe, settings)
     assert parse(COMMANDS["train"], shlex.split(command_line(recipe, settings))[2:]).arguments == [config]
     return config
@@ -90,7 +90,7 @@ def test_unsupported_flags_raise(tmp_path: Path) -> None:
         (f"--in_memory_binary_criteo_path {tmp_path}", (f"`rayrec adopt {tmp_path} --num-embeddings-per-feature 100000,",)),
     ):
         with pytest.raises(InputError) as raised:
-            settings_of(flags_of(words), workers=1, use_gpu=False)
+            train_settings(flags_of(words), workers=1, use_gpu=False)
         assert [fix for fix in fixes if fix not in str(raised.value)] == []
 
 
@@ -109,11 +109,11 @@ def test_trains_on_random_rows_and_adopted_arrays(
         np.save(f"day_{day}_labels.npy", random.integers(0, 2, (rows, 1)).astype(np.int32))
     rayrec.adopt(str(tmp_path), num_embeddings_per_feature=(40,) * 26, console=QUIET)
     data = ["--in_memory_binary_criteo_path", str(tmp_path)]
-    monkeypatch.setattr("rayrec.commands.dlrm.train", lambda *recipe, **settings: (recipe, settings))
+    monkeypatch.setattr("rayrec.commands.train.train", lambda *recipe, **settings: (recipe, settings))
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     call = parse(COMMANDS["dlrm"], [*data, *SMALL.split(), "--num_embeddings", "40", "--limit_train_batches", "2"])
-    settings_with_limit = settings_of(
+    settings_with_limit = train_settings(
         flags_of(f"{shlex.join(data)} --num_embeddings 40 --limit_val_batches 3"), workers=2, use_gpu=False
     )[1]
     assert settings_with_limit["eval_rows"] == 3 * 32 * 2
@@ -121,4 +121,4 @@ def test_trains_on_random_rows_and_adopted_arrays(
     assert recipe == ("mlperf_dlrm",)
     assert (settings["scaling.num_workers"], settings["steps"], settings["train_data.path"]) == (4, 2, str(tmp_path))
     with pytest.raises(InputError, match=r"tables have 40,40,.* rows\. Pass them as --num_embeddings_per_feature"):
-        settings_of(flags_of(shlex.join(data)), workers=1, use_gpu=False)
+        train_settings(flags_of(shlex.join(data)), workers=1, use_gpu=False)

@@ -1,23 +1,15 @@
-"""Command dlrm: the flags of TorchRec's dlrm_main.py as settings of `rayrec train`."""
+"""Flags of the command dlrm: those of TorchRec's dlrm_main.py as settings of `rayrec train`."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rayrec.bounds import Count, Finite, Natural
-from rayrec.commands.data import _console
-from rayrec.commands.declaration import command
-from rayrec.commands.settings import named_configuration
-from rayrec.commands.train import _show_run, train
+from rayrec.commands.settings import named_configuration, value_at
 from rayrec.config import Config, InputError
-
-if TYPE_CHECKING:
-    from rayrec.observe.console import Console
-    from rayrec.observe.timing import Stopwatch
-    from rayrec.training.trainer import Result
 
 _RANDOM_BATCHES = 10
 """Default number of random batches of each set."""
@@ -164,7 +156,7 @@ class DLRMFlags(Config):
         return sizes
 
 
-def settings_of(flags: DLRMFlags, *, workers: int, use_gpu: bool) -> tuple[str, dict[str, Any]]:
+def train_settings(flags: DLRMFlags, *, workers: int, use_gpu: bool) -> tuple[str, dict[str, Any]]:
     """Return the recipe and the settings that it lacks, for a number of processes. Raises InputError for unsuitable data."""
     model: dict[str, Any] = {
         "interaction": _INTERACTIONS[flags.interaction_type],
@@ -204,15 +196,7 @@ def settings_of(flags: DLRMFlags, *, workers: int, use_gpu: bool) -> tuple[str, 
         **{f"workload.{name}": value for name, value in workload.items()},
     }
     default = named_configuration(recipe)
-    return recipe, {name: value for name, value in settings.items() if value != _setting(default, name)}
-
-
-def _setting(config: Config, path: str) -> Any:
-    """Return the value of a setting, None for a short name."""
-    value: Any = config
-    for name in path.split("."):
-        value = getattr(value, name, None)
-    return value
+    return recipe, {name: value for name, value in settings.items() if value != value_at(default, name)}
 
 
 def _of_data(flags: DLRMFlags) -> tuple[str, dict[str, Any]]:
@@ -269,30 +253,3 @@ def _words(name: str, value: Any) -> Iterator[str]:
     yield f"--{owner}{dot}{'no-' if value is False else ''}{last}"
     if not isinstance(value, bool):
         yield from map(str, value if isinstance(value, tuple) else [value])
-
-
-@command(
-    "Train",
-    options=[("", "rayrec.commands.dlrm:DLRMFlags")],
-    underscores=True,
-    show=_show_run,
-    examples=(
-        "rayrec dlrm --batch_size 256 --learning_rate 1.0",
-        "torchrun --nproc_per_node 8 -m rayrec dlrm --in_memory_binary_criteo_path arrays --adagrad --learning_rate 0.005",
-    ),
-)
-def dlrm(*, console: Console | None = None, stopwatch: Stopwatch | None = None, **flags: Any) -> Result:
-    """Train with the flags of TorchRec's dlrm_main.py, and print the `rayrec train` command.
-
-    `flags` are the fields of `rayrec.commands.dlrm.DLRMFlags`. Without data, trains on random rows. Raises InputError for flags
-    without an equivalent, with the fix of each."""
-    import torch
-
-    from rayrec.cluster.layout import TorchrunEnv
-
-    parsed, console = DLRMFlags().updated(flags), _console(console)
-    torchrun = TorchrunEnv.from_environment()
-    workers = 1 if torchrun is None else torchrun.world_size
-    recipe, settings = settings_of(parsed, workers=workers, use_gpu=torch.cuda.is_available())
-    console.note(command_line(recipe, settings))
-    return train(recipe, console=console, stopwatch=stopwatch, **settings)

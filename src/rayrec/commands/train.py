@@ -125,6 +125,34 @@ def train(
 
 @command(
     "Train",
+    options=[("", "rayrec.commands.dlrm:DLRMFlags")],
+    underscores=True,
+    show=_show_run,
+    examples=(
+        "rayrec dlrm --batch_size 256 --learning_rate 1.0",
+        "torchrun --nproc_per_node 8 -m rayrec dlrm --in_memory_binary_criteo_path arrays --adagrad --learning_rate 0.005",
+    ),
+)
+def dlrm(*, console: Console | None = None, stopwatch: Stopwatch | None = None, **flags: Any) -> Result:
+    """Train with the flags of TorchRec's dlrm_main.py, and print the `rayrec train` command.
+
+    `flags` are the fields of `rayrec.commands.dlrm.DLRMFlags`. Without data, trains on random rows. Raises InputError for flags
+    without an equivalent, with the fix of each."""
+    import torch
+
+    from rayrec.cluster.layout import TorchrunEnv
+    from rayrec.commands.dlrm import DLRMFlags, command_line, train_settings
+
+    console, parsed = _console(console), DLRMFlags().updated(flags)
+    torchrun = TorchrunEnv.from_environment()
+    workers = 1 if torchrun is None else torchrun.world_size
+    recipe, settings = train_settings(parsed, workers=workers, use_gpu=torch.cuda.is_available())
+    console.note(command_line(recipe, settings))
+    return train(recipe, console=console, stopwatch=stopwatch, **settings)
+
+
+@command(
+    "Train",
     recipe="first",
     options=[("tune", "rayrec.tuning.space:TuneConfig")],
     examples=("rayrec tune clicks --schema shop.yaml --data log --search space.yaml --tune.trials 30",),
