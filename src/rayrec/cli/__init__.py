@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         status = run(list(sys.argv[1:] if arguments is None else arguments))
     except BrokenPipeError:
-        if not _is_output_closed():
+        if not _drop_closed_output():
             raise
         status = 1
     gc.freeze()  # Otherwise the final collections scan all modules for a second.
@@ -43,8 +43,8 @@ def _keep_stdout_for_results() -> None:
     sys.stdout = os.fdopen(results, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1)
 
 
-def _is_output_closed() -> bool:
-    """Return whether the reader of standard output is gone, as after `| head`. Drops the rest of the output if so."""
+def _drop_closed_output() -> bool:
+    """Drop the rest of the output if its reader is gone, as after `| head`, and return whether it is."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -81,7 +81,7 @@ def run(arguments: list[str]) -> int:
         is_user_error = isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
         if is_user_error and error.filename is not None:
             return _fail(f"rayrec {name}: {error.filename}: {error.strerror}")
-        if _is_output_closed():
+        if _drop_closed_output():
             return 1
         # Store outage or full disk.
         return _fail(f"rayrec {name}: {str(error) or type(error).__name__}", status=1)
