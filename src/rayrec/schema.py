@@ -131,7 +131,7 @@ class Schema(Config):
                 self._check_aligned(feature, self.feature(feature.aligned_with))
             if feature.vocabulary in separate:
                 raise InputError(
-                    f"schema: {feature.name} has the vocabulary of {feature.vocabulary}, itself with another; name that in both"
+                    f"schema: {feature.name} has the vocabulary of {feature.vocabulary}, which has another; name that one in both"
                 )
         weights = [feature.weights for feature in self.features if feature.weights]
         if len(set(weights)) != len(weights):

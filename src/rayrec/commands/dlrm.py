@@ -1,4 +1,4 @@
-"""Flags of the command dlrm: those of TorchRec's dlrm_main.py as settings of `rayrec train`."""
+"""Flags of TorchRec's dlrm_main.py as settings for `rayrec train`; read by the command dlrm."""
 
 from __future__ import annotations
 

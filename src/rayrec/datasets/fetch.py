@@ -344,7 +344,7 @@ def _transfer(file: RemoteFile, members: Sequence[RemoteFile], partial: Partial,
     except Failed as error:
         hint = f" from {file.page}" if file.page else ""
         raise InputError(
-            f"{file.name}: cannot be fetched ({url}: {error}). Put it into {folder} by hand{hint}, or set --base-url."
+            f"{file.name}: cannot be fetched ({url}: {error}). Put it into {folder} by hand{hint}, or set --base-url to a mirror."
         ) from None
     how = f"; {UNCHECKED[verified]}" if verified in UNCHECKED else f", checked by the {verified}"
     call.note(f"Fetched {file.name}, {size_text(partial.size_bytes)}{how}")

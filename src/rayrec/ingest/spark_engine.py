@@ -113,7 +113,7 @@ class SparkEngine:
         if Spark or Java is not installed, or Spark does not start in time."""
         if shutil.which("java") is None:
             if ray_address is not None:
-                raise InputError("engine spark-on-ray: needs Java 17, got no java on PATH. Install it on each node's PATH.")
+                raise InputError("engine spark-on-ray: needs Java 17, got no java on PATH. Install it on each node, on PATH.")
             if not os.environ.get("JAVA_HOME"):
                 raise InputError("engine: Spark needs Java 17, java not found. Install it or set JAVA_HOME.")
         if ray_address is not None:

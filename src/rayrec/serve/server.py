@@ -95,7 +95,10 @@ def serving(
         # A server left one without applications and proxies behind, whose proxies cannot be enabled later.
         fresh = instance is None or not (instance.applications or instance.with_proxies)
         if instance is not None and APPLICATION in instance.applications:
-            raise InputError("this Ray cluster already runs a `rayrec serve`. Use --swap or --stop, both with --cluster.address.")
+            raise InputError(
+                "this Ray cluster already runs a `rayrec serve`. Change its model (--swap) or stop it (--stop), both with "
+                "--cluster.address."
+            )
         ends_serve = fresh and not private_ray  # A private Ray ends anyway
         try:
             requested, config = config, settle(config, instance, private_ray=private_ray)

@@ -102,7 +102,7 @@ def test_yaml_declares_labels_and_features() -> None:
         ("features: [{name: history, vocabulry: item}]", "did you mean 'vocabulary'"),
         (
             "features: [{name: history, vocabulary: item}, {name: item, vocabulary: sku}]",
-            "has the vocabulary of item, itself with another",
+            "has the vocabulary of item, which has another",
         ),
         ("features: [{name: history, aligned_with: item}]", "aligned_with of feature history: must be a list .*, got item"),
         ("features: [{name: history, aligned_with: history}]", "must be a list that names another column of lists"),

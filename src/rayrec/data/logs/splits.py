@@ -151,7 +151,8 @@ class Split(SplitParts):
         first, second = (self.test_days, self.validation_days) if self.test_first else (self.validation_days, self.test_days)
         if len(days) < first + second + 1:
             raise InputError(
-                f"split days: the log has {len(days)} days, and {first + second} held-out ones leave none for training; add files"
+                f"split days: the log has {len(days)} days, and {first + second} held-out ones leave none for training; "
+                "add files or hold out fewer"
             )
         rows = [day.stop - day.start for day in days]
         of_second = sum(rows[len(rows) - second :])

@@ -174,7 +174,7 @@ def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
     if format != "binary":
         return
     if schema.tokens != "hexadecimal":
-        raise InputError("format binary stores integers, but tokens: any has any dense numbers. Use --format npy or parquet.")
+        raise InputError("format binary stores integers, but tokens: any allows other numbers. Use --format npy or parquet.")
     for name, column in zip(preprocessor.inputs.dense, preprocessor.dense, strict=True):
         integer, zero = np.zeros(1, np.int64), np.empty(1, np.float32)
         call("rayrec_transform_dense", integer, 1, ctypes.byref(c_dense_column(column)), zero)

@@ -296,7 +296,7 @@ class ScanResult:
         self.labelled = len(bare) < len(days)
         if bare and self.labelled:
             labelled_days = " ".join(day.name for day in days if day.name not in bare)
-            raise InputError(f"{bare[0]}: all labels are {UNLABELLED}, so none. Exclude it with --files {labelled_days}.")
+            raise InputError(f"{bare[0]}: all labels are {UNLABELLED}, so unlabelled. Exclude it with --files {labelled_days}.")
         for day, of_day, count_of in zip(days, faulty, counts, strict=True):
             if not self.labelled:
                 del of_day[LABEL_FAULT], count_of[LABEL_FAULT]

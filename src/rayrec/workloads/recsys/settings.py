@@ -112,7 +112,8 @@ class ClickSettings(Workload):
             raise InputError(f"schema.label: must be a column, which {name} learns from, got None. Name it.")
         if self.schema.label is None and self.schema.labels and self.schema.labels[0].missing == "allowed":
             raise InputError(
-                f"schema.labels: main label {self.schema.labels[0].name} must be in every row, got missing: allowed. Set fault."
+                f"schema.labels: main label {self.schema.labels[0].name} must be in every row, got missing: allowed. "
+                "Set missing: fault."
             )
         if self.schema.group and self.model.LABELLED and not self.predicts_clicks:
             raise InputError(f"schema.group: must be None if the main label is not a click, got {self.schema.group}. Omit it.")
