@@ -26,6 +26,14 @@ def category_type(schema: Schema) -> np.dtype:
     return np.dtype(np.uint32 if schema.tokens == "hexadecimal" else np.uint64)
 
 
+def packed_bits(missing: np.ndarray) -> np.ndarray:
+    """Pack a matrix of bool [rows, columns] into bits of uint64 [rows]; the first column is the lowest bit."""
+    packed = np.zeros((len(missing), 8), np.uint8)
+    bits = np.packbits(missing, axis=1, bitorder="little")
+    packed[:, : bits.shape[1]] = bits
+    return packed.view(np.uint64).ravel()
+
+
 @dataclass(frozen=True)
 class RawBlock:
     """Rows with the values of a log. Matrices have one row per log row. In a log of hexadecimal tokens they are row-major,

@@ -1,20 +1,23 @@
 """Parsing of request rows with the parsers of the training log, and its errors."""
 
+import contextlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from typing import Any, final
 
+import numpy as np
 import pyarrow as pa
 
 from rayrec.config import InputError, line_of
+from rayrec.data.logs.column_values import EMPTY, REJECTED, Text
 from rayrec.data.logs.csv_reader import read_csv_text
 from rayrec.data.logs.faults import LABEL_FAULT, Fault
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import TextParser, padded
-from rayrec.data.raw_block import RawBlock
+from rayrec.data.raw_block import RawBlock, packed_bits
 from rayrec.schema import Schema
 from rayrec.serve.requests import RequestBody, RequestError, delimiter_of, row_ends, shorten
 
@@ -22,12 +25,13 @@ _MAX_FIELDS = 10_000
 MAX_INTEGER = 10**18 - 1
 MAX_NUMBER = 10**18
 """Largest magnitude of a number, as in text, which may have 18 digits."""
-_LINE_START = re.compile(rb"(?m)^")
 _A_LABEL = "label of rows without one"
 
 
 Outcome = slice | RequestError
 """Result of one body: its range of the rows that were read together, or its error."""
+_Convert = Callable[[Any, str, int], Any]
+"""Function (value, column, row) that converts a JSON value. Raises RequestError if it is invalid."""
 
 
 class RowReader(ABC):
@@ -79,13 +83,24 @@ def _is_number(field: str) -> bool:
 
 @final
 class HexadecimalReader(RowReader):
-    """Reader for schemas with hexadecimal tokens. The native parser parses all bodies into one block."""
+    """Reader for schemas with hexadecimal tokens. The native parser reads text; all JSON rows become columns at once."""
 
     def __init__(self, schema: Schema) -> None:
         super().__init__(schema)
         self._labelled = schema if schema.label else schema.replace(label=_A_LABEL)
 
     def read(self, bodies: Sequence[RequestBody]) -> tuple[RawBlock, list[Outcome]]:
+        texts, rows = [body for body in bodies if body.rows is None], [body.rows for body in bodies if body.rows is not None]
+        if not rows:
+            return self._parse_texts(texts)
+        if not texts:
+            return self._fill_columns(rows, 0)
+        first, of_texts = self._parse_texts(texts)
+        second, of_rows = self._fill_columns(rows, first.rows)
+        outcomes = {True: iter(of_texts), False: iter(of_rows)}
+        return RawBlock.concatenated([first, second]), [next(outcomes[body.rows is None]) for body in bodies]
+
+    def _parse_texts(self, bodies: list[RequestBody]) -> tuple[RawBlock, list[Outcome]]:
         parser = TextParser(self._labelled, sum(body.num_rows for body in bodies))
         outcomes: list[Outcome] = []
         for body in bodies:
@@ -93,14 +108,8 @@ class HexadecimalReader(RowReader):
             try:
                 if body.format == "csv":
                     raise RequestError(415, "rows of this model must be application/json or text/tab-separated-values")
-                if body.rows is not None:
-                    # A missing value of a single column is an empty line, not a row. After a label it is a row.
-                    single = len(self.schema.columns) == 1
-                    text = self._as_text(body.rows)
-                    self._parse(parser, _LINE_START.sub(b"0\t", text) if single else text, labelled=single)
-                else:
-                    num_fields = 1 + body.text.partition(b"\n")[0].count(b"\t")
-                    self._parse(parser, body.text, labelled=self._is_labelled(body, num_fields))
+                num_fields = 1 + body.text.partition(b"\n")[0].count(b"\t")
+                self._parse(parser, body.text, labelled=self._is_labelled(body, num_fields))
                 outcomes.append(slice(start, parser.rows))
             except RequestError as error:
                 parser.drop_after(start)
@@ -117,61 +126,77 @@ class HexadecimalReader(RowReader):
             fault = faults.first[0]
             raise _row_error(fault, text.count(b"\n", 0, fault.byte or 0))
 
-    def _as_text(self, rows: list[Any]) -> bytes:
-        """Format JSON rows as log lines. Raises RequestError for values that lines cannot represent; the parser checks others."""
-        text = self._plainly_as_text(rows)
-        if text is None:
-            lines = []
-            for number, row in enumerate(rows):
-                self._check_names(row, number)
-                fields = [_integer_text(row.get(name), name, number) for name in self.schema.dense]
-                fields += [_hexadecimal_text(row.get(name), name, number) for name in self.schema.sparse]
-                lines.append("\t".join(fields))
-            text = "\n".join(lines).encode()
-        return text
-
-    def _plainly_as_text(self, rows: list[Any]) -> bytes | None:
-        """Format rows of only known columns, integers, and strings without tabs and line ends, four times as fast as `_as_text`.
-        Returns None for other rows."""
-        dense, sparse, column_names = self.schema.dense, self.schema.sparse, self._known
-        lines = []
+    def _fill_columns(self, bodies: list[list[Any]], start: int) -> tuple[RawBlock, list[Outcome]]:
+        """Convert the rows of JSON bodies together, numbered from `start`; one body after the other if a row is invalid."""
         try:
-            for row in rows:
-                if not row.keys() <= column_names:
-                    return None
-                value_of = row.get
-                fields = ["" if value is None else _TEXT_OF[type(value)](value) for value in map(value_of, dense)]
-                fields += ["" if value is None else value for value in map(value_of, sparse)]
-                lines.append("\t".join(fields))
-        except (AttributeError, KeyError, TypeError):
-            return None
-        text = "\n".join(lines)
-        if text.count("\t") != len(rows) * (len(dense) + len(sparse) - 1) or text.count("\n") != len(rows) - 1 or "\r" in text:
-            return None
-        return text.encode()
+            block = self._columns([row for rows in bodies for row in rows])
+        except RequestError as error:
+            if len(bodies) == 1:
+                return RawBlock.empty(self.schema), [error]
+            parts: list[RawBlock] = []
+            outcomes: list[Outcome] = []
+            for rows in bodies:
+                part, outcome = self._fill_columns([rows], start)
+                parts.append(part)
+                outcomes += outcome
+                start += part.rows
+            return RawBlock.concatenated(parts), outcomes
+        return block, [slice(*ends) for ends in pairwise(accumulate(map(len, bodies), initial=start))]
+
+    def _columns(self, rows: list[Any]) -> RawBlock:
+        """Convert JSON rows to columns. Raises RequestError for the first invalid value."""
+        dense, sparse = self.schema.dense, self.schema.sparse
+        for number, row in enumerate(rows):
+            self._check_names(row, number)
+        integers = _array(rows, dense, int, _integer, pa.int64())
+        present, values = integers.buffers()
+        numbers = np.frombuffer(values or b"", np.int64, len(integers)).reshape(len(rows), len(dense))
+        _reject((numbers > MAX_INTEGER) | (numbers < -MAX_INTEGER), "not an integer", dense)
+        missing = np.zeros((len(rows), len(dense) + len(sparse)), bool)
+        if present is not None:
+            bits = np.unpackbits(np.frombuffer(present, np.uint8), count=numbers.size, bitorder="little")
+            missing[:, : len(dense)] = bits.reshape(numbers.shape) == 0
+            numbers = np.where(missing[:, : len(dense)], 0, numbers)
+        tokens = np.empty((len(rows), len(sparse)), np.uint32)
+        status = Text.of(_array(rows, sparse, str, _hexadecimal, pa.large_binary())).call("rayrec_text_hexadecimal", tokens)
+        status = status.reshape(tokens.shape)
+        _reject(status == REJECTED, "not 8 hexadecimal digits", sparse)
+        missing[:, len(dense) :] = status == EMPTY
+        return RawBlock(self.schema, numbers, tokens, packed_bits(missing))
 
 
-_TEXT_OF: dict[type, Callable[[Any], str]] = {int: str}
-"""Formatter of numbers by type. Only integers, not booleans."""
+def _array(rows: list[Any], names: Sequence[str], kind: type, convert: _Convert, arrow_type: pa.DataType) -> pa.Array:
+    """Return the values of the columns `names`, row by row. Converts them one by one unless all are of type `kind`. Raises
+    RequestError for the first that `convert` rejects."""
+    values = [value for row in rows for value in map(row.get, names)]
+    if set(map(type, values)) <= {kind, type(None)}:
+        with contextlib.suppress(ValueError, OverflowError):  # Not Unicode, or beyond 64 bits: named below
+            return pa.array(values, arrow_type)
+    converted = [convert(row.get(name), name, number) for number, row in enumerate(rows) for name in names]
+    return pa.array(converted, arrow_type)
 
 
-def _integer_text(value: Any, name: str, number: int) -> str:
+def _reject(bad: np.ndarray, kind: str, names: Sequence[str]) -> None:
+    """Raise RequestError for the first of the values `bad`, bool [rows, columns]."""
+    if bad.any():
+        row, column = divmod(int(bad.argmax()), len(names))
+        raise _row_error(Fault("", None, kind, names[column]), row)
+
+
+def _integer(value: Any, name: str, number: int) -> int | None:
     if value is None:
-        return ""
+        return None
     if type(value) is float and value.is_integer():  # In JSON, 3.0 is an integer
         value = int(value)
     if type(value) is not int:
         raise RequestError(400, f"row {number}: {name} is {_kind(value)}, not an integer", row=number, field=name)
     if not -MAX_INTEGER <= value <= MAX_INTEGER:
         raise RequestError(400, f"row {number}: {name} has more than 18 digits", row=number, field=name)
-    return str(value)
+    return value
 
 
-def _hexadecimal_text(value: Any, name: str, number: int) -> str:
-    if value is None:
-        return ""
-    # The parser checks the digits. Tabs and line ends must not reach it.
-    if type(value) is not str or (value and not (len(value) == 8 and value.isalnum() and value.isascii())):
+def _hexadecimal(value: Any, name: str, number: int) -> str | None:
+    if value is not None and not (type(value) is str and value.isascii()):
         raise RequestError(400, f"row {number}: {name} is not 8 hexadecimal digits as a string", row=number, field=name)
     return value
 

@@ -31,7 +31,7 @@ from rayrec.data.logs.column_values import (
 )
 from rayrec.data.logs.csv_reader import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, present_columns
 from rayrec.data.logs.faults import LABEL_FAULT, Fault, Faults, distinct_labels
-from rayrec.data.raw_block import RawBlock, category_type, number_type
+from rayrec.data.raw_block import RawBlock, category_type, number_type, packed_bits
 from rayrec.schema import Label, Schema
 
 _KINDS = (
@@ -100,7 +100,7 @@ class _TableParser:
         lists = self._fill_categories(block)
         block = replace(
             block,
-            missing=_bits(block.missing) if hexadecimal else block.missing,
+            missing=packed_bits(block.missing) if hexadecimal else block.missing,
             lists=lists,
             labels=labels | {label.name: self._label(label) for label in schema.labels},
             weights=weights,
@@ -334,11 +334,3 @@ def label_faults(table: pa.Table, schema: Schema, label: str, *, path: str) -> F
     parser = _TableParser(table, schema, path)
     parser.clicks(label)
     return parser.faults(0)
-
-
-def _bits(missing: np.ndarray) -> np.ndarray:
-    """Pack a matrix of bool [rows, columns] into bits of uint64 [rows]."""
-    bits = np.zeros(len(missing), np.uint64)
-    for bit, column in enumerate(missing.T):
-        bits |= column.astype(np.uint64) << np.uint64(bit)
-    return bits
