@@ -4,6 +4,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,9 +14,10 @@ from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, Segment, SegmentEntry, numbered
 from rayrec.data.raw_block import RawBlock
 from rayrec.data.stage_times import stage
-from rayrec.data.synthetic import SyntheticLog, block_spans, day_starts
-from rayrec.data.synthetic_law import BLOCK_ROWS, NUM_DENSE, NUM_SPARSE, GroundTruth, Rows
 from rayrec.schema import Schema
+
+if TYPE_CHECKING:  # Only random logs need the distribution, and every command reads this file
+    from rayrec.data.synthetic_law import GroundTruth, Rows
 
 _ROW_BYTES = 256
 """Assumed size of a row, about that of one in Criteo's text."""
@@ -36,11 +38,15 @@ def random_files(path: str) -> list[storage.File]:
 
 
 def _day_starts(rows: int) -> list[int]:
+    from rayrec.data.synthetic import SyntheticLog, day_starts
+
     return day_starts(rows, min(SyntheticLog.days, rows))
 
 
 def check_random(path: str, schema: Schema) -> None:
     """Check that the schema has the columns of Criteo's logs, which random rows have. Raises InputError."""
+    from rayrec.data.synthetic_law import NUM_DENSE, NUM_SPARSE
+
     if schema.tokens != "hexadecimal" or (len(schema.dense), len(schema.sparse)) != (NUM_DENSE, NUM_SPARSE):
         raise InputError(
             f"{path}: random rows have the columns of Criteo's logs, {NUM_DENSE} dense and {NUM_SPARSE} sparse, which the schema "
@@ -62,7 +68,9 @@ def index_random(path: str, schema: Schema, *, segment_bytes: int) -> LogIndex:
 
 
 @lru_cache(maxsize=1)
-def _ground_truth(seed: int) -> GroundTruth:
+def _ground_truth(seed: int) -> "GroundTruth":
+    from rayrec.data.synthetic_law import GroundTruth
+
     return GroundTruth("kaggle", seed)
 
 
@@ -73,6 +81,9 @@ def read_random(segments: Sequence[Segment], schema: Schema) -> RawBlock:
 
 
 def _made(segment: Segment, schema: Schema) -> RawBlock:
+    from rayrec.data.synthetic import block_spans
+    from rayrec.data.synthetic_law import BLOCK_ROWS
+
     rows, seed = _parsed(segment.path)
     truth, starts = _ground_truth(seed), _day_starts(rows)
     first, stop = segment.first_row, segment.first_row + segment.rows
@@ -84,14 +95,15 @@ def _made(segment: Segment, schema: Schema) -> RawBlock:
     return RawBlock.concatenated([_block(part, segment.path, schema) for part in parts])
 
 
-def _block(rows: Rows, path: str, schema: Schema) -> RawBlock:
+def _block(rows: "Rows", path: str, schema: Schema) -> RawBlock:
     """Convert rows to a block, where missing values are 0."""
-    bits = np.arange(NUM_DENSE + NUM_SPARSE, dtype=np.uint64)
+    num_dense = len(schema.dense)
+    bits = np.arange(len(schema.positions), dtype=np.uint64)
     present = (rows.missing[:, None] >> bits & np.uint64(1)) == 0
     return RawBlock(
         schema,
-        np.where(present[:, :NUM_DENSE], rows.dense.T, 0).astype(np.int64, order="C"),
-        np.ascontiguousarray(np.where(present[:, NUM_DENSE:], rows.tokens.T, np.uint32(0))),
+        np.where(present[:, :num_dense], rows.dense.T, 0).astype(np.int64, order="C"),
+        np.ascontiguousarray(np.where(present[:, num_dense:], rows.tokens.T, np.uint32(0))),
         rows.missing,
         labels={} if schema.label is None else {schema.label: rows.labels.astype(np.float32)},
         files=((path, 0, len(rows.labels)),),
