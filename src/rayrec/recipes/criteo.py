@@ -1,9 +1,12 @@
 """DLRM recipes for Criteo's click logs."""
 
+from typing import Literal
+
 from rayrec.data.encoding.encoder import MultiHot
-from rayrec.data.encoding.presets import MLPERF_V1, RAYREC, TORCHREC_2024
+from rayrec.data.encoding.presets import MLPERF_V1, RAY_TEMPLATE, RAYREC, TERABYTE_CATEGORIES, TORCHREC_2024, Preset
 from rayrec.datasets.criteo import FULL_DAYS, KAGGLE_SPLIT, SCHEMA, SMALL_DAYS, TERABYTE_SPLIT
 from rayrec.datasets.published_files import RemoteFile
+from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.ranking.ensemble import EnsembleConfig
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
@@ -14,45 +17,40 @@ from rayrec.workloads.run_config import DataConfig, EarlyStoppingConfig, Scaling
 
 def criteo_demo(path: str | None = None) -> TrainConfig:
     """Train a small DLRM on any log in Criteo's format: a laptop, a minute or two."""
-    return TrainConfig(
-        recipe="criteo_demo",
-        workload=ClickWorkload(
-            schema=SCHEMA,
-            preset=RAYREC.replace(split=KAGGLE_SPLIT, min_count=2),
-            model=DLRMConfig(
-                interaction="dot", embedding_dim=16, bottom_mlp=(128, 64, 16), top_mlp=(128, 64, 1), embedding_penalty=3e-4
-            ),
-            # With a small eps, rare categories memorize their rows, because their first updates have the full learning rate. This
-            # eps damps updates of categories with fewer than a few hundred rows.
-            sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.1, eps=0.005),
-            dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
-            schedule=LearningRateSchedule(decay_fraction=0.8),
-        ),
-        train_data=DataConfig(path=path),
-        epochs=2,
-        batch_size=1024,
-        min_steps_per_epoch=128,
-        scaling=ScalingConfig(num_workers=2),
-        early_stopping=EarlyStoppingConfig(patience=3),
-    )
+    model = DLRMConfig(interaction="dot", embedding_dim=16, bottom_mlp=(128, 64, 16), top_mlp=(128, 64, 1))
+    model, preset = model.replace(embedding_penalty=3e-4), RAYREC.replace(split=KAGGLE_SPLIT, min_count=2)
+    # With a small eps, rare categories memorize their rows, because their first updates have the full learning rate. This eps
+    # damps updates of categories with fewer than a few hundred rows.
+    tables = SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.1, eps=0.005)
+    config = adam_config("criteo_demo", path, preset, model, tables)
+    return config.replace(epochs=2, batch_size=1024, min_steps_per_epoch=128, scaling={"num_workers": 2})
 
 
 def criteo_kaggle(path: str | None = None) -> TrainConfig:
     """Train the DLRM of the Criteo Kaggle benchmark: dimension 16, 13-512-256-64-16, dot, 512-256-1."""
+    model = DLRMConfig(interaction="dot", embedding_dim=16, bottom_mlp=(512, 256, 64, 16), top_mlp=(512, 256, 1))
+    config = adam_config("criteo_kaggle", path, RAYREC.replace(split=KAGGLE_SPLIT, min_count=10), model)
+    return config.replace(train_data={"files": ("train",)}, batch_size=2048, scaling={"num_workers": 2})
+
+
+_TABLES = SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.02)
+
+
+def adam_config(
+    recipe: str, path: str | None, preset: Preset, model: ClickModelConfig, tables: SparseOptimizerConfig = _TABLES
+) -> TrainConfig:
+    """Configure a model on Criteo's columns with Adam for the network, falling learning rates and early stopping."""
     return TrainConfig(
-        recipe="criteo_kaggle",
+        recipe=recipe,
         workload=ClickWorkload(
             schema=SCHEMA,
-            preset=RAYREC.replace(split=KAGGLE_SPLIT, min_count=10),
-            model=DLRMConfig(interaction="dot", embedding_dim=16, bottom_mlp=(512, 256, 64, 16), top_mlp=(512, 256, 1)),
-            sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.02),
+            preset=preset,
+            model=model,
+            sparse_optimizer=tables,
             dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
             schedule=LearningRateSchedule(decay_fraction=0.8),
         ),
-        train_data=DataConfig(path=path, files=("train",)),
-        epochs=1,
-        batch_size=2048,
-        scaling=ScalingConfig(num_workers=2),
+        train_data=DataConfig(path=path),
         early_stopping=EarlyStoppingConfig(patience=3),
     )
 
@@ -78,60 +76,77 @@ def _names(days: tuple[RemoteFile, ...]) -> tuple[str, ...]:
 
 
 def _terabyte(recipe: str, path: str | None, *, days: tuple[RemoteFile, ...], num_workers: int) -> TrainConfig:
-    return TrainConfig(
-        recipe=recipe,
-        workload=ClickWorkload(
-            schema=SCHEMA,
-            preset=RAYREC.replace(split=TERABYTE_SPLIT, min_count=10, max_num_embeddings=40_000_000),
-            model=DLRMConfig(interaction="dot", embedding_dim=64, bottom_mlp=(512, 256, 64), top_mlp=(512, 512, 256, 1)),
-            sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.02),
-            dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
-            schedule=LearningRateSchedule(decay_fraction=0.8),
-        ),
-        train_data=DataConfig(path=path, files=_names(days)),
-        epochs=1,
-        batch_size=4096,
-        scaling=ScalingConfig(num_workers=num_workers, use_gpu=True),
-        early_stopping=EarlyStoppingConfig(patience=3),
-    )
+    preset = RAYREC.replace(split=TERABYTE_SPLIT, min_count=10, max_num_embeddings=40_000_000)
+    model = DLRMConfig(interaction="dot", embedding_dim=64, bottom_mlp=(512, 256, 64), top_mlp=(512, 512, 256, 1))
+    config = adam_config(recipe, path, preset, model)
+    scaling = {"num_workers": num_workers, "use_gpu": True}
+    return config.replace(train_data={"files": _names(days)}, batch_size=4096, scaling=scaling)
 
 
 def mlperf_dlrm(path: str | None = None) -> TrainConfig:
     """Train MLPerf's first DLRM: mlperf-v1 preset with ids modulo 40 million, dimension 128, dot, SGD 1.0, global batch 2048."""
-    return TrainConfig(
-        recipe="mlperf_dlrm",
-        workload=ClickWorkload(
-            schema=SCHEMA,
-            preset=MLPERF_V1.replace(split=TERABYTE_SPLIT.replace(test_first=True), token_modulo=40_000_000),
-            model=DLRMConfig(interaction="dot", embedding_dim=128, bottom_mlp=(512, 256, 128), top_mlp=(1024, 1024, 512, 256, 1)),
-            sparse_optimizer=SparseOptimizerConfig(kind="sgd", learning_rate=1.0),
-            dense_optimizer=DenseOptimizerConfig(kind="sgd", learning_rate=1.0),
-        ),
-        train_data=DataConfig(path=path, files=_names(FULL_DAYS)),
-        epochs=1,
-        batch_size=256,
-        evaluate_every=102_400,
-        scaling=ScalingConfig(num_workers=8, use_gpu=True),
-    )
+    preset = MLPERF_V1.replace(split=TERABYTE_SPLIT.replace(test_first=True), token_modulo=40_000_000)
+    return _of_full_network("mlperf_dlrm", path, preset, "dot", "sgd", 1.0).replace(batch_size=256, evaluate_every=102_400)
 
 
 def mlperf_dcnv2(path: str | None = None) -> TrainConfig:
     """Train MLPerf's DLRM-DCNv2: ids modulo 40 million as synthetic bags of 214 ids per row, Adagrad 0.005, batch 65536."""
+    preset = TORCHREC_2024.replace(split=TERABYTE_SPLIT, min_count=1, max_num_embeddings=40_000_000, multi_hot=MultiHot())
+    config = _of_full_network("mlperf_dcnv2", path, preset, "cross", "adagrad", 0.005)
+    return config.replace(batch_size=8192, evaluate_every=3_200)
+
+
+def ray_dlrm(path: str | None = None) -> TrainConfig:
+    """Train the DLRM of Ray's notebook (its RecsysConfig): ray-template preset, dimension 128, cross, Adagrad 0.005, 8 GPUs."""
+    config = _of_full_network("ray_dlrm", path, RAY_TEMPLATE.replace(split=TERABYTE_SPLIT), "cross", "adagrad", 0.005)
+    return config.replace(
+        batch_size=4096, evaluate_every=1000, log_every=100, failure={"max_failures": 2}, checkpoint={"num_to_keep": 1}
+    )
+
+
+def torchrec_dlrm_mlperf(path: str | None = None) -> TrainConfig:
+    """Train torchrec_dlrm's configuration MLPerf: tables of at most 40 million rows, 97.36 GiB, SGD 5.0, 8 GPUs."""
+    return _torchrec("torchrec_dlrm_mlperf", path, max_rows=40_000_000, batch_size=8192, num_workers=8)
+
+
+def torchrec_dlrm_mlperf_x2(path: str | None = None) -> TrainConfig:
+    """Train torchrec_dlrm's configuration MLPerfx2: tables of at most 80 million rows, 174.03 GiB, SGD 5.0, 16 GPUs."""
+    return _torchrec("torchrec_dlrm_mlperf_x2", path, max_rows=80_000_000, batch_size=4096, num_workers=16)
+
+
+def torchrec_dlrm_full(path: str | None = None) -> TrainConfig:
+    """Train torchrec_dlrm's configuration Full Size: a table row for each category, 420.94 GiB, SGD 5.0, 80 GPUs."""
+    return _torchrec("torchrec_dlrm_full", path, max_rows=None, batch_size=819, num_workers=80)
+
+
+def _torchrec(recipe: str, path: str | None, *, max_rows: int | None, batch_size: int, num_workers: int) -> TrainConfig:
+    rows = tuple(min(rows, max_rows or rows) for rows in TERABYTE_CATEGORIES)
+    preset = MLPERF_V1.replace(split=TERABYTE_SPLIT, token_modulo=max_rows, num_embeddings=rows)
+    config = _of_full_network(recipe, path, preset, "dot", "sgd", 5.0)
+    return config.replace(batch_size=batch_size, evaluations_per_epoch=1, scaling={"num_workers": num_workers})
+
+
+def _of_full_network(
+    recipe: str,
+    path: str | None,
+    preset: Preset,
+    interaction: Literal["dot", "cross"],
+    kind: Literal["sgd", "adagrad"],
+    learning_rate: float,
+) -> TrainConfig:
+    """Configure a DLRM of MLPerf's size on all days of Criteo 1TB, on eight GPUs."""
     return TrainConfig(
-        recipe="mlperf_dcnv2",
+        recipe=recipe,
         workload=ClickWorkload(
             schema=SCHEMA,
-            preset=TORCHREC_2024.replace(split=TERABYTE_SPLIT, min_count=1, max_num_embeddings=40_000_000, multi_hot=MultiHot()),
+            preset=preset,
             model=DLRMConfig(
-                interaction="cross", embedding_dim=128, bottom_mlp=(512, 256, 128), top_mlp=(1024, 1024, 512, 256, 1)
+                interaction=interaction, embedding_dim=128, bottom_mlp=(512, 256, 128), top_mlp=(1024, 1024, 512, 256, 1)
             ),
-            sparse_optimizer=SparseOptimizerConfig(kind="adagrad", learning_rate=0.005),
-            dense_optimizer=DenseOptimizerConfig(kind="adagrad", learning_rate=0.005),
+            sparse_optimizer=SparseOptimizerConfig(kind=kind, learning_rate=learning_rate),
+            dense_optimizer=DenseOptimizerConfig(kind=kind, learning_rate=learning_rate),
         ),
         train_data=DataConfig(path=path, files=_names(FULL_DAYS)),
-        epochs=1,
-        batch_size=8192,
-        evaluate_every=3_200,
         scaling=ScalingConfig(num_workers=8, use_gpu=True),
     )
 
@@ -147,22 +162,12 @@ def criteo_ensemble(path: str | None = None) -> TrainConfig:
     return demo.replace(recipe="criteo_ensemble", workload={"model": model})
 
 
-RECIPES = (
-    criteo_demo,
-    criteo_kaggle,
-    criteo_kaggle_distilled,
-    criteo_small,
-    criteo_full,
-    criteo_ensemble,
-    mlperf_dlrm,
-    mlperf_dcnv2,
-)
+_KAGGLE = (criteo_kaggle, criteo_kaggle_distilled)
+_TERABYTE = (criteo_full, mlperf_dlrm, mlperf_dcnv2, ray_dlrm, torchrec_dlrm_mlperf, torchrec_dlrm_mlperf_x2, torchrec_dlrm_full)
+RECIPES = (criteo_demo, *_KAGGLE, criteo_small, *_TERABYTE[:1], criteo_ensemble, *_TERABYTE[1:])
 PUBLISHED = {
-    "criteo_kaggle": "criteo_kaggle",
-    "criteo_kaggle_distilled": "criteo_kaggle",
     "criteo_small": "criteo_small",
-    "criteo_full": "criteo_full",
-    "mlperf_dlrm": "criteo_full",
-    "mlperf_dcnv2": "criteo_full",
+    **{recipe.__name__: "criteo_kaggle" for recipe in _KAGGLE},
+    **{recipe.__name__: "criteo_full" for recipe in _TERABYTE},
 }
 """Published data set of each recipe."""

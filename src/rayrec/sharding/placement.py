@@ -91,7 +91,7 @@ def data_parallel_tables(plan: ShardingPlan) -> list[str]:
 
 
 def describe(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -> str:
-    """Format the plan: one line per table (rows, dim, sharding, ranks, bytes), then the total of each worker."""
+    """Format the plan: one line per table (rows, dim, sharding, ranks, bytes), the size of all, and each worker's total."""
     rows = placements(plan, model, state_bytes=state_bytes)
     head = ("table", "rows", "dim", "sharding", "ranks", "weights + optimizer")
     lines = [
@@ -113,7 +113,10 @@ def describe(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -
         f"worker {rank}: {len(of_rank)} table{'s' if len(of_rank) > 1 else ''}, {readable(sum(of_rank))}"
         for rank, of_rank in sorted(sizes.items())
     ]
-    return "\n".join([*aligned([head, *lines], left={0, 3, 4}), *workers])
+    weight_bytes = sum(row.num_embeddings * row.embedding_dim for row in rows) * FLOAT_BYTES
+    size = f"{weight_bytes / 2**30:,.2f} GiB" if weight_bytes >= 2**30 else readable(weight_bytes)
+    total = f"all tables: {size} without optimizer state"
+    return "\n".join([*aligned([head, *lines], left={0, 3, 4}), total, *workers])
 
 
 def tables_of(model: nn.Module) -> dict[str, tuple[int, int]]:

@@ -18,11 +18,13 @@ from rayrec.data.logs.splits import Split
 from rayrec.hashing import murmur3
 from rayrec.schema import Schema
 
-MLPERF_NUM_EMBEDDINGS = (
-    *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10),
-    *(2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
+TERABYTE_CATEGORIES = (
+    *(227_605_432, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 130_229_467, 3_067_956, 405_282, 10),
+    *(2_209, 11_938, 155, 4, 976, 14, 292_775_614, 40_790_948, 187_188_510, 590_152, 12_973, 108, 36),
 )
-"""Rows of the 26 tables in MLPerf's benchmarks on Criteo 1TB: distinct categories, at most 40 million."""
+"""Number of distinct categories in the 26 columns of Criteo 1TB."""
+MLPERF_NUM_EMBEDDINGS = tuple(min(rows, 40_000_000) for rows in TERABYTE_CATEGORIES)
+"""Rows of the 26 tables in MLPerf's benchmarks on Criteo 1TB."""
 
 
 @dataclass(frozen=True, kw_only=True)
