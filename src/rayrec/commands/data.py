@@ -155,6 +155,9 @@ def vocabulary(
             "DIR",
         ),
     ] = None,
+    id_tables: Annotated[
+        str | None, Argument("folder with the ids of each column's values, as Parquet or CSV, instead of counting", "DIR")
+    ] = None,
     recipe: RecipeOptions = None,
     console: Console | None = None,
     **options: Any,
@@ -167,7 +170,7 @@ def vocabulary(
     InputError for an unusable log or if `out` exists."""
     from rayrec.prepare.preprocess import vocabulary as run
 
-    return run(path, out=out, extend=extend, config=_preparation(options, recipe), console=_console(console))
+    return run(path, out=out, extend=extend, id_tables=id_tables, config=_preparation(options, recipe), console=_console(console))
 
 
 @command(

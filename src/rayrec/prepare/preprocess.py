@@ -11,6 +11,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoding.extension import Extension, preprocessor_folder, rules_of
 from rayrec.data.encoding.extension import extend as extend_preprocessor
+from rayrec.data.encoding.id_tables import with_id_tables
 from rayrec.data.encoding.one_pass import CountingIndexer
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, make_preprocessor
@@ -25,11 +26,17 @@ from rayrec.prepare.text import TextConfig, preprocess_text
 if TYPE_CHECKING:
     from rayrec.data.encoding.counts import Counts
 
+_OF_COUNTS = ("min_count", "max_num_embeddings", "token_modulo")
+"""Overrides of a preset that apply to counted vocabularies."""
 
-def vocabulary(path: str, *, out: str, extend: str | None = None, config: PreparationConfig, console: Console) -> dict[str, Any]:
+
+def vocabulary(
+    path: str, *, out: str, extend: str | None = None, id_tables: str | None = None, config: PreparationConfig, console: Console
+) -> dict[str, Any]:
     """Count the rows of a log and write the Preprocessor atomically into folder `out`. `extend`: folder of an older Preprocessor,
     or of a run or checkpoint with one. The new one keeps its IDs and constants, appends the log's new categories, and has its
-    schema and rules, which `config` may only repeat. Returns its hash, rows, and the rows of each embedding table. Raises
+    schema and rules, which `config` may only repeat. `id_tables`: folder of `with_id_tables`, whose IDs replace counted ones; the
+    log is then read only for constants of numbers. Returns its hash, rows, and the rows of each embedding table. Raises
     InputError for an unusable log, for an `extend` with another schema or other rules, or if `out` exists."""
     if storage.exists(out):
         raise InputError(f"{out}: exists already; remove it or choose another --out")
@@ -38,6 +45,10 @@ def vocabulary(path: str, *, out: str, extend: str | None = None, config: Prepar
     if extend is not None:
         old, config, rules = _opened_to_extend(extend, config)
     rules.check(config.schema)
+    _check_id_tables(id_tables, extend, config)
+    if id_tables is not None and not (rules.dense_standardized or rules.dense_from_file_minimum):
+        counts = rules.counting(config.schema).empty()
+        return _written(with_id_tables(make_preprocessor(rules, config.schema, counts), rules, id_tables), out)
     with (
         console.preparing(),
         engine(config, console, paths=(path, *([] if extend is None else [extend]))) as running,
@@ -47,27 +58,40 @@ def vocabulary(path: str, *, out: str, extend: str | None = None, config: Prepar
         with _counted(index, counting, config, rules, running, console) as counts:
             extension = None if old is None else extend_preprocessor(old, rules, counts)
             preprocessor = extension.preprocessor if extension else make_preprocessor(rules, config.schema, counts)
-    with storage.writing_folder(out) as folder:
-        preprocessor.save(folder)
-    extended: dict[str, Any] = {}
+    if id_tables is not None:
+        preprocessor = with_id_tables(preprocessor, rules, id_tables)
+    extended: dict[str, Any] = {"bad_rows": index.faults.total}
     if extension is not None:
         console.table("categories", _extension_rows(extension))
-        extended = {
+        extended |= {
             "extends": extension.preprocessor.constants["extends"],
             "kept": extension.existing,
             "appended": extension.appended,
             "left_out": {name: number for name, number in extension.left_out.items() if number},
         }
+    return {**_written(preprocessor, out), **extended}
+
+
+def _written(preprocessor: Preprocessor, out: str) -> dict[str, Any]:
+    """Write the Preprocessor and return its report."""
+    with storage.writing_folder(out) as folder:
+        preprocessor.save(folder)
     return {
         "out": storage.absolute(out),
         "hash": preprocessor.hash(),
         "preset": preprocessor.preset,
         "profile": preprocessor.preset,  # old name
         "rows": preprocessor.constants["rows"],
-        "bad_rows": index.faults.total,
+        "bad_rows": 0,
         "num_embeddings": dict(zip(preprocessor.inputs.sparse, preprocessor.num_embeddings, strict=True)),
-        **extended,
     }
+
+
+def _check_id_tables(id_tables: str | None, extend: str | None, config: PreparationConfig) -> None:
+    """Reject settings of counted vocabularies together with tables of IDs. Raises InputError."""
+    for name, value in {"extend": extend, **{name: getattr(config, name) for name in _OF_COUNTS}}.items():
+        if id_tables is not None and value is not None:
+            raise InputError(f"--{name.replace('_', '-')}: an option for counted vocabularies, not for --id-tables. Remove it")
 
 
 def _opened_to_extend(path: str, config: PreparationConfig) -> tuple[Preprocessor, PreparationConfig, Preset]:
@@ -82,7 +106,7 @@ def _opened_to_extend(path: str, config: PreparationConfig) -> tuple[Preprocesso
         raise InputError(
             f"--preset: must be {old.preset}, as in --extend {path}, got {config.preset}. Remove it, or count all again"
         )
-    for name in ("min_count", "max_num_embeddings", "token_modulo"):
+    for name in _OF_COUNTS:
         if getattr(config, name) not in (None, getattr(rules, name)):
             raise InputError(
                 f"--{name.replace('_', '-')}: must be {getattr(rules, name)}, as in --extend {path}, got "

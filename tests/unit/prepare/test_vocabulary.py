@@ -5,9 +5,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from builders.faults import rejects
-from builders.runs import QUIET
+from builders.runs import QUIET, one_worker, train
 
 import rayrec
 from rayrec import host_resources, recipes
@@ -19,7 +22,8 @@ from rayrec.data.encoding.presets import make_preprocessor
 from rayrec.data.engine import TaskPlacement, ThreadEngine
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex
-from rayrec.data.logs.text_parser import TextParser
+from rayrec.data.logs.text_parser import TextParser, parse
+from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.ray_engine import RayEngine
 from rayrec.observe.console import Console
 from rayrec.prepare import preprocess as preparing
@@ -40,7 +44,7 @@ class Parsed:
         self.segments: Counter[int] = Counter()
         parse = TextParser.parse
 
-        def noted(parser: TextParser, *text: Any, path: str, first_byte: int) -> Faults:
+        def noted(parser: TextParser, *text: Any, path: str, first_byte: int = 0) -> Faults:
             self.segments[first_byte] += 1
             return parse(parser, *text, path=path, first_byte=first_byte)
 
@@ -205,3 +209,69 @@ def test_recipe_supplies_rules(click_log: Path, tmp_path: Path) -> None:
     for recipe, format, problem in (("mnist_resnet18", "npy", "must train a click model"), ("criteo_demo", "mds", "click logs")):
         with pytest.raises(InputError, match=problem):
             rayrec.preprocess(log, out=str(tmp_path / "no"), format=format, recipe=recipe, console=QUIET)
+
+
+def test_id_tables_replace_counts(click_log: Path, tmp_path: Path, parsed: Parsed) -> None:
+    """Values counted three times or more, from 2 by falling count. The log is not read, unless numbers need its constants."""
+    lines = (click_log / "train.txt").read_text().splitlines()[:3000]
+    columns = list(zip(*(line.split("\t")[14:] for line in lines), strict=True))
+    ids: list[dict[str, int]] = []
+    (tmp_path / "tables").mkdir()
+    for name, values in zip(SCHEMA.sparse, columns, strict=True):
+        counted = [value for value, count in Counter(values).most_common() if count >= 3]
+        ids.append({value: number for number, value in enumerate(counted, 2)})
+        table = pa.table({"feature_value": counted, "index": list(ids[-1].values())})
+        pq.write_table(table, tmp_path / "tables" / f"criteo_tsv.gz_categorical_feature_value_counts_{name}-value_counts.parquet")
+    block, _ = parse(SCHEMA, "".join(f"{line}\n" for line in lines).encode())
+    parsed.segments.clear()
+    path, out = str(click_log / "train.txt"), str(tmp_path / "by-tables")
+    made = vocabulary(path, out=out, id_tables=str(tmp_path / "tables"), config=PreparationConfig(preset="ray-template"))
+    assert not parsed.segments
+    assert list(made["num_embeddings"].values()) == [max(of.values()) + 1 for of in ids]
+    encoded = Preprocessor.load(out).encode(block).ids
+    for of, values, column in zip(ids, columns, encoded, strict=True):
+        np.testing.assert_array_equal(np.asarray(column), [of.get(value, 1) for value in values])
+    run = train(one_worker(click_log, tmp_path, steps=2, evaluate_every=2, workload={"preprocessor": out}))
+    assert Preprocessor.load(f"{run.folder}/preprocessor").hash() == made["hash"]
+    vocabulary(path, out=f"{out}-2", id_tables=str(tmp_path / "tables"), config=PreparationConfig())
+    assert parsed.segments
+    assert Preprocessor.load(f"{out}-2").dense[0].mean != 0
+
+
+SHOPS = "value,id\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ({"shop.csv": "a,2\nb,2\n"}, "ID 2 belongs to several values"),
+        ({"shop.csv": "a,2\na,3\n"}, "a value has several IDs"),
+        ({"shop.csv": "a,2\nb,4\n"}, "no value has ID 3"),
+        ({"shop.csv": "a,2\nb,-1\n"}, "IDs must be from 0"),
+        ({"shop.csv": "a,1\nb,2\n"}, r"ID 1 of empty fields \(rayrec\) is a value's"),
+        ({"shop.csv": "a,x\n"}, "two columns, values and integer IDs"),
+        ({"shop.csv": "a,2\n", "store.csv": "a,2\n"}, "its name has no column with a vocabulary. Name it after one of shop"),
+        ({"shop.csv": "a,2\n", "shop.2.csv": "a,2\n"}, "one table for each column, got 2 for 1"),
+        ({}, "contains no data files"),
+    ],
+)
+def test_unusable_id_tables_are_rejected(tmp_path: Path, files: dict[str, str], problem: str) -> None:
+    (tmp_path / "log.csv").write_text("click,price,shop\n" + "".join(f"{n % 2},{n},abc{n % 3}\n" for n in range(60)))
+    (tmp_path / "tables").mkdir()
+    for name, rows in files.items():
+        (tmp_path / "tables" / name).write_text(SHOPS + rows)
+    config = PreparationConfig(schema=Schema(**COLUMNS))
+    options = {"out": str(tmp_path / "out"), "id_tables": str(tmp_path / "tables")}
+    rejects(problem, vocabulary, str(tmp_path / "log.csv"), config=config, **options)
+    counted = config.replace(min_count=2)
+    rejects("--min-count: an option for counted", vocabulary, str(tmp_path / "log.csv"), config=counted, **options)
+
+
+def test_id_table_may_have_empty_and_unknown_values(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("click,price,shop\n" + "".join(f"{n % 2},{n},a\n" for n in range(60)))
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "shop.csv").write_text(SHOPS + 'b,3\n"",4\nrare,0\nc,5\na,2\n')
+    options = {"out": str(tmp_path / "out"), "id_tables": str(tmp_path / "tables")}
+    vocabulary(str(tmp_path / "log.csv"), config=PreparationConfig(schema=Schema(**COLUMNS)), **options)
+    (column,) = Preprocessor.load(options["out"]).sparse
+    assert (column.ids().tolist(), column.missing_id, column.unknown_id, column.num_embeddings) == ([2, 3, 5], 4, 0, 6)
