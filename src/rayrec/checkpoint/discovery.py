@@ -40,6 +40,11 @@ class Checkpoint:
         """Return the manifest. Raises DamagedError if it is missing or damaged, InputError if it has another version."""
         return read_manifest(self.path)
 
+    def has_only_weights(self) -> bool:
+        """Return whether no run wrote it, so that it has no progress and no optimizer state. Raises the errors of `manifest`."""
+        manifest = self.manifest()
+        return not manifest["state"] and not any(name.startswith("optimizer.") for name in manifest["tensors"])
+
 
 def folder_of(run_folder: str, step: int) -> str:
     return storage.join(run_folder, "checkpoints", f"step_{step:08d}")

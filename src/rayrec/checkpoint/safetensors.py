@@ -40,8 +40,9 @@ def header(entries: Sequence[tuple[str, torch.dtype, Sequence[int], int, int]]) 
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
-    """Read named tensors from a .safetensors file or a `torch.save` state dict (.pt, .pth), by path or URL. Executes nothing in
-    the file. Raises InputError if it is missing, damaged or contains anything but named tensors."""
+    """Read named tensors from a .safetensors file or a `torch.save` state dict (.pt, .pth), also one below the key state_dict or
+    model, by path or URL. Executes nothing in the file. Raises InputError if it is missing, damaged or has anything but named
+    tensors."""
     data = bytearray(storage.read_bytes(path))
     return _safetensors(data, path) if storage.name_of(path).endswith(".safetensors") else _state_dict(data, path)
 
@@ -75,6 +76,8 @@ def _state_dict(data: bytearray, path: str) -> dict[str, torch.Tensor]:
         tensors = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):  # UnpicklingError is also raised for code
         raise InputError(f"{path}: must contain only tensors, for torch.load(weights_only=True). Save a state_dict()") from None
+    if isinstance(tensors, Mapping) and isinstance(inner := tensors.get("state_dict", tensors.get("model")), Mapping):
+        tensors = inner
     if not isinstance(tensors, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
     ):

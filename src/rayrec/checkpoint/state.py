@@ -88,11 +88,17 @@ def restore_model(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
 
 
 def start_from(checkpoint: Checkpoint, row_maps: Mapping[str, RowMap], model: torch.nn.Module, optimizer: Any) -> None:
-    """Initialize weights and optimizer state from another run's checkpoint; collective. `row_maps` maps the rows of tables; rows
-    without a source keep their initial values and an empty state. Raises the errors of `restore_all`."""
-    stored = Communicator.all().run_on_rank0(lambda: list(checkpoint.manifest()["tensors"]))
-    make_state(optimizer)
+    """Initialize weights and optimizer state from another run's checkpoint, or only weights, if it has no more; collective.
+    `row_maps` maps the rows of tables; rows without a source keep their initial values and an empty state. Raises the errors of
+    `restore_all`."""
+    stored, only_weights = Communicator.all().run_on_rank0(
+        lambda: (list(checkpoint.manifest()["tensors"]), checkpoint.has_only_weights())
+    )
+    if not only_weights:
+        make_state(optimizer)
     targets = Targets(model, optimizer, stored=set(stored))
+    if only_weights:
+        targets.tensors = model_tensors(model)
     live = set[str]().union(*Communicator.all().all_gather(list(targets.tensors)))
     if surplus := min(set(stored) - live, default=None):
         owner = "optimizer" if surplus.startswith("optimizer.") else "model"

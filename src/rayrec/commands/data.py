@@ -230,7 +230,8 @@ def adopt(
     path: Annotated[
         str,
         Argument(
-            "folder with day_N_dense.npy, day_N_labels.npy, and day_N_sparse.npy or day_N_sparse_multi_hot.npz; or MDS shards",
+            "folder with day_N_dense.npy, day_N_labels.npy, and day_N_sparse.npy or day_N_sparse_multi_hot.npz; MDS shards; or a "
+            "DLRM's state dict (.pt, .pth, .pkl)",
             "FOLDER",
         ),
     ],
@@ -239,16 +240,26 @@ def adopt(
     console: Console | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Make TorchRec's arrays, or MDS shards of tokens, trainable without copying them.
+    """Make TorchRec's arrays or MDS shards trainable without copying them, or DLRM weights a checkpoint.
 
     Checks all arrays, and writes dataset.json and a Preprocessor next to them, or into the new folder `out` with links to them.
     `options` are the fields of `rayrec.prepare.adopt.AdoptionConfig`: num_embeddings_per_feature, files, split, and so on; for
     MDS shards, `tokenizer` is the folder of their tokenizer. Returns rows, sets, num_embeddings, modulo, bad_rows, hashes;
-    see `rayrec.prepare.adopt.adopt`. Raises InputError for unsuitable arrays."""
+    see `rayrec.prepare.adopt.adopt`. A file of weights needs `out` and `preprocessor`; see
+    `rayrec.inference.dlrm_weights.adopt_dlrm`. Raises InputError for unsuitable arrays and weights."""
     from rayrec.prepare.adopt import AdoptionConfig
     from rayrec.prepare.adopt import adopt as run
+    from rayrec.prepare.config import reject_options
 
-    return run(path, out=out, config=AdoptionConfig().updated(options), console=_console(console))
+    adoption = AdoptionConfig().updated(options)
+    if not path.endswith((".pt", ".pth", ".pkl")):
+        return run(path, out=out, config=adoption, console=_console(console))
+    from rayrec.inference.dlrm_weights import adopt_dlrm
+
+    reject_options(adoption, AdoptionConfig(), "an option for arrays and shards, not for weights", but=("preprocessor",))
+    if out is None or adoption.preprocessor is None:
+        raise InputError(f"{path}: needs --preprocessor DIR, with the ids of its rows, and --out DIR for the checkpoint")
+    return adopt_dlrm(path, out=out, preprocessor=adoption.preprocessor, config=named_configuration("clicks"))
 
 
 def _split_options(options: dict[str, Any], kind: type) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 def ensemble(checkpoints: Sequence[str], out: str, *, configs: Sequence[TrainConfig]) -> dict[str, Any]:
     """Write a checkpoint whose logit is the mean over two or more click models, atomically into folder `out`. The models may
-    differ in kind and width, but not in Preprocessor and precision. The checkpoint has no optimizer state, so it cannot be
-    trained further. Memory: a few blocks of 16 MiB. `configs` has the configuration of each checkpoint. Returns JSON values:
+    differ in kind and width, but not in Preprocessor and precision. The checkpoint has no optimizer state. Memory: a few blocks
+    of 16 MiB. `configs` has the configuration of each checkpoint. Returns JSON values:
     `out`, `checkpoints` (folders), `models` (kinds), `weight_bytes`. Raises InputError if models do not fit together or are
     damaged, or `out` exists."""
     if len(checkpoints) < 2:

@@ -55,8 +55,9 @@ def warm_start(workload: ClickSettings, context: RunContext, prepared: Prepared,
             f"init_from {checkpoint.path}: embedding width (embedding_dim times members) must be {workload.model.table_width}, "
             f"as in this run, got {model.table_width}"
         )
-    require_same_optimizer(checkpoint, stored, "sparse_optimizer", workload.sparse_optimizer, fields=("kind",))
-    require_same_optimizer(checkpoint, stored, "dense_optimizer", workload.dense_optimizer, fields=("kind", "momentum"))
+    if not checkpoint.has_only_weights():
+        require_same_optimizer(checkpoint, stored, "sparse_optimizer", workload.sparse_optimizer, fields=("kind",))
+        require_same_optimizer(checkpoint, stored, "dense_optimizer", workload.dense_optimizer, fields=("kind", "momentum"))
     old, new = load_preprocessor(checkpoint.path), prepared.preprocessor.get()
     require_same_inputs(checkpoint, old, new)
     empty = empty_model(workload.model, preprocessor=new, precision=config.precision)

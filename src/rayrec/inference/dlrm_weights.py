@@ -1,0 +1,99 @@
+"""Checkpoints from DLRM weights of other programs: dlrm_s_pytorch.py (also e2eAIOK's) and TorchRec's DLRM."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from rayrec import storage
+from rayrec.checkpoint.safetensors import read_weights
+from rayrec.checkpoint.writer import save
+from rayrec.config import InputError
+from rayrec.data.encoding.extension import preprocessor_folder
+from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
+from rayrec.models.ranking.dlrm import DLRMConfig
+from rayrec.workloads.recsys.scorer import empty_model, expected_weights
+from rayrec.workloads.scoring import PREFIX
+
+if TYPE_CHECKING:
+    from rayrec.workloads.base import TrainConfig
+
+_V1: Final = {"table": r"emb_l\.\d+\.weight", "bottom": r"bot_l\.\d+\.(weight|bias)", "top": r"top_l\.\d+\.(weight|bias)"}
+_TORCHREC: Final = {
+    "table": r"sparse_arch\.embedding_bag_collection\.embedding_bags\..+\.weight",
+    "bottom": r"dense_arch\.model\._mlp\.\d+\._linear\.(weight|bias)",
+    "top": r"over_arch\.model\.(0\._mlp\.\d+\._linear|1)\.(weight|bias)",
+    "up": r"inter_arch\.crossnet\.W_kernels\.\d+",
+    "down": r"inter_arch\.crossnet\.V_kernels\.\d+",
+    "cross_bias": r"inter_arch\.crossnet\.bias\.\d+",
+}
+
+
+def adopt_dlrm(path: str, *, out: str, preprocessor: str, config: TrainConfig) -> dict[str, Any]:
+    """Write a DLRM's state dict (a file of torch.save) as a checkpoint atomically into folder `out`, for scoring, export and
+    `init_from`. It has no optimizer state. Tables are in the order of the Preprocessor's columns. Memory: twice the weights.
+    Executes nothing in the file. Returns JSON values: `out`, `interaction`, `tables` (rows of each), `preprocessor`. Raises
+    InputError for weights of another network or other columns.
+
+    Args:
+        preprocessor: Folder of the Preprocessor with the ids of the tables' rows.
+        config: Click model run whose schema and model are replaced."""
+    columns = Preprocessor.load(preprocessor_folder(preprocessor))
+    model, weights = _converted(read_weights(path), path)
+    described = config.replace(workload={"schema": columns.schema, "model": model})
+    empty = empty_model(model, preprocessor=columns, precision="fp32")
+    tables = list(dict.fromkeys(empty.table_weights().values()))
+    rows = [len(table) for table in weights["table"]]
+    if rows != columns.num_embeddings or len(tables) < len(rows):
+        raise InputError(f"{path}: rows of tables must be {columns.num_embeddings}, those of {preprocessor}, got {rows}")
+    named = dict(zip(tables, weights["table"], strict=True))
+    for part, prefix in (("bottom", "bottom_mlp"), ("top", "top_mlp")):
+        for number, tensor in enumerate(weights[part]):
+            named[f"{prefix}.layers.{number // 2}.{('weight', 'bias')[number % 2]}"] = tensor
+    for part, name in (("down", "down"), ("up", "up"), ("cross_bias", "bias")):
+        named |= {f"interaction.{name}.{number}": tensor for number, tensor in enumerate(weights[part])}
+    for name, shape in expected_weights(empty, columns).items():
+        if name not in named or list(named[name].shape) != shape:
+            raise InputError(f"{path}: the weight for {name} must have shape {shape}. Save the full state_dict()")
+
+    def write_extra_files(folder: str) -> None:
+        storage.write_bytes(storage.join(folder, "config.yaml"), described.to_yaml().encode())
+        columns.save(storage.join(folder, PREPROCESSOR_FOLDER))
+
+    with storage.writing_folder(out) as folder:
+        tensors = {PREFIX + name: tensor.float().contiguous() for name, tensor in named.items()}
+        save(folder, tensors, state={}, extra_files=write_extra_files)
+    return {"out": storage.absolute(out), "interaction": model.interaction, "tables": rows, "preprocessor": columns.hash()}
+
+
+def _converted(state: dict[str, torch.Tensor], path: str) -> tuple[DLRMConfig, dict[str, list[torch.Tensor]]]:
+    """Return the model's configuration, and its weights by part, in order. Raises InputError for another network."""
+    kinds = _V1 if any(re.search(rf"(^|\.){_V1['table']}$", name) for name in state) else _TORCHREC
+    weights: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for name, tensor in state.items():
+        part = next((part for part, pattern in kinds.items() if re.search(rf"(^|\.){pattern}$", name)), None)
+        if part is None:
+            raise InputError(f"{path}: {name} is not a weight of a DLRM with dot products or crosses. Save its state_dict()")
+        weights[part].append(tensor)
+    bottom, top, tables = weights["bottom"], weights["top"], weights["table"]
+    if not (bottom and top and tables) or len({table.shape[1] for table in tables}) > 1:
+        raise InputError(f"{path}: must have both MLPs and tables of one width. Save the full state_dict()")
+    vectors, dim, width = len(tables) + 1, tables[0].shape[1], top[0].shape[1]
+    crosses = len(weights["down"])
+    if width != (vectors * dim if crosses else dim + vectors * (vectors - 1) // 2):
+        raise InputError(f"{path}: its top MLP takes {width} values, not those of all pairs' dot products. Train a new model")
+    if kinds is _V1:  # pairs (1, 0), (2, 0), (2, 1), ...; here (0, 1), (0, 2), ...
+        first, second = torch.triu_indices(vectors, vectors, offset=1)
+        top[0] = torch.cat([top[0][:, :dim], top[0][:, dim + second * (second - 1) // 2 + first]], dim=1)
+    crossed = {"cross_layers": crosses, "cross_low_rank": weights["down"][0].shape[0]} if crosses else {}
+    model = DLRMConfig(
+        interaction="cross" if crosses else "dot",
+        embedding_dim=dim,
+        bottom_mlp=tuple(len(tensor) for tensor in bottom[::2]),
+        top_mlp=tuple(len(tensor) for tensor in top[::2]),
+        **crossed,
+    )
+    return model, weights
