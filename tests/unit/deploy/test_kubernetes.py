@@ -80,6 +80,7 @@ def test_pods(kind: str) -> None:
         spec = group["template"]["spec"]
         (container,) = spec["containers"]
         assert container["image"] == "rayrec", "what kustomizations replace"
+        assert container["envFrom"] == [{"secretRef": {"name": "store", "optional": True}}], "credentials of a store"
         assert spec["serviceAccountName"] == "rayrec"
         assert "metrics" in {port["name"] for port in container["ports"]}, "what the PodMonitor scrapes"
         assert container["resources"]["requests"] == container["resources"]["limits"]
@@ -170,6 +171,31 @@ def test_network_policies_open_known_ports() -> None:
     containers = [group["template"]["spec"]["containers"][0] for _, group in _pods("RayService")]
     ports = {port["name"]: port["containerPort"] for container in containers for port in container["ports"]}
     assert opened == {ports["dashboard"]: True, ports["metrics"]: True, ports["serve"]: False}
+
+
+def test_minio_has_matching_ports_labels_and_secret() -> None:
+    """Only Ray's pods reach it. It runs restricted, like these."""
+    stateful, service, policy = (
+        yaml.safe_load((FOLDER / "minio" / f"{name}.yaml").read_text()) for name in ("statefulset", "service", "network")
+    )
+    template, labels = stateful["spec"]["template"], {"app.kubernetes.io/name": "minio"}
+    assert template["metadata"]["labels"] == stateful["spec"]["selector"]["matchLabels"] == service["spec"]["selector"] == labels
+    assert policy["spec"]["podSelector"]["matchLabels"] == labels
+    assert stateful["spec"]["serviceName"] == service["metadata"]["name"] == "minio"
+    (container,) = template["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    (opened,) = service["spec"]["ports"]
+    assert (opened["port"], opened["targetPort"]) == (ports["s3"], "s3")
+    (rule,) = policy["spec"]["ingress"]
+    assert rule["ports"] == [{"port": ports["s3"]}]
+    assert {"podSelector": {"matchLabels": {"ray.io/is-ray-node": "yes"}}} in rule["from"]
+    keys = [variable["valueFrom"]["secretKeyRef"] for variable in container["env"]]
+    assert keys == [{"name": "store", "key": key} for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")]
+    (volume,) = stateful["spec"]["volumeClaimTemplates"]
+    assert container["volumeMounts"] == [{"name": volume["metadata"]["name"], "mountPath": container["args"][1]}]
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert template["spec"]["securityContext"]["runAsNonRoot"] is True
+    assert f"AWS_ENDPOINT_URL=http://minio.rayrec:{opened['port']}" in (FOLDER.parents[1] / "docs" / "stores.md").read_text()
 
 
 def _strict(schema: Any) -> Any:

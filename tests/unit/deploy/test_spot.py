@@ -6,13 +6,18 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import botocore.session
 import pytest
 import yaml
+from botocore.validate import ParamValidator
+from ray.autoscaler._private.aws.config import _configure_subnets_and_groups_from_network_interfaces
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from rayrec.cli.parser import parse
@@ -20,6 +25,7 @@ from rayrec.commands import COMMANDS
 
 FOLDER = Path(__file__).parents[3] / "deploy"
 AWS = FOLDER / "aws"
+NOTICE = FOLDER / "spot_notice.py"
 
 
 @pytest.fixture
@@ -37,7 +43,27 @@ def test_ray_accepts_cluster_with_on_demand_head(cluster: dict[str, Any]) -> Non
         assert is_spot != is_head
         assert kind["node_config"]["IamInstanceProfile"]["Name"] == ("rayrec-head" if is_head else "rayrec-worker")
     assert cluster["available_node_types"][cluster["head_node_type"]]["resources"]["CPU"] == 0
-    assert (AWS / cluster["file_mounts"]["/home/ubuntu/spot-notice.sh"]).exists()
+    assert (AWS / cluster["file_mounts"]["/home/ubuntu/spot_notice.py"]).exists()
+
+
+def test_aws_accepts_machines_and_efa_has_every_card() -> None:
+    """Validates requests with EC2's own description. The launcher copies subnets and groups from the interfaces."""
+    shape = botocore.session.get_session().get_service_model("ec2").operation_model("RunInstances").input_shape
+    for name in ("cluster.yaml", "cluster-efa.yaml"):
+        config = yaml.safe_load((AWS / name).read_text())
+        validate_config(prepare_config(config))
+        for kind in config["available_node_types"].values():
+            request = {key: value for key, value in kind["node_config"].items() if key != "SubnetIds"}
+            report = ParamValidator().validate({**request, "MinCount": 1, "MaxCount": 1}, shape)
+            assert not report.has_errors(), report.generate_report()
+    gpu = config["available_node_types"]["gpu"]["node_config"]
+    resolved = _configure_subnets_and_groups_from_network_interfaces(gpu)
+    assert (resolved["SubnetIds"], resolved["SecurityGroupIds"]) == (["subnet-PLACEHOLDER"] * 4, ["sg-PLACEHOLDER"] * 4)
+    cards = [(card["NetworkCardIndex"], card["DeviceIndex"], card["InterfaceType"]) for card in gpu["NetworkInterfaces"]]
+    assert cards == [(0, 0, "efa"), (1, 1, "efa"), (2, 1, "efa"), (3, 1, "efa")]
+    assert f"placement-group/{gpu['Placement']['GroupName']}" in (AWS / "head-policy.json").read_text()
+    assert "InstanceMarketOptions" not in gpu
+    assert "FI_PROVIDER=efa" in config["worker_start_ray_commands"][1]
 
 
 @pytest.mark.parametrize("name", ["head", "worker"])
@@ -60,38 +86,79 @@ def test_skypilot_command_is_valid() -> None:
     assert set(task["envs"]) == {"BUCKET", "DATE"}
 
 
+def at(left_s: float, form: str) -> str:
+    return time.strftime(form, time.gmtime(time.time() + left_s))
+
+
 class Metadata(http.server.BaseHTTPRequestHandler):
-    """What AWS's metadata service (version 2) answers: no notice to the first two questions, then one."""
+    """Metadata services of three clouds, with a notice from the third question on."""
 
-    asked = 0
+    protocol_version = "HTTP/1.1"
+    questions, left_s = 0, 120.0
 
-    def do_PUT(self, status: int = 200, text: str = "a-token") -> None:
+    def do_PUT(self, status: int = 200, text: str = "a-token", tag: str = "") -> None:
         self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.send_header("ETag", tag)
         self.end_headers()
         self.wfile.write(text.encode())
 
     def do_GET(self) -> None:
-        assert self.headers["X-aws-ec2-metadata-token"] == "a-token"
-        type(self).asked += 1
-        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 120))
-        self.do_PUT(*((404, "") if self.asked < 3 else (200, json.dumps({"action": "terminate", "time": at}))))
+        if self.path.startswith("/metadata/instance/"):
+            self.do_PUT(text="this")
+            return
+        type(self).questions += 1
+        comes = self.questions >= 3
+        if self.path.startswith("/latest/"):
+            assert self.headers["X-aws-ec2-metadata-token"] == "a-token"
+            notice = {"action": "terminate", "time": at(self.left_s, "%Y-%m-%dT%H:%M:%SZ")}
+            self.do_PUT(*((200, json.dumps(notice)) if comes else (404, "")))
+            return
+        if self.path.startswith("/metadata/scheduledevents"):
+            assert self.headers["Metadata"] == "true"
+            events = [{"EventType": "Preempt", "Resources": [name], "NotBefore": "soon"} for name in ("neighbor", "this")]
+            events[1]["NotBefore"] = at(self.left_s, "%a, %d %b %Y %H:%M:%S GMT")
+            self.do_PUT(text=json.dumps({"Events": events[: 1 + comes]}))
+            return
+        assert self.headers["Metadata-Flavor"] == "Google"
+        waits = "?wait_for_change=true&timeout_sec=60&last_etag=" if self.questions > 1 else ""
+        assert self.path == f"/computeMetadata/v1/instance/preempted{waits}{self.questions - 1 if waits else ''}"
+        self.do_PUT(text="TRUE" if comes else "FALSE", tag=str(self.questions))
 
 
-def test_aws_notice_reaches_ray(tmp_path: Path) -> None:
+@pytest.fixture
+def metadata() -> Iterator[dict[str, str]]:
+    """The environment with a metadata service."""
+    Metadata.questions, Metadata.left_s = 0, 120.0
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        yield {**os.environ, "RAYREC_METADATA_URL": url, "RAYREC_NOTICE_EVERY_S": "0.05"}
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("cloud", "left_s"), [("aws", 120), ("google", 30), ("azure", 120)])
+def test_notice_reaches_ray(cloud: str, left_s: int, metadata: dict[str, str], tmp_path: Path) -> None:
     """`ray` is a stand-in, which fails the first time."""
     (tmp_path / "ray").write_text('#!/bin/bash\nprintf "%s\\n" "$@" >called\n[ -e once ] || { touch once; exit 1; }\n')
     (tmp_path / "ray").chmod(0o755)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        variables = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "RAYREC_NOTICE_EVERY_S": "0.05"}
-        variables["RAYREC_METADATA_URL"] = f"http://127.0.0.1:{server.server_port}"
-        script = ["bash", AWS / "spot-notice.sh"]
-        subprocess.run(script, cwd=tmp_path, env={**os.environ, **variables}, timeout=60, check=True)
-        server.shutdown()
-    assert Metadata.asked == 4
+    variables = {**metadata, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "RAY_ADDRESS": "head:6379"}
+    subprocess.run([sys.executable, NOTICE, cloud], cwd=tmp_path, env=variables, timeout=60, check=True)
+    assert Metadata.questions == 4
     called = (tmp_path / "called").read_text().splitlines()
-    assert called[:3] == ["drain-node", "--address=auto", "--reason=DRAIN_NODE_REASON_PREEMPTION"]
-    assert 100 < int(called[-1].removeprefix("--deadline-remaining-seconds=")) <= 120
+    assert called[:3] == ["drain-node", "--address=head:6379", "--reason=DRAIN_NODE_REASON_PREEMPTION"]
+    assert left_s - 20 < int(called[-1].removeprefix("--deadline-remaining-seconds=")) <= left_s
+
+
+def test_notice_stops_command_until_machine_ends(metadata: dict[str, str]) -> None:
+    Metadata.left_s = -57  # The machine is waited for a minute longer.
+    command = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); signal.pause()"
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, NOTICE, "aws", sys.executable, "-c", command], env=metadata, timeout=60, check=False)
+    assert (done.returncode, Metadata.questions) == (143, 3)
+    assert time.monotonic() - begin > 1
+    Metadata.questions = -1000
+    assert subprocess.run([sys.executable, NOTICE, "azure", "false"], env=metadata, timeout=60, check=False).returncode == 1
 
 
 def test_scheduled_runs_have_dated_names() -> None:
