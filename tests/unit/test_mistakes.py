@@ -106,7 +106,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "threads at an address": (command("vocabulary log --out v --engine threads --address host:1"), "engine threads"),
     "tokenizer absent": (command("preprocess FOLDER --format mds --out FOLDER/m --tokenizer none"), "tokenizer: none not found"),
     "unknown data set": (command("fetch criteo_kagle --out FOLDER/x"), "did you mean 'criteo_kaggle'"),
-    "base URL": (command("fetch mnist --out FOLDER/x --base-url ftp://here"), "http"),
+    "fetch to a URL": (command("fetch mnist --out s3://bucket/x"), "must be a local folder"),
     "log absent": (command("vocabulary FOLDER/none.txt --out FOLDER/x"), "none.txt: no such file"),
     "unknown preset": (command("vocabulary FOLDER/none.txt --out FOLDER/x --preset torchrek"), "did you mean 'torchrec'"),
     "schema absent": (command("vocabulary FOLDER/none.txt --out FOLDER/x --schema FOLDER/none.yaml"), "none.yaml"),

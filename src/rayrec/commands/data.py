@@ -57,7 +57,6 @@ def fetch(
     name: Annotated[str, Argument("criteo_kaggle, criteo_small, criteo_full or mnist", "NAME")],
     *,
     out: Annotated[str, Argument("output folder", "DIR")],
-    base_url: Annotated[str | None, Argument("URL of a mirror", "URL")] = None,
     verify: Annotated[bool, Argument("also check the checksums of existing files")] = False,
     console: Console | None = None,
 ) -> list[dict[str, Any]]:
@@ -69,7 +68,7 @@ def fetch(
 
     console = _console(console)
     with console.preparing():
-        return run(files_of(name), out, base_url=base_url, verify=verify, note=console.note, progress=console.progress)
+        return run(files_of(name), out, verify=verify, note=console.note, progress=console.progress)
 
 
 def _show_report(report: Report) -> Shown:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
-import gzip
-import hashlib
 import lzma
 import os
 import posixpath
@@ -42,11 +40,11 @@ def check_offer(file: RemoteFile, version: Version) -> None:
         slack = 0.0 if file.size_bytes is not None else LENGTH_TOLERANCE * about
         if abs(size - about) > slack:
             raise Failed(f"size must be {'about ' if slack else ''}{about:,} bytes as published, got {size:,}", final=True)
-    if version.md5 and file.md5 and version.md5 != file.md5 and not file.unpacked_md5:
+    if version.md5 and file.md5 and version.md5 != file.md5:
         raise Failed(f"md5 must be {file.md5} as published, got {version.md5}", final=True)
 
 
-def check_bytes(file: RemoteFile, path: str, digests: Digests, version: Version | None) -> str:
+def check_bytes(file: RemoteFile, digests: Digests, version: Version | None) -> str:
     """Check a complete file with the best information available, and return its kind. Raises Failed on a mismatch."""
     size, sha256, md5 = digests.size_bytes, digests.sha256, digests.md5
     if file.size_bytes is not None and size != file.size_bytes:
@@ -55,29 +53,16 @@ def check_bytes(file: RemoteFile, path: str, digests: Digests, version: Version 
         if sha256 != file.sha256:
             raise Failed(f"sha256 must be {file.sha256} as published, got {sha256}")
         return "published sha256"
-    if file.md5 and md5 == file.md5:
-        return "published md5"
-    if file.unpacked_md5:
-        if _md5_unpacked(path) != file.unpacked_md5:
-            raise Failed(f"md5 must be {file.md5} as published, got {md5}, and its content differs too")
-        return "published md5 of its contents"
     if file.md5:
-        raise Failed(f"md5 must be {file.md5} as published, got {md5}")
+        if md5 != file.md5:
+            raise Failed(f"md5 must be {file.md5} as published, got {md5}")
+        return "published md5"
     if version and version.md5:
         if md5 != version.md5:
             raise Failed(f"md5 must be {version.md5} by the server, got {md5}")
         return "md5 the server gives"
     has_length = file.size_bytes is not None or (version is not None and version.size_bytes is not None)
     return "length" if has_length else "nothing"
-
-
-def _md5_unpacked(path: str) -> str | None:
-    """Compute the md5 of a .gz file's content. None if it is damaged."""
-    try:
-        with gzip.open(path, "rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()  # type: ignore[arg-type]
-    except (OSError, EOFError, zlib.error):
-        return None
 
 
 def check_present(
@@ -103,7 +88,7 @@ def check_present(
             raise InputError(f"{path}: sha256 must be {record['sha256']} as fetched, got {digests.sha256}. {fix}")
         return {**record, "status": "present"}
     try:
-        verified = check_bytes(file, path, digests, None)
+        verified = check_bytes(file, digests, None)
     except Failed as error:
         raise InputError(f"{path}: {error}. {fix}") from None
     if verified in UNCHECKED:
@@ -132,14 +117,10 @@ class _Call:
     """State shared by all transfers of a `fetch` call."""
 
     folder: str
-    base_url: str | None
     retries: RetryConfig
     reported: _Progress
     note: Callable[[str], None]
     stop: threading.Event = field(default_factory=threading.Event)
-
-    def url_of(self, file: RemoteFile) -> str:
-        return file.url if self.base_url is None else f"{self.base_url.rstrip('/')}/{file.name}"
 
 
 def _extract(archive: str, members: Sequence[RemoteFile], call: _Call, *, url: str) -> list[dict[str, Any]]:
@@ -183,9 +164,9 @@ def _extract_member(tar: tarfile.TarFile, member: tarfile.TarInfo, file: RemoteF
                 if call.stop.is_set():
                     raise Stopped
         try:
-            verified = check_bytes(file, target, digests, Version(url, None, member.size, None))
+            verified = check_bytes(file, digests, Version(url, None, member.size, None))
         except Failed as error:
-            raise InputError(f"{file.name} of {url}: {error}. Report it, and fetch from another --base-url.") from None
+            raise InputError(f"{file.name} of {url}: {error}. Report it, and put a copy into {call.folder} by hand.") from None
         with writing_to(target):
             os.replace(f"{target}.partial", target)
     finally:
@@ -233,7 +214,6 @@ def fetch(
     files: Sequence[RemoteFile],
     folder: str,
     *,
-    base_url: str | None = None,
     verify: bool = False,
     parallelism: int = 2,
     retries: RetryConfig | None = None,
@@ -248,7 +228,6 @@ def fetch(
     Args:
         files: Files to fetch.
         folder: Local target folder.
-        base_url: Mirror to use instead of the published URLs.
         verify: Whether to compare checksums, not only sizes, of files that are present.
         parallelism: Number of concurrent transfers.
         retries: Retry policy.
@@ -259,8 +238,6 @@ def fetch(
     """
     if storage.is_url(folder):
         raise InputError(f"{folder}: must be a local folder. Choose one with --out and copy the files from there.")
-    if base_url is not None and not base_url.startswith(("http://", "https://")):
-        raise InputError(f"--base-url: must be an http:// or https:// URL, got {base_url}")
     folder = storage.absolute(folder)
     lock_path, busy = os.path.join(folder, ".fetch.lock"), "another fetch is writing there. Wait for it or choose another --out."
     with contextlib.ExitStack() as locked:
@@ -285,7 +262,7 @@ def fetch(
         _check_space(folder, list(transfers.values()), partials, requested)
         for terms in dict.fromkeys(file.terms for file in transfers.values() if file.terms):
             note(terms)
-        call = _Call(folder, base_url, retries or RetryConfig(), _Progress(list(transfers.values()), progress), note)
+        call = _Call(folder, retries or RetryConfig(), _Progress(list(transfers.values()), progress), note)
 
         def run(transfer: RemoteFile) -> None:
             for result in _transfer(transfer, requested[transfer.name], partials[transfer.name], call):
@@ -322,7 +299,7 @@ def _in_parallel(run: Callable[[RemoteFile], None], files: Sequence[RemoteFile],
 
 def _transfer(file: RemoteFile, members: Sequence[RemoteFile], partial: Partial, call: _Call) -> list[dict[str, Any]]:
     """Fetch a file, or an archive whose wanted members are extracted before it is removed."""
-    folder, reported, url = call.folder, call.reported, call.url_of(file)
+    folder, reported, url = call.folder, call.reported, file.url
     path = os.path.join(folder, file.name)
     if file not in members and check_present(file, folder, None, verify=True, note=call.note):
         return _extract(path, members, call, url=path)  # The user's archive is kept.
@@ -337,14 +314,14 @@ def _transfer(file: RemoteFile, members: Sequence[RemoteFile], partial: Partial,
     def check() -> None:
         nonlocal verified
         assert partial.version is not None
-        verified = check_bytes(file, partial.path, partial.digests, partial.version)
+        verified = check_bytes(file, partial.digests, partial.version)
 
     try:
         Download(url, partial, call.retries, accept, check, functools.partial(reported.advance, file), call.stop).run()
     except Failed as error:
         hint = f" from {file.page}" if file.page else ""
         raise InputError(
-            f"{file.name}: cannot be fetched ({url}: {error}). Put it into {folder} by hand{hint}, or set --base-url to a mirror."
+            f"{file.name}: cannot be fetched ({url}: {error}). Try again later, or put it into {folder} by hand{hint}."
         ) from None
     how = f"; {UNCHECKED[verified]}" if verified in UNCHECKED else f", checked by the {verified}"
     call.note(f"Fetched {file.name}, {size_text(partial.size_bytes)}{how}")

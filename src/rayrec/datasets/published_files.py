@@ -29,8 +29,6 @@ class RemoteFile(Config):
     """Approximate size to within a few percent (disk usage or rounded), if no exact size is published."""
     sha256: str | None = None
     md5: str | None = None
-    unpacked_md5: str | None = None
-    """Checksum of a .gz file's content, which stays equal if the file is compressed again."""
     unpacked_about_bytes: int | None = None
     rows: int | None = None
     archive: RemoteFile | None = None

@@ -276,18 +276,6 @@ def test_checksums_of_publisher_and_server(server: Server, tmp_path: Path) -> No
     rejects(r"md5 must be \w+ by the server", verified, Served(google=md5(OTHER)))
 
 
-def test_recompressed_file_matches_by_content(server: Server, tmp_path: Path) -> None:
-    text = b"1\t2\t68fd1e64\n" * 10_000
-    packed, repacked = gzip.compress(text, 9, mtime=0), gzip.compress(text, 1, mtime=1)
-    server.files["a.gz"] = Served(body=repacked)
-    file = server.file(md5=md5(packed), unpacked_md5=md5(text))
-    [result] = fetch([file], str(tmp_path), retries=RETRIES)
-    assert result["verified"] == "published md5 of its contents"
-    for damaged in (gzip.compress(text[:-1]), repacked[:-20], b"no gzip at all"):
-        server.files["a.gz"] = Served(body=damaged)
-        rejects("and its content differs too", fetch, [file], str(tmp_path / "other"), retries=RETRIES)
-
-
 @pytest.mark.parametrize(
     ("known", "why"),
     [
@@ -299,19 +287,10 @@ def test_recompressed_file_matches_by_content(server: Server, tmp_path: Path) ->
 )
 def test_fetch_rejects_unpublished_content(server: Server, tmp_path: Path, known: dict[str, Any], why: str) -> None:
     served = server.files["a.gz"] = Served(google=md5(BODY))
-    with pytest.raises(InputError, match=f"a.gz: cannot be fetched .*{why}.*--base-url"):
+    with pytest.raises(InputError, match=f"a.gz: cannot be fetched .*{why}.*by hand from https://example.org/a"):
         fetch([server.file(page="https://example.org/a", **known)], str(tmp_path), retries=RETRIES)
     assert len(served.requests) == 1  # another attempt would bring the same
     assert not (tmp_path / "a.gz").exists()
-
-
-def test_base_url_replaces_published_urls(server: Server, tmp_path: Path) -> None:
-    server.files["mirror/a.gz"] = Served()
-    file = RemoteFile(name="a.gz", url="http://127.0.0.1:1/a.gz", md5=md5(BODY))
-    [result] = fetch([file], str(tmp_path), base_url=f"{server.url}/mirror/", retries=RETRIES)
-    assert result["url"] == f"{server.url}/mirror/a.gz"
-    rejects("must be an http", fetch, [file], str(tmp_path), base_url="file:///etc")
-    rejects("local folder", fetch, [file], "s3://bucket/folder")
 
 
 def test_proxy_of_environment_is_used(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +307,7 @@ def test_proxy_of_environment_is_used(server: Server, tmp_path: Path, monkeypatc
 
 def test_unreachable_hosts_raise(server: Server, tmp_path: Path) -> None:
     refused = RemoteFile(name="a.gz", url="http://127.0.0.1:1/a.gz", page="https://example.org/a")
-    by_hand = r"Connection refused.*Put it into .* by hand from https://example\.org/a, or"
+    by_hand = r"Connection refused.*put it into .* by hand from https://example\.org/a\."
     rejects(by_hand, fetch, [refused], str(tmp_path), retries=RETRIES)
     release = threading.Event()
     server.files["a.gz"] = Served(before=lambda served, number: release.wait(60) and None)
@@ -495,7 +474,7 @@ def test_published_files_are_valid_and_accepted_in_any_form(tmp_path: Path) -> N
             source = file.archive or file
             assert source.url.startswith("https://")
             assert file.published_at.startswith("https://")
-            for checksum in (file.md5, file.unpacked_md5, source.md5):
+            for checksum in (file.md5, source.md5):
                 assert checksum is None or (len(checksum) == 32 and int(checksum, 16))
     assert len({file.md5 for files in PUBLISHED.values() for file in files}) == 2 + 24 + 4
     rejects("did you mean 'criteo_small'", files_of, "criteo_smal")
