@@ -73,14 +73,6 @@ def _fields(row: bytes, delimiter: str) -> list[str]:
     return [(match[1] or "").replace('""', '"') + match[2] for match in islice(matches, _MAX_FIELDS)]
 
 
-def _is_number(field: str) -> bool:
-    try:
-        float(field)
-    except ValueError:
-        return False
-    return True
-
-
 @final
 class HexadecimalReader(RowReader):
     """Reader for schemas with hexadecimal tokens. The native parser reads text; all JSON rows become columns at once."""
@@ -238,7 +230,7 @@ class AnyReader(RowReader):
         return pa.table(arrays)
 
     def _split(self, body: RequestBody) -> pa.Table:
-        """Parse text: TSV without a header, CSV with one if its first line names columns."""
+        """Parse text: TSV without a header, CSV with one if its first line is the columns' names."""
         delimiter = delimiter_of(body.format, self.schema)
         if delimiter == self.schema.list_delimiter:
             raise RequestError(415, "columns and lists have the same delimiter in this format; send application/json")
@@ -256,26 +248,22 @@ class AnyReader(RowReader):
         return read_csv_text(text, self.schema, delimiter=delimiter, columns=columns, path="the request")
 
     def _has_header(self, body: RequestBody, names: list[str]) -> bool:
-        """Return whether the first line is a header. Raises RequestError if it is invalid, or the format has no header. Unless
-        the client specifies it, a line without numbers is a header if one of its fields is a column name in any case."""
-        if body.header is False or (body.header is None and not self._names_a_column(names)):
+        """Return whether the first line is a header: as the client specifies, else whether it has exactly the columns' names, in
+        any order. Raises RequestError if it is invalid, or the format has no header."""
+        names_columns = set(self.schema.columns) <= set(names) <= self._known and len(set(names)) == len(names)
+        if not (names_columns if body.header is None else body.header):
             return False
         if body.format == "tsv":
             raise RequestError(400, "row 0 names columns; text/tab-separated-values has no header, text/csv may have one", row=0)
-        hint = "" if body.header else "; if row 0 is data, send text/csv; header=absent"
         for name in names:
             if name not in self._known:
-                raise RequestError(400, f"the header has an unknown column {shorten(name)}{hint}", field=shorten(name))
+                raise RequestError(400, f"the header has an unknown column {shorten(name)}", field=shorten(name))
             if names.count(name) > 1:
-                raise RequestError(400, f"the header names {name} {names.count(name)} times{hint}", field=name)
+                raise RequestError(400, f"the header names {name} {names.count(name)} times", field=name)
         for name in self.schema.columns:
             if name not in names:
-                raise RequestError(400, f"the header does not name {name}{hint}", field=name)
+                raise RequestError(400, f"the header does not name {name}", field=name)
         return True
-
-    def _names_a_column(self, names: list[str]) -> bool:
-        folded = {name.strip().casefold() for name in names}
-        return not folded.isdisjoint(map(str.casefold, self._known)) and not any(map(_is_number, folded))
 
 
 def _reject_empty_lines(text: bytes, delimiter: str) -> None:
