@@ -1,5 +1,6 @@
 """Logs, prepared data, checkpoints and what is made of them in an S3-compatible store, served on loopback."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from builders.runs import QUIET, check_same_run, export, short_run, train
 from pyarrow import fs
 
 import rayrec
-from rayrec import storage
+from rayrec import cli, storage
 from rayrec.data.job import COMPLETE
 from rayrec.data.logs.text_parser import parse
+from rayrec.data.text.mds import load_streaming
+from rayrec.data.text.tokenizer import bytes_bpe, write_tokenizer
 from rayrec.inference.model import open_served
 from rayrec.metrics.binary import auroc
 
@@ -61,6 +64,28 @@ def test_s3_checkpoint_is_usable(bucket: str, click_log: Path, tmp_path: Path) -
     assert evaluated["rows"] == 20_000
     expected = auroc(predicted.column("logit").to_numpy(), predicted.column("label").to_numpy())
     assert evaluated["auroc"] == pytest.approx(expected, abs=1e-4)  # a batch of another size rounds otherwise
+
+
+def test_s3_shards_train_after_command_in_error(bucket: str, tmp_path: Path) -> None:
+    """Shards of MosaicML's writer: the command that `train` prints, as it is printed, then training there and by --out."""
+    tokenizer, url = tmp_path / "tokenizer", f"{bucket}/indexed"
+    write_tokenizer(bytes_bpe(["the cat and the hat"] * 4, 260), str(tokenizer))
+    with load_streaming().MDSWriter(out=str(tmp_path / "set"), columns={"tokens": "ndarray:uint16"}, size_limit=1000) as writer:
+        for row in np.random.default_rng(0).integers(0, 260, (96, 16)).astype(np.uint16):
+            writer.write({"tokens": row})
+    storage.copy_files(str(tmp_path / "set"), f"{url}/train")
+    storage.copy_files(str(tmp_path / "set"), f"{url}/val")
+    config = short_run(rayrec.recipes.gpt2_tiny(url), tmp_path / "runs", 4, batch_size=8)
+    config = config.replace(workload={"model": {"n_layer": 1, "n_positions": 16}, "max_new_tokens": 2})
+    line = rejects(r"`rayrec adopt [^`]*`", train, config, name="hinted")
+    command = shlex.split(line.split("`")[1].replace("DIR", str(tokenizer)))[1:]
+    assert cli.run([*command, "--out", f"{bucket}/adopted", "-q"]) == 0
+    before = storage.list_folder(url)
+    assert cli.run([*command, "-q"]) == 0
+    assert (before, storage.list_folder(url)) == (["train", "val"], ["manifest.json", "tokenizer", "train", "val"])
+    paths = {"in-place": url, "by-url": f"{bucket}/adopted"}
+    summaries = [train(config, name=name, train_data={"path": path}).summary for name, path in paths.items()]
+    check_same_run(*summaries, "metrics")
 
 
 def test_s3_faults_are_one_line(bucket: str, click_log: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from rayrec.data.materialized.dataset import VERSION, hash_of, write_manifest
 from rayrec.data.materialized.formats import finish_files
 from rayrec.data.materialized.torchrec_arrays import MAX_FAULTY_ROWS, PRESET, Day, IdFiles, ScanResult
 from rayrec.data.text import mds, text_blocks
-from rayrec.data.text.mds import INDEX, Index, TokenColumn
+from rayrec.data.text.mds import INDEX, Index
 from rayrec.data.text.text_blocks import PART_BYTES, sets_of_shards
 from rayrec.data.text.tokenizer import TextTokenizer, read_tokenizer, write_tokenizer
 from rayrec.imports import require
@@ -104,18 +104,19 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
     start_s = time.perf_counter()
     if out is not None and storage.exists(out):
         raise InputError(f"{out}: exists already; remove it or choose another --out")
-    if sets_of_shards(path):
+    if config.tokenizer is not None or sets_of_shards(path):
         why = "an option for arrays of TorchRec's scripts, not for MDS shards"
-        reject_options(config, AdoptionConfig(), why, but=_OF_SHARDS)
-        return adopt_tokens(
-            path, out=out, tokenizer=config.tokenizer, column=config.column, token_dtype=config.token_dtype, console=console
-        )
+        reject_options(config, AdoptionConfig(), why, but=(*_OF_SHARDS, "engine", "address"))
+        return adopt_tokens(path, out=out, config=config, console=console)
     array_options = [name for name in vars(config) if name not in _OF_SHARDS]
     reject_options(config, AdoptionConfig(), "an option for MDS shards, not for arrays of TorchRec's scripts", but=array_options)
     folders = [path, *([config.sparse_path] if config.sparse_path else [])]
     for folder in folders:
         if storage.is_url(folder):
-            raise InputError(f"{folder}: arrays must be on a file system, to be mapped into memory. Copy them to one")
+            raise InputError(
+                f"{folder}: contains no MDS shards ({INDEX}, also in train/), and arrays must be on a file system, to be mapped "
+                "into memory. Copy them to one"
+            )
         if not os.path.isdir(folder):
             raise InputError(f"{folder}: folder not found. Use the folder of the arrays")
     if out is None:
@@ -322,32 +323,34 @@ def _write(
     return manifest
 
 
-def adopt_tokens(
-    path: str, *, out: str | None, tokenizer: str | None, column: str | None, token_dtype: str, console: Console
-) -> dict[str, Any]:
-    """Write manifest.json and the tokenizer into a folder of MDS shards, local or a URL, or into the new folder `out` with links
-    to the sets. The shards have one index.json, or one in train/ and one in validation/, val/, valid/, eval/ or test/. Reads
-    every shard once; copies and changes none. Raises InputError for `out` with a URL, a set without a token column, rows of
-    different lengths, IDs unknown to the tokenizer, damaged shards, and a folder that already has a manifest."""
+def adopt_tokens(path: str, *, out: str | None, config: AdoptionConfig, console: Console) -> dict[str, Any]:
+    """Write manifest.json and the tokenizer into a folder of MDS shards, local or a URL, or into the new folder `out`, which
+    refers to the sets with links, or by their URLs. The shards have one index.json, or one in train/ and one in validation/,
+    val/, valid/, eval/ or test/. Data tasks read every shard once; none is copied or changed. Raises InputError if there are no
+    shards, for `out` at a URL with local shards, a set without a token column, rows of different lengths, IDs unknown to the
+    tokenizer, damaged shards, and a folder that already has a manifest."""
     start_s = time.perf_counter()
     require("tokenizers", extra="language")
-    if tokenizer is None:
+    if config.tokenizer is None:
         raise InputError(f"{path}: contains MDS shards. Specify the tokenizer of their tokens with --tokenizer DIR")
     path = storage.absolute(path).rstrip("/")
-    if out is not None and (storage.is_url(path) or storage.is_url(out)):
-        raise InputError(f"out: {out} cannot have links to the shards of {path} in a store. Remove --out")
+    sets = sets_of_shards(path)
+    if not sets:
+        raise InputError(f"{path}: MDS shards not found, no {INDEX} there or in train/. Check the path, or remove --tokenizer")
     if out is None and storage.exists(storage.join(path, text_blocks.MANIFEST)):
         raise InputError(f"{path}: already has a {text_blocks.MANIFEST}, so that runs can read it. Remove it to adopt it again")
     if out is None and storage.exists(storage.join(path, "tokenizer")):
         raise InputError(f"{path}: already has a folder tokenizer. Use --out DIR")
-    files = read_tokenizer(os.path.expanduser(tokenizer))
-    text_tokenizer = TextTokenizer(files, tokenizer)
-    sets, described, shards = text_blocks.sets_of_shards(path), {}, {}
-    for name, folder in sets.items():
-        described[name], shards[name] = _scan_shards(
-            storage.join(path, folder) if folder else path, text_tokenizer, column, token_dtype, console
-        )
-        described[name]["folder"] = folder
+    if out is not None and storage.is_url(out) and not storage.is_url(path):
+        raise InputError(f"out: {out} cannot refer to local shards, {path}. Copy them to the store, or use a local --out")
+    files = read_tokenizer(os.path.expanduser(config.tokenizer))
+    tokenizer = TextTokenizer(files, config.tokenizer)
+    described, shards = {}, {}
+    runs = PreparationConfig(engine=config.engine, address=config.address)
+    with console.preparing(), engine(runs, console, paths=(path,)) as running:
+        for name, folder in sets.items():
+            described[name], shards[name] = _scan_shards(_inside(path, folder), tokenizer, config, running, console)
+            described[name]["folder"] = folder
     sizes = {name: info["column"]["block_size"] for name, info in described.items()}
     if len(set(sizes.values())) > 1:
         raise InputError(f"{path}: train and validation rows must match, got {sizes['train']} and {sizes['validation']} tokens")
@@ -356,26 +359,33 @@ def adopt_tokens(
         "version": text_blocks.VERSION,
         "block_size": sizes["train"],
         "part_bytes": PART_BYTES,
-        "vocabulary_size": text_tokenizer.vocabulary_size,
-        "tokenizer": text_tokenizer.hash,
-        "end_token": text_tokenizer.end_token,
+        "vocabulary_size": tokenizer.vocabulary_size,
+        "tokenizer": tokenizer.hash,
+        "end_token": tokenizer.end_token,
         "sets": described,
         "tokens_left_out": 0,
         "source": [],
-        "hash": hash_of_tokens([text_tokenizer.hash, shards]),
+        "hash": hash_of_tokens([tokenizer.hash, shards]),
     }
     if out is None:
         _write_tokens(path, manifest, files)
     else:
         with storage.writing_folder(out) as target:
             for info in described.values():
-                link = info["folder"] or "train"
-                os.symlink(storage.join(path, info["folder"]) if info["folder"] else path, storage.join(target, link))
-                info["folder"] = link
+                place = _inside(path, info["folder"])
+                if not storage.is_url(place):
+                    link = info["folder"] or "train"
+                    os.symlink(place, storage.join(target, link))
+                    place = link
+                info["folder"] = place
             _write_tokens(target, manifest, files)
     names = ("format", "block_size", "vocabulary_size", "tokenizer", "end_token", "sets", "hash")
     final_path = path if out is None else storage.absolute(out).rstrip("/")
     return {"out": final_path, **{name: manifest[name] for name in names}, "seconds": time.perf_counter() - start_s}
+
+
+def _inside(path: str, folder: str) -> str:
+    return storage.join(path, folder) if folder else path
 
 
 def _write_tokens(folder: str, manifest: dict[str, Any], files: Mapping[str, bytes]) -> None:
@@ -389,42 +399,31 @@ def _write_tokens(folder: str, manifest: dict[str, Any], files: Mapping[str, byt
 
 
 def _scan_shards(
-    folder: str, tokenizer: TextTokenizer, column: str | None, token_dtype: str, console: Console
+    folder: str, tokenizer: TextTokenizer, config: AdoptionConfig, running: Engine, console: Console
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Return the manifest entry of a set, and the identity of its shards. Reads all shards sequentially."""
+    """Return the manifest entry of a set, and the identity of its shards. Reads all shards in data tasks."""
     index_path = storage.join(folder, INDEX)
     index = Index.parse(storage.read_bytes(index_path), index_path)
-    name, encoding = index.find_column(column, index_path)
-    if encoding != "bytes" and token_dtype != "int64":
+    name, encoding = index.find_column(config.column, index_path)
+    if encoding != "bytes" and config.token_dtype != "int64":
         raise InputError(f"token_dtype: the type {encoding} of column {name} determines it. Remove this option")
-    token_column: TokenColumn | None = None
-    rows = sum(shard.rows for shard in index.shards)
-    done = 0
-    for shard in index.shards:
-        path = storage.join(folder, shard.packed.name if shard.packed else shard.name)
-        if not storage.exists(path):
-            raise InputError(f"{path}: file not found. Copy it there")
-        with storage.Scratch("shard") as scratch:
-            local = path
-            if shard.packed or storage.is_url(path):
-                local = os.path.join(scratch, shard.name)
-                with open(local, "wb") as file:
-                    for data in mds.shard_content(folder, shard):
-                        file.write(data)
-            content = mds.map_shard(local, shard)
-            token_column = token_column or index.measure(content, name, token_dtype, path)
-            rows_read = index.rows(content, shard, token_column, path)
-            min_id, max_id = int(rows_read.min()), int(rows_read.max())
-        if min_id < 0 or max_id >= tokenizer.vocabulary_size:
+    scan = partial(mds.scan_shard, folder=folder, index=replace(index, shards=()), name=name, bytes_dtype=config.token_dtype)
+    column: dict[str, Any] = {}
+    rows, done = sum(shard.rows for shard in index.shards), 0
+    for shard, reply in zip(index.shards, running.run("adopt", scan, index.shards, block_bytes=1 << 16), strict=True):
+        found = json_of(reply)
+        column = column or found["column"]
+        if found["column"] != column:
+            raise mds.unequal_rows(storage.join(folder, shard.name), column["block_size"], column["dtype"])
+        if found["min"] < 0 or found["max"] >= tokenizer.vocabulary_size:
             raise InputError(
-                f"{path}: tokens must be below {tokenizer.vocabulary_size:,}, the size of the tokenizer, got "
-                f"{min_id:,} to {max_id:,}. Use the tokenizer that created them"
+                f"{storage.join(folder, shard.name)}: tokens must be below {tokenizer.vocabulary_size:,}, the size of the "
+                f"tokenizer, got {found['min']:,} to {found['max']:,}. Use the tokenizer that created them"
                 + (", or another --token-dtype" if encoding == "bytes" else "")
             )
         done += shard.rows
         console.progress("adopt (rows)", done, rows)
-    assert token_column is not None
     size_bytes = sum(shard.size_bytes for shard in index.shards)
-    counts = {"blocks": rows, "tokens": rows * token_column.block_size, "tokens_left_out": 0, "bytes": size_bytes}
+    counts = {"blocks": rows, "tokens": rows * column["block_size"], "tokens_left_out": 0, "bytes": size_bytes}
     shards = [[shard.name, shard.rows, shard.size_bytes, shard.checksum] for shard in index.shards]
-    return {**counts, "column": vars(token_column)}, shards
+    return {**counts, "column": column}, shards

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -323,7 +324,8 @@ def _must_be_tokens(name: str, path: str) -> None:
         raise InputError(f"{name}.path: {path}: no such file or folder")
     if sets_of_shards(path):
         raise InputError(
-            f"{name}.path: {path} contains MDS shards of another program. Run `rayrec adopt {path} --tokenizer DIR` (no copy)."
+            f"{name}.path: {path} contains MDS shards of another program. Run `rayrec adopt {shlex.quote(path)} --tokenizer DIR` "
+            "(no copy)."
         )
     raise InputError(
         f"{name}.path: {path} must contain token blocks. Create them with `rayrec preprocess {path} --format mds --out DIR`, "

@@ -444,9 +444,14 @@ def test_adopt_writes_next_to_shards_at_url(tmp_path: Path, tokenizer: Path, com
     )
     url = f"file://{folder}"
     rejects(f"`rayrec adopt {url} --tokenizer DIR`", train, recipes.gpt2_tiny(url), name="advised", storage_path=str(tmp_path))
-    rejects("Remove --out", adopt, url, tokenizer=str(tokenizer), out=str(tmp_path / "out"))
+    rejects("use a local --out", adopt, str(folder), tokenizer=str(tokenizer), out=f"file://{tmp_path}/out")
+    rejects("MDS shards not found, no index.json", adopt, f"file://{tmp_path}", tokenizer=str(tokenizer))
+    rejects(r"no MDS shards .* arrays must be on a file system", adopt, f"file://{tmp_path}")
+    assert adopt(url, tokenizer=str(tokenizer), out=f"file://{tmp_path}/out")["out"] == f"file://{tmp_path}/out"
+    assert not (folder / "manifest.json").exists()
     assert adopt(url, tokenizer=str(tokenizer))["out"] == url
-    np.testing.assert_array_equal(adopted_rows(url, tmp_path / "cache"), TOKEN_ROWS)
+    for place in (url, str(tmp_path / "out")):
+        np.testing.assert_array_equal(adopted_rows(place, tmp_path / "cache"), TOKEN_ROWS)
 
 
 def test_adopted_shards_match_rayrec_shards_in_training(tmp_path: Path, tokenizer: Path) -> None:

@@ -26,6 +26,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.arrow import json_reply
 from rayrec.imports import require
 from rayrec.storage import cache
 from rayrec.storage.cache import MIN_FILES, ShardCache, in_use
@@ -164,10 +165,7 @@ class Index:
             heads = np.ndarray((shard.rows, first), np.uint8, content, int(starts[0]), (row_bytes, 1))
             same = all(not (heads[:, low:high] != heads[0, low:high]).any() for low, high in head)
         if not same:
-            raise InputError(
-                f"{path}: all rows must have {column.block_size} tokens of {dtype} at the same offset. Write rows of one "
-                "length, without columns of other lengths."
-            )
+            raise unequal_rows(path, column.block_size, column.dtype)
         return np.ndarray((shard.rows, column.block_size), dtype, content, int(starts[0]) + first, (row_bytes, dtype.itemsize))
 
     def _locate_tokens(
@@ -198,6 +196,13 @@ class Index:
                 raise InputError(f"{path}: column {name}: tokens must be arrays of integers")
             return prefix, size - (prefix - at), [*head, *([(at, prefix)] if prefix > at else [])], np.dtype(dtype)
         raise AssertionError(name)
+
+
+def unequal_rows(path: str, block_size: int, dtype: str) -> InputError:
+    return InputError(
+        f"{path}: all rows must have {block_size} tokens of {np.dtype(dtype)} at the same offset. Write rows of one length, "
+        "without columns of other lengths."
+    )
 
 
 def damaged(path: str, how: str) -> InputError:
@@ -398,6 +403,23 @@ def shard_content(folder: str, shard: Shard) -> Iterator[bytes]:
     except (OSError, pa.ArrowInvalid) as error:
         raise damaged(path, f"cannot be unpacked ({' '.join(str(error).split())[:100]})") from None
     yield plain
+
+
+def scan_shard(shard: Shard, *, folder: str, index: Index, name: str, bytes_dtype: str) -> pa.Table:
+    """Check a shard of a folder, local or at a URL, packed or plain, in a data task. The reply has its token column (see
+    `Index.measure`) and its smallest and largest token. Raises InputError if it is missing, damaged or has unequal rows."""
+    path = storage.join(folder, shard.packed.name if shard.packed else shard.name)
+    if not storage.exists(path):
+        raise InputError(f"{path}: file not found. Copy it there")
+    with storage.Scratch("shard") as scratch:
+        local = path
+        if shard.packed or storage.is_url(path):
+            local = os.path.join(scratch, shard.name)
+            storage.write_stream(local, shard_content(folder, shard))
+        content = map_shard(local, shard, path)
+        column = index.measure(content, name, bytes_dtype, path)
+        tokens = index.rows(content, shard, column, path)
+        return json_reply({"column": vars(column), "min": int(tokens.min()), "max": int(tokens.max())})
 
 
 def map_shard(local: str, shard: Shard, path: str | None = None) -> mmap.mmap:

@@ -39,7 +39,7 @@ class TokenFolder:
     hash: str
     """Hash of all rows and the tokenizer."""
     set_folders: Mapping[str, str]
-    """Folder of each set, relative to `path`. The set name for sets written by rayrec."""
+    """Folder of each set, relative to `path`, or a URL. The set name for sets written by rayrec."""
     columns: Mapping[str, TokenColumn]
     """Token columns of sets written by another program."""
 
@@ -51,6 +51,8 @@ class TokenFolder:
     def set_path(self, name: str) -> str:
         """Return the folder of a set, with its index.json and shards."""
         folder = self.set_folders[name]
+        if storage.is_url(folder):
+            return folder
         return storage.join(self.path, folder) if folder else self.path
 
 
