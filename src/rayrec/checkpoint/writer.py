@@ -87,7 +87,7 @@ def repair(folder: str, sources: Mapping[str, Source]) -> list[str]:
     OSError if storage is unavailable."""
     recorded = _recorded(folder)
     damaged = [name for name in sources if name in recorded and not _is(storage.join(folder, name), recorded[name])]
-    repaired = [name for name in damaged if _has(sources[name], recorded[name])]
+    repaired = [name for name in damaged if has_content(sources[name], recorded[name])]
     for name in repaired:
         _copy(sources[name], storage.join(folder, name))
     return repaired
@@ -117,7 +117,7 @@ def _is(path: str, file: Mapping[str, Any]) -> bool:
         return False
 
 
-def _has(source: Source, file: Mapping[str, Any]) -> bool:
+def has_content(source: Source, file: Mapping[str, Any]) -> bool:
     """Return whether a source still has the content recorded in the manifest."""
     try:
         return _describe(source) == dict(file)
