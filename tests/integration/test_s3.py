@@ -1,6 +1,8 @@
 """Logs, prepared data, checkpoints and what is made of them in an S3-compatible store, served on loopback."""
 
+import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from builders.click_models import save_clicks
 from builders.faults import rejects
 from builders.runs import QUIET, check_same_run, export, short_run, train
+from hosts.processes import FREQUENT_CHECKS, Session, environment_for
 from pyarrow import fs
 
 import rayrec
@@ -86,6 +89,47 @@ def test_s3_shards_train_after_command_in_error(bucket: str, tmp_path: Path) -> 
     paths = {"in-place": url, "by-url": f"{bucket}/adopted"}
     summaries = [train(config, name=name, train_data={"path": path}).summary for name, path in paths.items()]
     check_same_run(*summaries, "metrics")
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_trainer_script_survives_kills_on_s3(bucket: str, tmp_path: Path) -> None:
+    """The script of from-huggingface.md with two workers: one is killed, then the driver, whose script starts again at once."""
+    page = (Path(__file__).parents[2] / "docs" / "from-huggingface.md").read_text()
+    block = re.search(r"```diff\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    script = [line[1:] for line in block[1].splitlines() if not line.startswith("-")]
+    assert len(script) <= 30
+    environment = environment_for(tmp_path, **FREQUENT_CHECKS, RAY_ADDRESS="local", HOME=str(tmp_path), OMP_NUM_THREADS="1")
+
+    def start(url: str, name: str) -> Session:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "script.py").write_text("\n".join(script).replace("s3://bucket/runs/gpt2", url))
+        command = ["env", "-C", str(tmp_path / name), sys.executable, "script.py"]
+        return Session(command, environment=environment, output=tmp_path / name / "output")
+
+    def complete(url: str) -> list[int]:
+        steps = [int(name.split("-")[1]) for name in storage.list_folder(url) if name.startswith("checkpoint-")]
+        return sorted(step for step in steps if storage.exists(f"{url}/checkpoint-{step}/manifest.json"))
+
+    def files(url: str) -> dict[str, Any]:
+        assert complete(url) == [240, 256]
+        return storage.read_json(f"{url}/checkpoint-256/manifest.json")["files"]
+
+    undisturbed, killed = f"{bucket}/trainer/undisturbed", f"{bucket}/trainer/killed"
+    with start(undisturbed, "undisturbed") as session:
+        assert session.wait().status == 0, session.err
+    with start(killed, "killed") as session:
+        session.until(lambda: complete(killed)[-1:] >= [48], pause_s=0.1)
+        session.kill("train worker")
+        session.until(lambda: complete(killed)[-1:] >= [128], pause_s=0.1)
+        session.process.kill()
+        assert complete(killed)[-1] < 256
+        with start(killed, "again") as again:
+            assert again.wait().status == 0, again.err
+    assert len(storage.list_folder(f"{killed}/claims")) >= 3  # attempts
+    assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"} <= files(killed).keys()
+    assert files(killed)["model.safetensors"] == files(undisturbed)["model.safetensors"]
 
 
 def test_s3_faults_are_one_line(bucket: str, click_log: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # public names are those in `_NAMES`
     from rayrec.checkpoint.dcp import *
     from rayrec.checkpoint.discovery import *
     from rayrec.checkpoint.format import *
+    from rayrec.checkpoint.huggingface import *
     from rayrec.checkpoint.lease import *
     from rayrec.checkpoint.plan import *
     from rayrec.checkpoint.reader import *
@@ -26,6 +27,7 @@ _NAMES = {
     "dcp": "CheckpointReader CheckpointWriter",
     "discovery": "SUMMARY Checkpoint committed folder_of latest latest_valid_checkpoint open_checkpoint step_of",
     "format": "MANIFEST VERSION DamagedError",
+    "huggingface": "SyncCheckpoints",
     "lease": "Lease acquire_lease check_shared write_token",
     "plan": "drop_tied_tensors",
     "reader": "full_tensors restore verify weights_sha256",
