@@ -1,4 +1,4 @@
-"""Language model workload: HuggingFace's GPT-2 on token blocks in MDS shards, with either training loop."""
+"""Language model workload: GPT-2, or any causal model of transformers, on token blocks in MDS shards, with either loop."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from rayrec.workloads.run_config import DataConfig
 
 if TYPE_CHECKING:
     import torch
-    from transformers import GPT2LMHeadModel
+    from transformers import PreTrainedModel
 
     from rayrec.data.numbered_rows import ArrayRows, RowSource
-    from rayrec.workloads.language_model import TextModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +41,8 @@ class GPT2Config(Config):
     """Maximum sequence length in tokens."""
     dropout: Share = 0.1
     """Dropout probability for embeddings, attention and residual connections."""
+    config: str | None = None
+    """Folder with the config.json of another causal model of transformers, local or a URL, which replaces these sizes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,16 +73,13 @@ class GPT2Config(Config):
             "eos_token_id": end_of_text,
         }
 
-    def build(self, vocabulary_size: int, *, end_of_text: int | None = None) -> GPT2LMHeadModel:
-        """Build the model on CPU with initial values from torch's global generator. forward takes int64 tokens [rows, length].
+    def build(self, vocabulary_size: int, *, end_of_text: int | None = None) -> PreTrainedModel:
+        """Build the GPT-2 on CPU with initial values from torch's global generator. forward takes int64 tokens [rows, length].
         The output layer shares its weight with the token embedding. Raises InputError without transformers."""
         require("transformers", extra="language")
-        import transformers
+        from rayrec.workloads.language_model import build_model
 
-        from rayrec.workloads.language_model import through_onednn
-
-        arguments = self.to_huggingface(vocabulary_size, end_of_text=end_of_text)
-        return through_onednn(transformers.GPT2LMHeadModel(transformers.GPT2Config.from_dict(arguments)))
+        return build_model(self.to_huggingface(vocabulary_size, end_of_text=end_of_text))
 
 
 TOKENS = "tokens"
@@ -104,6 +102,9 @@ class Prepared:
     validation: TokenFolder
     validation_set: str
     """Set name in that folder."""
+    network: Mapping[str, Any]
+    """Model values of config.json."""
+    num_parameters: int
     weights: str | None = None
     """Absolute folder of the initial weights, because Ray Train changes the working directory of workers."""
 
@@ -165,7 +166,7 @@ class LanguageWorkload(DataParallelWorkload):
             raise InputError(f"{train.path}: has no training blocks. Preprocess more text, or lower --validation-fraction.")
         validation = train if config.eval_data.path is None else open_tokens(config.eval_data.path)
         validation_set = _validation_set(validation, own=config.eval_data.path is not None)
-        if train.block_size > self.model.n_positions:
+        if self.model.config is None and train.block_size > self.model.n_positions:
             raise InputError(
                 f"{train.path}: blocks of {train.block_size} tokens exceed the model's n_positions {self.model.n_positions}. "
                 "Raise --workload.model.n-positions, or preprocess with a smaller --block-size."
@@ -178,12 +179,19 @@ class LanguageWorkload(DataParallelWorkload):
                 f"{validation.path}: block size, tokenizer or vocabulary does not match {train.path}. Preprocess it with "
                 f"--tokenizer {train.tokenizer} and --block-size {train.block_size}."
             )
-        if self.weights is None:
-            return Prepared(train, validation, validation_set)
-        from rayrec.workloads.language_model import check_weights
+        network = self.model.to_huggingface(train.vocabulary_size, end_of_text=train.end_token)
+        num_parameters = self.model.num_parameters(train.vocabulary_size)
+        if self.model.config is not None:
+            from rayrec.workloads.language_model import read_config
 
-        check_weights(self.weights, self.model.to_huggingface(train.vocabulary_size))
-        return Prepared(train, validation, validation_set, storage.absolute(self.weights))
+            sizes = {"vocabulary_size": train.vocabulary_size, "block_size": train.block_size}
+            network, num_parameters = read_config(self.model.config, **sizes)
+        if self.weights is not None:
+            from rayrec.workloads.language_model import check_weights
+
+            check_weights(self.weights, network)
+        weights = self.weights and storage.absolute(self.weights)
+        return Prepared(train, validation, validation_set, network, num_parameters, weights)
 
     def data_hash(self, prepared: Prepared) -> str:
         """Return the hash of the training and evaluation tokens."""
@@ -198,7 +206,7 @@ class LanguageWorkload(DataParallelWorkload):
             **super().summarize(prepared, metrics),
             "tokens_per_row": train.block_size,
             "vocabulary_size": train.vocabulary_size,
-            "num_parameters": self.model.num_parameters(train.vocabulary_size),
+            "num_parameters": prepared.num_parameters,
             "tokenizer": train.tokenizer_hash,
             "tokens": train.hash,
         }
@@ -206,8 +214,7 @@ class LanguageWorkload(DataParallelWorkload):
     def checkpoint_files(self, prepared: Prepared) -> dict[str, bytes | str]:
         train = prepared.train
         tokenizer = {storage.join(TOKENIZER_FOLDER, name): data for name, data in read_tokenizer(train.tokenizer).items()}
-        model = self.model.to_huggingface(train.vocabulary_size, end_of_text=train.end_token)
-        config = {**model, "block_size": train.block_size, "part_bytes": train.part_bytes}
+        config = {**prepared.network, "block_size": train.block_size, "part_bytes": train.part_bytes}
         return {CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(), **tokenizer}
 
     # -- on each worker
@@ -217,12 +224,11 @@ class LanguageWorkload(DataParallelWorkload):
             return _rows(prepared.train, name, context.config.train_data)
         return _rows(prepared.validation, prepared.validation_set, context.config.eval_data)
 
-    def build(self, prepared: Prepared) -> GPT2LMHeadModel:
-        train = prepared.train
-        model = self.model.build(train.vocabulary_size, end_of_text=train.end_token)
-        if prepared.weights is not None:
-            from rayrec.workloads.language_model import load_weights
+    def build(self, prepared: Prepared) -> PreTrainedModel:
+        from rayrec.workloads.language_model import build_model, load_weights
 
+        model = build_model(prepared.network)
+        if prepared.weights is not None:
             load_weights(model, prepared.weights)
         return model
 
@@ -245,16 +251,8 @@ class LanguageWorkload(DataParallelWorkload):
         length = max(1, min(PROMPT_TOKENS, train.block_size // 2))
         tokenizer = load_tokenizer(train.tokenizer)
         prompts = source.read(rows)[TOKENS][:, :length]
-        texts = continued(
-            model,
-            prompts,
-            np.full(len(rows), length),
-            tokenizer=tokenizer,
-            window=train.block_size,
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            device=device,
-        )
+        limits: Any = {"window": train.block_size, "max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
+        texts = continued(model, prompts, np.full(len(rows), length), tokenizer=tokenizer, device=device, **limits)
         return [
             {"kind": "text", "prompt": tokenizer.decode(prompt.tolist()), "text": text}
             for prompt, text in zip(prompts, texts, strict=True)
@@ -283,24 +281,22 @@ class LanguageWorkload(DataParallelWorkload):
         block_size = storage.read_json(storage.join(checkpoint, CONFIG_FILE))["block_size"]
         return read_prompts(path, load_tokenizer(storage.join(checkpoint, TOKENIZER_FOLDER)), window=block_size)
 
-    def build_from(self, config: TrainConfig, *, checkpoint: str) -> TextModel:
+    def build_from(self, config: TrainConfig, *, checkpoint: str) -> PreTrainedModel:
         require("transformers", extra="language")
-        from rayrec.workloads.language_model import TextModel
+        from rayrec.workloads.language_model import build_model
 
-        return TextModel(
-            storage.read_json(storage.join(checkpoint, CONFIG_FILE)),
-            tokenizer=load_tokenizer(storage.join(checkpoint, TOKENIZER_FOLDER)),
-        )
+        model = build_model(storage.read_json(storage.join(checkpoint, CONFIG_FILE)))
+        model.text_tokenizer = load_tokenizer(storage.join(checkpoint, TOKENIZER_FOLDER))
+        return model
 
     def predict(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
         """Return the columns `prompt` (as seen by the model) and `text` (its continuation), independent of other prompts."""
-        from rayrec.workloads.language_model import TextModel
+        from rayrec.workloads.language_model import continue_prompts
 
-        assert isinstance(model, TextModel)
-        return model.continue_prompts(tensors, max_new_tokens=self.max_new_tokens, temperature=self.temperature)
+        return continue_prompts(model, tensors, max_new_tokens=self.max_new_tokens, temperature=self.temperature)
 
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
-        """Write config.json, model.safetensors and tokenizer files for `from_pretrained` (GPT2LMHeadModel, AutoTokenizer)."""
+        """Write config.json, model.safetensors and tokenizer files for AutoModelForCausalLM and AutoTokenizer."""
         from rayrec.checkpoint.reader import export_weights
 
         storage.make_folder(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, final
@@ -10,14 +11,16 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import GPT2Config as HuggingFaceConfig
-from transformers import GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
 from rayrec import storage
+from rayrec.checkpoint.plan import drop_tied_tensors
 from rayrec.checkpoint.safetensors import read_weights
 from rayrec.config import InputError
 from rayrec.data.numbered_rows import ArrayRows
+from rayrec.humanize import one_line
 from rayrec.layers.mlp import linear_stack
 
 if TYPE_CHECKING:
@@ -42,32 +45,16 @@ def row_losses(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 # Generation -------------------------------------------------------------------------------------------------------------
 
 
-@final
-class TextModel(GPT2LMHeadModel):
-    """GPT2LMHeadModel of a checkpoint with its tokenizer. The state dict is unchanged."""
-
-    def __init__(self, config: dict[str, Any], *, tokenizer: TextTokenizer) -> None:
-        super().__init__(HuggingFaceConfig.from_dict(config))
-        self._tokenizer, self._window = tokenizer, config["block_size"]
-
-    def continue_prompts(
-        self, tensors: Mapping[str, torch.Tensor], *, max_new_tokens: int, temperature: float
-    ) -> dict[str, list[str]]:
-        prompts, lengths = tensors[PROMPTS].cpu().numpy(), tensors[LENGTHS].cpu().numpy()
-        texts = continued(
-            self,
-            prompts,
-            lengths,
-            tokenizer=self._tokenizer,
-            window=self._window,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            device=tensors[PROMPTS].device,
-        )
-        decoded = [
-            self._tokenizer.decode(row[len(row) - length :].tolist()) for row, length in zip(prompts, lengths, strict=True)
-        ]
-        return {"prompt": decoded, "text": texts}
+def continue_prompts(
+    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], *, max_new_tokens: int, temperature: float
+) -> dict[str, list[str]]:
+    """Return the columns `prompt` and `text` of a batch, for the model of a checkpoint with its `text_tokenizer`."""
+    tokenizer: Any = model.text_tokenizer
+    limits: Any = {"window": model.config.block_size, "max_new_tokens": max_new_tokens, "temperature": temperature}
+    prompts, lengths = tensors[PROMPTS].cpu().numpy(), tensors[LENGTHS].cpu().numpy()
+    texts = continued(model, prompts, lengths, tokenizer=tokenizer, device=tensors[PROMPTS].device, **limits)
+    decoded = [tokenizer.decode(row[len(row) - length :].tolist()) for row, length in zip(prompts, lengths, strict=True)]
+    return {"prompt": decoded, "text": texts}
 
 
 def continued(
@@ -120,6 +107,7 @@ def generate(
     """Generate the tokens after each prompt, padded with `end_token` after it, int64 [rows, new]. `chances`, float [rows,
     max_new_tokens], has random numbers in [0, 1). The model sees at most `window` tokens: when a text outgrows it, generation
     continues from the latter half. Past positions are cached, so each token computes one position."""
+    accepted = inspect.signature(getattr(model, "module", model).forward).parameters
     tokens = prompts[:, -window:]
     mask = torch.arange(tokens.shape[1], 0, -1, device=tokens.device) <= lengths[:, None]
     ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
@@ -130,13 +118,14 @@ def generate(
             num_recent = max(1, window // 2)
             tokens, mask, cache = tokens[:, -num_recent:], mask[:, -num_recent:], None
         fresh = tokens if cache is None else tokens[:, -1:]
+        position_ids = (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -fresh.shape[1] :]
+        optional = {"position_ids": position_ids, "logits_to_keep": 1}
         output = model(
             input_ids=fresh,
             attention_mask=mask.long(),
-            position_ids=(mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -fresh.shape[1] :],
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=1,
+            **{name: value for name, value in optional.items() if name in accepted},
         )
         cache = output.past_key_values
         following = _pick(output.logits[:, -1].float(), chance, temperature)
@@ -175,7 +164,37 @@ def read_prompts(path: str, tokenizer: TextTokenizer, *, window: int) -> ArrayRo
     return ArrayRows({PROMPTS: prompts, LENGTHS: lengths})
 
 
-# Pretrained weights -----------------------------------------------------------------------------------------------------
+# Models of config.json, pretrained weights ------------------------------------------------------------------------------
+
+
+def build_model(values: Mapping[str, Any]) -> PreTrainedModel:
+    """Build the causal model of config.json values on CPU, in float32, with initial values from torch's global generator."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values), dtype=torch.float32)
+    return through_onednn(model)
+
+
+def read_config(folder: str, *, vocabulary_size: int, block_size: int) -> tuple[dict[str, Any], int]:
+    """Return config.json of a causal model, and its number of parameters. Code that it names is never loaded. Raises InputError
+    if transformers does not have the model, it is too small for the vocabulary or blocks, or it cannot cache keys and values."""
+    path = storage.join(folder, "config.json")
+    values = storage.read_json(path)
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise InputError(f"workload.model.config: {path}: model_type must be a causal model of transformers, got {kind}")
+    values = {name: value for name, value in values.items() if name not in ("auto_map", "quantization_config")}
+    try:
+        with torch.device("meta"):
+            model = build_model(values)
+    except Exception as error:  # depends on the model
+        raise InputError(f"workload.model.config: {path}: transformers cannot build the model ({one_line(error)})") from None
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise InputError(f"workload.model.config: {path}: model must cache keys and values for generation, got {kind}")
+    limits = {"vocab_size": model.get_input_embeddings().weight.shape[0]}
+    limits["max_position_embeddings"] = getattr(model.config, "max_position_embeddings", block_size)
+    for (name, limit), size in zip(limits.items(), (vocabulary_size, block_size), strict=True):
+        if limit < size:
+            raise InputError(f"workload.model.config: {path}: {name} must be at least {size}, as in the tokens, got {limit}")
+    return values, sum(parameter.numel() for parameter in model.parameters())
 
 
 def check_weights(folder: str, expected: Mapping[str, Any]) -> None:
@@ -183,7 +202,7 @@ def check_weights(folder: str, expected: Mapping[str, Any]) -> None:
     path = storage.join(folder, "config.json")
     stored_config = storage.read_json(path)
     for name in ("model_type", "vocab_size", "n_layer", "n_head", "n_embd", "n_positions"):
-        if not isinstance(stored_config, dict) or stored_config.get(name) != expected[name]:
+        if name in expected and (not isinstance(stored_config, dict) or stored_config.get(name) != expected[name]):
             stored = stored_config.get(name) if isinstance(stored_config, dict) else None
             raise InputError(
                 f"workload.weights: {path}: {name} must be {expected[name]}, as in the model, got {stored}. Change the model, "
@@ -191,17 +210,19 @@ def check_weights(folder: str, expected: Mapping[str, Any]) -> None:
             )
 
 
-def load_weights(model: GPT2LMHeadModel, folder: str) -> None:
-    """Load a folder's model.safetensors into the model, with or without the name prefix `transformer.`. Raises InputError for
-    missing, extra or misshapen weights."""
+def load_weights(model: PreTrainedModel, folder: str) -> None:
+    """Load a folder's model.safetensors into the model, with or without the name prefix of its body, such as `transformer.`.
+    Raises InputError for missing, extra or misshapen weights."""
     path = storage.join(folder, "model.safetensors")
     if not storage.exists(path):
         raise InputError(f"workload.weights: {path} not found. Other formats may contain code. Save with safe_serialization.")
-    parameters = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
+    state, prefix = model.state_dict(), f"{model.base_model_prefix}."
+    parameters = drop_tied_tensors(state)
     tensors_by_name = {}
     for name, tensor in read_weights(path).items():
-        full = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
-        if full != "lm_head.weight" and not full.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks
+        full = name if name in state or name.startswith(prefix) else f"{prefix}{name}"
+        constant = full.endswith((".attn.bias", ".attn.masked_bias", ".inv_freq"))  # causal masks, rotations
+        if full in parameters or not (full in state or constant):
             tensors_by_name[full] = tensor
     for name in sorted(parameters.keys() | tensors_by_name.keys()):
         shapes = [list(tensors[name].shape) if name in tensors else None for tensors in (tensors_by_name, parameters)]
@@ -216,7 +237,7 @@ _MIN_MULTIPLY_ADDS = 4_000_000
 """Minimum multiply-adds for which oneDNN's setup pays: 0.1 ms, forward and backward, as do half as many multiply-adds."""
 
 
-def through_onednn(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
+def through_onednn(model: PreTrainedModel) -> PreTrainedModel:
     """Make the model's linear layers multiply with oneDNN, in place. Parameters and names stay. Rounding of sums changes."""
     for module in model.modules():
         # Replacing modules would require knowing their places in transformers and tying the weights again.

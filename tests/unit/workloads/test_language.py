@@ -15,7 +15,7 @@ import torch
 from builders.faults import rejects, watched
 from ranks.checkpoint import same
 from ranks.data_parallel import products_by_onednn
-from transformers import AutoTokenizer, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 from rayrec import checkpoint
 from rayrec.checkpoint.writer import ExtraFiles
@@ -309,6 +309,67 @@ def test_training_starts_from_matching_pretrained_weights(saved: Saved, tmp_path
     rejects("n_embd must be 32, as in the model, got 16", prepare, begun.replace(workload={"model": {"n_embd": 32}}), tmp_path)
 
 
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "gpt_neox": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "bloom": {"hidden_size": 16, "n_layer": 2, "n_head": 2},  # without position_ids
+}
+
+
+def described(folder: Path, kind: str, **values: Any) -> str:
+    folder.mkdir(parents=True)
+    sizes = {"model_type": kind, "vocab_size": 40, "torch_dtype": "bfloat16", **SIZES.get(kind, {}), **values}
+    (folder / "config.json").write_text(json.dumps({**sizes, "auto_map": {"AutoModelForCausalLM": "evil.Evil"}}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_config_folder_builds_any_causal_model(tmp_path: Path, kind: str) -> None:
+    """Built, saved, scored, continued, exported, and trained from the export's weights; code that it names is not looked for."""
+    folder_of(tmp_path / "tokens")
+    config = small(tmp_path / "tokens", model={"config": described(tmp_path / "config", kind)})
+    prepared = prepare(config, tmp_path)
+    torch.manual_seed(0)
+    model = config.workload.build(prepared).eval()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert prepared.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    tensors = {f"model.{name}": value for name, value in checkpoint.drop_tied_tensors(model.state_dict()).items()}
+    extra, step, out = ExtraFiles(config.workload.checkpoint_files(prepared)), str(tmp_path / "step"), str(tmp_path / "out")
+    checkpoint.save(step, tensors, state={}, extra_files=extra.write)
+    loaded = load_model(config.workload, config, checkpoint=step)
+    config.workload.export(config, checkpoint=step, out=out)
+    tokens = torch.randint(0, 28, (2, BLOCK))
+    for other in (loaded, AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)):
+        assert type(other) is type(model)
+        assert torch.equal(other(tokens).logits, model(tokens).logits)
+    (tmp_path / "prompts.txt").write_text("the fox\nquick\n")
+    source = config.workload.open_inputs(config, checkpoint=step, path=str(tmp_path / "prompts.txt"))
+    inputs = {name: torch.from_numpy(array) for name, array in source.read(np.arange(2)).items()}
+    with torch.inference_mode():
+        both = config.workload.predict(loaded, inputs)["text"]
+        alone = [config.workload.predict(loaded, {name: each[row, None] for name, each in inputs.items()}) for row in range(2)]
+    assert both == [columns["text"][0] for columns in alone]
+    tuned = config.replace(workload={"weights": out})
+    torch.manual_seed(1)
+    assert same(tuned.workload.build(prepare(tuned, tmp_path)).state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        ("vit", {}, "model_type must be a causal model of transformers, got vit"),
+        ("mamba", {"hidden_size": 16, "num_hidden_layers": 1}, "must cache keys and values for generation, got mamba"),
+        ("llama", {"vocab_size": 5}, r"vocab_size must be at least \d+, as in the tokens, got 5"),
+        ("llama", {"max_position_embeddings": 4}, f"max_position_embeddings must be at least {BLOCK}, .* got 4"),
+        ("llama", {"num_attention_heads": 0}, "transformers cannot build the model"),
+    ],
+)
+def test_config_folder_rejects_unsuitable_models(tmp_path: Path, kind: str, values: dict[str, Any], message: str) -> None:
+    folder_of(tmp_path / "tokens")
+    config = small(tmp_path / "tokens", model={"config": described(tmp_path / "config", kind, **values)})
+    rejects(message, prepare, config, tmp_path)
+
+
 # -- the run around it
 def test_samples_continue_validation_text(tmp_path: Path) -> None:
     folder_of(tmp_path)
@@ -348,7 +409,7 @@ def test_shard_cache_respects_limit(saved: Saved, tmp_path: Path, monkeypatch: p
         else:
             folder = open_tokens(url)
             context = WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1))
-            source = config.workload.open_set(context, Prepared(folder, folder, "validation"), opened)
+            source = config.workload.open_set(context, Prepared(folder, folder, "validation", {}, 0), opened)
         np.testing.assert_array_equal(source.read(np.arange(4))["tokens"], rows)
         source.close()
 
