@@ -10,7 +10,7 @@ and it writes no file."""
 
 import contextlib
 import tempfile
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -20,6 +20,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerContr
 
 from rayrec.batch import Batch, StepOutput
 from rayrec.cluster.connection import temporary_environment
+from rayrec.config import InputError
 from rayrec.training.loop import iterate_segments
 from rayrec.training.progress import Cut, Progress, Training
 from rayrec.training.step_log import Batches, StepAccounting
@@ -45,10 +46,11 @@ def run(training: Training) -> bool:
     losses: list[torch.Tensor] = []
     batches = Batches(training.loader, setup.clock)
     steps = _Steps(setup, progress, account, course, batches, losses, stop)
-    device = _pipeline(setup).device
+    device, options = _pipeline(setup).device, workload.trainer_options()
+    parts = _Parts(batches, workload.accumulate, options.get("data_collator"))
     with _as_it_is(device):
-        arguments = _arguments(workload, device, steps=account.total)
-        trainer = _Trainer(setup, _Parts(batches, workload.accumulate), losses, arguments, steps)
+        arguments = _arguments(workload, device, steps=account.total, **options.get("arguments", {}))
+        trainer = _Trainer(setup, parts, losses, args=arguments, callbacks=[steps, *options.get("callbacks", ())])
     trainer.remove_callback(PrinterCallback)
     optimizer, clock = setup.optimizer.optimizer, setup.clock  # accelerate makes the optimizer's steps
     hooks = [
@@ -60,6 +62,8 @@ def run(training: Training) -> bool:
     finally:
         for hook in hooks:
             hook.remove()
+    if not steps.ended:
+        raise InputError(f"trainer_options: a callback ended training at step {progress.step}. Use steps or early_stopping")
     return steps.finished
 
 
@@ -68,8 +72,8 @@ def _pipeline(setup: WorkerSetup) -> RowPipeline:
     return setup.pipeline
 
 
-def _arguments(workload: DataParallelWorkload, device: torch.device, *, steps: int) -> TrainingArguments:
-    """Return Trainer's arguments with all its features off that rayrec provides."""
+def _arguments(workload: DataParallelWorkload, device: torch.device, *, steps: int, **options: Any) -> TrainingArguments:
+    """Return Trainer's arguments with all its features off that rayrec provides, and the workload's own options."""
     return TrainingArguments(
         output_dir=tempfile.gettempdir(),  # required, but nothing is written
         max_steps=steps,
@@ -84,6 +88,7 @@ def _arguments(workload: DataParallelWorkload, device: torch.device, *, steps: i
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        **options,
     )
 
 
@@ -136,25 +141,29 @@ class _Wrapped(torch.nn.Module):
 class _Parts:
     """Data loader for Trainer: batches in `accumulate` parts. Has no length, so Trainer uses `max_steps` and sees one epoch."""
 
-    def __init__(self, batches: Batches, accumulate: int) -> None:
-        self._batches, self._accumulate = batches, accumulate
+    def __init__(self, batches: Batches, accumulate: int, collate: Callable[[Sequence[Any]], Mapping[str, Any]] | None) -> None:
+        self._batches, self._accumulate, self._collate = batches, accumulate, collate
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for batch in self._batches:
             for part in batch.parts(self._accumulate):
-                yield {**part.tensors, LOSS_WEIGHT: part.loss_weight}
+                if self._collate is None:
+                    yield {**part.tensors, LOSS_WEIGHT: part.loss_weight}
+                    continue
+                rows = [{name: tensor[row] for name, tensor in part.tensors.items()} for row in range(len(part))]
+                tensors = dict(self._collate(rows))
+                scale = len(rows) / len(next(iter(tensors.values())))  # it may pack rows
+                yield {**tensors, LOSS_WEIGHT: part.loss_weight * scale}
 
 
 @final
 class _Trainer(Trainer):
     """Trainer with rayrec's batches, wrapped model, loss and optimizer."""
 
-    def __init__(
-        self, setup: WorkerSetup, parts: _Parts, losses: list[torch.Tensor], args: TrainingArguments, steps: TrainerCallback
-    ) -> None:
+    def __init__(self, setup: WorkerSetup, parts: _Parts, losses: list[torch.Tensor], **named: Any) -> None:
         self._setup, self._parts, self._losses = setup, parts, losses
         optimizer = setup.optimizer.optimizer
-        super().__init__(model=setup.model, args=args, optimizers=(optimizer, _Rates(optimizer)), callbacks=[steps])
+        super().__init__(model=setup.model, optimizers=(optimizer, _Rates(optimizer)), **named)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -208,6 +217,8 @@ class _Steps(TrainerCallback):
     stop: int
     finished: bool = False
     """Result of `run`."""
+    ended: bool = False
+    """Whether `course` has ended training."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         state.global_step = self.progress.step
@@ -228,5 +239,5 @@ class _Steps(TrainerCallback):
             self.stop = self.course.send(self.account.cut)
         except StopIteration as end:
             self.finished = end.value
-            control.should_training_stop = True
+            self.ended = control.should_training_stop = True
         self.account.begin()

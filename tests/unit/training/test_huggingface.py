@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.faults import rejects
 from builders.loops import StopSignal
 from ranks.checkpoint import same
 from ranks.data_parallel import NextToken, products_by_onednn
@@ -131,6 +132,40 @@ def test_stop_ends_preemption_saves_and_due_evaluation_is_made(whole: Attempt) -
     rest = Attempt(huggingface.run, config(log_every=5), start=first.saves[5])
     assert rest.told()[0][0] == "evaluate"
     assert same(rest.tensors(), whole.tensors())  # which was logged more often
+
+
+def test_trainer_options_reach_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import TrainerCallback
+
+    seen: list[Any] = []
+
+    class Observer(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seen.append((state.global_step, args.gradient_checkpointing))
+            control.should_training_stop |= state.global_step == stop_at
+
+    def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {"tokens": torch.stack([row["tokens"] for row in rows])}
+
+    def use(options: dict[str, Any]) -> None:
+        monkeypatch.setattr(NextToken, "trainer_options", lambda self: options)
+
+    stop_at, options = 0, {"arguments": {"gradient_checkpointing": True}, "callbacks": [Observer()], "data_collator": collate}
+    run_config = config(workload={"model": {"dropout": 0.0}}, loop="huggingface")
+    use(options)
+    run_config.workload.check(run_config)
+    with_options = Attempt(huggingface.run, run_config)
+    assert seen == [(step, True) for step in range(1, 14)]
+    rejects("trainer_options: must be used with loop huggingface", run_config.workload.check, run_config.replace(loop="rayrec"))
+    use({"arguments": {"learning_rate": 1.0}})
+    rejects("trainer_options: learning_rate is not supported. Use arguments", run_config.workload.check, run_config)
+    stop_at = 3
+    use(options)
+    rejects("a callback ended training at step 3", Attempt, huggingface.run, run_config)
+    use({"data_collator": lambda rows: {"tokens": collate(rows)["tokens"][: len(rows) // 2]}})
+    assert Attempt(huggingface.run, run_config).finished
+    use({})
+    assert same(with_options.tensors(), Attempt(loop.run, run_config).tensors())
 
 
 def test_non_finite_loss_raises_input_error() -> None:

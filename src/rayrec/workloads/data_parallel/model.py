@@ -57,6 +57,10 @@ class ParallelOptions(Config):
                 )
 
 
+TRAINER_ARGUMENTS = ("gradient_checkpointing", "gradient_checkpointing_kwargs", "neftune_noise_alpha", "torch_empty_cache_steps")
+"""TrainingArguments that a workload may set. rayrec's configuration determines the others."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataParallelModel(Workload, abc.ABC):
     """Settings, rows, network and measures of a `DataParallelWorkload`."""
@@ -93,6 +97,15 @@ class DataParallelModel(Workload, abc.ABC):
     def check(self, config: TrainConfig) -> None:
         if self.parallel_options.cpu_offload and not config.scaling.use_gpu:
             raise InputError("workload.parallel_options.cpu_offload: requires scaling.use_gpu. Set it, or omit cpu_offload.")
+        options = self.trainer_options()
+        if options and config.loop != "huggingface":
+            raise InputError(f"trainer_options: must be used with loop huggingface, got {config.loop}. Set it.")
+        names = {*options} - {"arguments", "callbacks", "data_collator"} | {*options.get("arguments", {})} - {*TRAINER_ARGUMENTS}
+        if names:
+            raise InputError(
+                f"trainer_options: {min(names)} is not supported. Use arguments ({', '.join(TRAINER_ARGUMENTS)}), callbacks and "
+                "data_collator, and rayrec's settings for the rest."
+            )
 
     # -- required, in addition to `prepare` and `score`
 
@@ -122,6 +135,12 @@ class DataParallelModel(Workload, abc.ABC):
     def augment(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Randomly augment a training batch on its device with torch's global generator."""
         return tensors
+
+    def trainer_options(self) -> Mapping[str, Any]:
+        """Return options for `--loop huggingface`: a dict `arguments` with some of `TRAINER_ARGUMENTS`, a list `callbacks` with
+        instances of transformers.TrainerCallback, and `data_collator`. It gets rows as a list of dicts, and returns the tensors
+        for `measure` in training. Called on the driver and on each worker."""
+        return {}
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
         """Return the evaluation metrics, given the means of the measures."""
