@@ -2,13 +2,15 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Ge
 
 from rayrec import storage
 from rayrec.bounds import Count
@@ -25,7 +27,7 @@ from rayrec.data.materialized.dataset import VERSION, hash_of, write_manifest
 from rayrec.data.materialized.formats import finish_files
 from rayrec.data.materialized.torchrec_arrays import MAX_FAULTY_ROWS, PRESET, Day, IdFiles, ScanResult
 from rayrec.data.text import mds, text_blocks
-from rayrec.data.text.mds import INDEX, Index
+from rayrec.data.text.mds import INDEX, Index, Layout, TokenColumn
 from rayrec.data.text.text_blocks import PART_BYTES, sets_of_shards
 from rayrec.data.text.tokenizer import TextTokenizer, read_tokenizer, write_tokenizer
 from rayrec.imports import require
@@ -33,7 +35,7 @@ from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, engine, reject_options
 from rayrec.prepare.text import hash_of as hash_of_tokens
 
-_OF_SHARDS = ("tokenizer", "column", "token_dtype")
+_OF_SHARDS = ("tokenizer", "column", "token_dtype", "rows", "block_size")
 """Options that apply to MDS shards only."""
 
 
@@ -71,6 +73,10 @@ class AdoptionConfig(Config):
     """Token column of MDS shards. None: tokens, else input_ids, else the only column."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "int64"
     """Token type of MDS shards with a bytes column."""
+    rows: Layout = "equal"
+    """Rows of MDS shards. equal: all of one length; pack: joined and cut into blocks; pad: padded to blocks, or cut."""
+    block_size: Annotated[int, Ge(2)] | None = None
+    """Tokens per block of --rows pack or pad. None with equal rows."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,6 +89,8 @@ class AdoptionConfig(Config):
             raise InputError(f"num_embeddings_per_feature: each must be from 1 to {MAX_TABLE_ROWS:,}, got {wrong[0]:,}")
         if self.num_embeddings_per_feature and self.preprocessor:
             raise InputError("num_embeddings_per_feature: must not be used with preprocessor, which sets the table sizes")
+        if (self.rows == "equal") != (self.block_size is None):
+            raise InputError(f"block_size: must be used with --rows pack or pad, and only then, got {self.block_size}")
 
     def split_of(self, days: Sequence[Day]) -> Split | None:
         """Return the split of these days, or None."""
@@ -324,11 +332,11 @@ def _write(
 
 
 def adopt_tokens(path: str, *, out: str | None, config: AdoptionConfig, console: Console) -> dict[str, Any]:
-    """Write manifest.json and the tokenizer into a folder of MDS shards, local or a URL, or into the new folder `out`, which
-    refers to the sets with links, or by their URLs. The shards have one index.json, or one in train/ and one in validation/,
-    val/, valid/, eval/ or test/. Data tasks read every shard once; none is copied or changed. Raises InputError if there are no
-    shards, for `out` at a URL with local shards, a set without a token column, rows of different lengths, IDs unknown to the
-    tokenizer, damaged shards, and a folder that already has a manifest."""
+    """Write manifest.json and the tokenizer into a folder of MDS shards, local or a URL, or into the new folder `out`. `out` has
+    links to the sets, or their URLs. The shards have one index.json, or one in train/ and one in validation/, val/, valid/, eval/
+    or test/. Data tasks read every shard once; none is copied or changed. Raises InputError for no or damaged shards, `out` at a
+    URL with local shards, and a folder with a manifest. Also for sets without a token column, unsuitable row lengths, and IDs
+    unknown to the tokenizer."""
     start_s = time.perf_counter()
     require("tokenizers", extra="language")
     if config.tokenizer is None:
@@ -363,7 +371,7 @@ def adopt_tokens(path: str, *, out: str | None, config: AdoptionConfig, console:
         "tokenizer": tokenizer.hash,
         "end_token": tokenizer.end_token,
         "sets": described,
-        "tokens_left_out": 0,
+        "tokens_left_out": sum(info["tokens_left_out"] for info in described.values()),
         "source": [],
         "hash": hash_of_tokens([tokenizer.hash, shards]),
     }
@@ -372,12 +380,12 @@ def adopt_tokens(path: str, *, out: str | None, config: AdoptionConfig, console:
     else:
         with storage.writing_folder(out) as target:
             for info in described.values():
-                place = _inside(path, info["folder"])
-                if not storage.is_url(place):
+                shard_folder = _inside(path, info["folder"])
+                if not storage.is_url(shard_folder):
                     link = info["folder"] or "train"
-                    os.symlink(place, storage.join(target, link))
-                    place = link
-                info["folder"] = place
+                    os.symlink(shard_folder, storage.join(target, link))
+                    shard_folder = link
+                info["folder"] = shard_folder
             _write_tokens(target, manifest, files)
     names = ("format", "block_size", "vocabulary_size", "tokenizer", "end_token", "sets", "hash")
     final_path = path if out is None else storage.absolute(out).rstrip("/")
@@ -407,23 +415,34 @@ def _scan_shards(
     name, encoding = index.find_column(config.column, index_path)
     if encoding != "bytes" and config.token_dtype != "int64":
         raise InputError(f"token_dtype: the type {encoding} of column {name} determines it. Remove this option")
-    scan = partial(mds.scan_shard, folder=folder, index=replace(index, shards=()), name=name, bytes_dtype=config.token_dtype)
-    column: dict[str, Any] = {}
+    end_token = tokenizer.end_token if config.rows == "pack" else None
+    column = TokenColumn(name, config.token_dtype, config.block_size or 0, config.rows, end_token)
+    scan = partial(mds.scan_shard, folder=folder, index=replace(index, shards=()), column=column)
     rows, done = sum(shard.rows for shard in index.shards), 0
+    counts: Counter[str] = Counter()
+    blocks = []
     for shard, reply in zip(index.shards, running.run("adopt", scan, index.shards, block_bytes=1 << 16), strict=True):
-        found = json_of(reply)
-        column = column or found["column"]
-        if found["column"] != column:
-            raise mds.unequal_rows(storage.join(folder, shard.name), column["block_size"], column["dtype"])
-        if found["min"] < 0 or found["max"] >= tokenizer.vocabulary_size:
+        report = json_of(reply)
+        size, dtype = report["block_size"], report["dtype"]
+        if not done:
+            column = replace(column, dtype=dtype, block_size=size)
+        if (dtype, size) != (column.dtype, column.block_size):
+            raise mds.different_rows(storage.join(folder, shard.name), column.block_size, column.dtype)
+        if report["min"] < 0 or report["max"] >= tokenizer.vocabulary_size:
             raise InputError(
                 f"{storage.join(folder, shard.name)}: tokens must be below {tokenizer.vocabulary_size:,}, the size of the "
-                f"tokenizer, got {found['min']:,} to {found['max']:,}. Use the tokenizer that created them"
+                f"tokenizer, got {report['min']:,} to {report['max']:,}. Use the tokenizer that created them"
                 + (", or another --token-dtype" if encoding == "bytes" else "")
             )
+        blocks.append(report["blocks"])
+        counts += Counter(blocks=blocks[-1], tokens=report["tokens"], tokens_left_out=report["left_out"], bytes=shard.size_bytes)
         done += shard.rows
         console.progress("adopt (rows)", done, rows)
-    size_bytes = sum(shard.size_bytes for shard in index.shards)
-    counts = {"blocks": rows, "tokens": rows * column["block_size"], "tokens_left_out": 0, "bytes": size_bytes}
-    shards = [[shard.name, shard.rows, shard.size_bytes, shard.checksum] for shard in index.shards]
-    return {**counts, "column": column}, shards
+    shards: list[Any] = [[shard.name, shard.rows, shard.size_bytes, shard.checksum] for shard in index.shards]
+    described = {"name": name, "dtype": column.dtype, "block_size": column.block_size}
+    if column.layout != "equal":
+        if not counts["blocks"]:
+            raise InputError(f"{folder}: no shard has the {column.block_size} tokens of a block. Lower --block-size")
+        described |= {"layout": column.layout, "end_token": end_token, "blocks": blocks}
+        shards.append(described)
+    return {"tokens_left_out": 0, **counts, "column": described}, shards

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rayrec import storage
 from rayrec.bounds import Count, Finite, Share
 from rayrec.config import Config, InputError
+from rayrec.data.text.mds import LENGTHS
 from rayrec.data.text.text_blocks import PART_BYTES, TokenFolder, is_tokens, open_tokens, sets_of_shards, text_rows
 from rayrec.data.text.tokenizer import load_tokenizer, read_tokenizer, write_tokenizer
 from rayrec.imports import require
@@ -236,7 +237,7 @@ class LanguageWorkload(DataParallelWorkload):
         """Return `loss`: the mean cross entropy of each row's next tokens, excluding the first token."""
         from rayrec.workloads.language_model import row_losses
 
-        return {"loss": row_losses(model, tensors[TOKENS])}
+        return {"loss": row_losses(model, tensors[TOKENS], tensors.get(LENGTHS))}
 
     def samples(
         self, model: torch.nn.Module, *, prepared: Prepared, sets: Mapping[str, RowSource], device: torch.device
@@ -248,9 +249,10 @@ class LanguageWorkload(DataParallelWorkload):
 
         train, source = prepared.train, sets["validation"]
         rows = np.linspace(0, len(source) - 1, num=min(NUM_SAMPLES, len(source)), dtype=np.int64)
-        length = max(1, min(PROMPT_TOKENS, train.block_size // 2))
+        inputs = source.read(rows)
+        length = max(1, min(PROMPT_TOKENS, train.block_size // 2, *inputs.get(LENGTHS, ())))
         tokenizer = load_tokenizer(train.tokenizer)
-        prompts = source.read(rows)[TOKENS][:, :length]
+        prompts = inputs[TOKENS][:, :length]
         limits: Any = {"window": train.block_size, "max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
         texts = continued(model, prompts, np.full(len(rows), length), tokenizer=tokenizer, device=device, **limits)
         return [

@@ -32,14 +32,18 @@ _IGNORED: Final = -100
 _SAMPLING_SEED: Final = 0
 
 
-def row_losses(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+def row_losses(model: torch.nn.Module, tokens: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
     """Compute each row's mean cross entropy of tokens 1, 2, ... given the tokens before, float32 [rows]. `tokens` is int64 [rows,
-    length]. For rows of equal length, the mean is the loss of transformers' model with labels equal to its input."""
+    length], `lengths` the token counts of padded rows, int64 [rows]. For rows of equal length, the mean is the loss of
+    transformers' model with labels equal to its input."""
     logits = model(input_ids=tokens, use_cache=False).logits.float()
     # The last position predicts nothing. Masking its target is cheaper than copying the logits without it.
     targets = functional.pad(tokens[:, 1:], (0, 1), value=_IGNORED)
+    if lengths is not None:
+        positions = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+        targets = targets.masked_fill(positions >= lengths[:, None], _IGNORED)
     losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=_IGNORED)
-    return losses.view_as(tokens).sum(dim=1) / (tokens.shape[1] - 1)
+    return losses.view_as(tokens).sum(dim=1) / (tokens.shape[1] - 1 if lengths is None else (lengths - 1).clamp(min=1))
 
 
 # Generation -------------------------------------------------------------------------------------------------------------

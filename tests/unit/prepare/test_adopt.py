@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from builders.click_models import make_app
 from builders.faults import flip, rejects
 from builders.requests import post
@@ -34,6 +35,8 @@ from rayrec.data.text.tokenizer import bytes_bpe, write_tokenizer
 from rayrec.inference.model import open_served
 from rayrec.observe.console import Console
 from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.language import GPT2Config
+from rayrec.workloads.language_model import row_losses
 
 ROWS = [700, 650, 301]
 SEGMENT = 128
@@ -394,7 +397,7 @@ OTHERS = {"attention_mask": "ndarray:uint8", "input_ids": "ndarray:int64", "labe
 others = cells("input_ids", "int64", attention_mask=np.ones(BLOCK, np.uint8), label=3)
 
 
-def write(folder: Path, columns: dict[str, str], sample: Sample, rows: np.ndarray = TOKEN_ROWS, **options: Any) -> Path:
+def write(folder: Path, columns: dict[str, str], sample: Sample, rows: Iterable[np.ndarray] = TOKEN_ROWS, **options: Any) -> Path:
     with mds.load_streaming().MDSWriter(out=str(folder), columns=columns, size_limit=1200, **options) as writer:
         for row in rows:
             writer.write(sample(row))
@@ -450,8 +453,8 @@ def test_adopt_writes_next_to_shards_at_url(tmp_path: Path, tokenizer: Path, com
     assert adopt(url, tokenizer=str(tokenizer), out=f"file://{tmp_path}/out")["out"] == f"file://{tmp_path}/out"
     assert not (folder / "manifest.json").exists()
     assert adopt(url, tokenizer=str(tokenizer))["out"] == url
-    for place in (url, str(tmp_path / "out")):
-        np.testing.assert_array_equal(adopted_rows(place, tmp_path / "cache"), TOKEN_ROWS)
+    for path in (url, str(tmp_path / "out")):
+        np.testing.assert_array_equal(adopted_rows(path, tmp_path / "cache"), TOKEN_ROWS)
 
 
 def test_adopted_shards_match_rayrec_shards_in_training(tmp_path: Path, tokenizer: Path) -> None:
@@ -480,11 +483,51 @@ def test_adopted_shards_match_rayrec_shards_in_training(tmp_path: Path, tokenize
     assert rayrec.evaluate(str(tmp_path / "runs" / "adopted"), str(out))["loss"] == pytest.approx(found[0]["metrics"]["loss"])
 
 
-def trained(path: Path, runs: Path) -> dict[str, Any]:
+def trained(path: Path, runs: Path, **changes: Any) -> dict[str, Any]:
     workload = {"model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": BLOCK}, "max_new_tokens": 2}
     data: Any = {"train_data": {"shuffle": "window", "segments_per_block": 2}, "steps": 6, "batch_size": 8}
     config = recipes.gpt2_tiny(str(path)).replace(workload=workload, scaling={"num_workers": 1}, **data)
-    return train(config, storage_path=str(runs), name=path.name).summary
+    return train(config, storage_path=str(runs), name=path.name, **changes).summary
+
+
+@pytest.mark.parametrize("layout", ["pack", "pad"])
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_rows_of_unequal_length_are_packed_or_padded(
+    tmp_path: Path, tokenizer: Path, layout: str, compression: str | None
+) -> None:
+    rows = [row[: 2 + number % 20] for number, row in enumerate(np.random.default_rng(2).integers(1, 260, (60, 22)))]
+    columns = {"attention_mask": "ndarray:uint8", "input_ids": "ndarray:int64"}
+
+    def sample(row: np.ndarray) -> dict[str, Any]:
+        return {"attention_mask": np.ones(len(row), np.uint8), "input_ids": row.astype(np.int64)}
+
+    folder = write(tmp_path / "set", columns, sample, rows, compression=compression)
+    made = adopt(str(folder), tokenizer=str(tokenizer), rows=layout, block_size=BLOCK)
+    expected: list[np.ndarray] = []
+    rest = iter(rows)
+    for shard in json.loads((folder / "index.json").read_text())["shards"]:
+        of_shard = [*itertools.islice(rest, shard["samples"])]
+        if layout == "pack":
+            joined = np.concatenate([np.append(row, made["end_token"]) for row in of_shard])
+            expected += [joined[start : start + BLOCK] for start in range(0, len(joined) - BLOCK + 1, BLOCK)]
+        else:
+            expected += [np.pad(row[:BLOCK], (0, BLOCK - len(row[:BLOCK]))) for row in of_shard]
+    np.testing.assert_array_equal(adopted_rows(str(folder), tmp_path / "cache"), np.stack(expected))
+    train_set, inserted = made["sets"]["train"], len(rows) if layout == "pack" else 0
+    assert train_set["blocks"] == len(expected)
+    assert train_set["tokens"] + train_set["tokens_left_out"] in range(sum(map(len, rows)), sum(map(len, rows)) + inserted + 1)
+    summary = trained(folder, tmp_path / "runs", eval_data={"path": str(folder)})
+    assert summary["rows_of_sets"]["train"] == len(expected)
+    assert 4 < summary["metrics"]["loss"] < 6  # near log(260)
+
+
+def test_padded_loss_matches_loss_of_rows() -> None:
+    model = GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=BLOCK, dropout=0.0).build(260).eval()
+    tokens, lengths = torch.from_numpy(TOKEN_ROWS[:4].copy()), torch.tensor([16, 7, 2, 1])
+    losses = row_losses(model, tokens * (torch.arange(BLOCK) < lengths[:, None]), lengths)
+    for row, length, loss in zip(tokens[:3], lengths.tolist()[:3], losses[:3], strict=True):
+        torch.testing.assert_close(loss, row_losses(model, row[None, :length])[0])
+    assert losses[3] == 0
 
 
 def flipped(folder: Path) -> Path:
@@ -503,7 +546,7 @@ def flipped(folder: Path) -> Path:
         (lambda f: write(f, FIXED, fixed), {"column": "ids"}, r"with --column, ids not found\.$"),
         (lambda f: write(f, {"tokens": "json"}, lambda row: {"tokens": row.tolist()}), {}, "integers or bytes, got json"),
         (lambda f: write(f, {"tokens": "ndarray:int32"}, lambda row: {"tokens": row[: 5 + row[0] % 2].astype(np.int32)}), {},
-         r"all rows must have \d tokens of int32 at the same offset\. Write rows of one length"),
+         r"all rows must have \d tokens of int32 at the same offset\. Adopt them with --rows pack"),
         (lambda f: write(f, {"tokens": "ndarray"}, cells("tokens", "float32")), {}, "must be arrays of integers"),
         (lambda f: write(f, {"tokens": "bytes"}, lambda row: {"tokens": row.astype(np.int32).tobytes()}), {},
          r"below 260, the size of the tokenizer, .*another --token-dtype"),

@@ -17,9 +17,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +37,9 @@ _logger = logging.getLogger(__name__)
 
 INDEX: Final = "index.json"
 COLUMN: Final = "tokens"
+LENGTHS: Final = "lengths"
+"""Batch key of the token counts of padded rows, int64 [rows]."""
+Layout = Literal["equal", "pack", "pad"]
 _HASHES: Final = ("xxh3_64", "xxh64", "sha1", "sha256", "md5")
 """Checksum algorithms in order of preference. Shards are checked with the first one in their index."""
 _ENCODING: Final = re.compile(r"ndarray(?::(uint8|uint16|uint32|int32|int64)(?::(\d+))?)?")
@@ -82,7 +87,27 @@ class TokenColumn:
     dtype: str
     """Little-endian dtype: <u2, <i4, <i8, ..."""
     block_size: int
-    """Number of tokens in every row."""
+    """Number of tokens in every row, or in every block made of rows."""
+    layout: Layout = "equal"
+    """Blocks of training. equal: rows; pack: rows of a shard joined, then cut; pad: rows padded or cut to block_size."""
+    end_token: int | None = None
+    """Token inserted after packed rows that do not end with it. None: rows are joined unchanged."""
+    blocks: Sequence[int] = ()
+    """Number of blocks in each shard, if packed or padded."""
+
+    def blocks_of(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """Pack or pad the tokens of a shard's rows into int32 [blocks, block_size]. Padded ones begin with their length."""
+        size = self.block_size
+        if self.layout == "pack":
+            if self.end_token is not None:
+                rows = [row if row[-1:] == self.end_token else np.append(row, self.end_token) for row in rows]
+            joined = np.concatenate(rows)
+            return joined[: len(joined) // size * size].reshape(-1, size).astype("<i4")
+        blocks = np.zeros((len(rows), 1 + size), "<i4")
+        for block, row in zip(blocks, rows, strict=True):
+            block[0] = min(len(row), size)
+            block[1 : 1 + len(row)] = row[:size]
+        return blocks
 
 
 @dataclass(frozen=True)
@@ -154,10 +179,7 @@ class Index:
 
     def rows(self, content: mmap.mmap, shard: Shard, column: TokenColumn, path: str) -> np.ndarray:
         """Return the tokens [rows, block_size] of a mapped shard as a view. Raises InputError if damaged or with unequal rows."""
-        count, dtype = int(np.frombuffer(content, "<u4", 1)[0]), np.dtype(column.dtype)
-        starts = np.frombuffer(content, "<u4", shard.rows + 1, 4).astype(np.int64)
-        if count != shard.rows or starts[-1] != shard.size_bytes or not 0 < starts[0] < starts[1] <= starts[-1]:
-            raise damaged(path, f"does not have {shard.rows:,} rows of {column.block_size} tokens")
+        starts, dtype = _starts(content, shard, path), np.dtype(column.dtype)
         first, size, head, stored_dtype = self._locate_tokens(content, int(starts[0]), column.name, column.dtype, path)
         row_bytes = int(starts[1] - starts[0])
         same = stored_dtype == dtype and size == column.block_size * dtype.itemsize and not (np.diff(starts) != row_bytes).any()
@@ -165,8 +187,18 @@ class Index:
             heads = np.ndarray((shard.rows, first), np.uint8, content, int(starts[0]), (row_bytes, 1))
             same = all(not (heads[:, low:high] != heads[0, low:high]).any() for low, high in head)
         if not same:
-            raise unequal_rows(path, column.block_size, column.dtype)
+            raise different_rows(path, column.block_size, column.dtype)
         return np.ndarray((shard.rows, column.block_size), dtype, content, int(starts[0]) + first, (row_bytes, dtype.itemsize))
+
+    def unequal_rows(self, content: mmap.mmap, shard: Shard, column: TokenColumn, path: str) -> list[np.ndarray]:
+        """Return the tokens of each row of a mapped shard, int64. Raises InputError if damaged."""
+        rows = []
+        for start in _starts(content, shard, path)[:-1].tolist():
+            first, size, _, dtype = self._locate_tokens(content, start, column.name, column.dtype, path)
+            if size % dtype.itemsize or start + first + size > shard.size_bytes:
+                raise damaged(path, f"column {column.name}: {size} bytes are not a row of {dtype}")
+            rows.append(np.frombuffer(content, dtype, size // dtype.itemsize, start + first).astype(np.int64))
+        return rows
 
     def _locate_tokens(
         self, content: mmap.mmap, start: int, name: str, bytes_dtype: str, path: str
@@ -198,11 +230,20 @@ class Index:
         raise AssertionError(name)
 
 
-def unequal_rows(path: str, block_size: int, dtype: str) -> InputError:
+def different_rows(path: str, block_size: int, dtype: str) -> InputError:
     return InputError(
-        f"{path}: all rows must have {block_size} tokens of {np.dtype(dtype)} at the same offset. Write rows of one length, "
-        "without columns of other lengths."
+        f"{path}: all rows must have {block_size} tokens of {np.dtype(dtype)} at the same offset. Adopt them with --rows pack or "
+        "--rows pad."
     )
+
+
+def _starts(content: mmap.mmap, shard: Shard, path: str) -> np.ndarray:
+    """Return the offset of each row of a mapped shard, and its size, int64 [rows + 1]. Raises InputError if damaged."""
+    count = int(np.frombuffer(content, "<u4", 1)[0])
+    starts = np.frombuffer(content, "<u4", shard.rows + 1, 4).astype(np.int64)
+    if count != shard.rows or starts[-1] != shard.size_bytes or starts[0] <= 0 or (np.diff(starts) <= 0).any():
+        raise damaged(path, f"does not have {shard.rows:,} rows")
+    return starts
 
 
 def damaged(path: str, how: str) -> InputError:
@@ -277,7 +318,16 @@ class TokenRows:
         self._index = index = Index.parse(content, storage.join(path, INDEX))
         self._column = column = column or index.default_column(storage.join(path, INDEX))
         self.block_size = column.block_size
-        self.chunk_rows: Sequence[int] = tuple(shard.rows for shard in index.shards)
+        self._shards = index.shards
+        """Shards as mapped: packed and padded ones are made by this class."""
+        if column.layout != "equal":
+            self._width = column.block_size + (column.layout == "pad")
+            self._shards = tuple(
+                Shard(shard.name, blocks, 4 * blocks * self._width, None)
+                for shard, blocks in zip(index.shards, column.blocks, strict=True)
+            )
+            content += repr(column).encode()
+        self.chunk_rows: Sequence[int] = tuple(shard.rows for shard in self._shards)
         self.downloaded_bytes = 0
         """Bytes downloaded by this process."""
         self._count_lock = threading.Lock()
@@ -285,8 +335,8 @@ class TokenRows:
         self._cache: ShardCache | None = None
         self._max_open = _OPEN_SHARDS
         self._ahead: ThreadPoolExecutor | None = None
-        if storage.is_url(path) or any(shard.packed for shard in index.shards):
-            sizes_bytes = {shard.name: shard.size_bytes for shard in index.shards}
+        if storage.is_url(path) or column.layout != "equal" or any(shard.packed for shard in index.shards):
+            sizes_bytes = {shard.name: shard.size_bytes for shard in self._shards}
             folder = cache_folder or os.path.join(cache.folder(), "shards")
             self._cache = ShardCache(path, index=content, sizes_bytes=sizes_bytes, folder=folder, limit_bytes=cache_bytes)
             if cache_bytes is not None:  # Mapped shards cannot be evicted.
@@ -305,13 +355,15 @@ class TokenRows:
         raise TypeError("TokenRows cannot be pickled: create it in the process that reads")
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Read rows by number, in the given order. Raises InputError for a damaged or missing shard, OSError in a long outage."""
-        rows = np.empty((len(indices), self.block_size), np.int64)
+        """Read rows by number, in the given order, with LENGTHS if padded (with 0). Raises InputError for a damaged or missing
+        shard, OSError in a long outage."""
+        padded = self._column.layout == "pad"
+        rows = np.empty((len(indices), self.block_size + padded), np.int64)
         shards = self._shards_of(indices)
         for shard in np.unique(shards).tolist():
             matches = np.flatnonzero(shards == shard)
             rows[matches] = self._rows_of(shard)[indices[matches] - self._bounds[shard]]
-        return {COLUMN: rows}
+        return {COLUMN: np.ascontiguousarray(rows[:, 1:]), LENGTHS: rows[:, 0].copy()} if padded else {COLUMN: rows}
 
     def will_read(self, indices: np.ndarray) -> None:
         """Fetch the shards of these rows in the background. `read` retries failures and raises them."""
@@ -356,7 +408,7 @@ class TokenRows:
 
     def _map(self, number: int) -> np.ndarray:
         """Map a shard. Raises FileNotFoundError if it has not been fetched."""
-        shard = self._index.shards[number]
+        shard = self._shards[number]
         path = os.path.join(self._folder, shard.name)
         with open(path, "rb") as file:
             if self._cache is not None and not in_use(file.fileno()):
@@ -365,6 +417,8 @@ class TokenRows:
         if number not in self._checked:
             _check_bytes(content, shard.checksum, path)
             self._checked.add(number)
+        if self._column.layout != "equal":
+            return np.frombuffer(content, "<i4").reshape(shard.rows, self._width)
         return self._index.rows(content, shard, self._column, path)
 
     def _fetch(self, number: int) -> None:
@@ -374,9 +428,14 @@ class TokenRows:
             raise InputError(f"{self._folder}/{shard.name}: not found. Copy it there or prepare the text again.")
 
         def check(local: str) -> None:
-            map_shard(local, shard, storage.join(self._path, shard.name))
+            map_shard(local, self._shards[number], storage.join(self._path, shard.name))
 
-        fetched_bytes = self._cache.fetch(shard.name, check, lambda: shard_content(self._path, shard))
+        def blocks() -> Iterator[bytes]:
+            with opened_shard(self._path, shard) as (content, path):
+                yield self._column.blocks_of(self._index.unequal_rows(content, shard, self._column, path)).tobytes()
+
+        read = blocks if self._column.layout != "equal" else partial(shard_content, self._path, shard)
+        fetched_bytes = self._cache.fetch(shard.name, check, read)
         with self._count_lock:
             self.downloaded_bytes += fetched_bytes
 
@@ -405,9 +464,10 @@ def shard_content(folder: str, shard: Shard) -> Iterator[bytes]:
     yield plain
 
 
-def scan_shard(shard: Shard, *, folder: str, index: Index, name: str, bytes_dtype: str) -> pa.Table:
-    """Check a shard of a folder, local or at a URL, packed or plain, in a data task. The reply has its token column (see
-    `Index.measure`) and its smallest and largest token. Raises InputError if it is missing, damaged or has unequal rows."""
+@contextmanager
+def opened_shard(folder: str, shard: Shard) -> Iterator[tuple[mmap.mmap, str]]:
+    """Map a shard of a folder, local or at a URL, packed or plain, after a check, and yield it with its path. Raises InputError
+    if it is missing or damaged."""
     path = storage.join(folder, shard.packed.name if shard.packed else shard.name)
     if not storage.exists(path):
         raise InputError(f"{path}: file not found. Copy it there")
@@ -416,10 +476,24 @@ def scan_shard(shard: Shard, *, folder: str, index: Index, name: str, bytes_dtyp
         if shard.packed or storage.is_url(path):
             local = os.path.join(scratch, shard.name)
             storage.write_stream(local, shard_content(folder, shard))
-        content = map_shard(local, shard, path)
-        column = index.measure(content, name, bytes_dtype, path)
-        tokens = index.rows(content, shard, column, path)
-        return json_reply({"column": vars(column), "min": int(tokens.min()), "max": int(tokens.max())})
+        yield map_shard(local, shard, path), path
+
+
+def scan_shard(shard: Shard, *, folder: str, index: Index, column: TokenColumn) -> pa.Table:
+    """Check a shard in a data task. The reply has `dtype` and `block_size` (measured for equal rows), the smallest and largest
+    token, and the numbers of `blocks`, their `tokens`, and tokens `left_out`. Raises InputError for an unsuitable shard."""
+    with opened_shard(folder, shard) as (content, path):
+        if column.layout == "equal":
+            column = index.measure(content, column.name, column.dtype, path)
+            tokens = blocks = index.rows(content, shard, column, path)
+            num_tokens = tokens.size
+        else:
+            rows = index.unequal_rows(content, shard, column, path)
+            tokens, blocks = np.concatenate(rows), column.blocks_of(rows)
+            num_tokens = int(blocks[:, 0].sum()) if column.layout == "pad" else blocks.size
+        reply = {"dtype": column.dtype, "block_size": column.block_size, "min": int(tokens.min(initial=0))}
+        reply["max"] = int(tokens.max(initial=0))
+        return json_reply({**reply, "blocks": len(blocks), "tokens": num_tokens, "left_out": max(0, tokens.size - num_tokens)})
 
 
 def map_shard(local: str, shard: Shard, path: str | None = None) -> mmap.mmap:
