@@ -52,7 +52,6 @@ def make_preprocessor(schema: Schema = CRITEO, **changes: Any) -> Preprocessor:
 
 
 def hashed_preprocessor(num_embeddings: Sequence[int], schema: Schema = CRITEO, **changes: Any) -> Preprocessor:
-    """Return a Preprocessor of hashed categories."""
     sparse = tuple(SparseColumn(num_embeddings=rows, num_tokens=None) for rows in num_embeddings)
     dtype = np.uint64 if schema.tokens == "any" else np.uint32
     return make_preprocessor(schema, sparse=sparse, tokens=np.empty(0, dtype), **changes)
@@ -72,7 +71,6 @@ def bucketed_preprocessor() -> Preprocessor:
 
 
 def lists_preprocessor() -> Preprocessor:
-    """Return a Preprocessor of custom columns, one of them a list."""
     names = ("user.id", "keys")
     schema = Schema(label="click", dense=("age",), sparse=names, lists=names[1:], tokens="any", delimiter=",")
     return hashed_preprocessor([30, 50], schema)
@@ -104,7 +102,6 @@ class Saved:
             return self.model.score(torch.from_numpy(rows.dense), features).numpy()
 
     def rows(self, count: int, *, seed: int = 0, labelled: bool = False) -> EncodedRows:
-        """Return random encoded rows."""
         rng, given = np.random.default_rng(seed), self.preprocessor
         ids: list[Ids] = []
         for num_embeddings, size in zip(given.num_embeddings, given.hotness, strict=True):
@@ -187,7 +184,6 @@ def save_checkpoint(run: Path, step: int, model: ServedModel, *, network: ClickM
 
 
 def make_app(model: ServedModel, *, token_digest: bytes | None = None, **config: Any) -> Any:
-    """Build a `ScoringApp` that serves only this model."""
     from rayrec.serve.app import ScoringApp
     from rayrec.serve.config import ServeConfig
     from rayrec.serve.counters import Counters

@@ -7,7 +7,6 @@ import numpy as np
 
 
 def idx(array: np.ndarray) -> bytes:
-    """A uint8 array as an idx file."""
     assert array.dtype == np.uint8
     return bytes([0, 0, 8, array.ndim]) + np.asarray(array.shape, ">i4").tobytes() + array.tobytes()
 
@@ -25,7 +24,6 @@ def pictures(labels: np.ndarray, *, seed: int, size: int = 28) -> np.ndarray:
 
 
 def write_digits(folder: Path, *, train: int, test: int, seed: int = 0, packed: bool = True) -> Path:
-    """Writes the four files, every class as often as the others."""
     folder.mkdir(parents=True, exist_ok=True)
     for part, rows in (("train", train), ("t10k", test)):
         labels = np.random.default_rng(seed + rows).permutation(np.arange(rows) % 10).astype(np.uint8)

@@ -52,7 +52,6 @@ def digest(arrays: Arrays) -> str:
 
 # Logs ----------------------------------------------------------------------------------------------------------------
 def criteo_lines(rows: int, seed: int) -> list[bytes]:
-    """Return lines of a log of hexadecimal tokens, each good."""
     chance = random.Random(seed)
 
     def number() -> str:
@@ -167,7 +166,6 @@ def write_arrays(folder: Path, rows: int, files: int) -> None:
 
 
 def write_log(folder: Path, kind: str, schema: Schema) -> None:
-    """Write three files of text, CSV or Parquet."""
     for number in range(3):
         lines, rows = criteo_lines(90, seed=number), any_rows(90, seed=number)
         rows[33]["click"] = 2  # a fault
@@ -182,8 +180,6 @@ def write_log(folder: Path, kind: str, schema: Schema) -> None:
 
 # The data side -------------------------------------------------------------------------------------------------------
 class Log(NamedTuple):
-    """Opened log and its Preprocessor."""
-
     index: LogIndex
     preprocessor: Preprocessor
 
@@ -193,13 +189,11 @@ def engine() -> ThreadEngine:
 
 
 def opened(path: Path, schema: Schema) -> LogIndex:
-    """Open a raw or preprocessed log."""
     context = TaskContext(engine(), str(path.parent / "cache"))
     return LogSource.at(str(path)).index(schema, segment_bytes=SEGMENT_BYTES, context=context)
 
 
 def counted(index: LogIndex, schema: Schema, preset: str = "rayrec", **changes: Any) -> Preprocessor:
-    """Build the Preprocessor of all rows."""
     rules = ALL[preset].replace(**changes)
     with count_log(rules.counting(schema), parts_of(index, 0, index.rows), engine=engine()) as counts:
         return make_preprocessor(rules, schema, counts)
@@ -210,7 +204,6 @@ def bags() -> MultiHot:
 
 
 def log_of(folder: Path, kind: str, schema: Schema, preset: str = "rayrec", **changes: Any) -> Log:
-    """Write a raw log, open it and count it."""
     write_log(folder / kind, kind, schema)
     index = opened(folder / kind, schema)
     return Log(index, counted(index, schema, preset, **changes))
@@ -224,7 +217,6 @@ def prepared(log: Log, out: Path, *, format: str, shuffle: str) -> Log:
 
 
 def adopted(folder: Path) -> Log:
-    """Write arrays of TorchRec's scripts and adopt them."""
     write_arrays(folder, rows=90, files=3)
     rayrec.adopt(str(folder), split="none", rows_per_segment=20, console=Console(quiet=True))
     preprocessor = Preprocessor.load(str(folder / "preprocessor"))

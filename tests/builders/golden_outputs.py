@@ -103,7 +103,6 @@ def own_table(rows: int, *, seed: int = 5) -> pa.Table:
 
 
 def write_own_log(folder: Path, *, rows: int, seed: int = 5) -> str:
-    """Write two Parquet files of `own_table`, in small row groups."""
     folder.mkdir(parents=True)
     table = own_table(rows, seed=seed)
     for number, part in enumerate((table.slice(0, rows // 2), table.slice(rows // 2))):
@@ -165,19 +164,16 @@ def predictions(name: str, folder: Path, *, address: str) -> dict[str, Any]:
 
 
 def counted(schema: Schema, path: str, out: Path, **options: Any) -> Preprocessor:
-    """The Preprocessor of a log, stored in folder `out`."""
     options = {"engine": "threads", "console": QUIET, "min_count": 2, **options}
     rayrec.vocabulary(path, out=str(out), schema=schema, **options)
     return Preprocessor.load(str(out))
 
 
 def scoring_app(preprocessor: Preprocessor) -> ScoringApp:
-    """The HTTP application with a model whose weights come from a seed."""
     return make_app(make_model(preprocessor, seed=1), max_rows=20, max_body_bytes=200_000)
 
 
 def exported_encoder(folder: Path) -> Any:
-    """The Encoder that an export has in encode.py, for a Preprocessor's folder."""
     program = folder.parent / "encode.py"
     program.write_text(encoder_program())
     return runpy.run_path(str(program))["Encoder"](str(folder))

@@ -46,12 +46,10 @@ def rows_of(part: Any) -> list[tuple[bytes, ...]]:
 
 
 def unlabelled(lines: list[bytes]) -> bytes:
-    """Return the lines of a text log without their labels."""
     return b"".join(line.partition(b"\t")[2] for line in lines)
 
 
 def learn(index: LogIndex, schema: Schema = SCHEMA, preset: Preset = RAYREC) -> Preprocessor:
-    """Build the Preprocessor of all rows of a log."""
     parts = list(index.parts(0, index.rows))
     with count_log(preset.counting(schema), parts, engine=LoopEngine()) as counts:
         return make_preprocessor(preset, schema, counts)

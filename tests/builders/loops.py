@@ -34,7 +34,6 @@ class StopSignal:
 
 
 def fake_setup(pipeline: Any, **parts: Any) -> Any:
-    """Return the setup of a worker whose pipeline needs no model."""
     made = {
         "multiply_adds_per_row": None,
         "peak_multiply_adds_per_s": None,

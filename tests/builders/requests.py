@@ -61,7 +61,6 @@ async def request(
 
 
 def ask(app: Callable[..., Awaitable[None]], method: str, path: str, **arguments: Any) -> Reply:
-    """Send a request, and return its answer."""
     reply = asyncio.run(request(app, method, path, **arguments))
     assert reply is not None
     return reply
@@ -73,7 +72,6 @@ def post(app: Callable[..., Awaitable[None]], content: bytes | Any, **arguments:
 
 
 def score(app: Callable[..., Awaitable[None]], content: bytes | Any) -> dict[str, Any]:
-    """Score content, and return the values of the answer."""
     reply = post(app, content)
     assert reply.status == 200, reply.body
     return reply.json()

@@ -95,7 +95,6 @@ def write_run(folder: Path, events: list[dict[str, Any]] | None = None, *, mode:
 
 
 def cut(events: list[dict[str, Any]]) -> int:
-    """Return the index of the failure."""
     return next(number for number, event in enumerate(events) if event["kind"] == "failure")
 
 

@@ -56,7 +56,6 @@ def events_of(run: str | Path, *kinds: str) -> list[dict[str, Any]]:
 
 
 def losses(run: str | Path) -> list[float]:
-    """Return the losses of logged steps."""
     return [event["loss"] for event in events_of(run, "step")]
 
 

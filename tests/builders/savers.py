@@ -44,7 +44,6 @@ class Run:
 
 
 def save(saver: Saver, step: int, tensors: dict[str, Any], *, score: float | None = None, **state: Any) -> Checkpoint:
-    """Save, and wait until it is through."""
     assert saver.begin(step, tensors, state=state, score=score)
     saver.wait()
     assert saver.last is not None

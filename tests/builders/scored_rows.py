@@ -19,8 +19,6 @@ CLASSES = 4
 
 
 class Net(torch.nn.Module):
-    """Network with tied weights and a buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = torch.nn.Linear(CLASSES, CLASSES, bias=False)
@@ -74,7 +72,6 @@ class Scored(DataParallelWorkload):
 
 
 def scored() -> TrainConfig:
-    """Return the recipe."""
     return TrainConfig(recipe="scored", workload=Scored(), eval_batch_size=10)
 
 
@@ -92,7 +89,6 @@ def trained(folder: Path) -> tuple[str, Net]:
 
 
 def rows_file(folder: Path, rows: int, *, labelled: bool = True) -> str:
-    """Write a file with N rows."""
     rng = np.random.default_rng(rows)
     arrays: dict[str, np.ndarray] = {"x": rng.normal(size=(rows, CLASSES)).astype(np.float32)}
     if labelled:

@@ -46,7 +46,6 @@ def config(recipe: TrainConfig, folder: Path, name: str = "run", *, gpu: bool = 
 
 
 def clicks(log: str, folder: Path, name: str = "run", **changes: Any) -> dict[str, Any]:
-    """Train a run on the log. Returns its summary."""
     return train(config(criteo_demo(log), folder, name, **changes)).summary
 
 

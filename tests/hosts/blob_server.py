@@ -198,7 +198,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _is_signed(self) -> bool:
-        """Whether the request has the signature that Azure's Shared Key asks for."""
         headers = {name.lower(): value for name, value in self.headers.items()}
         values = [headers.get(name, "") for name in _SIGNED]
         if values[2] == "0":

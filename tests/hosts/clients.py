@@ -14,7 +14,6 @@ TOKEN = "open sesame"
 
 
 def ask(port: int, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-    """Send a request, with a body of lines. Returns the status and body of the answer."""
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=120)) as connection:
         headers = {"content-type": "text/tab-separated-values", "authorization": f"Bearer {TOKEN}"}
         connection.request(method, path, body=body, headers=headers)

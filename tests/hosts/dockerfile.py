@@ -59,7 +59,6 @@ class Stage:
     command: list[str] = field(default_factory=list)
 
     def run(self, *command: str, binds: Mapping[Path, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-        """Runs a command in it, as its user and in its folder."""
         listed = self.root.with_suffix(".binds")
         listed.write_text("".join(f"{source} {target}\n" for source, target in binds.items()))
         homes = {line.split(":")[2]: line.split(":")[5] for line in (self.root / "etc/passwd").read_text().splitlines()}

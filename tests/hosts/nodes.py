@@ -83,14 +83,12 @@ class _Space:
         self._enter = ["nsenter", "--target", str(self.pid), *kinds, "--"]
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """Return the command that runs `command` in here."""
         return [*self._enter, *command]
 
     def call(self, command: str) -> None:
         subprocess.run(self.command(command.split()), check=True, capture_output=True)
 
     def end(self) -> None:
-        """SIGKILLs all that runs in here."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self._holder.communicate()
@@ -132,7 +130,6 @@ class Node:
         return self.start_rayrec(*arguments, **environment).wait(timeout_s=timeout_s)
 
     def start_rayrec(self, *arguments: str, **environment: str) -> Session:
-        """Start a command of rayrec on the cluster, which it finds by RAY_ADDRESS."""
         return self.start(*RAYREC, *arguments, **{"RAY_ADDRESS": self._network.head_address, **environment})
 
     def start_ray(self, has: Mapping[str, float], *, head: bool, **environment: str) -> Session:
@@ -171,13 +168,11 @@ class Node:
         self._space.call(f"tc qdisc replace dev eth0 root {settings}")
 
     def sent_bytes(self) -> int:
-        """What has left the node since it was made."""
         lines = self.run("cat", "/proc/net/dev").out.splitlines()
         (eth0,) = (line.split(":", 1)[1] for line in lines if line.strip().startswith("eth0:"))
         return int(eth0.split()[8])
 
     def end(self) -> None:
-        """The machine goes, with all that runs on it."""
         self._space.end()
 
 

@@ -85,8 +85,6 @@ def pids(fits: Callable[[int], object]) -> list[int]:
 
 
 def kill_all(find: Callable[[], list[int]], *, timeout_s: float = 120) -> None:
-    """SIGKILL processes until none is found."""
-
     def none_left() -> bool:
         for pid in (left := find()):
             with contextlib.suppress(ProcessLookupError):
@@ -97,8 +95,6 @@ def kill_all(find: Callable[[], list[int]], *, timeout_s: float = 120) -> None:
 
 
 class Process(NamedTuple):
-    """Process that /proc shows."""
-
     pid: int
     parent: int
     state: str
@@ -149,11 +145,9 @@ class Session(EndsOnExit):
 
     @property
     def status(self) -> int:
-        """The exit status; call `wait` before."""
         return self.process.returncode
 
     def wait(self, *, timeout_s: float = 240) -> Self:
-        """Wait until the command has ended."""
         try:
             self.process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -179,7 +173,6 @@ class Session(EndsOnExit):
         return [process for pid in found if (process := read_process(pid))]
 
     def find(self, role: str) -> list[Process]:
-        """Those of a role, lowest pid first."""
         found = {process.pid: process for process in self.processes() if ROLES[role] in process.command}
         # A process that the raylet is about to start shows the raylet's own command line.
         return [process for pid, process in sorted(found.items()) if process.parent not in found]
@@ -214,7 +207,6 @@ class Session(EndsOnExit):
         return False
 
     def end(self) -> None:
-        """SIGKILLs whatever is left of the session."""
         kill_all(lambda: [process.pid for process in self.processes()])
         self.process.wait()
 
@@ -239,7 +231,6 @@ class RayCluster(Session):
         return address
 
     def drain_node(self, seconds: float, *, node: int) -> None:
-        """Announces that a node will be gone in so many seconds."""
         answer = self._ask({"drain_s": seconds, "node": node})
         assert answer.startswith("(True"), answer
 
@@ -319,7 +310,6 @@ class Run(EndsOnExit):
 
     @property
     def session(self) -> Session:
-        """Of the latest command."""
         return self._sessions[-1]
 
     @property
@@ -336,7 +326,6 @@ class Run(EndsOnExit):
         return self
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
-        """So far, in the order written."""
         return events_so_far(self.path, *kinds)
 
     def wait_for(self, kind: str, *, step: int = 0, since: float = 0.0, timeout_s: float = 180) -> dict[str, Any]:
@@ -360,7 +349,6 @@ class Run(EndsOnExit):
         return self.session.wait(timeout_s=timeout_s).status
 
     def summary(self, *, timeout_s: float = 240) -> dict[str, Any]:
-        """Of the run that the latest command finishes."""
         status = self.exit_status(timeout_s=timeout_s)
         assert status == 0, f"exit status {status}:\n{self.session.err[-6000:]}"
         return storage.read_json(storage.join(self.path, "summary.json"))
@@ -376,7 +364,6 @@ class Run(EndsOnExit):
 
 
 def finished(config: TrainConfig, folder: Path, *, cache: Path) -> dict[str, Any]:
-    """Return the summary of a run that nothing happens to."""
     with Run(config, folder, cache=cache).start() as run:
         return run.summary()
 

@@ -95,11 +95,9 @@ class SlurmCluster:
         return out.read_text().strip()
 
     def submit(self, *arguments: str) -> str:
-        """With the arguments of sbatch; the id of the job."""
         return self.call("sbatch", "--parsable", "--cpus-per-task=1", *arguments)
 
     def field(self, job: str, name: str) -> str:
-        """Of what Slurm shows about a job: `JobState`, `Restarts` and others."""
         return dict(word.split("=", 1) for word in self.call("scontrol", "show", "job", job).split() if "=" in word)[name]
 
     def wait_for(self, job: str, state: str, *, restarts: int) -> None:
@@ -109,7 +107,6 @@ class SlurmCluster:
         until(is_there, timeout_s=240, pause_s=0.2, told=told)
 
     def log(self, job: str) -> str:
-        """What it printed, in all its attempts."""
         return "".join(log.read_text() for log in self.folder.glob(f"*-{job}.log"))
 
     def end(self) -> None:

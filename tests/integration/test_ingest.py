@@ -1,6 +1,5 @@
 """From log files through Ray Data to batches, as a training run does it, on a local Ray."""
 
-import gzip
 import os
 import threading
 import time
@@ -16,7 +15,6 @@ import pytest
 import ray
 from builders.faults import rejects
 from builders.logs import open_index, rows_of
-from builders.same import assert_same
 
 from rayrec import storage
 from rayrec.data.encoding.counts import count_log
@@ -132,22 +130,6 @@ def test_index_numbers_all_rows_and_is_cached(click_log: Path, tmp_path: Path) -
     assert index_log(files, SCHEMA, segment_bytes=SEGMENT_BYTES, context=context) == made
     assert not done  # read back
     assert len(os.listdir(tmp_path)) == 1
-
-
-def test_several_files_and_chunks(click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Days in numeric order, each in several chunks: the same rows as in one piece."""
-    monkeypatch.setattr("rayrec.data.log_source.CHUNK_BYTES", 400_000)
-    lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:9000]
-    for day, name in enumerate(("day_2", "day_10", "day_11.gz")):
-        text = b"".join(lines[day * 3000 : day * 3000 + 3000])
-        (tmp_path / name).write_bytes(gzip.compress(text, 1) if name.endswith("gz") else text)
-    notes: list[str] = []
-    index = open_here(tmp_path, tmp_path / "elsewhere", notes.append)
-    assert ["because gzip cannot be split" in note for note in notes] == [True]
-    whole, _ = parse(SCHEMA, b"".join(lines))
-    assert index.rows == whole.rows == 9000
-    assert_same(read_segments(index.segments, SCHEMA), whole, ignored="files")
-    assert len({segment.path for segment in index.segments}) == 3
 
 
 def test_streamed_block_ranges_are_in_order(index: LogIndex, preprocessor: Preprocessor, shared: Shared[Preprocessor]) -> None:

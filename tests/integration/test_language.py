@@ -39,13 +39,11 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def preprocessed(folder: Path, **options: Any) -> Path:
-    """Preprocess FOLDER/text.txt to FOLDER/tokens."""
     rayrec.preprocess(str(folder / "text.txt"), out=str(folder / "tokens"), format="mds", console=QUIET, **options)
     return folder / "tokens"
 
 
 def small(tokens: Path, storage_path: Path, *, workload: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:
-    """Return a run of some seconds."""
     own: dict[str, Any] = {"optimizer": {"learning_rate": 0.01}, "max_new_tokens": 24}
     own |= {"model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": BLOCK, "dropout": 0.1}, **(workload or {})}
     fields = {**TWO_WORKERS, "batch_size": 8, "eval_batch_size": 20, "evaluate_every": 20, "log_every": 1}
@@ -53,7 +51,6 @@ def small(tokens: Path, storage_path: Path, *, workload: dict[str, Any] | None =
 
 
 def of_workers(workers: int) -> dict[str, Any]:
-    """Return the settings of so many workers, with 16 rows a step."""
     return {"scaling": threads_of(workers), "batch_size": 16 // workers}
 
 

@@ -57,7 +57,6 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all machines share."""
     return tmp_path_factory.mktemp("shared")
 
 

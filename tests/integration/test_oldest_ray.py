@@ -29,7 +29,6 @@ def _oldest() -> str:
 
 @pytest.fixture(scope="module")
 def run(shared_folder: Path) -> Callable[..., str]:
-    """A function that runs Python with that Ray and returns the output."""
     folder = Path(os.environ.get("RAYREC_TEST_CACHE") or shared_folder) / f"ray-{_oldest()}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--retries", "10", "--timeout", "60", "--no-deps"]

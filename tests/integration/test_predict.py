@@ -49,7 +49,6 @@ class Model:
         return prediction.predict_to(settings.pop("checkpoint", self.checkpoint), str(path or self.log), str(out), **settings)
 
     def columns(self, path: Path, **changes: Any) -> Columns:
-        """Predict in this process."""
         out = path.with_name(f"{path.name}-out")
         self.predict_to(out, path, **changes)
         table = pq.read_table(out)
@@ -146,9 +145,7 @@ def test_predict_writes_parquet(whole: Columns, scores: tuple[Path, dict[str, An
     rejects("exists already", model.predict_to, out)
 
 
-def test_killed_predict_resumes(
-    scores: tuple[Path, dict[str, Any]], model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_predict_resumes(scores: tuple[Path, dict[str, Any]], model: Model, tmp_path: Path, monkeypatch: Any) -> None:
     """Bytes are equal, and complete rows are not scored again."""
     _small_parts(monkeypatch)
     out, tables, begun = tmp_path / "out", ScoringJob.tables, []

@@ -1,6 +1,5 @@
 """Prepared data in place of the raw log: the same weights, bit for bit; and logs that are not Criteo's."""
 
-import json
 import random
 import tempfile
 from pathlib import Path
@@ -18,7 +17,7 @@ from builders.runs import QUIET, check_same_run, short_run, train
 import rayrec
 from rayrec import recipes
 from rayrec.data.synthetic import generate
-from rayrec.schema import Schema, load_schema
+from rayrec.schema import Schema
 
 BLOCKS = {"block_bytes": 1 << 18, "segments_per_block": 4}
 
@@ -57,15 +56,12 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def raw_run(log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The folder and the summary of a run on the raw log."""
     runs = tmp_path_factory.mktemp("raw-run")
     return runs / "raw", trained(log, runs, name="raw")
 
 
 @pytest.mark.parametrize("format", ["binary", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("npy", "parquet"))])
-def test_preprocessed_data_trains_same_weights(
-    log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path, format: str
-) -> None:
+def test_preprocessed_data_trains_same_weights(log: Path, raw_run: Any, tmp_path: Path, format: str) -> None:
     """The vocabulary is counted from the training rows in both cases, and every batch is the same."""
     made = preprocessed(log, tmp_path / format, format, split="sevenths", **BLOCKS)
     ready = trained(tmp_path / format, tmp_path, name="ready", train_data={"in_memory": format == "npy"})
@@ -189,8 +185,3 @@ def test_row_numbers_follow_table_order(tmp_path: Path) -> None:
     assert predicted(Path(run.folder), tmp_path / "a.parquet")["row"].to_pylist() == expected
     expected += [row for row in range(600, 650) if row != 607]
     assert predicted(Path(run.folder), tmp_path / "*.csv")["row"].to_pylist() == expected
-
-
-def test_schema_files() -> None:
-    assert load_schema(json.dumps({**MOVIES.to_dict(), "delimiter": ","}), "s.yaml") == MOVIES
-    rejects(r"^s\.yaml: [^\n]*lists names b", load_schema, "{sparse: [a], lists: [b]}", "s.yaml")

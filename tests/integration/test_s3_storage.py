@@ -36,7 +36,6 @@ MIB = 1 << 20
 
 @pytest.fixture
 def folder(bucket: str, request: pytest.FixtureRequest) -> str:
-    """The URL of a folder that no other test uses."""
     return f"{bucket}/{request.node.name}"
 
 
@@ -182,9 +181,7 @@ def test_wrong_secret_is_reported_at_once(folder: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.exhaustive
-def test_profile_provides_endpoint_region_and_credentials(
-    folder: str, s3_server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_profile_provides_endpoint_region_and_credentials(folder: str, s3_server: Any, monkeypatch: Any, tmp_path: Path) -> None:
     storage.write_bytes(f"{folder}/a", b"1")
     for name in s3_server.environment:
         monkeypatch.delenv(name)

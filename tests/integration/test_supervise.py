@@ -38,7 +38,6 @@ class Head:
         self.url = f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Start the head without waiting for an answer."""
         names = ("dashboard-port", "port", "ray-client-server-port", "dashboard-agent-listen-port")
         ports = [f"--{name}={self._port + offset}" for offset, name in enumerate(names)]
         others = f"--dashboard-host=127.0.0.1 --temp-dir={self.folder}/ray --num-cpus=2 --object-store-memory=200000000"
@@ -73,8 +72,6 @@ class Head:
 
 
 class Supervised(Run):
-    """Run under `rayrec supervise`."""
-
     def __init__(self, config: TrainConfig, head: Head, folder: Path, *, cache: Path) -> None:
         super().__init__(config, folder / f"{config.name}_commands", cache=cache)
         self.state, self._head = folder / f"{config.name}.json", head

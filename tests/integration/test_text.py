@@ -38,7 +38,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def here() -> Any:
-    """Run the tasks of a block in this process."""
     return mock.patch.object(preparing, "engine", return_value=nullcontext(LoopEngine()))
 
 
@@ -48,7 +47,6 @@ def prepared(text: str | Path, out: str | Path, **options: Any) -> dict[str, Any
 
 @pytest.fixture(scope="module")
 def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that one process makes."""
     out = tmp_path_factory.mktemp("alone") / "out"
     with here():
         prepared(text, out)

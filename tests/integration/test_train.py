@@ -55,7 +55,6 @@ def finished(local_ray: None, click_log: Path, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def alone(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Train with one worker in this process."""
     config = small(click_log, tmp_path_factory.mktemp("runs"), cluster={"address": "none"})
     return config, train(config)
 
@@ -142,18 +141,6 @@ def test_finished_run_can_be_extended(click_log: Path, tmp_path: Path) -> None:
     check_same_run(grown.summary, straight.summary, "metrics", restarts=0)
     assert losses(grown.folder) == losses(straight.folder)
     assert grown.checkpoint.endswith("step_00000008")
-
-
-@pytest.mark.exhaustive
-def test_resumed_run_rejects_other_rows(click_log: Path, tmp_path: Path) -> None:
-    config = small(click_log, tmp_path, name="run", steps=4, evaluate_every=4)
-    folder = Path(train(config).folder)
-    (folder / "summary.json").unlink()  # it was about to finish
-    rejects(r"trained with other settings \(seed: 0 -> 1\)[^\n]* another --name$", train, config.replace(seed=1, steps=8))
-    (tmp_path / "part.txt").write_bytes(b"".join(lines_of(click_log)[:15_000]))
-    part = config.replace(train_data={"path": str(tmp_path / "part.txt")}, steps=8)
-    rejects(r"^train_data: cannot resume, .*order changed.* another --name\.$", train, part)
-    assert train(config.replace(steps=8)).summary["rows_lost"] == 0
 
 
 class RepeatingWorkload(ClickWorkload):
@@ -301,15 +288,6 @@ def test_invalid_rows_are_counted_or_rejected(click_log: Path, tmp_path: Path) -
     assert not os.path.exists(tmp_path / "runs" / "strict" / "summary.json")
 
 
-def test_saves_between_evaluations_keep_best(click_log: Path, tmp_path: Path) -> None:
-    """With a save before the first evaluation, and early stopping."""
-    config = small(click_log, tmp_path, evaluate_every=5, checkpoint={"every": 4}, early_stopping={"patience": 1}, steps=18)
-    summary = train(config).summary
-    best = max(events_of(tmp_path / "run", "evaluate"), key=lambda event: (event["auroc"], event["step"]))
-    assert summary["chosen_step"] == best["step"]
-    assert Checkpoint(summary["checkpoint"]).manifest()["state"]["progress"]["step"] == best["step"]
-
-
 def test_short_evaluations_reach_target(click_log: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"eval_rows": 300, "early_stopping": {"patience": 0, "target": 0.4}, "log_every": 2}
     config = small(click_log, tmp_path, **changes, observe={"accuracy": True, "by_worker": True}, cluster={"address": "none"})
@@ -326,16 +304,6 @@ def test_short_evaluations_reach_target(click_log: Path, tmp_path: Path) -> None
     for event in events_of(tmp_path / "run", "step"):
         assert event["workers"] == [{"loss": event["loss"], "accuracy": event["accuracy"]}]
         assert (256 * event["accuracy"]).is_integer()
-
-
-@pytest.mark.exhaustive
-def test_one_class_validation_uses_logloss(click_log: Path, tmp_path: Path) -> None:
-    clicks = [line for line in lines_of(click_log) if line.startswith(b"1")][:300]
-    (tmp_path / "only_clicks.txt").write_bytes(b"".join(clicks))
-    config = small(click_log, tmp_path, steps=8, evaluate_every=4, early_stopping={"patience": 2})
-    summary = train(config.replace(eval_data={"path": str(tmp_path / "only_clicks.txt")})).summary
-    assert summary["metrics"]["label_rate"] == 1.0
-    assert Path(summary["checkpoint"], "manifest.json").exists()
 
 
 @pytest.mark.exhaustive

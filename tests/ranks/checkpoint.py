@@ -70,7 +70,6 @@ def _be_rank(what: str | Callable[[str, int], None], rank: int, size: int, folde
 
 
 def whole(factor: float = 1) -> dict[str, torch.Tensor]:
-    """Return the unsharded tensors of a run."""
     return {
         "model.rows": torch.arange(30.0).reshape(10, 3) * factor,
         "model.columns": torch.arange(30.0).reshape(3, 10) * factor,
@@ -183,7 +182,6 @@ def read_once(folder: str, rank: int) -> None:
 
 
 def lease_of(rank: int, folder: str) -> dict[str, Any]:
-    """Acquire the lease on rank 0."""
     return {} if rank == 0 else {"lease": None}
 
 
@@ -303,7 +301,6 @@ def full() -> None:
 
 
 def raised(function: Callable[[], Any]) -> str:
-    """Return the error of a function as text."""
     try:
         function()
     except checkpoint.DamagedError as error:

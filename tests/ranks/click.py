@@ -78,7 +78,6 @@ def config(tables: list[int], world_size: int, **settings: Any) -> TrainConfig:
 
 
 def prepared(tables: list[int], inputs: Schema | None = None) -> Any:
-    """Return the parts of a preparation that set-up needs."""
     preprocessor = InProcess(SimpleNamespace(sparse=[], multi_hot=object()))
     others = {"sets": {"train": SimpleNamespace(rows=10_000)}, "preprocessor": preprocessor, "teacher": None}
     return SimpleNamespace(inputs=inputs or schema(tables), num_embeddings=tables, **others)

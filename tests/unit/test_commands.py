@@ -137,7 +137,6 @@ def test_results_exclude_library_output(verb: str, monkeypatch: pytest.MonkeyPat
 
 
 def run(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
-    """Return exit status, standard output and standard error of a command."""
     status = cli.run(list(arguments))
     out, err = capsys.readouterr()
     return status, out, err
@@ -199,6 +198,8 @@ def test_file_flags_accept_space_or_equals_sign(capsys: Capture, tmp_path: Path,
         (b"recipe: click\n", "no recipe 'click'; did you mean 'clicks'?"),
         (b"recipe: clicks\nstep: 3\n", "step: TrainConfig has no such field; did you mean 'steps'?"),
         (b"recipe: clicks\nname: ..\n", "name: must have 1 to 128 letters"),
+        (b"recipe: clicks\n3: 4\n", "field names must be strings, got 3"),
+        (b"recipe: !!python/object/apply:os.getcwd []\n", "not YAML"),
     ],
     ids=str,
 )

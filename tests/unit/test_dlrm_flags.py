@@ -94,9 +94,7 @@ def test_unsupported_flags_raise(tmp_path: Path) -> None:
         assert [fix for fix in fixes if fix not in str(raised.value)] == []
 
 
-def test_trains_on_random_rows_and_adopted_arrays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trains_on_random_rows_and_adopted_arrays(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.run(["dlrm", *f"{SMALL} --num_embeddings 100 --limit_train_batches 3".split()]) == 0
     out, err = capsys.readouterr()

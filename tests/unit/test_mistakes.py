@@ -39,19 +39,16 @@ def train(flags: str) -> Make:
 
 
 def log(content: bytes | str) -> Make:
-    """Train on one file."""
     return command("train criteo_demo --train-data.path FOLDER/train.txt", train__txt=content)
 
 
 def table(content: str | pa.Table, schema: str = SCHEMA, *, verb: str = "train") -> Make:
-    """Train on one table, with a schema file."""
     file = "log__csv" if isinstance(content, str) else "log__parquet"
     line = f"{verb} clicks --schema=FOLDER/schema.yaml --train-data.path FOLDER/{file.replace('__', '.')}"
     return command(line, schema__yaml=schema, **{file: content})
 
 
 def good(flags: str) -> Make:
-    """Train on a valid log with other flags."""
     paths = "--train-data.path FOLDER/train.txt --storage-path FOLDER/runs"
     return command(f"train criteo_demo {paths} {flags}", train__txt=CRITEO * 50)
 

@@ -283,7 +283,6 @@ NAME = "optimizer.weight.momentum1"
 
 
 def table(kind: Any = "rowwise_adagrad") -> tuple[torch.nn.Module, Any]:
-    """Weights of 3 rows by 8 columns."""
     model = torch.nn.Linear(8, 3, bias=False)
     return model, data_parallel_optimizer(SparseOptimizerConfig(kind=kind), dict(model.named_parameters()))
 

@@ -40,7 +40,6 @@ def values(factor: float = 1) -> dict[str, torch.Tensor]:
 
 
 def save_all(saver: Saver, *steps: int) -> None:
-    """Save each step with its own values, and close the saver."""
     for step in steps:
         save(saver, step, values(step))
     saver.close()

@@ -93,9 +93,7 @@ def test_processes_with_same_modules_share_template(server: ForkServer, program:
 
 
 @pytest.mark.parametrize("added", [{}, {MODULES: "sndhdr,no_such_module"}])
-def test_forked_processes_have_high_oom_score(
-    server: ForkServer, program: Path, added: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forked_processes_have_high_oom_score(server: ForkServer, program: Path, added: dict[str, str], monkeypatch: Any) -> None:
     """Linux then kills them first, like processes started by Ray's node manager."""
     own = int(Path("/proc/self/oom_score_adj").read_text())
     found, _ = started(program, server.address, added=added)
@@ -118,9 +116,7 @@ os.fork = failing_fork
 
 
 @pytest.mark.parametrize("added", [{}, {MODULES: "chunk"}])
-def test_fork_server_survives_failed_fork(
-    program: Path, tmp_path: Path, added: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fork_server_survives_failed_fork(program: Path, tmp_path: Path, added: dict[str, str], monkeypatch: Any) -> None:
     (tmp_path / "failing_fork.py").write_text(FAILING_FORK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     full = tmp_path / "full"
@@ -194,14 +190,12 @@ class NodeManager:
             self._process = subprocess.Popen(arguments, stdin=pipe, stdout=pipe, stderr=errors, text=True)
 
     def start(self, program: Path, python: str, **added: str) -> str:
-        """Run the program and return its output."""
         command = f"{python} {program} --temp-dir={self._folder} --session-name=session_1"
         variables = {name: value for name, value in os.environ.items() if name != forked_worker.SOCKET}
         print(json.dumps([command, {**variables, **added}]), file=self._process.stdin, flush=True)
         return "".join(iter(self._process.stdout.readline, "done\n"))
 
     def errors(self) -> str:
-        """Return the standard error of all programs so far."""
         return self._errors.read_text()
 
     def kill(self) -> None:

@@ -76,9 +76,7 @@ def test_ensemble_logit_is_mean(models: list[Saved], together: str) -> None:
     np.testing.assert_allclose(targets(labelled), 1 / (1 + np.exp(-served.score(labelled))), atol=1e-6)
 
 
-def test_ensemble_is_nested_and_exported(
-    models: list[Saved], together: str, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ensemble_is_nested_and_exported(models: Any, together: str, click_log: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     twice, out = str(tmp_path / "twice"), tmp_path / "export"
     assert run(["ensemble", together, str(models[1].run), "--out", twice]) == 0

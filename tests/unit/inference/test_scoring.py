@@ -201,7 +201,6 @@ def test_scoring_resumes_at_block_and_raises_errors_in_order() -> None:
 
 # Served model of every kind, which must score like the trained network and needs no training code ---------------------
 def _wide_ids() -> Preprocessor:
-    """Use 64-bit ids without a table of 8 GiB."""
     preprocessor = hashed_preprocessor([40] * 26)
     preprocessor.__dict__["id_dtype"] = np.dtype(np.int64)
     return preprocessor
@@ -279,7 +278,6 @@ def _pieces(size: int, start: int = 0) -> Iterator[pa.Table]:
 
 
 def _complete(folder: Path, size: int = ROWS, *, start: int = 0) -> dict[str, bytes]:
-    """Write the rows from `start` in tables of `size`. Returns the files."""
     with Parts(JobFolder(str(folder))) as parts:
         assert parts.rows == start
         for chunk in _pieces(size, start):

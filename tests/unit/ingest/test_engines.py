@@ -47,9 +47,7 @@ def test_task_outage_wait_follows_placement(monkeypatch: pytest.MonkeyPatch, max
         ({"max_object_store_bytes": 1_000}, 2, ConcurrencyLimits(tasks=1, blocks=1)),
     ],
 )
-def test_stream_limits_tasks_and_blocks(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], prefetch_blocks: int, limits: ConcurrencyLimits
-) -> None:
+def test_stream_limits_tasks_and_blocks(monkeypatch: Any, changes: Any, prefetch_blocks: int, limits: ConcurrencyLimits) -> None:
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
     assert ConcurrencyLimits.of(TaskPlacement(**changes), block_bytes=1_000, prefetch_blocks=prefetch_blocks) == limits
 

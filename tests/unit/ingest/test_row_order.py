@@ -233,7 +233,6 @@ def make_order(sizes: list[int], shuffle: str, segments_per_block: int = 2, file
 
 
 def log_rows(blocks: list[Block]) -> list[int]:
-    """Row numbers of the log, in the order of the epoch."""
     rows: list[int] = []
     for block in blocks:
         of_segments = [segment.first_row + i for segment in block.segments for i in range(segment.rows)]

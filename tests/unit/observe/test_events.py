@@ -158,9 +158,7 @@ def test_writer_repairs_end_after_crash(path: Path) -> None:
     assert path.read_bytes().count(b"torn_line") == 1
 
 
-def test_writer_counts_losses_also_without_file_and_warns_once(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_writer_counts_losses_also_without_file_and_warns_once(path: Path, monkeypatch: Any, caplog: Any, tmp_path: Path) -> None:
     with caplog.at_level(logging.WARNING), EventWriter(path) as writer:
         writer.write("step", step=1)
         with monkeypatch.context() as patched:
@@ -282,8 +280,6 @@ def url(folder: Path) -> str:
 
 
 class Store:
-    """Object store that can be out and counts uploads."""
-
     def __init__(self) -> None:
         self.is_out, self.num_uploads, self.num_refused = False, 0, 0
         self._write = storage.write_bytes

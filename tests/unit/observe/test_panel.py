@@ -219,8 +219,6 @@ def test_top_returns_when_run_fails_or_stops(tmp_path: Path, last: dict[str, Any
 
 # Console output errors never end a run --------------------------------------------------------------------------------
 class Stream(io.StringIO):
-    """Standard error, as a terminal or not, optionally on a full disk."""
-
     def __init__(self, *, terminal: bool) -> None:
         super().__init__()
         self.terminal, self.full, self.num_errors = terminal, False, 0
@@ -243,7 +241,6 @@ def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S
 
 
 def use(console: Console) -> list[str]:
-    """Use the console like a run and return the completed parts."""
     done = []
     console.note("a note")
     with console.preparing():

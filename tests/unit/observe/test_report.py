@@ -58,7 +58,6 @@ def _charts(page: str) -> list[ElementTree.Element]:
 
 
 def _chart(page: str, begin: str) -> ElementTree.Element:
-    """Return the chart whose label starts with `begin`."""
     return next(chart for chart in _charts(page) if chart.get("aria-label", "").startswith(begin))
 
 
@@ -67,7 +66,6 @@ def _tips(chart: ElementTree.Element) -> list[str]:
 
 
 def _text(run: report.Run | list[dict[str, Any]], **options: Any) -> str:
-    """Return the report's text for a run or events."""
     return _Page(report.render(report.Run("", run, None) if isinstance(run, list) else run, **options)).text
 
 

@@ -232,9 +232,7 @@ def test_adopted_scores_match_raw_scores(runs: tuple[Path, Path], adopted: Path,
         assert (wrong.status, wrong.json()["error"]["field"]) == (400, "cat_3")
 
 
-def test_adopt_reuses_preprocessor_of_run_and_plans_tables(
-    runs: tuple[Path, Path], arrays: Path, adopted: Path, tmp_path: Path
-) -> None:
+def test_adopt_reuses_preprocessor_of_run_and_plans_tables(runs: Any, arrays: Path, adopted: Path, tmp_path: Path) -> None:
     """IDs missing from the run's tables are taken modulo their rows."""
     folder = shutil.copytree(arrays, tmp_path / "more", ignore=shutil.ignore_patterns("day_[01]*"))
     assert adopt(str(folder), out=str(tmp_path / "own"))["preprocessor"]

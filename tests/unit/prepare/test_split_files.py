@@ -51,7 +51,6 @@ def one_thread(*_: Any, **__: Any) -> nullcontext[ThreadEngine]:
 
 
 def table_of(rows: int = 3000, *, users: int = 200) -> pa.Table:
-    """Create rows that are not sorted by time; `note` is not in the schema."""
     chance = np.random.default_rng(0)
     return pa.table(
         {
@@ -66,7 +65,6 @@ def table_of(rows: int = 3000, *, users: int = 200) -> pa.Table:
 
 
 def written(table: pa.Table, folder: Path, *, files: int = 3, group_rows: int = 200) -> str:
-    """Write Parquet files with small row groups."""
     folder.mkdir()
     size = -(-len(table) // files)
     for number in range(files):
@@ -79,7 +77,6 @@ def split(path: str, out: Path, by: Any, *, schema: Schema = SCHEMA, **options: 
 
 
 def parts_of(out: Path) -> dict[str, pa.Table]:
-    """Return the rows of each part, in file order."""
     files = {name: sorted(out.glob(f"{name}-*.parquet")) for name in ("train", "validation", "test")}
     return {name: pa.concat_tables([*map(pq.read_table, of_part)]) for name, of_part in files.items() if of_part}
 

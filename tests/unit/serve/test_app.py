@@ -488,9 +488,7 @@ def test_chunked_and_late_bodies_and_bearer_tokens() -> None:
         assert ask(app, "GET", path).status == 200
 
 
-def test_token_may_end_in_blank_byte_and_other_host_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, app: ScoringApp
-) -> None:
+def test_token_may_end_in_blank_byte_and_other_host_is_rejected(tmp_path: Path, monkeypatch: Any, app: ScoringApp) -> None:
     """Such as the last byte of à in UTF-8."""
     token = "voilà \u0085".encode()
     (tmp_path / "token").write_bytes(token + b"\n")

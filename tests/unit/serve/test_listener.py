@@ -60,7 +60,6 @@ def _listener(port: int, app: Any = None, *, end_s: float = 5, **limits: float) 
 
 @pytest.fixture
 def listen() -> Iterator[Callable[..., int]]:
-    """Return a function that starts a listener and returns its port. Listeners are closed after the test."""
     with contextlib.ExitStack() as stack:
 
         def start(app: Any = None, **limits: float) -> int:
@@ -106,7 +105,6 @@ REFUSED = b"PUT /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000
 
 
 def _sent_until_closed(port: int, pieces: Iterable[bytes]) -> int:
-    """Return the bytes sent before the server closed the connection."""
     sent = 0
     with _connected(port, 60) as connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         for chunk in pieces:

@@ -218,7 +218,6 @@ SOUND: dict[str, Any] = {"version": VERSION, "files": {}, "tensors": {}, "state"
 
 
 def _save(run: Path, step: int, score: float | None, *, without: str = "", **changes: Any) -> str:
-    """Write the manifest of a checkpoint, changed and without a field."""
     folder, manifest = folder_of(str(run), step), {**SOUND, "score": score, **changes}
     write_json(f"{folder}/{MANIFEST}", seal({name: value for name, value in manifest.items() if name != without}))
     return folder

@@ -50,7 +50,6 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
 
 
 def write(config: TrainConfig, data: Any, *, resumes: bool = False) -> list[str]:
-    """Write training data of a run and return the notes."""
     notes: list[str] = []
     run = storage.join(config.storage_path, "run")
     placed = dataframe_input.with_paths(config, run, {"train_data": data})
@@ -209,9 +208,7 @@ def test_finished_run_rejects_other_data(finished: Path, capsys: pytest.CaptureF
     assert "choose another --name" in line.lower()
 
 
-def test_finished_run_with_same_data_prints_summary_only(
-    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_run_with_same_data_prints_summary_only(finished: Path, capsys: Any, monkeypatch: Any) -> None:
     """At its old or another path; other readers of the folder do not matter."""
     (finished / "log" / "_SUCCESS").write_text("")
     assert train(finished) == 0

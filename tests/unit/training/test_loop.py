@@ -106,8 +106,6 @@ class Loader:
 
 
 class Run:
-    """Run of 20 steps that records its saves and events."""
-
     def __init__(
         self,
         *,
@@ -153,7 +151,6 @@ class Run:
         return loop.run(Training(setup=setup, log=log, save=save, **parts))
 
     def told(self, kind: str) -> list[int]:
-        """Return the steps of a kind of events."""
         return [step for each, step in self.events if each == kind]
 
     def saved(self) -> list[int]:
@@ -700,9 +697,7 @@ def test_first_save_removes_summary_and_slow_save_is_logged_once(tmp_path: Path)
     ]  # fmt: skip
 
 
-def test_failed_matrix_product_is_skipped_or_returns_zero(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_matrix_product_is_skipped_or_returns_zero(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(step_log, "_WINDOW_S", 0.001)
     whole = multiply_adds_per_s(CPU, precision="fp32")
     monkeypatch.setattr(torch.nn.functional, "linear", raising(NotImplementedError("no such operation")))

@@ -178,12 +178,10 @@ class Own(data_parallel.Small):
 
 
 def config(**changes: Any) -> TrainConfig:
-    """Return a click model's configuration for up to four workers with 100 rows each."""
     return recipes.criteo_demo("log").replace(batch_size=100, steps=50, scaling={"num_workers": (1, 4)}).updated(changes)
 
 
 def stored(config: TrainConfig) -> dict[str, Any]:
-    """Return a configuration after a round trip through config.yaml."""
     return yaml.safe_load(config.to_yaml())
 
 

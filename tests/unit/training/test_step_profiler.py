@@ -36,7 +36,6 @@ class Recorded:
         self.profiler = make(on_saved=self.written.append, on_failed=lambda window, cause: self.failed.append(cause))
 
     def record(self, window: Window, first: int, end: int) -> Recorded:
-        """Request a window, train some steps and close."""
         self.profiler.request(window)
         train(self.profiler, first, end)
         self.profiler.close()
@@ -181,7 +180,6 @@ def events(*, rate: float = 0.0) -> list[dict[str, Any]]:
 
 
 def request(folder: Path, train: Callable[[Any], object] | None = None, **changes: Any) -> dict[str, Any]:
-    """Request a profile from a run whose driver, if there is one, trains."""
     settings: dict[str, Any] = {"steps": 2, "note": print, "timeout_s": 120.0 if train else 0.0, **changes}
     with watched_requests(str(folder), SimpleNamespace(send_profile_request=train)) if train else contextlib.nullcontext():
         return request_profile(str(folder), settings.pop("events", events()), **settings)

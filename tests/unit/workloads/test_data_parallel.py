@@ -132,7 +132,6 @@ def test_one_worker_matches_plain_torch_and_evaluates(alone: tuple[Path, list[di
     assert "model.outer.weight" not in stored  # tied to the inner one
     for name, value in drop_tied_tensors(model.state_dict()).items():
         assert torch.equal(stored[f"model.{name}"], value), name
-    _, events = alone
     evaluations = [event for event in events if event["kind"] == "evaluate"]
     assert [event["step"] for event in evaluations] == [6, 12]
     assert evaluations[-1]["accuracy"] * 37 == pytest.approx(round(evaluations[-1]["accuracy"] * 37))

@@ -50,7 +50,6 @@ TOKENIZER = TextTokenizer(FILES, "tokenizer")
 
 
 def folder_of(path: Path, *, files: Files = FILES, block_size: int = BLOCK, sets: Any = ROWS, text: str = "") -> TokenFolder:
-    """Write a folder as `rayrec preprocess` does, without the rows."""
     path.mkdir(exist_ok=True)
     tokenizer = TextTokenizer(files, "tokenizer")
     write_tokenizer(files, str(path / "tokenizer"))
@@ -503,7 +502,6 @@ WIDE = GPT2Config(n_layer=2, n_head=2, n_embd=64, n_positions=24, dropout=0.0)
 
 
 def pair() -> tuple[torch.nn.Module, torch.nn.Module]:
-    """Build our model and HuggingFace's model with the same weights."""
     from transformers import GPT2Config as HuggingFaceConfig
     from transformers import GPT2LMHeadModel
 

@@ -31,7 +31,6 @@ SMALL = ResNetConfig(blocks=(1, 1, 1, 1))
 
 @pytest.fixture
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace Ray's object store by plain references."""
     monkeypatch.setattr("ray.put", lambda value: value)
     monkeypatch.setattr("ray.get", lambda value: value)
 

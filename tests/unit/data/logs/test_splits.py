@@ -175,7 +175,6 @@ ANY = Schema(label="click", dense=("age",), sparse=("user", "tags"), lists=("tag
 
 
 def _values(path: Path, schema: Schema, *columns: str, start: int = 0, stop: int | None = None) -> list[list[object]]:
-    """Return the values of rows [start, stop) in a log of one segment."""
     with tempfile.TemporaryDirectory() as cache:
         (segment,) = open_index(path, schema, segment_bytes=1 << 16, cache=cache).segments
         block = Block((SegmentRange(segment, start, segment.rows if stop is None else stop),), None)

@@ -721,7 +721,6 @@ def rows_of_tables(tables: list[pa.Table]) -> list[tuple[int, bytes, bytes]]:
 
 
 def rows_of_ranges(path: Path, schema: Schema, range_bytes: int) -> list[tuple[int, bytes, bytes]]:
-    """Return the rows in consecutive byte ranges of the file."""
     rows, begin, size = [], 0, path.stat().st_size
     with mock.patch.multiple(csv_reader, READ_BYTES=range_bytes // 2 + 1, _SEARCHED_BYTES=3):
         for start in range(0, size, range_bytes):

@@ -56,7 +56,6 @@ def copies(cache: Path) -> list[Path]:
 
 
 def edited(written: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """A copy of the set whose index is changed."""
     shutil.copytree(written, folder)
     index = json.loads((folder / "index.json").read_text())
     change(index)

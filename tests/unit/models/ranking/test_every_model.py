@@ -75,7 +75,6 @@ def losses(model: ClickModel, batch: Batch, *, steps: int, learning_rate: float)
 def assert_scored_alike(
     model: ClickModel, config: ClickModelConfig, inputs: ModelInputs, rows: tuple[Batch, EncodedRows], tolerance: float
 ) -> None:
-    """Check that the trained model's scores match the scorer's."""
     (batch, encoded), unpooled = rows, unpooled_features(config, inputs)
     model.eval()
     with torch.no_grad():
