@@ -374,9 +374,8 @@ HASHES = {"weights_sha256": "aa", "predict_sha256": "bb"}
 LINE: dict[str, Any] = {"name": "criteo", "losses": [0.5, 0.25], "metrics": {"auroc": "0.75"}, **HASHES}
 
 
-@pytest.mark.parametrize(
-    ("changes", "on_this_machine", "elsewhere"),
-    [
+def test_differences_need_equal_bits_on_one_machine_only() -> None:
+    for changes, on_this_machine, elsewhere in (
         ({}, 0, 0),
         ({"losses": [0.5, 0.2500001]}, 1, 0),
         ({"losses": [0.5, 0.2501]}, 1, 1),
@@ -386,13 +385,11 @@ LINE: dict[str, Any] = {"name": "criteo", "losses": [0.5, 0.25], "metrics": {"au
         ({"predict_sha256": "cc", "export_sha256": "dd"}, 2, 0),
         ({"metrics": {"auroc": "0.7500000000000001", "added": "1"}}, 1, 0),
         ({"metrics": {}}, 1, 0),
-    ],
-)
-def test_differences_need_equal_bits_on_one_machine_only(changes: dict[str, Any], on_this_machine: int, elsewhere: int) -> None:
-    now = {**LINE, **changes}
-    assert len(bits.differences(now, LINE, bits=True)) == on_this_machine
-    assert len(bits.differences(now, LINE, bits=False)) == elsewhere
-    assert len(bits.differences(now, None, bits=False)) == 1
+    ):
+        now = {**LINE, **changes}
+        assert len(bits.differences(now, LINE, bits=True)) == on_this_machine
+        assert len(bits.differences(now, LINE, bits=False)) == elsewhere
+        assert len(bits.differences(now, None, bits=False)) == 1
 
 
 def test_chosen_runs_include_their_dependencies() -> None:

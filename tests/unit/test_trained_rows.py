@@ -68,9 +68,8 @@ def in_another_epoch(given: list[RowNumbers]) -> list[RowNumbers]:
     return [RowNumbers(1, given[0].numbers), *given[1:]]
 
 
-@pytest.mark.parametrize(
-    ("change", "lost", "repeated"),
-    [
+def test_lost_and_repeated_rows_are_detected() -> None:
+    for change, lost, repeated in (
         (list, 0, 0),
         (lambda given: given[1:], 1000, 0),
         (lambda given: [*given, given[7]], 0, 1000),
@@ -79,10 +78,8 @@ def in_another_epoch(given: list[RowNumbers]) -> list[RowNumbers]:
         (lambda given: [*given, RowNumbers(0, np.array([ROWS]))], 0, 1),
         (with_one_exchanged, 1, 1),
         (in_another_epoch, 1, 1),
-    ],
-)
-def test_lost_and_repeated_rows_are_detected(change: Change, lost: int, repeated: int) -> None:
-    assert tally_of(change(batches())).lost_and_repeated(expected()) == (lost, repeated)
+    ):
+        assert tally_of(change(batches())).lost_and_repeated(expected()) == (lost, repeated)
 
 
 def test_lost_and_repeated_are_nearly_exact_and_ranges_merge() -> None:

@@ -44,7 +44,7 @@ from rayrec.checkpoint import (
 from rayrec.checkpoint import reader as reader_module
 from rayrec.checkpoint import state as state_module
 from rayrec.checkpoint.format import UnreadableError, seal
-from rayrec.checkpoint.plan import Box, HostCopy, Part, Plan, check_covered
+from rayrec.checkpoint.plan import HostCopy, Part, Plan, check_covered
 from rayrec.checkpoint.reader import TableReader
 from rayrec.checkpoint.state import (
     RowMap,
@@ -607,9 +607,8 @@ NAN = float("nan")
 STEPS = [10, 20, 30, 40, 50]
 
 
-@pytest.mark.parametrize(
-    ("scores", "retention", "in_use", "removed"),
-    [
+def test_retention_removes_expected_steps() -> None:
+    for scores, retention, in_use, removed in (
         ([None] * 5, Retention(), [], [10, 20, 30]),
         ([None] * 5, Retention(num_to_keep=1), [], [10, 20, 30, 40]),
         ([None] * 5, Retention(num_to_keep=9), [], []),
@@ -622,31 +621,26 @@ STEPS = [10, 20, 30, 40, 50]
         ([0.1, 0.2, 0.3, 0.4, 0.5], Retention(num_to_keep=1, keep_best=1), [], [10, 20, 30, 40]),
         ([None] * 5, Retention(num_to_keep=1, keep_every=20), [], [10, 30]),
         ([None] * 5, Retention(num_to_keep=1, keep_every=100), [], [10, 20, 30, 40]),
-    ],
-)
-def test_retention_removes_expected_steps(scores: list[Any], retention: Retention, in_use: list[int], removed: list[int]) -> None:
-    saved = list(zip(STEPS, scores, strict=True))
-    assert to_remove(saved, retention, in_use=in_use) == removed
-    assert to_remove(saved[::-1], retention, in_use=in_use) == removed
-    assert to_remove([], retention, in_use=in_use) == []
+    ):
+        saved = list(zip(STEPS, scores, strict=True))
+        assert to_remove(saved, retention, in_use=in_use) == removed
+        assert to_remove(saved[::-1], retention, in_use=in_use) == removed
+        assert to_remove([], retention, in_use=in_use) == []
 
 
 # What the ranks of a run must hold together, so that a checkpoint is complete -----------------------------------------
-@pytest.mark.parametrize(
-    ("boxes", "covered"),
-    [
+def test_parts_cover_each_tensor_exactly_once() -> None:
+    for boxes, covered in (
         ([((0, 0), (4, 3))], 12),
         ([((0, 0), (2, 3)), ((2, 0), (2, 3))], 12),
         ([((0, 0), (4, 1)), ((0, 1), (4, 2))], 12),
         ([], 0),
         ([((0, 0), (2, 3))], 6),
         ([((0, 0), (4, 3)), ((0, 0), (4, 3))], 24),
-    ],
-)
-def test_parts_cover_each_tensor_exactly_once(boxes: list[Box], covered: int) -> None:
-    refused = pytest.raises(InputError, match=f"table: the workers have {covered} of its 12 elements")
-    with nullcontext() if covered == 12 else refused:
-        check_covered({"scalar": (), "empty": (0, 4), "table": (4, 3)}, {"scalar": [((), ())], "table": boxes})
+    ):
+        refused = pytest.raises(InputError, match=f"table: the workers have {covered} of its 12 elements")
+        with nullcontext() if covered == 12 else refused:
+            check_covered({"scalar": (), "empty": (0, 4), "table": (4, 3)}, {"scalar": [((), ())], "table": boxes})
     rejects("scalar: the workers have 0 of its 1 elements", check_covered, {"scalar": ()}, {})
 
 

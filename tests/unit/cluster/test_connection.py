@@ -39,9 +39,8 @@ def test_cpu_workers_reserve_half() -> None:
 GPU_NODES = [{"CPU": 96.0, "GPU": 8.0}] * 4
 
 
-@pytest.mark.parametrize(
-    ("others", "data_nodes", "apart", "cpus_each"),
-    [
+def test_data_tasks_separate_if_other_nodes_suffice() -> None:
+    for others, data_nodes, apart, cpus_each in (
         ([{"CPU": 8.0}], "auto", False, 11.25),  # a head of 8 CPUs would starve 32 GPUs
         ([{"CPU": 8.0}], "separate", True, 0.25),
         ([{"CPU": 64.0}] * 2, "auto", True, 4.0),
@@ -49,14 +48,12 @@ GPU_NODES = [{"CPU": 96.0, "GPU": 8.0}] * 4
         ([{"CPU": 120.0}], "auto", False, 14.75),
         ([{"CPU": 0.0}], "auto", False, 11.0),
         ([], "auto", False, 11.0),
-    ],
-)
-def test_data_tasks_separate_if_other_nodes_suffice(others: list[Any], data_nodes: str, apart: bool, cpus_each: float) -> None:
-    shares = shared(*others, *GPU_NODES, num_workers=32, use_gpu=True, data_nodes=data_nodes)
-    assert bool(shares.workers_only) is apart
-    assert (shares.per_worker.label_selector is not None) is apart
-    assert shares.per_worker.max_cpus == cpus_each
-    assert f"{cpus_each:.3g} CPUs for each worker" in shares.text()
+    ):
+        shares = shared(*others, *GPU_NODES, num_workers=32, use_gpu=True, data_nodes=data_nodes)
+        assert bool(shares.workers_only) is apart
+        assert (shares.per_worker.label_selector is not None) is apart
+        assert shares.per_worker.max_cpus == cpus_each
+        assert f"{cpus_each:.3g} CPUs for each worker" in shares.text()
 
 
 def test_fewer_workers_need_fewer_nodes_which_data_tasks_avoid() -> None:
@@ -79,23 +76,19 @@ def test_fewer_workers_need_fewer_nodes_which_data_tasks_avoid() -> None:
 SLOTS = {"resources_per_worker": {"slot": 1.0}, "cpus_per_worker": 0.5, "num_workers": (1, 3)}
 
 
-@pytest.mark.parametrize(
-    ("nodes", "expected"),
-    [
+def test_layout_uses_as_many_workers_as_fit() -> None:
+    for nodes, expected in (
         ([{"CPU": 1.0, "slot": 1.0}], 1),
         ([{"CPU": 1.0, "slot": 1.0}] * 2, 2),
         ([{"CPU": 4.0, "slot": 8.0}] * 2, 3),
         ([{"CPU": 4.0, "slot": 0.6}, {"CPU": 4.0, "slot": 2.6}], 2),
         ([{"CPU": 1.0, "slot": 4.0}], 1),  # a second would leave data tasks nothing
-    ],
-)
-def test_layout_uses_as_many_workers_as_fit(nodes: list[dict[str, float]], expected: int) -> None:
-    assert shared(*nodes, **SLOTS).num_workers == expected
+    ):
+        assert shared(*nodes, **SLOTS).num_workers == expected
 
 
-@pytest.mark.parametrize(
-    ("nodes", "changes", "message"),
-    [
+def test_layout_rejects_unfit_workers() -> None:
+    for nodes, changes, message in (
         ([{"CPU": 2.0}], {"use_gpu": True}, r"a worker needs \{'GPU': 1.0\}, but the cluster has \{'GPU': 0\}"),
         ([{"CPU": 2.0}], SLOTS, r"but the cluster has \{'slot': 0\}"),
         ([{"CPU": 2.0, "slot": 1.0}], {**SLOTS, "num_workers": 2}, "2 workers need 2 slot, but the cluster has 1 for them"),
@@ -105,10 +98,8 @@ def test_layout_uses_as_many_workers_as_fit(nodes: list[dict[str, float]], expec
         ([{"CPU": 8.0}], {"num_workers": (1, 4)}, "Set --scaling.cpus-per-worker"),
         ([{"CPU": 8.0, "GPU": 2.0}], {"use_gpu": True, "data_nodes": "separate"}, "Add other nodes, or choose auto"),
         ([{"CPU": 1.0, "slot": 1.0}], {**SLOTS, "num_workers": (2, 3)}, "2 workers need 2 slot"),
-    ],
-)
-def test_layout_rejects_unfit_workers(nodes: list[dict[str, float]], changes: dict[str, Any], message: str) -> None:
-    rejects(message, shared, *nodes, **changes)
+    ):
+        rejects(message, shared, *nodes, **changes)
 
 
 def test_draining_nodes_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,20 +116,17 @@ def test_draining_nodes_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
 WORKERS = {"state": "CREATED", "bundles": {0: {"CPU": 2.0}, 1: {"CPU": 2.0}}, "bundles_to_node_id": {0: "0", 1: "1"}}
 
 
-@pytest.mark.parametrize(
-    ("nodes", "group", "expected"),
-    [
+def test_nodes_for_tasks_subtracts_placement_groups() -> None:
+    for nodes, group, expected in (
         ([{"CPU": 4.0}, {"CPU": 4.0}], WORKERS, {"0": 2.0, "1": 2.0}),
         ([{"CPU": 2.0}, {"CPU": 4.0}], WORKERS, {"1": 2.0}),  # the workers reserve all of the first
         ([{"CPU": 2.0}, {"CPU": 2.0}], WORKERS, {}),
         ([{"CPU": 2.0}, {"CPU": 2.0}], {**WORKERS, "state": "REMOVED"}, {"0": 2.0, "1": 2.0}),
         ([{"CPU": 2.0}, {"CPU": 4.0}], {**WORKERS, "bundles_to_node_id": {}}, {"0": 2.0, "1": 4.0}),  # not placed yet
-    ],
-)
-def test_nodes_for_tasks_subtracts_placement_groups(nodes: list[Any], group: dict[str, Any], expected: dict[str, float]) -> None:
-    found = [Node(str(number), each) for number, each in enumerate(nodes)]
-    left = nodes_for_tasks(found, [group], shared(*nodes, cpus_per_worker=0.5))
-    assert {node.node_id: node.resources["CPU"] for node in left} == expected
+    ):
+        found = [Node(str(number), each) for number, each in enumerate(nodes)]
+        left = nodes_for_tasks(found, [group], shared(*nodes, cpus_per_worker=0.5))
+        assert {node.node_id: node.resources["CPU"] for node in left} == expected
 
 
 def test_nodes_for_tasks_exclude_workers_and_user_models_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,15 +216,12 @@ def test_credentials_are_sent_on_request_and_only_in_hook(monkeypatch: pytest.Mo
     assert {name: os.environ.get(name) for name in (*S3, "AWS_CA_BUNDLE")} == {**S3, "AWS_CA_BUNDLE": None}
 
 
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
+def test_runtime_env_rejects_invalid_request() -> None:
+    for environment, message in (
         ({**S3, "RAYREC_SEND_CREDENTIALS": "yes"}, "must be 1, to send the store settings to the cluster, or 0, got 'yes'"),
         ({"RAYREC_SEND_CREDENTIALS": "1"}, "no store settings found in the environment. Set AWS_ACCESS_KEY_ID"),
-    ],
-)
-def test_runtime_env_rejects_invalid_request(environment: dict[str, str], message: str) -> None:
-    rejects(message, runtime_env, environment)
+    ):
+        rejects(message, runtime_env, environment)
 
 
 def test_refusal_contains_node_and_settings_without_values() -> None:

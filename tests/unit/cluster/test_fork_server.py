@@ -298,9 +298,8 @@ def test_workers_in_other_languages_start_normally(server: ForkServer, tmp_path:
         assert "rayrec" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("context", "reason"),
-    [
+def test_unsupported_reason_of_runtime_environments() -> None:
+    for context, reason in (
         ({}, ""),
         ({"py_executable": sys.executable, "env_vars": {"RAYREC": "1"}, "command_prefix": []}, ""),
         ({"py_executable": "uv run python"}, "its runtime environment has a custom Python"),
@@ -309,10 +308,8 @@ def test_workers_in_other_languages_start_normally(server: ForkServer, tmp_path:
         ({"env_vars": {"A": "b", "PYTHONPATH": "x"}}, "its runtime environment sets PYTHONPATH"),
         ({"env_vars": {"OMP_NUM_THREADS": "1"}}, "its runtime environment sets OMP_NUM_THREADS"),
         ({"env_vars": {"GOMP_SPINCOUNT": "100"}}, "its runtime environment sets GOMP_SPINCOUNT"),
-    ],
-)
-def test_unsupported_reason_of_runtime_environments(context: dict[str, Any], reason: str) -> None:
-    assert forked_worker.unsupported_reason(context, {MODULES: "torch"}) == reason
+    ):
+        assert forked_worker.unsupported_reason(context, {MODULES: "torch"}) == reason
 
 
 @pytest.mark.parametrize("modules", ["", "torch"])

@@ -304,20 +304,17 @@ def ended(status: int | None, *, duration_s: float = 1.0) -> AttemptResult:
     return AttemptResult("failed", status=status, duration_s=duration_s, ran=status is not None)
 
 
-@pytest.mark.parametrize(
-    ("ending", "status"),
-    [
+def test_judge_quits_after_final_results() -> None:
+    for ending, status in (
         (AttemptResult("succeeded", status=0, duration_s=1.0, ran=True), 0),
         (AttemptResult("stopped", duration_s=1000.0, ran=True), 130),
         (ended(130, duration_s=1000.0), 130),
         (ended(2), 2),
         (ended(127), 2),
         (ended(126), 2),
-    ],
-)
-def test_judge_quits_after_final_results(ending: AttemptResult, status: int) -> None:
-    tally, decision = judge(POLICY, AttemptHistory(attempts=1), ending, jitter=0.5)
-    assert (decision.status, tally) == (status, AttemptHistory(attempts=1))
+    ):
+        tally, decision = judge(POLICY, AttemptHistory(attempts=1), ending, jitter=0.5)
+        assert (decision.status, tally) == (status, AttemptHistory(attempts=1))
 
 
 @pytest.mark.parametrize("status", [1, 137, 139, 143, 255, None])

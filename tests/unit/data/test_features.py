@@ -91,9 +91,8 @@ def test_yaml_declares_labels_and_features() -> None:
     assert Schema.described(SCHEMA.describe()) == SCHEMA
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_schema_rejects_invalid_features() -> None:
+    for text, message in (
         ("features: [{name: other}]", "features names other, which must be in sparse"),
         ("features: [{name: item, max_length: 3}]", "which need a column of lists"),
         ("features: [{name: history, max_length: 0}]", "must be at least 1"),
@@ -118,10 +117,8 @@ def test_yaml_declares_labels_and_features() -> None:
         ("labels: [{name: like, kind: sum}]", "Label.kind: has the wrong type .*, got 'sum'"),
         ("timestamp: user", "column names must be unique"),
         ('tokens: hexadecimal\ndelimiter: "\\t"\nlists: []\ntimestamp: at', "timestamp needs tokens: any"),
-    ],
-)
-def test_schema_rejects_invalid_features(text: str, message: str) -> None:
-    rejects(message, load_schema, f"sparse: [user, item, history]\nlists: [history]\n{text}", "schema.yaml")
+    ):
+        rejects(message, load_schema, f"sparse: [user, item, history]\nlists: [history]\n{text}", "schema.yaml")
 
 
 def test_aligned_lists_match_positions_and_keep_last_items() -> None:
@@ -152,9 +149,8 @@ def column(name: str, values: pa.Array) -> pa.Table:
     return ROWS.set_column(ROWS.column_names.index(name), name, values)
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "kind", "row"),
-    [
+def test_invalid_value_reports_row_and_column() -> None:
+    for name, values, kind, row in (
         ("like", pa.array([1, 2, 0, None]), "label is not 0 or 1", 1),
         ("seconds", pa.array([1.0, 2.0, None, 1.0]), "label is missing", 2),
         ("seconds", pa.array([1.0, 2.0, 3.0, float("inf")]), "not a finite number", 3),
@@ -165,13 +161,11 @@ def column(name: str, values: pa.Array) -> pa.Table:
         ("at", pa.array([0, 1, None, 3]), "not a time", 2),
         ("at", pa.array(["0", "2024-02-30", "2024-02-29", "1e9"]), "not a time", 1),
         ("at", pa.array([0.0, 1.0, 2.0, float("nan")]), "not a time", 3),
-    ],
-)
-def test_invalid_value_reports_row_and_column(name: str, values: pa.Array, kind: str, row: int) -> None:
-    raw, faults = parse_table(column(name, values), SCHEMA)
-    (fault,) = faults.first
-    assert (raw.rows, fault.row, fault.column) == (3, row, "tags" if name == "tag_weights" else name)
-    assert fault.kind.startswith(kind)
+    ):
+        raw, faults = parse_table(column(name, values), SCHEMA)
+        (fault,) = faults.first
+        assert (raw.rows, fault.row, fault.column) == (3, row, "tags" if name == "tag_weights" else name)
+        assert fault.kind.startswith(kind)
 
 
 def test_count_label_can_be_main_and_rejects_negative() -> None:
@@ -183,9 +177,8 @@ def test_count_label_can_be_main_and_rejects_negative() -> None:
     assert ModelInputs.of(schema.unlabelled()).label_kind == "binary"
 
 
-@pytest.mark.parametrize(
-    ("text", "microseconds"),
-    [
+def test_times_in_text() -> None:
+    for text, microseconds in (
         ("0", 0),
         ("1.5", 1_500_000),
         ("-1", -1_000_000),
@@ -195,10 +188,8 @@ def test_count_label_can_be_main_and_rejects_negative() -> None:
         ("1970-01-01T00:00:01Z", 1_000_000),
         ("1970-01-01T02:00:01+02:00", 1_000_000),
         ("2000-02-29", 951_782_400_000_000),
-    ],
-)
-def test_times_in_text(text: str, microseconds: int) -> None:
-    assert parsed(column("at", pa.array([text, "0", text, "1"]))).times.tolist() == [microseconds, 0, microseconds, 1_000_000]
+    ):
+        assert parsed(column("at", pa.array([text, "0", text, "1"]))).times.tolist() == [microseconds, 0, microseconds, 1_000_000]
 
 
 def test_time_types_and_all_fields_of_taken_rows() -> None:
@@ -363,18 +354,15 @@ def test_transform_accepts_folders(tmp_path: Path, place: str) -> None:
     pd.testing.assert_frame_equal(rayrec.transform(tmp_path, FRAME), rayrec.transform(criteo(), FRAME))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_transform_rejects_invalid_row() -> None:
+    for changes, message in (
         ({"a": [1, 2.5, 3]}, "DataFrame at row 1: not an integer in column a; fix or remove it, since"),
         ({"s": ["5", "00000005", "x"]}, r"DataFrame at row 0: not 8 hexadecimal digits in column s \(2 of 3 rows are invalid\);"),
         ({"y": [1, 0, None]}, "DataFrame at row 2: label is missing in column y;"),
         ({"s": [1, 2, 3]}, "DataFrame: column s is of type int64; needs 8 hexadecimal digits as text"),
         ({"t": ["000003e8", 3, None]}, "DataFrame: .*column t.*; give each column one type"),
-    ],
-)
-def test_transform_rejects_invalid_row(changes: dict[str, list[object]], message: str) -> None:
-    rejects(message, rayrec.transform, criteo(), FRAME.assign(**changes))
+    ):
+        rejects(message, rayrec.transform, criteo(), FRAME.assign(**changes))
 
 
 def test_transform_rejects_other_data() -> None:

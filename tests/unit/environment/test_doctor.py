@@ -84,23 +84,20 @@ def test_missing_and_partial_extras_are_told_unlike_valid() -> None:
     assert finding == Finding("problem", text, ("pip uninstall -y torch", "pip install torch==2.13.0"))
 
 
-@pytest.mark.parametrize(
-    ("gone", "machine", "commands"),
-    [
+def test_missing_torchrec_or_fbgemm_is_problem() -> None:
+    for gone, machine, commands in (
         (("torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu"), MACHINE, (f"{BARE} torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0",)),
         (("torchrec",), MACHINE, (f"{BARE} torchrec==1.8.0",)),
         (("fbgemm-gpu-cpu", "fbgemm-gpu"), MACHINE, (f"{BARE} fbgemm-gpu-cpu==1.8.0",)),
         (("torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu"), GPU_MACHINE, (f"{BARE} torchrec==1.8.0 fbgemm-gpu==1.8.0",)),
         # The distribution that only has the name would satisfy pip, so it goes first.
         (("fbgemm-gpu-cpu",), GPU_MACHINE, ("pip uninstall -y fbgemm-gpu", f"{BARE} fbgemm-gpu==1.8.0")),
-    ],
-)
-def test_missing_torchrec_or_fbgemm_is_problem(gone: tuple[str, ...], machine: Machine, commands: tuple[str, ...]) -> None:
-    absent = Probe(ok=False, error="ModuleNotFoundError: No module named 'fbgemm_gpu'")
-    probes = {**(WORKS_ON_CUDA if machine.cuda_devices else WORKS), "torchrec": absent}
-    probes |= {"fbgemm_gpu": absent} if "fbgemm-gpu-cpu" in gone else {}
-    finding = _only(diagnose(_without(CPU, *gone), probes, machine))
-    assert (finding.kind, finding.text[:15], finding.remedy) == ("problem", "not installed: ", commands)
+    ):
+        absent = Probe(ok=False, error="ModuleNotFoundError: No module named 'fbgemm_gpu'")
+        probes = {**(WORKS_ON_CUDA if machine.cuda_devices else WORKS), "torchrec": absent}
+        probes |= {"fbgemm_gpu": absent} if "fbgemm-gpu-cpu" in gone else {}
+        finding = _only(diagnose(_without(CPU, *gone), probes, machine))
+        assert (finding.kind, finding.text[:15], finding.remedy) == ("problem", "not installed: ", commands)
 
 
 BOTH = "fbgemm-gpu and fbgemm-gpu-cpu are both installed and have overwritten each other's module fbgemm_gpu"

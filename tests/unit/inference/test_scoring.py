@@ -53,9 +53,8 @@ def _node(cpus: float, memory: int = 64 * GIB, gpus: float = 0) -> Node:
     return Node("n", {"CPU": cpus, "memory": memory, **({"GPU": gpus} if gpus else {})})
 
 
-@pytest.mark.parametrize(
-    ("nodes", "weight_bytes", "blocks", "spare_cpus", "expected"),
-    [
+def test_pool_size_fits_memory_and_cores() -> None:
+    for nodes, weight_bytes, blocks, spare_cpus, expected in (
         ([_node(2)], GIB, 100, 0, Pool(2, 1, 0)),
         ([_node(2)], GIB, 100, 1, Pool(1, 1, 0)),
         ([_node(1)], GIB, 100, 0, Pool(1, 1, 0)),
@@ -67,12 +66,10 @@ def _node(cpus: float, memory: int = 64 * GIB, gpus: float = 0) -> Node:
         ([_node(16)], 60 * GIB, 100, 1, Pool(1, 15, 0)),
         ([_node(8), _node(4), _node(0)], GIB, 100, 0, Pool(12, 1, 0)),
         ([_node(8), _node(8, 2 * GIB)], 9 * GIB, 100, 0, Pool(4, 2, 0)),  # the second holds none, the first six
-    ],
-)
-def test_pool_size_fits_memory_and_cores(nodes: list, weight_bytes: int, blocks: int, spare_cpus: int, expected: Pool) -> None:
-    pool = plan_pool(nodes, weight_bytes=weight_bytes, blocks=blocks, spare_cpus=spare_cpus, device="cpu")
-    assert pool == expected
-    assert pool.num_actors * pool.cpus_per_actor <= sum(node.resources["CPU"] for node in nodes)
+    ):
+        pool = plan_pool(nodes, weight_bytes=weight_bytes, blocks=blocks, spare_cpus=spare_cpus, device="cpu")
+        assert pool == expected
+        assert pool.num_actors * pool.cpus_per_actor <= sum(node.resources["CPU"] for node in nodes)
 
 
 def test_pool_has_one_process_per_gpu() -> None:
@@ -408,17 +405,14 @@ def test_scored_rows_are_independent_of_table_sizes() -> None:
         assert full.key(name).to_pylist() == chunks.key(name).to_pylist() == expected.to_pylist()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_evaluation_options_are_checked() -> None:
+    for options, message in (
         ({"slice_top": 0}, "slice_top: must be at least 1, got 0"),
         ({"slice_by": ("day", "day")}, "slice_by: values must be unique"),
         ({"confidence": 1.5}, "confidence: must be between 0 and 1, such as 0.95, got 1.5"),
         ({"resamples": 1}, "resamples: must be at least 2, got 1"),
-    ],
-)
-def test_evaluation_options_are_checked(options: dict[str, object], message: str) -> None:
-    rejects(message, EvaluationConfig().updated, options)
+    ):
+        rejects(message, EvaluationConfig().updated, options)
 
 
 METRICS = {"auroc": 0.75, "logloss": 0.5, "normalized_entropy": None, "calibration": 1.01, "rows": 20_000}

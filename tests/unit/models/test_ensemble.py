@@ -126,9 +126,8 @@ def step(network: nn.Module, **changes: Any) -> torch.Tensor:
     return whole_model(Made(embedding_dim=2), [4])(Batch({"dense": torch.zeros(THREE, 13)}, **fields))[0]
 
 
-@pytest.mark.parametrize(
-    ("returns", "message"),
-    [
+def test_heads_reject_invalid_outputs() -> None:
+    for returns, message in (
         (lambda logits: [logits], "forward must return a dict of logits, {'label': logits}, got a list"),
         (lambda logits: {"click": logits}, "forward: outputs must have logits named after the label, label, got click"),
         (
@@ -136,10 +135,8 @@ def step(network: nn.Module, **changes: Any) -> torch.Tensor:
             r"must have shape \(3,\) and dtype float32, got \(3, 1\) and torch.float32",
         ),
         (lambda logits: {"label": logits.bfloat16()}, r"got \(3,\) and torch.bfloat16"),
-    ],
-)
-def test_heads_reject_invalid_outputs(returns: Callable[[torch.Tensor], Any], message: str) -> None:
-    rejects(f"^Network: .*{message}", step, Network(returns))
+    ):
+        rejects(f"^Network: .*{message}", step, Network(returns))
 
 
 def test_single_tensor_is_value_and_row_losses_are_weighted() -> None:

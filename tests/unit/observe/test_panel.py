@@ -99,9 +99,8 @@ def test_figures_grow_with_events_and_panel_shows_phases() -> None:
     assert "finished" in shown(RunSummary(run_events.run()))
 
 
-@pytest.mark.parametrize(
-    ("event", "expected"),
-    [
+def test_console_line_matches_event() -> None:
+    for event, expected in (
         ({"kind": "start", "step": 8, "world_size": 2}, "resuming from step 8 with 2 workers"),
         (
             {"kind": "checkpoint_slow", "step": 8, "write_s": 95.4, "grace_s": 60.0},
@@ -138,10 +137,8 @@ def test_figures_grow_with_events_and_panel_shows_phases() -> None:
         ),
         (SAVED, None),
         ({"kind": "step", "step": 8}, None),
-    ],
-)
-def test_console_line_matches_event(event: dict[str, Any], expected: str | None) -> None:
-    assert (console_line(event), console_line(SAVED, verbose=True)) == (expected, "step 8  saved p (1 MB)")
+    ):
+        assert (console_line(event), console_line(SAVED, verbose=True)) == (expected, "step 8  saved p (1 MB)")
 
 
 def console_lines(events: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], **options: Any) -> str:

@@ -37,9 +37,8 @@ def summary(*described: Described) -> RunSummary:
     return RunSummary(event(*each) for each in described)
 
 
-@pytest.mark.parametrize(
-    ("between", "expected"),
-    [
+def test_restart_has_cause_time_and_steps() -> None:
+    for between, expected in (
         ((), []),
         (((6, "failure", {"cause": "x"}), (10, "start", {"step": 8}), (11, "step", {"step": 20})), [Restart("x", 6, 12)]),
         (((60, "run", {}), (64, "start", {"step": 16}), (65, "step", {"step": 20})), [Restart("the driver was lost", 60, 4)]),
@@ -74,10 +73,8 @@ def summary(*described: Described) -> RunSummary:
             ),
             [Restart("x", 7, 0)],
         ),
-    ],
-)
-def test_restart_has_cause_time_and_steps(between: tuple[Described, ...], expected: list[Restart]) -> None:
-    assert summary(*BEGIN, *between, *END).restarts == expected
+    ):
+        assert summary(*BEGIN, *between, *END).restarts == expected
 
 
 def test_restart_lasts_until_training_continues_unlike_pauses() -> None:

@@ -225,19 +225,16 @@ def test_table_optimizer_uses_group_learning_rate() -> None:
 
 # The schedule's values, training of all optimizers, and fused kernels that match their formulas -----------------------
 # Schedule -------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("fields", "base", "rates"),
-    [
+def test_schedule_matches_example() -> None:
+    for fields, base, rates in (
         ({}, 0.3, [0.3] * 3),
         ({"decay_steps": 2}, 1.0, [0.25, 1e-7, 1e-7, 1e-7]),
         ({"warmup_steps": 2, "decay_start_step": 2, "decay_steps": 2}, 1.0, [0.5, 1.0, 0.25, 1e-7, 1e-7]),
         ({"decay_steps": 2}, 0.0, [0.0] * 6),  # The floor never raises it
         ({"decay_steps": 2}, 1e-9, [1e-9] * 6),
         ({"warmup_steps": 10}, 1e-8, [pytest.approx(1e-9)]),
-    ],
-)
-def test_schedule_matches_example(fields: dict[str, int], base: float, rates: list[float]) -> None:
-    assert [optim.LearningRateSchedule(**fields).learning_rate(step, base=base) for step in range(len(rates))] == rates
+    ):
+        assert [optim.LearningRateSchedule(**fields).learning_rate(step, base=base) for step in range(len(rates))] == rates
 
 
 def test_constant_phase_has_exact_base_rate() -> None:

@@ -31,9 +31,8 @@ def _instance(*applications: str, with_proxies: bool = True) -> ServeInstance:
     return ServeInstance(with_proxies, "0.0.0.0", 9000, ("10.0.0.1",), ("10.0.0.2", "10.0.0.3"), applications)
 
 
-@pytest.mark.parametrize(
-    ("asked", "instance", "private_ray", "ingress", "port"),
-    [
+def test_ingress_is_resolved_for_cluster() -> None:
+    for asked, instance, private_ray, ingress, port in (
         ("auto", None, True, "direct", 8000),
         ("auto", None, False, "serve", 8000),
         ("auto", _instance("other"), False, "serve", 9000),
@@ -41,11 +40,9 @@ def _instance(*applications: str, with_proxies: bool = True) -> ServeInstance:
         ("auto", _instance(with_proxies=False), False, "serve", 8000),
         ("serve", _instance(with_proxies=False), False, "serve", 8000),
         ("direct", _instance("other"), False, "direct", 8000),
-    ],
-)
-def test_ingress_is_resolved_for_cluster(asked: Any, instance: Any, private_ray: bool, ingress: str, port: int) -> None:
-    settled = settle(ServeConfig(ingress=asked), instance, private_ray=private_ray)
-    assert (settled.ingress, settled.port) == (ingress, port)
+    ):
+        settled = settle(ServeConfig(ingress=asked), instance, private_ray=private_ray)
+        assert (settled.ingress, settled.port) == (ingress, port)
 
 
 def test_ingress_conflicts_are_rejected_and_urls_returned() -> None:
@@ -85,9 +82,8 @@ def test_ray_serve_application_is_built() -> None:
     assert len(from_text.init_args[1]) == 32
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
+def test_invalid_application_is_rejected() -> None:
+    for args, message in (
         ({}, "model must be the path"),
         ({"model": "a", "replica": 2}, "did you mean 'replicas'"),
         ({"model": "a", "replicas": "many"}, "replicas"),
@@ -96,10 +92,8 @@ def test_ray_serve_application_is_built() -> None:
         ({"model": "a", "autoscaling": {}, "replicas": 2}, "must not be set together with replicas"),
         ({"model": "a", "autoscaling": {}, "ingress": "direct"}, "does not see the requests"),
         ({"model": "a", "shadow": 3}, "shadow must be"),
-    ],
-)
-def test_invalid_application_is_rejected(args: dict[str, Any], message: str) -> None:
-    rejects(message, build, args)
+    ):
+        rejects(message, build, args)
 
 
 def test_port_has_one_server_until_process_ends() -> None:
@@ -127,9 +121,8 @@ def test_port_has_one_server_until_process_ends() -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("value", "host", "allowed", "own"),
-    [
+def test_host_header_matches_server_names() -> None:
+    for value, host, allowed, own in (
         ("localhost:8000", "127.0.0.1", (), True),
         ("LOCALHOST.", "10.0.0.1", (), True),
         ("127.0.0.2:1", "127.0.0.1", (), True),
@@ -151,10 +144,8 @@ def test_port_has_one_server_until_process_ends() -> None:
         ("example.org", "0.0.0.0", ("*.example.org",), False),
         ("evilexample.org", "0.0.0.0", ("*.example.org",), False),
         ("anything", "127.0.0.1", ("*",), True),
-    ],
-)
-def test_host_header_matches_server_names(value: str, host: str, allowed: tuple[str, ...], own: bool) -> None:
-    assert ServeConfig(host=host, allowed_hosts=allowed).is_allowed_host(value) is own
+    ):
+        assert ServeConfig(host=host, allowed_hosts=allowed).is_allowed_host(value) is own
 
 
 def test_ray_inherits_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,9 +187,8 @@ def test_address_must_be_of_running_cluster(monkeypatch: pytest.MonkeyPatch, add
     rejects(message, control.roll_back, address=address and address.replace("PORT", str(free_ports(1))))
 
 
-@pytest.mark.parametrize(
-    ("model", "given", "unused"),
-    [
+def test_options_for_running_server_are_rejected() -> None:
+    for model, given, unused in (
         ("a", {"swap": True, "shadow": "b"}, "swap: .* Omit shadow"),
         ("a", {"swap": True, "follow": "best"}, "swap: .* Omit follow"),
         (None, {"rollback": True, "shadow": "b"}, "rollback: .* Omit shadow"),
@@ -208,10 +198,8 @@ def test_address_must_be_of_running_cluster(monkeypatch: pytest.MonkeyPatch, add
         (None, {"rollback": True, "stop": True}, "one at a time, got rollback and stop"),
         ("a", {"rollback": True}, "take no model"),
         (None, {"swap": True}, "missing model"),
-    ],
-)
-def test_options_for_running_server_are_rejected(model: str | None, given: dict[str, Any], unused: str) -> None:
-    rejects(unused, serve, model, **given)
+    ):
+        rejects(unused, serve, model, **given)
 
 
 SOUND: dict[str, Any] = {"version": VERSION, "files": {}, "tensors": {}, "state": {}, "block_bytes": 1, "score": 0.9}

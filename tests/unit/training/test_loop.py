@@ -36,9 +36,8 @@ from rayrec.workloads.run_config import ScalingConfig
 from rayrec.workloads.step_timer import HostTimer, StepTimer
 
 
-@pytest.mark.parametrize(
-    ("step", "evaluate_every", "save_every", "expected"),
-    [
+def test_next_segment_end() -> None:
+    for step, evaluate_every, save_every, expected in (
         (0, 8, None, SegmentEnd(8, True, True)),
         (8, 8, None, SegmentEnd(16, True, True)),
         (16, 8, None, SegmentEnd(20, True, True)),
@@ -47,10 +46,8 @@ from rayrec.workloads.step_timer import HostTimer, StepTimer
         (6, 8, 3, SegmentEnd(8, True, False)),
         (8, 8, 3, SegmentEnd(9, False, True)),
         (18, 100, 100, SegmentEnd(20, True, True)),
-    ],
-)
-def test_next_segment_end(step: int, evaluate_every: int, save_every: int | None, expected: SegmentEnd) -> None:
-    assert next_segment_end(step, 20, evaluate_every=evaluate_every, save_every=save_every) == expected
+    ):
+        assert next_segment_end(step, 20, evaluate_every=evaluate_every, save_every=save_every) == expected
 
 
 class Pipeline:
@@ -184,9 +181,10 @@ def test_pause_evaluates_and_saves_without_changing_run() -> None:
     assert [(event["step"], event["counted"]) for event in fields] == [(5, False), (8, True), (16, True), (20, True)]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "config", "expected"),
-    [
+def test_evaluations_per_epoch() -> None:
+    """Recipes with published settings evaluate once per epoch, because their patience counts epochs; `evaluate_every`
+    overrides."""
+    for recipe, config, expected in (
         ("criteo_demo", {}, [5, 10, 15, 20, 25, 30, 35, 40]),
         ("criteo_demo", {"evaluations_per_epoch": 3}, [7, 14, 21, 28, 35, 40]),
         ("criteo_demo", {"evaluations_per_epoch": 100}, list(range(1, 41))),
@@ -195,14 +193,10 @@ def test_pause_evaluates_and_saves_without_changing_run() -> None:
         ("criteo_finalmlp", {}, [20, 40]),
         ("criteo_dcnv3", {}, [20, 40]),
         ("criteo_dcnv3", {"evaluate_every": 16}, [16, 32, 40]),
-    ],
-)
-def test_evaluations_per_epoch(recipe: str, config: dict[str, Any], expected: list[int]) -> None:
-    """Recipes with published settings evaluate once per epoch, because their patience counts epochs; `evaluate_every`
-    overrides."""
-    run = Run(recipe=recipe, stop=40, **{"evaluate_every": None, **config})
-    assert run.run()
-    assert run.told("evaluate") == expected
+    ):
+        run = Run(recipe=recipe, stop=40, **{"evaluate_every": None, **config})
+        assert run.run()
+        assert run.told("evaluate") == expected
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
@@ -281,9 +275,8 @@ class CustomScore(ClickModelConfig):
         return -metrics["spread"]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "metrics", "target", "reached", "name"),
-    [
+def test_target_uses_score_metric() -> None:
+    for recipe, metrics, target, reached, name in (
         ("criteo_demo", {"auroc": 0.8, "logloss": 0.4}, 0.8, True, "auroc"),
         ("criteo_demo", {"auroc": math.nan, "logloss": 0.4}, -1.0, False, "auroc"),  # its score is the negative logloss
         ("criteo_demo", {"mse": 0.5, "mae": 0.6}, 0.5, True, "mse"),
@@ -293,31 +286,26 @@ class CustomScore(ClickModelConfig):
         ("mnist_resnet18", {"loss": 0.1, "accuracy": 0.97}, 0.98, False, "accuracy"),
         ("two_tower", {"ndcg_at_10": 0.2, "recall_at_10": 0.4}, 0.2, True, "ndcg_at_10"),
         ("own", {"auroc": 0.8, "spread": 0.5}, -0.6, True, "score"),
-    ],
-)
-def test_target_uses_score_metric(recipe: str, metrics: dict[str, float], target: float, reached: bool, name: str) -> None:
-    config = recipes.criteo_demo("none") if recipe == "own" else recipes.ALL[recipe]("none")
-    workload = dataclasses.replace(config.workload, model=CustomScore()) if recipe == "own" else config.workload
-    progress = Progress(step=8, target=target, metrics=metrics)
-    meet_target(progress, workload)
-    assert (progress.target_step, target_fields(progress, workload)["target_metric"]) == (8 if reached else None, name)
+    ):
+        config = recipes.criteo_demo("none") if recipe == "own" else recipes.ALL[recipe]("none")
+        workload = dataclasses.replace(config.workload, model=CustomScore()) if recipe == "own" else config.workload
+        progress = Progress(step=8, target=target, metrics=metrics)
+        meet_target(progress, workload)
+        assert (progress.target_step, target_fields(progress, workload)["target_metric"]) == (8 if reached else None, name)
 
 
-@pytest.mark.parametrize(
-    ("scores", "since_best", "best"),
-    [
+def test_patience_counts_from_last_sufficient_improvement() -> None:
+    for scores, since_best, best in (
         ([0.50, 0.60, 0.65, 0.69], 2, 0.69),  # the two last are the best so far, but not by enough
         ([0.50, 0.60, 0.65, 0.71], 0, 0.71),  # small steps add up
         ([0.50, 0.55, 0.58, 0.59], 3, 0.59),
         ([0.50, 0.70, 0.60, 0.75], 2, 0.75),
-    ],
-)
-def test_patience_counts_from_last_sufficient_improvement(scores: list[float], since_best: int, best: float) -> None:
-    progress = Progress()
-    for step, score in enumerate(scores):
-        progress.step = step
-        judge(progress, score, min_improvement=0.0999)
-    assert (progress.since_best, progress.best, progress.best_step) == (since_best, best, 3)
+    ):
+        progress = Progress()
+        for step, score in enumerate(scores):
+            progress.step = step
+            judge(progress, score, min_improvement=0.0999)
+        assert (progress.since_best, progress.best, progress.best_step) == (since_best, best, 3)
 
 
 def test_rates_fall_without_improvement_and_scale_schedule() -> None:
@@ -722,19 +710,16 @@ def test_peak_requires_all_workers(monkeypatch: pytest.MonkeyPatch, mine: float,
     assert worker.peak_of_all(mine, world_size=2) == expected
 
 
-@pytest.mark.parametrize(
-    ("settings", "share", "threads"),
-    [
+def test_threads_respect_reserved_cpus() -> None:
+    for settings, share, threads in (
         ({}, 8, 8),
         ({}, 0, 1),
         ({"cpus_per_worker": 3.0}, 8, 3),
         ({"cpus_per_worker": 0.5}, 8, 1),
         ({"cpus_per_worker": 16.0}, 8, 8),
         ({"cpus_per_worker": 3.0, "threads_per_worker": 5}, 8, 5),
-    ],
-)
-def test_threads_respect_reserved_cpus(settings: dict[str, Any], share: int, threads: int) -> None:
-    assert worker.threads_of_worker(ScalingConfig(**settings), node_cpus=share) == threads
+    ):
+        assert worker.threads_of_worker(ScalingConfig(**settings), node_cpus=share) == threads
 
 
 @pytest.mark.parametrize("allowed", [True, False])

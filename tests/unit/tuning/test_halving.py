@@ -207,9 +207,8 @@ def test_grids_are_tried_once_and_draws_cover_ranges() -> None:
     assert sum(trial["c"] for trial in trials) / 2000 == pytest.approx(3, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_space_rejects_invalid_files() -> None:
+    for given, message in (
         ("", "must map fields to values"),
         ("a: [", "invalid YAML"),
         ("a: 3", "a: must be one of grid, choice, uniform, loguniform, integers"),
@@ -220,24 +219,19 @@ def test_grids_are_tried_once_and_draws_cover_ranges() -> None:
         ("a: {integers: [0.5, 2]}", r"a.integers: must be two integers"),
         ("a: {uniform: [0, .inf]}", "must be two numbers"),
         ("a: {loguniform: [0, 1]}", "a.loguniform: must be above 0, got 0"),
-    ],
-)
-def test_space_rejects_invalid_files(given: str, message: str) -> None:
-    rejects(message, Space.read, given, source="space.yaml")
+    ):
+        rejects(message, Space.read, given, source="space.yaml")
 
 
-@pytest.mark.parametrize(
-    ("field", "values", "message"),
-    [
+def test_space_rejects_shared_and_invalid_fields() -> None:
+    for field, values, message in (
         ("workload.model.top_mpl", [[1]], "search: workload.model.top_mpl: .* did you mean 'top_mlp'"),
         ("workload.model.top_mlp", [[8, 0]], r"DLRMConfig.top_mlp: must each be at least 1, got \(8, 0\)"),
         ("workload.preset.min_count", [2, 10], "cannot be searched: all trials share one Preprocessor"),
         ("train_data.path", ["a"], "cannot be searched: all trials read the same rows"),
         ("scaling", [{}], "cannot be searched: a trial trains in one process"),
-    ],
-)
-def test_space_rejects_shared_and_invalid_fields(field: str, values: list[Any], message: str) -> None:
-    rejects(message, Space.of({field: {"choice": values}}, source="s").check, recipes.criteo_demo("log"))
+    ):
+        rejects(message, Space.of({field: {"choice": values}}, source="s").check, recipes.criteo_demo("log"))
 
 
 def test_tune_config_rejects_invalid_values() -> None:

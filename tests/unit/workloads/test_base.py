@@ -55,17 +55,14 @@ def test_learning_rate_factor_follows_policy(policy: Any, expected: float) -> No
     assert learning_rate_factor(scaling, world_size=4) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_scaling_config_rejects_invalid_values() -> None:
+    for changes, message in (
         ({"num_workers": 0}, "must be at least 1"),
         ({"num_workers": (3, 2)}, "min at most max"),
         ({"num_workers": (0, 2)}, "must be at least 1"),
         ({"learning_rate_policy": "linear"}, "must be constant with batch_policy global"),
-    ],
-)
-def test_scaling_config_rejects_invalid_values(changes: dict[str, Any], message: str) -> None:
-    rejects(message, ScalingConfig, **changes)
+    ):
+        rejects(message, ScalingConfig, **changes)
 
 
 def test_configs_reject_early_stopping_plateau_and_schema(tmp_path: Path) -> None:

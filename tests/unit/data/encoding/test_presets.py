@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -177,18 +176,15 @@ def test_ids_are_independent_of_tasks(click_log: Path, tmp_path: Path, preset: P
     assert len({learn(index, CRITEO, preset).hash() for index in indices}) == 1
 
 
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
+def test_preset_rejects_invalid_values() -> None:
+    for make, why in (
         (lambda: presets.by_name("torchrec-2025"), "did you mean 'torchrec-2024'"),
         (lambda: RAYREC.replace(min_count=0), "min_count"),
         (lambda: Preset(ids="murmur3"), "num_embeddings"),
         (lambda: RAYREC.replace(first_id=1), "first_id"),
-    ],
-)
-def test_preset_rejects_invalid_values(make: Callable[[], Preset], why: str) -> None:
-    assert presets.by_name("torchrec") is TORCHREC
-    rejects(why, make)
+    ):
+        assert presets.by_name("torchrec") is TORCHREC
+        rejects(why, make)
 
 
 # TorchRec's own code --------------------------------------------------------------------------------------------------

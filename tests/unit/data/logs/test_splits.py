@@ -65,22 +65,18 @@ def days_of(*rows: int, names: tuple[str, ...] = ("day_0", "day_1", "day_2", "da
     return LogIndex(numbered((name, i, i + 1, count) for i, (name, count) in enumerate(zip(names, rows, strict=True))), Faults())
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
+def test_days_are_counted() -> None:
+    for options, expected in (
         ({}, {"train": (0, 10), "validation": (10, 14), "test": (14, 19)}),
         ({"test_first": True}, {"train": (0, 10), "validation": (14, 19), "test": (10, 14)}),
         ({"train_days": 1, "test_days": 2}, {"train": (0, 2), "validation": (5, 10), "test": (10, 19)}),
         ({"validation_days": 2, "test_days": 0}, {"train": (0, 10), "validation": (10, 19)}),
-    ],
-)
-def test_days_are_counted(options: dict[str, int], expected: dict[str, tuple[int, int]]) -> None:
-    assert Split(kind="days", **options).rows(days_of(2, 3, 5, 4, 5)) == expected  # type: ignore[arg-type]
+    ):
+        assert Split(kind="days", **options).rows(days_of(2, 3, 5, 4, 5)) == expected  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
+def test_days_are_named() -> None:
+    for names, expected in (
         ({"validation": ("day_9",)}, None),  # the others are on both of its sides
         ({"validation": ("day_10",)}, {"train": (0, 14), "validation": (14, 19)}),
         (
@@ -92,14 +88,12 @@ def test_days_are_counted(options: dict[str, int], expected: dict[str, tuple[int
             {"train": (2, 10), "validation": (10, 14), "test": (14, 19)},
         ),
         ({"validation": ("day_0",), "test": ("day_1",)}, {"train": (5, 19), "validation": (0, 2), "test": (2, 5)}),
-    ],
-)
-def test_days_are_named(names: dict[str, tuple[str, ...]], expected: dict[str, tuple[int, int]] | None) -> None:
-    split = Split(kind="named_days", **{f"{name}_names": days for name, days in names.items()})  # type: ignore[arg-type]
-    if expected is not None:
-        assert split.rows(days_of(2, 3, 5, 4, 5)) == expected
-    else:
-        rejects(r"days of train are not adjacent at day_10|no day is named day_10\.gz", split.rows, days_of(2, 3, 5, 4, 5))
+    ):
+        split = Split(kind="named_days", **{f"{name}_names": days for name, days in names.items()})  # type: ignore[arg-type]
+        if expected is not None:
+            assert split.rows(days_of(2, 3, 5, 4, 5)) == expected
+        else:
+            rejects(r"days of train are not adjacent at day_10|no day is named day_10\.gz", split.rows, days_of(2, 3, 5, 4, 5))
 
 
 def test_days_are_folders_or_files() -> None:

@@ -51,9 +51,8 @@ CONNECTION = RuntimeError("connection closed by peer")
 failed = partial(WorkerGroupError, "failed")
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
+def test_errors_in_code_returns_repeatable_errors() -> None:
+    for error, expected in (
         (failed({0: KeyError("items")}), {"KeyError: 'items'"}),
         (failed({0: TypeError("a"), 1: CONNECTION}), {"TypeError: a"}),
         (failed({0: ValueError("x\ny"), 1: ValueError("x\ny")}), {"ValueError: y"}),
@@ -64,10 +63,8 @@ failed = partial(WorkerGroupError, "failed")
         (failed({0: ValueError("connection reset"), 1: ray.exceptions.RayActorError()}), None),
         (failed({}), None),
         *((error, None) for error in (ANNOUNCED, NO_ROOM, NOT_STARTED, ray.exceptions.RayActorError())),
-    ],
-)
-def test_errors_in_code_returns_repeatable_errors(error: Exception, expected: set[str] | None) -> None:
-    assert errors_in_code(error) == expected
+    ):
+        assert errors_in_code(error) == expected
 
 
 def wrong(message: str = "no column 'items'") -> WorkerGroupError:
