@@ -154,11 +154,9 @@ class Run:
         return [save[0] for save in self.saves]
 
 
-@pytest.mark.parametrize(
-    ("share", "step"), [(None, 54), (1.0, 54), (1 / 27, 2), ((1 / 3) ** 3, 2), (1 / 9, 6), (0.1, 6), (1e-9, 1)]
-)
-def test_last_step_of_fraction(share: float | None, step: int) -> None:
-    assert loop.last_step(54, share) == step
+def test_last_step_of_fraction() -> None:
+    for share, step in [(None, 54), (1.0, 54), (1 / 27, 2), ((1 / 3) ** 3, 2), (1 / 9, 6), (0.1, 6), (1e-9, 1)]:
+        assert loop.last_step(54, share) == step
 
 
 def test_pause_evaluates_and_saves_without_changing_run() -> None:
@@ -439,22 +437,19 @@ def test_polls_change_neither_logs_nor_saves(slow_run: Callable[..., Run], monke
     assert looked.told("step") == [7, 14, 20]
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
+def test_preemption_notice_at_segment_end_saves() -> None:
+    """Segments as short as the log interval see a notice only there."""
+    for config, expected in [
         # Where an evaluation is due it may take long: saved before, and with its score after.
         ({"evaluate_every": 4}, [(12, None, True), (12, 0.62, False)]),
         ({"checkpoint": {"every": 4}, "evaluate_every": 20}, [(12, None, True)]),
-    ],
-)
-def test_preemption_notice_at_segment_end_saves(config: dict[str, Any], expected: list[Any]) -> None:
-    """Segments as short as the log interval see a notice only there."""
-    run = Run(ahead=1, preempt_at=12, **config)
-    assert run.run()
-    assert [(step, score, complete) for step, _, score, _, complete in run.saves if step == 12] == expected
-    assert [step for step in run.saved() if step != 12] == [4, 8, 16, 20]
-    assert run.pipeline.trained == list(range(20))
-    assert not run.progress.evaluation_due
+    ]:
+        run = Run(ahead=1, preempt_at=12, **config)
+        assert run.run()
+        assert [(step, score, complete) for step, _, score, _, complete in run.saves if step == 12] == expected
+        assert [step for step in run.saved() if step != 12] == [4, 8, 16, 20]
+        assert run.pipeline.trained == list(range(20))
+        assert not run.progress.evaluation_due
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
