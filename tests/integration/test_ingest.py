@@ -1,5 +1,6 @@
 """From log files through Ray Data to batches, as a training run does it, on a local Ray."""
 
+import json
 import os
 import threading
 import time
@@ -14,6 +15,8 @@ import pyarrow as pa
 import pytest
 import ray
 from builders.faults import rejects
+from builders.golden import FOLDER, check_golden
+from builders.golden_outputs import digests, output_makers, predictions
 from builders.logs import open_index, rows_of
 
 from rayrec import storage
@@ -183,3 +186,16 @@ def test_ray_data_keeps_no_statistics_of_usage(monkeypatch: pytest.MonkeyPatch) 
     assert table.num_rows == 1
     assert not [thread.name for thread in threading.enumerate() if "usage" in thread.name]
     assert not [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if "usage" in actor["name"]]
+
+
+# What commands write if Ray does the work: the bytes that threads write -----------------------------------------------
+@pytest.mark.usefixtures("own_cache")
+def test_outputs_of_ray_are_golden(tmp_path: Path) -> None:
+    """One output of each command and of each way to write it: the others are the threads'."""
+    (tmp_path / "scored").mkdir()
+    golden: dict[str, Any] = json.loads((FOLDER / "outputs.json").read_text())
+    makers = output_makers(tmp_path)
+    for name in ("npy, shuffled", "parquet of lists", "split by rows", "split by last-out", "text by characters"):
+        makers[name](tmp_path / name, "ray")
+        assert digests(tmp_path / name, of=tmp_path) == golden[name], name
+    check_golden("predictions_own", predictions("own", tmp_path / "scored", address="local"), tolerance=1e-4)

@@ -1,32 +1,307 @@
-"""Logs, prepared data, checkpoints and what is made of them in an S3-compatible store, served on loopback."""
+"""Paths in an S3-compatible store behave as local ones do, through its outages, and say in a line what is wrong."""
 
+import os
 import re
 import shlex
+import signal
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
+from builders import run_events
 from builders.click_models import save_clicks
-from builders.faults import rejects
+from builders.faults import at_first, fails_with, rejects, until, watched
 from builders.runs import QUIET, check_same_run, export, short_run, train
-from hosts.processes import FREQUENT_CHECKS, Session, environment_for
+from builders.savers import Run, save
+from hosts.cloud_stores import S3Store, outage
+from hosts.processes import FREQUENT_CHECKS, Session, environment_for, run_command
 from pyarrow import fs
 
 import rayrec
-from rayrec import cli, storage
+from rayrec import checkpoint, cli, recipes, storage
+from rayrec.checkpoint import DamagedError, Retention, latest_valid_checkpoint, save_retry
+from rayrec.config import InputError
 from rayrec.data.job import COMPLETE
 from rayrec.data.logs.text_parser import parse
 from rayrec.data.text.mds import load_streaming
 from rayrec.data.text.tokenizer import bytes_bpe, write_tokenizer
 from rayrec.inference.model import open_served
 from rayrec.metrics.binary import auroc
+from rayrec.observe.events import EventWriter, follow, merge_events, metrics_dataframe, read_events
+from rayrec.observe.report import run as report
+from rayrec.observe.tracking.tensorboard import TensorBoardTracker
+from rayrec.storage import folders
+from rayrec.training import profiling
+from rayrec.training.profiling import request_profile, watched_requests
 
-pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("own_cache")]
+pytestmark = pytest.mark.extended
+
+MIB = 1 << 20
 
 
+@pytest.fixture
+def folder(bucket: str, request: pytest.FixtureRequest) -> str:
+    return f"{bucket}/{request.node.name}"
+
+
+def _took(call: Callable[[], object], error: type[Exception], match: str) -> float:
+    start = time.monotonic()
+    assert not re.search("\n|secret-word|wrong-word", fails_with(error, match, call))
+    return time.monotonic() - start
+
+
+# Streams and folders; files as locally are in test_cloud_stores.py --------------------------------------------------
+@pytest.mark.exhaustive
+def test_large_streams_survive_reuse_of_memory(folder: str) -> None:
+    buffer = np.zeros(3 * MIB + 7, np.uint8)
+
+    def pieces() -> Iterator[memoryview]:
+        for number in range(40):
+            buffer[:] = number
+            yield memoryview(buffer)
+
+    assert storage.write_stream(f"{folder}/large", pieces()) == 40 * buffer.nbytes
+    assert storage.size_of(f"{folder}/large") == 40 * buffer.nbytes
+    read = np.frombuffer(b"".join(storage.read_stream(f"{folder}/large")), np.uint8).reshape(40, -1)
+    assert (read == np.arange(40, dtype=np.uint8)[:, None]).all()
+    storage.copy_files(folder, f"{folder}2")
+    assert storage.size_of(f"{folder}2/large") == read.nbytes
+
+
+FAILS = """
+import sys
+from rayrec import storage
+
+def pieces():
+    for _ in range(int(sys.argv[2])):
+        yield bytes(1 << 20)
+    raise RuntimeError("the producer's own")
+
+storage.write_stream(sys.argv[1], pieces())
+"""
+
+
+@pytest.mark.parametrize("size_mib", [1, 50])
+def test_failed_stream_keeps_existing_file(folder: str, size_mib: int) -> None:
+    path = f"{folder}/file"
+    storage.write_bytes(path, b"old")
+    run = run_command(sys.executable, "-c", FAILS, path, size_mib, status=1)
+    assert run.stderr.endswith("RuntimeError: the producer's own\n")  # and nothing of pyarrow's
+    assert (storage.read_bytes(path), storage.list_folder(folder)) == (b"old", ["file"])
+
+
+@pytest.mark.exhaustive
+def test_failed_folder_is_removed(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with storage.writing_folder(folder) as local:
+        Path(local, "part").write_bytes(b"1")
+        Path(local, "manifest.json").write_bytes(b"{}")
+    assert storage.list_folder(folder) == ["manifest.json", "part"]
+    with pytest.raises(InputError, match="exists already"), storage.writing_folder(folder):
+        pass
+
+    monkeypatch.setattr(folders, "copy_file", at_first([OSError("out")], folders.copy_file, end="manifest.json"))
+    copied = watched(monkeypatch, folders, "copy_file")
+    with pytest.raises(OSError, match="out"), storage.writing_folder(f"{folder}2") as local:  # noqa: PT012
+        Path(local, "manifest.json").write_bytes(b"{}")
+        Path(local, "part").write_bytes(b"1")
+    assert [target for _, target, _ in copied] == [f"{folder}2/part"]
+    assert not storage.exists(f"{folder}2")
+
+
+@pytest.mark.exhaustive
+def test_forked_process_reaches_store(folder: str) -> None:
+    storage.write_bytes(f"{folder}/a", b"1")
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(storage.read_bytes(f"{folder}/a") != b"1")
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# Outages -------------------------------------------------------------------------------------------------------------
+def _operations(folder: str) -> list[tuple[Callable[[], Any], Any]]:
+    """Calls and what each returns if the file a is there."""
+    return [
+        (lambda: storage.read_bytes(f"{folder}/a"), b"abc"),
+        (lambda: storage.read_into(f"{folder}/a", 1, np.zeros(2, np.uint8)), 2),
+        (lambda: b"".join(storage.read_stream(f"{folder}/a")), b"abc"),
+        (lambda: storage.exists(f"{folder}/a"), True),
+        (lambda: storage.list_folder(folder)[:1], ["a"]),
+        (lambda: storage.list_files(folder)[0].size_bytes, 3),
+        (lambda: storage.write_bytes(f"{folder}/new", b"xyz"), None),
+        (lambda: storage.write_stream(f"{folder}/large", (bytes(MIB) for _ in range(20))), 20 * MIB),
+    ]
+
+
+def test_operations_survive_outage(folder: str, s3_server: Any) -> None:
+    storage.write_bytes(f"{folder}/a", b"abc")
+    calls, expected = zip(*_operations(folder), (lambda: storage.remove_folder(f"{folder}/none"), None), strict=True)
+    with outage(s3_server, 3.0), ThreadPoolExecutor(len(calls)) as pool:
+        assert list(pool.map(lambda call: call(), calls)) == list(expected)
+    assert storage.read_bytes(f"{folder}/new") == b"xyz"
+    assert storage.size_of(f"{folder}/large") == 20 * MIB
+
+
+@pytest.mark.exhaustive
+def test_stream_survives_outage(folder: str, s3_server: Any) -> None:
+    def pieces(outages: ExitStack) -> Iterator[bytes]:
+        for number in range(60):
+            if number == 30:
+                outages.enter_context(outage(s3_server, 3.0))
+            yield bytes([number]) * MIB
+
+    with ExitStack() as outages:
+        assert storage.write_stream(f"{folder}/large", pieces(outages)) == 60 * MIB
+    seen = np.zeros(0, np.uint8)
+    with ExitStack() as outages:
+        for number, piece in enumerate(storage.read_stream(f"{folder}/large")):
+            if number == 2:
+                outages.enter_context(outage(s3_server, 2.0))
+            seen = np.concatenate([seen, np.frombuffer(piece, np.uint8)[::MIB]])
+    assert seen.tolist() == list(range(60))
+
+
+@pytest.mark.exhaustive
+def test_hanging_server_is_detected(folder: str, s3_server: Any) -> None:
+    storage.write_bytes(f"{folder}/here", b"abc")
+    s3_server.send_signal(signal.SIGSTOP)
+    try:
+        with storage.retry_timeout(0):
+            match = r"here: the store was unavailable for \d+ s \(timeout was reached\)"
+            took = _took(lambda: storage.read_bytes(f"{folder}/here"), OSError, match)
+    finally:
+        s3_server.send_signal(signal.SIGCONT)
+    assert took < 40
+    assert storage.read_bytes(f"{folder}/here") == b"abc"
+
+
+# What is wrong -------------------------------------------------------------------------------------------------------
+def test_wrong_secret_is_reported_at_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-word")
+    for operation, _ in _operations(folder):
+        match = r"^s3://logs: access denied .*set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        assert _took(operation, InputError, match) < 30
+
+
+@pytest.mark.exhaustive
+def test_profile_provides_endpoint_region_and_credentials(folder: str, s3_server: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    storage.write_bytes(f"{folder}/a", b"1")
+    for name in s3_server.environment:
+        monkeypatch.delenv(name)
+    url = s3_server.environment["AWS_ENDPOINT_URL"]
+    (tmp_path / "config").write_text(f"[profile mine]\nregion = us-east-1\nendpoint_url = {url}\n")
+    (tmp_path / "credentials").write_text("[mine]\naws_access_key_id = tester\naws_secret_access_key = secret-word\n")
+    files = {"AWS_CONFIG_FILE": f"{tmp_path}/config", "AWS_SHARED_CREDENTIALS_FILE": f"{tmp_path}/credentials"}
+    for name, value in {**files, "AWS_PROFILE": "mine"}.items():
+        monkeypatch.setenv(name, value)
+    assert storage.read_bytes(f"{folder}/a") == b"1"
+
+
+# Events --------------------------------------------------------------------------------------------------------------
+def test_events_survive_outage_and_are_followed(folder: str, s3_server: Any) -> None:
+    url, stop, seen = f"{folder}/events.jsonl", threading.Event(), []
+    thread = threading.Thread(target=lambda: seen.extend(follow(url, stop=stop, poll_s=0.2)))
+    thread.start()
+    with EventWriter(url) as writer:
+        writer.write("start", step=0)
+        assert writer.flush()
+        with outage(s3_server, 3.0):
+            start = time.monotonic()
+            for step in range(1, 20):
+                writer.write("step" if step % 2 else "evaluate", step=step)
+            assert time.monotonic() - start < 2.5
+        assert writer.flush()
+    assert (writer.num_lost, [event["step"] for event in read_events(url)]) == (0, list(range(20)))
+    merge_events(url)
+    assert storage.list_folder(folder) == ["events.jsonl"]
+    with EventWriter(url) as writer:
+        writer.write("step", step=20)
+    assert [event["step"] for event in read_events(url)] == list(range(21))
+    stop.set()
+    thread.join(timeout=60)
+    assert [event["step"] for event in seen] == list(range(21))
+
+
+@pytest.mark.exhaustive
+def test_running_run_is_reported_locally_and_remotely(folder: str, tmp_path: Path) -> None:
+    storage.write_bytes(f"{folder}/config.yaml", run_events.CONFIG.encode())
+    with EventWriter(f"{folder}/events.jsonl") as writer:
+        for event in run_events.run(finished=False):
+            writer.write(event["kind"], **{name: value for name, value in event.items() if name not in ("time", "kind")})
+        assert writer.flush()
+        assert report.write(folder) == f"{folder}/report.html"
+    assert b"not finished at step 150 of 200" in storage.read_bytes(f"{folder}/report.html")
+    here = tmp_path / "report.html"
+    assert report.write(folder, out=str(here)) == str(here)
+    assert here.read_bytes() == storage.read_bytes(f"{folder}/report.html")
+    assert metrics_dataframe(f"{folder}/events.jsonl")["step"].tolist() == list(range(10, 151, 10))
+
+
+# Trackers and profiles -----------------------------------------------------------------------------------------------
+@pytest.mark.exhaustive
+def test_curves_survive_store_outage(folder: str, s3_server: Any) -> None:
+    events = [event for event in run_events.run() if event["kind"] != "finish"]
+    run_events.feed(TensorBoardTracker(folder, config="seed: 0\n"), events[:20], flush=False, close=True)
+    (before,) = storage.files_in(f"{folder}/tensorboard")
+    second = TensorBoardTracker(folder, config="seed: 0\n")
+    s3_server.kill()
+    try:
+        run_events.feed(second, events, flush=False)
+        with pytest.raises(OSError):  # noqa: PT011
+            second.flush()
+    finally:
+        s3_server.start()
+    assert storage.files_in(f"{folder}/tensorboard") == [before]
+    second.close()
+    (after,) = storage.files_in(f"{folder}/tensorboard")
+    assert after.path != before.path
+    assert after.size_bytes > before.size_bytes
+
+
+@pytest.mark.exhaustive
+def test_offline_run_is_in_store(folder: str) -> None:
+    pytest.importorskip("wandb")
+    from rayrec.observe.tracking.wandb import WandbTracker
+
+    config = recipes.gpt2_tiny().replace(name="run").to_dict()
+    for events in (run_events.run()[:20], run_events.run(finished=False)):
+        run_events.feed(WandbTracker(folder, project="rayrec", offline=True, config=config), events, close=True)
+    (run,) = storage.list_folder(f"{folder}/wandb")
+    assert run.startswith("offline-run-")
+    assert any(name.endswith(".wandb") for name in storage.list_folder(f"{folder}/wandb/{run}"))
+
+
+@pytest.mark.exhaustive
+def test_profile_request_is_served(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "_URL_POLL_S", 0.2)
+    monkeypatch.setattr(profiling, "_POLL_S", 0.2)
+    now = time.time()
+    events: list[dict[str, Any]] = [{"kind": "start", "time": now - 10, "step": 0, "steps": 100, "world_size": 1}]
+    events += [{"kind": "step", "time": now, "step": 40, "steps": 100}]
+
+    def send(wish: dict[str, Any]) -> None:
+        storage.write_bytes(f"{folder}/profile/{wish['name']}/rank_0/trace.json.gz", b"[]")
+
+    with watched_requests(folder, SimpleNamespace(send_profile_request=send)):
+        told = request_profile(folder, events, steps=2, note=lambda text: None, timeout_s=60.0)
+    assert told["profile"].startswith(f"{folder}/profile/step_")
+    assert not storage.exists(f"{folder}/profile/request.json")
+
+
+# Logs, prepared data, checkpoints and what is made of them ------------------------------------------------------------
+@pytest.mark.usefixtures("own_cache")
 def test_s3_log_matches_local_log(bucket: str, click_log: Path, tmp_path: Path) -> None:
     fs.copy_files(str(click_log / "train.txt"), f"{bucket}/kaggle/train.txt")
     here = rayrec.vocabulary(str(click_log / "train.txt"), out=str(tmp_path / "here"), split="sevenths", console=QUIET)
@@ -41,6 +316,7 @@ def test_s3_log_matches_local_log(bucket: str, click_log: Path, tmp_path: Path) 
     check_same_run(train(config, name="s3").summary, local.summary)
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_s3_checkpoint_is_usable(bucket: str, click_log: Path, tmp_path: Path) -> None:
     """Evaluated, predicted with and exported, all that is written in the bucket too; and each gives the same scores."""
     log, run, exported = f"{bucket}/used/train.txt", f"{bucket}/used/run", f"{bucket}/used/exported"
@@ -69,6 +345,7 @@ def test_s3_checkpoint_is_usable(bucket: str, click_log: Path, tmp_path: Path) -
     assert evaluated["auroc"] == pytest.approx(expected, abs=1e-4)  # a batch of another size rounds otherwise
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_s3_shards_train_after_command_in_error(bucket: str, tmp_path: Path) -> None:
     """Shards of MosaicML's writer: the command that `train` prints, as it is printed, then training there and by --out."""
     tokenizer, url = tmp_path / "tokenizer", f"{bucket}/indexed"
@@ -93,6 +370,7 @@ def test_s3_shards_train_after_command_in_error(bucket: str, tmp_path: Path) -> 
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_cache")
 def test_trainer_script_survives_kills_on_s3(bucket: str, tmp_path: Path) -> None:
     """The script of from-huggingface.md with two workers: one is killed, then the driver, whose script starts again at once."""
     page = (Path(__file__).parents[2] / "docs" / "from-huggingface.md").read_text()
@@ -132,8 +410,72 @@ def test_trainer_script_survives_kills_on_s3(bucket: str, tmp_path: Path) -> Non
     assert files(killed)["model.safetensors"] == files(undisturbed)["model.safetensors"]
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_s3_faults_are_one_line(bucket: str, click_log: Path, tmp_path: Path) -> None:
     for path in (f"{bucket}/nothing/here", "s3://no-such-bucket/train.txt"):
         rejects(r"^s3://[^\n]*$", rayrec.vocabulary, path, out=str(tmp_path / "out"), console=QUIET)
     fs.copy_files(str(click_log / "train.txt"), f"{bucket}/some.txt")
     rejects(r"^[^\n]*parquet[^\n]*$", rayrec.preprocess, f"{bucket}/some.txt", out=f"{bucket}/npy", format="npy", console=QUIET)
+
+
+# Checkpoints: streamed writes, partial reads, retention, and late saves during an outage ------------------------------
+def values(factor: float) -> dict[str, torch.Tensor]:
+    return {"model.large": torch.arange(6_000_000.0).reshape(-1, 16) * factor, "model.small": torch.ones(3) * factor}
+
+
+SETTINGS: dict[str, Any] = {"retention": Retention(num_to_keep=1), "extra_files": {"more/words.txt": b"abc"}}
+
+
+def test_s3_saver_saves_restores_and_removes(bucket: str) -> None:
+    run = Run(f"{bucket}/one")
+    assert run.newest() is None
+    saver = run.saver(**SETTINGS)
+    for step, score in ((1, 0.9), (2, 0.1), (3, 0.2)):
+        save(saver, step, values(step), score=score)
+    saver.close()
+    assert run.steps() == [1, 3]
+    assert not storage.exists(run.at(2).path)
+    found = run.at(3)
+    assert run.newest() == found
+    target = values(0)
+    checkpoint.restore(found, target)
+    assert all(torch.equal(target[name], tensor) for name, tensor in values(3).items())
+    checkpoint.verify(found)
+    assert checkpoint.open_checkpoint(run.folder).step == 3
+    name = next(name for name in found.manifest()["files"] if name.endswith(".safetensors"))
+    data = storage.read_bytes(storage.join(found.path, name))
+    storage.write_bytes(storage.join(found.path, name), data[:-1] + bytes([data[-1] ^ 1]))
+    fails_with(DamagedError, name, checkpoint.restore, found, target)
+    assert latest_valid_checkpoint(run.folder, log=lambda *_: None, exclude=[found.path]) == run.at(1)
+    storage.remove_file(storage.join(found.path, name))
+    fails_with(DamagedError, rf"{name}: missing", checkpoint.restore, found, target)
+    assert run.newest() == run.at(1)
+    run.saver().close()
+    assert not saver._lease.valid()  # type: ignore[union-attr]
+
+
+def test_s3_saver_waits_out_outage(s3_server: S3Store, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_retry, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(save_retry, "LONGEST_DELAY_S", 0.5)
+    run = Run(f"{bucket}/two")
+    saver = run.saver(**SETTINGS, max_outage_s=60)
+    save(saver, 1, values(1))
+    s3_server.kill()
+    assert saver.begin(2, values(2), state={}, score=None)
+    until(lambda: run.kinds()[-1] == "checkpoint_late")
+    assert not saver.begin(3, values(3), state={}, score=None)
+    s3_server.start()
+    saver.wait()
+    saver.close()
+    assert (run.kinds(), run.newest()) == (["checkpoint", "checkpoint_late", "checkpoint"], run.at(2))
+    checkpoint.verify(run.at(2))
+    saver = run.saver(**SETTINGS, max_outage_s=10)
+    save(saver, 3, values(3))
+    s3_server.kill()
+    try:
+        assert saver.begin(4, values(4), state={}, score=None)
+        rejects(r"step_00000004: cannot be written for 10 s", saver.wait)
+    finally:
+        s3_server.start()
+    saver.close()
+    assert run.newest() == run.at(3)

@@ -18,8 +18,9 @@ from builders.faults import fails_with, raising, rejects
 from builders.runs import LEAN, QUIET
 
 import rayrec
-from rayrec import recipes, storage
+from rayrec import cli, recipes, storage
 from rayrec.config import InputError
+from rayrec.data import synthetic
 from rayrec.recipes.criteo import criteo_demo
 from rayrec.recipes.mnist import mnist_resnet18
 from rayrec.schema import Schema
@@ -271,3 +272,59 @@ def test_data_without_files_has_no_version(tmp_path: Path) -> None:
     assert resume.listed_data(config) == {}
     resume._check_same_data("run", config, {"data": {}})
     rejects("finished already, with other data: table of a database: no such file", resume._check_same_data, "run", config, {})
+
+
+# Training by command on each kind of split without test rows, which reports validation metrics ------------------------
+@pytest.fixture
+def csv_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    write_days(tmp_path, 0, 1, 2, 3)
+    return tmp_path
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sets"),
+    [
+        ("kind fraction test 0", {"train": 1440, "validation": 160}),
+        ("kind days test-days 0", {"train": 1200, "validation": 400}),
+        ("kind named_days validation-names day_3", {"train": 1200, "validation": 400}),
+    ],
+)
+def test_train_without_test_rows_reports_validation(csv_folder: Path, capsys: Any, flags: str, sets: dict[str, int]) -> None:
+    names = flags.split()
+    assert not train(csv_folder, *(f"--workload.preset.split.{w}" if not place % 2 else w for place, w in enumerate(names)))
+    found = printed(capsys)
+    assert (found["rows_of_sets"], found["metrics"]) == (sets, found["validation"])
+    assert cli.run(["report", str(csv_folder / "run")]) == 0
+    assert cli.run(["export", str(csv_folder / "run"), "--out", str(csv_folder / "exported")]) == 0
+
+
+@pytest.mark.parametrize("by", ["rows", "group --group user", "time"])
+def test_train_accepts_split_files_without_test(csv_folder: Path, capsys: pytest.CaptureFixture[str], by: str) -> None:
+    paths = [str(csv_folder / "log"), "--out", str(csv_folder / "parts"), "--schema", str(csv_folder / "schema.yaml")]
+    assert cli.run(["split", *paths, "--by", *by.split(), "--test", "0"]) == 0
+    assert list(printed(capsys)["parts"]) == ["train", "validation"]  # type: ignore[call-overload]
+    assert not train(csv_folder, "--workload.preset.split.kind", "named_files", log="parts")
+    found = printed(capsys)
+    assert list(found["rows_of_sets"]) == ["train", "validation"]  # type: ignore[call-overload]
+    assert found["metrics"] == found["validation"]
+
+
+def test_best_auroc_uses_same_test_rows(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generated log knows the best AUROC only for its own test rows."""
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    synthetic.generate(str(tmp_path / "log"), rows=3_000, seed=1, parallelism=1)
+    common = ["--train-data.path", str(tmp_path / "log" / "train.txt"), "--storage-path", str(tmp_path), "-q"]
+    short = ["--steps", "1", "--batch-size", "200", "--evaluate-every", "1", "--scaling.num-workers", "1"]
+    for name, flags, known in (
+        ("same", [], True),
+        ("other", ["--workload.preset.split.kind", "fraction"], False),
+        ("none", ["--workload.preset.split.kind", "fraction", "--workload.preset.split.test", "0"], False),
+    ):
+        assert cli.run(["train", "criteo_demo", *common, *short, "--name", name, *flags]) == 0
+        assert ("best_auroc" in printed(capsys)) is known, name
