@@ -1,6 +1,5 @@
 """Prepared data in place of the raw log: the same weights, bit for bit; and logs that are not Criteo's."""
 
-import random
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders.faults import rejects
-from builders.golden_inputs import write_csv
+from builders.golden_inputs import WITH_LISTS, any_rows, write_csv, write_parquet
 from builders.logs import unlabelled
 from builders.runs import QUIET, check_same_run, short_run, train
 
 import rayrec
 from rayrec import recipes
 from rayrec.data.synthetic import generate
-from rayrec.schema import Schema
 
 BLOCKS = {"block_bytes": 1 << 18, "segments_per_block": 4}
 
@@ -157,29 +155,16 @@ def test_recipes_of_all_days(tmp_path: Path, recipe: str) -> None:
 
 # Any click log -------------------------------------------------------------------------------------------------------
 
-COLUMNS: dict[str, Any] = {"dense": ("age",), "sparse": ("user.id", "type", "genres"), "lists": ("genres",)}
-MOVIES = Schema(label="liked", weight="importance", tokens="any", delimiter=",", **COLUMNS)
-GENRES = ("action", "comedy", "drama", "film noir", "war")
-
-
-def ratings(rows: int) -> list[dict[str, Any]]:
-    rng = random.Random(0)
-    made = []
-    for _ in range(rows):
-        user, genres = rng.randrange(40), rng.sample(GENRES, rng.randrange(4))
-        row = {"liked": rng.randrange(2), "age": 15 + user, "user.id": f"user {user}", "type": rng.randrange(300)}
-        made.append({**row, "genres": genres, "importance": rng.choice([0.5, 1.0, 2.0]), "comment": "left, alone"})
-    return made
-
 
 def test_row_numbers_follow_table_order(tmp_path: Path) -> None:
     """Faulty rows have a number but no score, whether the file is read where it is or was written again."""
-    rows = ratings(600)
-    rows[7]["liked"], rows[300]["importance"] = 5, -1.0
+    rows = any_rows(600, seed=0)
+    rows[7]["click"], rows[300]["importance"] = 5, -1.0
     write_csv(tmp_path / "a.csv", rows)
     write_csv(tmp_path / "b.csv", rows[:50])
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=100)
-    run = train(short_run(recipes.clicks(str(tmp_path / "a.csv"), MOVIES), tmp_path / "runs", 2, max_bad_fraction=0.1))
+    write_parquet(tmp_path / "a.parquet", rows, row_group_size=100)
+    schema = WITH_LISTS.replace(weight="importance")
+    run = train(short_run(recipes.clicks(str(tmp_path / "a.csv"), schema), tmp_path / "runs", 2, max_bad_fraction=0.1))
     assert run.summary["bad_rows"] == 2
     expected = [row for row in range(600) if row not in (7, 300)]
     assert predicted(Path(run.folder), tmp_path / "a.parquet")["row"].to_pylist() == expected
