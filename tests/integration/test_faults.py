@@ -126,7 +126,6 @@ def test_run_survives_repeated_faults(undisturbed: dict[str, Any], begin: Begin)
 
 
 # One worker, in the process of the command -----------------------------------------------------------------------------
-
 ALONE: dict[str, Any] = {"steps": 800, "evaluate_every": 400, "log_every": 10}
 ALONE |= {"scaling": threads_of(1), "cluster": {"num_cpus": 2, "address": "none"}}
 

@@ -154,8 +154,6 @@ def test_recipes_of_all_days(tmp_path: Path, recipe: str) -> None:
 
 
 # Any click log -------------------------------------------------------------------------------------------------------
-
-
 def test_row_numbers_follow_table_order(tmp_path: Path) -> None:
     """Faulty rows have a number but no score, whether the file is read where it is or was written again."""
     rows = any_rows(600, seed=0)

@@ -143,8 +143,6 @@ def test_aligned_lists_match_positions_and_keep_last_items() -> None:
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
-
-
 def column(name: str, values: pa.Array) -> pa.Table:
     return ROWS.set_column(ROWS.column_names.index(name), name, values)
 
@@ -250,8 +248,6 @@ def test_shared_vocabulary_counts_and_forms_keep_every_column(tmp_path: Path, en
 
 
 # On the way to the model ----------------------------------------------------------------------------------------------
-
-
 def test_batch_has_labels_id_weights_and_times(encoded: tuple[Preprocessor, EncodedRows]) -> None:
     _, rows = encoded
     slicer = BatchSlicer(iter(from_arrow(to_arrow(rows))), SCHEMA)
@@ -577,7 +573,6 @@ def test_unlabelled_rows_have_neither_labels_nor_weights(schema: Schema, cells: 
     assert (encoded.labels, encoded.weights) == ({}, None)
 
 
-@settings(max_examples=100, deadline=None)
 @given(rows_strategy("any"), st.integers(0, 8), st.integers(0, 8), st.randoms(use_true_random=False))
 def test_take_and_concatenate(rows: list[Row], low: int, high: int, rng: random.Random) -> None:
     low, high = sorted((min(low, len(rows)), min(high, len(rows))))

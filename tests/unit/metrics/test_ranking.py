@@ -190,7 +190,6 @@ def test_binary_metrics_match_scikit_learn(case: tuple[np.ndarray, np.ndarray]) 
     assert (result["rows"], result["label_rate"]) == (len(labels), pytest.approx(rate))
 
 
-@settings(max_examples=100, deadline=None)
 @given(two_classes())
 def test_auroc_matches_fraction_of_ordered_pairs(case: tuple[np.ndarray, np.ndarray]) -> None:
     logits, labels = case

@@ -229,8 +229,6 @@ def test_startup_times_group_by_attempt_and_stages_are_timed() -> None:
 
 
 # Stopwatch of startup stages, and process age -------------------------------------------------------------------------
-
-
 def test_process_age_counts_from_start(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     stat = tmp_path / "proc/self/stat"

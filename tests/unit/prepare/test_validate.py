@@ -512,7 +512,6 @@ def test_stats_of_text_and_columns_match() -> None:
     assert one.to_table() == other.to_table()
 
 
-@settings(max_examples=100, deadline=None)
 @given(ROWS)
 def test_equal_rows_have_equal_hashes(rows: list[Row]) -> None:
     hashes = row_hashes(block_of_rows(rows)).tolist()

@@ -149,7 +149,6 @@ def moments(values: Sequence[float]) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["hexadecimal", "any"])
-@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_moments_match_exact_integer_sums(kind: Any, data: st.DataObject) -> None:
     numbers = st.none() | st.integers(-20, 20) | st.integers(16300, 16400) | st.integers(-(10**18) + 1, 10**18 - 1)
