@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -44,6 +45,27 @@ from rayrec.models.scoring_tables import Quantization
 from rayrec.schema import Feature, Schema
 from rayrec.serve.requests import RequestBody, RequestError
 from rayrec.serve.row_readers import make_reader
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp("run")
+    return save_clicks(folder, scale=3.0, train_data={"path": write_criteo_rows(folder / "log.tsv", ROWS)})
+
+
+@pytest.fixture(scope="session")
+def exported(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the export with a quantization, created on first use."""
+
+    @functools.cache
+    def make(quantization: str) -> Path:
+        out = tmp_path_factory.mktemp("exports") / quantization
+        export_of(saved, out, quantize=None if quantization == "fp32" else quantization, max_auroc_loss=0.05)
+        return out
+
+    return make
 
 
 @pytest.mark.parametrize(("quantization", "tolerance"), [("fp32", 1e-6), ("fp16", 2e-3), ("int8", 0.03), ("int4", 0.5)])
