@@ -80,20 +80,16 @@ def loaded_needlessly(commands: list[tuple[str, set[str]]], folder: Path) -> dic
     return {command: found for command, found in json.loads(ran.stdout).items() if found}
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "line"),
-    [
+def test_storage_errors_print_one_line(monkeypatch: Any, capsys: Capture) -> None:
+    for error, status, line in (
         (FileNotFoundError(2, "No such file or directory", "log.txt"), 2, "log.txt: No such file or directory"),
         (OSError("s3://b/run: the store was out\nfor 600 s"), 1, "s3://b/run: the store was out for 600 s"),
         (OSError(28, "No space left on device"), 1, "[Errno 28] No space left on device"),
         (PermissionError(), 1, "PermissionError"),
-    ],
-    ids=repr,
-)
-def test_storage_errors_print_one_line(monkeypatch: Any, capsys: Capture, error: OSError, status: int, line: str) -> None:
-    monkeypatch.setattr("rayrec.training.trainer.train", raising(error))
-    assert cli.run(["train", "criteo_demo"]) == status
-    assert capsys.readouterr().err == f"rayrec train: {line}\n"
+    ):
+        monkeypatch.setattr("rayrec.training.trainer.train", raising(error))
+        assert cli.run(["train", "criteo_demo"]) == status
+        assert capsys.readouterr().err == f"rayrec train: {line}\n"
 
 
 def test_results_exclude_output_of_native_code_and_children() -> None:
@@ -142,9 +138,8 @@ def run(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
     return status, out, err
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
+def test_invalid_flag_prints_one_line(capsys: Capture) -> None:
+    for words, line in (
         ("--step 5", "unknown flag --step, did you mean --steps?"),
         ("--batchsize=5", "unknown flag --batchsize, did you mean --batch-size?"),
         ("--shuffl none", "unknown flag --shuffl, did you mean --train-data.shuffle or --eval-data.shuffle?"),
@@ -158,11 +153,8 @@ def run(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
         ("--config=", "--config: requires a value"),
         ("--schema --steps 5", "--schema: requires a value"),
         ("--config=a --config b", "--config: must be set once, got 2 values"),
-    ],
-    ids=str,
-)
-def test_invalid_flag_prints_one_line(capsys: Capture, words: str, line: str) -> None:
-    assert run(capsys, "config", "criteo_demo", *words.split()) == (2, "", f"rayrec config: {line}\n")
+    ):
+        assert run(capsys, "config", "criteo_demo", *words.split()) == (2, "", f"rayrec config: {line}\n")
 
 
 def test_invalid_flag_of_other_commands_prints_one_line(capsys: Capture) -> None:
@@ -188,9 +180,8 @@ def test_file_flags_accept_space_or_equals_sign(capsys: Capture, tmp_path: Path,
     assert (resolved["steps"], resolved["workload"]["schema"]["dense"]) == (7, ["a"])
 
 
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [
+def test_invalid_config_file_prints_one_line(capsys: Capture, tmp_path: Path) -> None:
+    for content, line in (
         ("recipe: clicks\nname: \u00e9\n".encode("latin-1"), "must be UTF-8 text. Save it with that encoding"),
         (b"recipe: [", "not YAML"),
         (b"recipe: clicks\nsteps: 2001-99-99\n", "not YAML (month must be in 1..12)"),
@@ -200,15 +191,12 @@ def test_file_flags_accept_space_or_equals_sign(capsys: Capture, tmp_path: Path,
         (b"recipe: clicks\nname: ..\n", "name: must have 1 to 128 letters"),
         (b"recipe: clicks\n3: 4\n", "field names must be strings, got 3"),
         (b"recipe: !!python/object/apply:os.getcwd []\n", "not YAML"),
-    ],
-    ids=str,
-)
-def test_invalid_config_file_prints_one_line(capsys: Capture, tmp_path: Path, content: bytes, line: str) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_bytes(content)
-    status, out, err = run(capsys, "config", f"--config={file}")
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"rayrec config: {file}: {line}")
+    ):
+        file = tmp_path / "config.yaml"
+        file.write_bytes(content)
+        status, out, err = run(capsys, "config", f"--config={file}")
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith(f"rayrec config: {file}: {line}")
 
 
 def test_run_name_results_and_summary_rows_are_well_formed(capsys: Capture) -> None:
@@ -226,20 +214,17 @@ def test_run_name_results_and_summary_rows_are_well_formed(capsys: Capture) -> N
     assert "next" not in dict(summary_rows({**summary, "metrics": {"accuracy": 0.9}}, folder="runs/a"))
 
 
-@pytest.mark.parametrize(
-    ("command", "words", "notice"),
-    [
+def test_old_flag_prints_notice(capsys: Capture) -> None:
+    for command, words, notice in (
         ("vocabulary", "log --out v --profile nvt", "--profile is now --preset; the old name will be removed"),
         ("vocabulary", "log --out v --profile=nvt", "--profile is now --preset"),
         ("config", "criteo_demo --workload.profile.min-count 3", "--workload.profile.min-count is now"),
         ("config", "criteo_demo --profile.steps 10:20", ""),
-    ],
-)
-def test_old_flag_prints_notice(capsys: Capture, command: str, words: str, notice: str) -> None:
-    parse(COMMANDS[command], words.split())
-    printed = capsys.readouterr()
-    assert printed.err.startswith(notice)
-    assert (printed.err.count("\n"), printed.out) == (int(bool(notice)), "")
+    ):
+        parse(COMMANDS[command], words.split())
+        printed = capsys.readouterr()
+        assert printed.err.startswith(notice)
+        assert (printed.err.count("\n"), printed.out) == (int(bool(notice)), "")
 
 
 def test_old_flag_sets_field_and_model_flag_selects_model() -> None:
@@ -351,18 +336,15 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("out", "as_json", "quiet", "printed", "noted"),
-    [
+def test_result_prints_table_or_json(capsys: Capture) -> None:
+    for out, as_json, quiet, printed, noted in (
         (Terminal(), False, False, "a table\n", ""),
         (Terminal(), True, False, '{\n  "auroc": 0.5\n}\n', "a table\n"),
         (io.StringIO(), False, False, '{\n  "auroc": 0.5\n}\n', "a table\n"),
         (io.StringIO(), False, True, '{\n  "auroc": 0.5\n}\n', ""),
-    ],
-)
-def test_result_prints_table_or_json(capsys: Capture, out: Any, as_json: bool, quiet: bool, printed: str, noted: str) -> None:
-    assert show(Shown({"auroc": 0.5}, "a table"), as_json=as_json, quiet=quiet, out=out) == 0
-    assert (out.getvalue(), capsys.readouterr().err) == (printed, noted)
+    ):
+        assert show(Shown({"auroc": 0.5}, "a table"), as_json=as_json, quiet=quiet, out=out) == 0
+        assert (out.getvalue(), capsys.readouterr().err) == (printed, noted)
 
 
 # Command lines of the documentation, deploy/ and tests ----------------------------------------------------------------

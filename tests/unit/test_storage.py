@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,9 +46,8 @@ def test_list_files_sorts_numbers_naturally(tmp_path: Path) -> None:
     assert len(found_in(tmp_path)) == 6
 
 
-@pytest.mark.parametrize(
-    ("call", "why"),
-    [
+def test_listing_missing_path_raises(tmp_path: Path) -> None:
+    for call, why in (
         (lambda folder: storage.list_files(f"{folder}/*.gz"), "contains no data files"),
         (lambda folder: storage.read_bytes(f"{folder}/absent"), "no such file"),
         (lambda folder: storage.read_into(f"{folder}/absent", 0, np.zeros(1, np.uint8)), "no such file"),
@@ -56,11 +55,9 @@ def test_list_files_sorts_numbers_naturally(tmp_path: Path) -> None:
             lambda _: storage.resolve("nosuch://x/y"),
             r"x/y: scheme is not supported .*s3://, gs://, gcs://, az://, abfs://, abfss://",
         ),
-    ],
-)
-def test_listing_missing_path_raises(tmp_path: Path, call: Callable[[str], object], why: str) -> None:
-    (tmp_path / "only.json").write_bytes(b"{}")
-    rejects(why, call, str(tmp_path))
+    ):
+        (tmp_path / "only.json").write_bytes(b"{}")
+        rejects(why, call, str(tmp_path))
 
 
 def write_and_fail(path: Path) -> None:
@@ -408,9 +405,8 @@ def test_outage_leaks_only_one_stream(monkeypatch: pytest.MonkeyPatch, size_mib:
     assert len(opened) == streams
 
 
-@pytest.mark.parametrize(
-    ("glob", "expected"),
-    [
+def test_glob_matches_same_files_locally_and_at_url(tmp_path: Path) -> None:
+    for glob, expected in (
         ("day_old", ["day_old/day_9"]),
         ("day_*", ["day_1", "day_2"]),
         ("day_*/day_*", ["day_old/day_9"]),
@@ -419,14 +415,12 @@ def test_outage_leaks_only_one_stream(monkeypatch: pytest.MonkeyPatch, size_mib:
         ("*/*.t?t", ["deep/a.txt"]),
         ("day_[!2]", ["day_1"]),
         ("[dx]*/er/day_[0-9]", ["deep/er/day_3"]),
-    ],
-)
-def test_glob_matches_same_files_locally_and_at_url(tmp_path: Path, glob: str, expected: list[str]) -> None:
-    for name in ("day_1", "day_2", "day_old/day_9", "deep/er/day_3", "deep/a.txt", ".hidden/day_4"):
-        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / name).write_bytes(b"x")
-    for prefix in ("", "file://"):
-        assert found_in(f"{prefix}{tmp_path}", glob) == [f"{prefix}{tmp_path}/{name}" for name in expected]
+    ):
+        for name in ("day_1", "day_2", "day_old/day_9", "deep/er/day_3", "deep/a.txt", ".hidden/day_4"):
+            (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+            (tmp_path / name).write_bytes(b"x")
+        for prefix in ("", "file://"):
+            assert found_in(f"{prefix}{tmp_path}", glob) == [f"{prefix}{tmp_path}/{name}" for name in expected]
 
 
 # Temporary folders of killed processes --------------------------------------------------------------------------------

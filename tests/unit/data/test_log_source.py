@@ -214,9 +214,8 @@ def test_idx_names_match_fetched_files(tmp_path: Path) -> None:
     rejects(r"t10k-labels-idx1-ubyte and t10k-labels\.idx1-ubyte; keep one", find, str(tmp_path), "t10k", "labels")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_damaged_files_are_rejected(tmp_path: Path) -> None:
+    for content, message in (
         (b"", "not an idx file .it begins with nothing"),
         (b"\0\0\x08", "not an idx file .it begins with 00 00 08"),
         (b"<html>not found</html>", "not an idx file .it begins with 3c 68 74 6d"),
@@ -230,15 +229,12 @@ def test_idx_names_match_fetched_files(tmp_path: Path) -> None:
         (gzip.compress(idx(IMAGES), mtime=0)[:-8] + bytes(8), "damaged, not a gzip file to its end"),
         (gzip.compress(b"", mtime=0)[:10] + b"\xff" * 30, "damaged, not a gzip file to its end"),
         (gzip.compress(idx(IMAGES), mtime=0) + b"more", "damaged, not a gzip file to its end"),
-    ],
-    ids=range(13),
-)
-def test_damaged_files_are_rejected(tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "train-images-idx3-ubyte"
-    path.write_bytes(content)
-    line = rejects(message, read_idx, str(path))
-    assert line.startswith(f"{path}: ")
-    assert "idx type" in message or f"rayrec fetch mnist --out {tmp_path}" in line
+    ):
+        path = tmp_path / "train-images-idx3-ubyte"
+        path.write_bytes(content)
+        line = rejects(message, read_idx, str(path))
+        assert line.startswith(f"{path}: ")
+        assert "idx type" in message or f"rayrec fetch mnist --out {tmp_path}" in line
 
 
 def test_read_idx_rejects_wrong_shapes(tmp_path: Path) -> None:
@@ -325,22 +321,19 @@ def test_commands_name_labels_and_fix(tmp_path: Path, monkeypatch: pytest.Monkey
 TEXT = Schema(tokens="hexadecimal", label="click", dense=("age",), sparse=("user",))
 
 
-@pytest.mark.parametrize(
-    ("labels", "expected"),
-    [
+def test_labels_of_text_are_named(tmp_path: Path) -> None:
+    for labels, expected in (
         (["1", "2", "3"], "found 1, 2, 3 in column click; derive one, such as click >= 2"),
         (["-1", "1"], "found -1, 1 in column click; derive one, such as click >= 1"),
         (["0.0", "1.0"], "found 0.0, 1.0 in column click; write them as 0 and 1"),
         (["no", "yes"], "found no, yes in column click; derive one, such as click == 'yes'"),
-    ],
-)
-def test_labels_of_text_are_named(tmp_path: Path, labels: list[str], expected: str) -> None:
-    text = "".join(f"{labels[row % len(labels)]}\t3\t0000000a\n" for row in range(60)).encode()
-    (tmp_path / "log.txt").write_bytes(text)
-    faults = parse(TEXT, text, path=str(tmp_path / "log.txt"))[1]
-    line = rejects("labels must be 0 or 1, ", LogIndex((), Faults.from_dict(faults.to_dict())).check, 0.001, "log")
-    assert line.endswith(expected)
-    rejects("labels must be 0 or 1", LogSource.at(str(tmp_path / "log.txt")).check_head, TEXT)
+    ):
+        text = "".join(f"{labels[row % len(labels)]}\t3\t0000000a\n" for row in range(60)).encode()
+        (tmp_path / "log.txt").write_bytes(text)
+        faults = parse(TEXT, text, path=str(tmp_path / "log.txt"))[1]
+        line = rejects("labels must be 0 or 1, ", LogIndex((), Faults.from_dict(faults.to_dict())).check, 0.001, "log")
+        assert line.endswith(expected)
+        rejects("labels must be 0 or 1", LogSource.at(str(tmp_path / "log.txt")).check_head, TEXT)
 
 
 def test_faults_of_several_tasks_name_all_labels() -> None:

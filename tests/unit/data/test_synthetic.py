@@ -189,9 +189,8 @@ def test_never_overwrites(tmp_path: Path, name: str) -> None:
     assert (tmp_path / name).read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
+def test_generate_rejects_invalid_arguments(tmp_path: Path) -> None:
+    for wrong, message in (
         *(({"rows": rows}, "rows") for rows in (0, 2.5, True)),
         ({"days": 0}, "days"),
         ({"days": 101}, "must be at most the number of rows"),
@@ -200,13 +199,11 @@ def test_never_overwrites(tmp_path: Path, name: str) -> None:
         ({"dialect": "avazu"}, "kaggle, terabyte"),
         ({"out": "FOLDER/file"}, "must be a folder, got a file"),
         ({"out": "s3://bucket/log"}, "local folder"),
-    ],
-)
-def test_generate_rejects_invalid_arguments(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
-    (tmp_path / "file").write_text("")
-    arguments = {"out": "FOLDER/out", "rows": 100, **wrong}
-    rejects(message, synthetic.generate, arguments.pop("out").replace("FOLDER", str(tmp_path)), **arguments)
-    assert os.listdir(tmp_path) == ["file"]
+    ):
+        (tmp_path / "file").write_text("")
+        arguments = {"out": "FOLDER/out", "rows": 100, **wrong}
+        rejects(message, synthetic.generate, arguments.pop("out").replace("FOLDER", str(tmp_path)), **arguments)
+        assert os.listdir(tmp_path) == ["file"]
 
 
 EXTREMES = np.array([[0, 9, 10, 99, 100, -1, -2, 12345, 2**31 - 1, -(2**31)]], dtype=np.int32)

@@ -512,19 +512,16 @@ def test_require_files_returns_all_paths(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
+def test_require_files_reports_missing_files(tmp_path: Path) -> None:
+    for name, why in (
         ("criteo_full", r"day_0 to day_23 \(24 files, 4,373,472,329 rows, about 367 GB as \.gz, 1\.11 TB unpacked\)"),
         ("criteo_kaggle", r"train\.txt \(45,840,617 rows, about 11\.1 GB\)"),
         ("mnist", r".*train-images-idx3-ubyte \(60,000 rows, 9,912,422 bytes, 47 MB unpacked\)"),
         ("y", r"x \(number of rows not published, size not published\)\. Run `rayrec fetch y"),
-    ],
-)
-def test_require_files_reports_missing_files(tmp_path: Path, name: str, why: str) -> None:
-    files = [RemoteFile(name="x")] if name == "y" else files_of(name)
-    for path in (tmp_path, tmp_path / "absent"):
-        rejects(f"missing {why}", require_files, str(path), files, fetch_name=name)
+    ):
+        files = [RemoteFile(name="x")] if name == "y" else files_of(name)
+        for path in (tmp_path, tmp_path / "absent"):
+            rejects(f"missing {why}", require_files, str(path), files, fetch_name=name)
 
 
 def test_names_and_sizes_are_readable() -> None:

@@ -102,9 +102,8 @@ def test_oversized_weights_are_rejected_and_sigmoid_is_exact() -> None:
 LABELLED, UNLABELLED = b"1\t3\t0000000a\n", b"3\t0000000a\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_has_labels_detects_label_column(tmp_path: Path) -> None:
+    for text, expected in (
         (LABELLED, True),
         (UNLABELLED, False),
         (b"\t\n", False),
@@ -115,12 +114,10 @@ LABELLED, UNLABELLED = b"1\t3\t0000000a\n", b"3\t0000000a\n"
         (b"nothing of the kind\n", True),
         (b"", True),
         (UNLABELLED * 20_000, False),
-    ],
-)
-def test_has_labels_detects_label_column(tmp_path: Path, text: bytes, expected: bool) -> None:
-    for path, data in ((tmp_path / "log.tsv", text), (tmp_path / "log.gz", gzip.compress(text))):
-        path.write_bytes(data)
-        assert LogSource.at(str(path)).is_labelled(SCHEMA) is expected
+    ):
+        for path, data in ((tmp_path / "log.tsv", text), (tmp_path / "log.gz", gzip.compress(text))):
+            path.write_bytes(data)
+            assert LogSource.at(str(path)).is_labelled(SCHEMA) is expected
 
 
 def test_empty_file_has_no_labels_and_cache_is_near_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

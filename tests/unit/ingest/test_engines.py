@@ -36,20 +36,17 @@ def test_task_outage_wait_follows_placement(monkeypatch: pytest.MonkeyPatch, max
     assert found == [[{"item": item, "outage_s": waits_s}] for item in (3, 4)]
 
 
-@pytest.mark.parametrize(
-    ("changes", "prefetch_blocks", "limits"),
-    [
+def test_stream_limits_tasks_and_blocks(monkeypatch: Any) -> None:
+    for changes, prefetch_blocks, limits in (
         ({}, 2, ConcurrencyLimits(tasks=8, blocks=10)),  # all four CPUs of the cluster, twice
         ({"max_cpus": 2.0}, 0, ConcurrencyLimits(tasks=4, blocks=4)),
         ({"max_cpus": 0.5, "num_cpus": 0.5}, 1, ConcurrencyLimits(tasks=2, blocks=3)),
         ({"max_cpus": 0.7, "num_cpus": 1.0}, 2, ConcurrencyLimits(tasks=2, blocks=4)),
         ({"max_object_store_bytes": 9_999}, 2, ConcurrencyLimits(tasks=6, blocks=6)),  # the reader has three blocks
         ({"max_object_store_bytes": 1_000}, 2, ConcurrencyLimits(tasks=1, blocks=1)),
-    ],
-)
-def test_stream_limits_tasks_and_blocks(monkeypatch: Any, changes: Any, prefetch_blocks: int, limits: ConcurrencyLimits) -> None:
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
-    assert ConcurrencyLimits.of(TaskPlacement(**changes), block_bytes=1_000, prefetch_blocks=prefetch_blocks) == limits
+    ):
+        monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
+        assert ConcurrencyLimits.of(TaskPlacement(**changes), block_bytes=1_000, prefetch_blocks=prefetch_blocks) == limits
 
 
 def test_policy_blocks_tasks_without_room() -> None:

@@ -119,19 +119,16 @@ def test_failed_write_leaves_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list((tmp_path / "run" / "data").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("data", "changes", "message"),
-    [
+def test_dataframe_input_rejects_invalid_data(tmp_path: Path) -> None:
+    for data, changes, message in (
         ({"a": [1]}, {}, "train_data: must be a pandas DataFrame or a ray.data.Dataset, got dict"),
         (ratings(), {"train_data": {"path": "log"}}, "train_data: cannot use both data and train_data.path log"),
         (ratings().drop(columns="user"), {}, "train_data: has no column named user; it has unused, movie"),
         (ratings().assign(user=pd.Timestamp(0)), {}, r"train_data: column user is of type timestamp\[ns\]; text or"),
         (ratings(0), {}, "data/train: the DataFrame has no rows to train on"),
-    ],
-)
-def test_dataframe_input_rejects_invalid_data(tmp_path: Path, data: Any, changes: dict[str, Any], message: str) -> None:
-    rejects(message, write, config(tmp_path, **changes), data)
-    assert not list(tmp_path.iterdir())
+    ):
+        rejects(message, write, config(tmp_path, **changes), data)
+        assert not list(tmp_path.iterdir())
 
 
 def test_dataframe_input_accepts_criteo_not_other_recipes(tmp_path: Path) -> None:

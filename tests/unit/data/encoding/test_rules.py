@@ -401,9 +401,8 @@ def rewritten(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
     return lambda path: path.write_bytes(change(path.read_bytes()))
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
+def test_load_rejects_damaged_tokens(tmp_path: Path) -> None:
+    for damage in (
         rewritten(lambda data: data[:-1] + bytes([data[-1] ^ 1])),
         rewritten(lambda data: data[:-3]),
         rewritten(lambda data: data[:20]),  # in the header
@@ -414,17 +413,14 @@ def rewritten(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
         resaved(lambda tokens: np.append(tokens, np.uint32(1))),
         lambda path: np.save(path, np.array([{"a": 1}], object), allow_pickle=True),
         Path.unlink,
-    ],
-)
-def test_load_rejects_damaged_tokens(tmp_path: Path, damage: Callable[[Path], object]) -> None:
-    make().save(str(tmp_path))
-    damage(tmp_path / "tokens.npy")
-    rejects(str(tmp_path), Preprocessor.load, str(tmp_path))
+    ):
+        make().save(str(tmp_path))
+        damage(tmp_path / "tokens.npy")
+        rejects(str(tmp_path), Preprocessor.load, str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
+def test_load_rejects_damaged_description(tmp_path: Path) -> None:
+    for change, why in (
         (lambda stored: {**stored, "profile": "x"}, ""),
         (lambda stored: {**stored, "dense": stored["dense"][:1]}, ""),
         (lambda stored: {**stored, "sparse": stored["sparse"][:2]}, ""),
@@ -434,14 +430,12 @@ def test_load_rejects_damaged_tokens(tmp_path: Path, damage: Callable[[Path], ob
         (lambda stored: {key: value for key, value in stored.items() if key != "hash"}, ""),
         (lambda stored: {**stored, "version": 99}, "version 99, this rayrec reads version 2"),
         (lambda stored: None, r"preprocessor\.json: damaged"),
-    ],
-)
-def test_load_rejects_damaged_description(tmp_path: Path, change: Callable[[dict[str, Any]], Any], why: str) -> None:
-    make().save(str(tmp_path))
-    path = tmp_path / "preprocessor.json"
-    changed = change(json.loads(path.read_text()))
-    path.write_text(json.dumps(changed) if changed else "{")
-    rejects(f"{tmp_path}.*{why}", Preprocessor.load, str(tmp_path))
+    ):
+        make().save(str(tmp_path))
+        path = tmp_path / "preprocessor.json"
+        changed = change(json.loads(path.read_text()))
+        path.write_text(json.dumps(changed) if changed else "{")
+        rejects(f"{tmp_path}.*{why}", Preprocessor.load, str(tmp_path))
 
 
 def save_forged(folder: Path, *, tokens: np.ndarray | None = None, **changes: Any) -> None:
@@ -452,9 +446,8 @@ def save_forged(folder: Path, *, tokens: np.ndarray | None = None, **changes: An
     good.save(str(folder))
 
 
-@pytest.mark.parametrize(
-    "forged",
-    [
+def test_check_rejects_values_unsafe_for_kernels(tmp_path: Path) -> None:
+    for forged in (
         *[{name: value} for name in ("first_id", "unknown_id", "missing_id") for value in (-1, 2**31, 2.5)],
         {"num_embeddings": 0},
         {"num_embeddings": 2**50},
@@ -463,12 +456,9 @@ def save_forged(folder: Path, *, tokens: np.ndarray | None = None, **changes: An
         {"gap": -1},
         *[{"tokens": np.zeros(5004, dtype)} for dtype in (np.uint8, np.int64, np.float32)],
         {"tokens": np.zeros((5004, 1), np.uint32)},
-    ],
-    ids=str,
-)
-def test_check_rejects_values_unsafe_for_kernels(tmp_path: Path, forged: dict[str, Any]) -> None:
-    save_forged(tmp_path, **forged)
-    rejects(str(tmp_path), Preprocessor.load, str(tmp_path))
+    ):
+        save_forged(tmp_path, **forged)
+        rejects(str(tmp_path), Preprocessor.load, str(tmp_path))
 
 
 def test_smallest_integer_is_encoded_and_multiples_spread() -> None:

@@ -475,9 +475,8 @@ def test_types_of_categories(values: list[Any], kind: pa.DataType, dictionary: b
 LIST_VALUES = [["a", "b"], None, [], ["", "c", None], ["12"]]
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
+def test_types_of_lists() -> None:
+    for array in (
         pa.array(LIST_VALUES, pa.list_(pa.string())),
         pa.array(LIST_VALUES, pa.large_list(pa.large_string())),
         pa.array(LIST_VALUES, pa.list_view(pa.string())),
@@ -490,13 +489,10 @@ LIST_VALUES = [["a", "b"], None, [], ["", "c", None], ["12"]]
             pa.array(["a", "b", "hidden", "hidden", "c", "12"]),
             mask=pa.array([False, True, False, False, False]),
         ),
-    ],
-    ids=lambda array: str(array.type),
-)
-def test_types_of_lists(array: pa.Array) -> None:
-    raw, faults = one_column(array, "sparse", lists=("c",))
-    assert (faults.total, raw.lists[0].lengths.tolist()) == (0, [2, 0, 0, 1, 1])
-    assert tokens_of(raw, 0) == [token("a"), token("b"), token("c"), 12]
+    ):
+        raw, faults = one_column(array, "sparse", lists=("c",))
+        assert (faults.total, raw.lists[0].lengths.tolist()) == (0, [2, 0, 0, 1, 1])
+        assert tokens_of(raw, 0) == [token("a"), token("b"), token("c"), 12]
 
 
 def test_fixed_size_lists() -> None:

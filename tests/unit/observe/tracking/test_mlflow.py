@@ -79,17 +79,14 @@ def test_config_accepts_server_folder_and_database(monkeypatch: pytest.MonkeyPat
     TrackersConfig(mlflow=True).check({"MLFLOW_TRACKING_URI": uri})
 
 
-@pytest.mark.parametrize(
-    ("uri", "line"),
-    [
+def test_config_rejects_unwritable_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for uri, line in (
         ("sqlite:///mlflow.db", "sqlite:///mlflow.db: databases require the full package, .* `pip install mlflow`"),
         ("postgresql+psycopg2://me:hush@host/db", r"postgresql\+psycopg2://\*\*\*@host/db: databases require"),
         ("s3://bucket/mlruns", "s3://bucket/mlruns: MLflow does not support s3:. Use a server"),
-    ],
-)
-def test_config_rejects_unwritable_address(monkeypatch: pytest.MonkeyPatch, uri: str, line: str) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "sqlalchemy" else True)
-    rejects(f"trackers.mlflow_uri: {line}", TrackersConfig(mlflow=True).check, {"MLFLOW_TRACKING_URI": uri})
+    ):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "sqlalchemy" else True)
+        rejects(f"trackers.mlflow_uri: {line}", TrackersConfig(mlflow=True).check, {"MLFLOW_TRACKING_URI": uri})
 
 
 def test_unreachable_server_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

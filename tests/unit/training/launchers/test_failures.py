@@ -28,9 +28,8 @@ NO_ROOM = ControllerError(WorkerGroupStartupTimeoutError(2))
 NOT_STARTED = ControllerError(WorkerGroupStartupFailedError("a worker's node died"))
 
 
-@pytest.mark.parametrize(
-    ("error", "preemption", "without_room", "cause"),
-    [
+def test_cause_of_describes_attempt_failure() -> None:
+    for error, preemption, without_room, cause in (
         (DIED, False, False, "worker 1 died"),
         (GONE_WITH_ITS_NODE, True, False, "a node was preempted, as announced"),
         (ANNOUNCED, True, False, "a node was preempted, as announced"),
@@ -38,13 +37,10 @@ NOT_STARTED = ControllerError(WorkerGroupStartupFailedError("a worker's node die
         (NOT_STARTED, False, False, "WorkerGroupStartupFailedError: a worker's node died"),
         (WorkerGroupError("x", {1: ValueError("a\nb\n")}), False, False, "worker 1: ValueError: b"),
         (ray.exceptions.RayActorError(), False, False, "the controller of Ray Train died"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_cause_of_describes_attempt_failure(error: Exception, preemption: bool, without_room: bool, cause: str) -> None:
-    assert (is_preemption(error), lacks_resources(error)) == (preemption, without_room)
-    assert cause_of(error).startswith(cause)
-    assert "\n" not in cause_of(error)
+    ):
+        assert (is_preemption(error), lacks_resources(error)) == (preemption, without_room)
+        assert cause_of(error).startswith(cause)
+        assert "\n" not in cause_of(error)
 
 
 CONNECTION = RuntimeError("connection closed by peer")
