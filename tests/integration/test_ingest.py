@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import ray
@@ -26,15 +25,14 @@ from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import Shared, TaskContext, TaskPlacement
 from rayrec.data.log_source import index_log
 from rayrec.data.logs.index import LogIndex
-from rayrec.data.logs.text_log import read_segments
 from rayrec.data.logs.text_parser import parse
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.batches import ClickBatches
-from rayrec.ingest.block_order import BlockOrder, BlockRange
+from rayrec.ingest.block_order import BlockOrder
 from rayrec.ingest.loader import Loader
 from rayrec.ingest.order import BatchSharding
 from rayrec.ingest.ray_engine import RayEngine
-from rayrec.ingest.stream import RowStream, TaskSource
+from rayrec.ingest.stream import TaskSource
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
@@ -113,15 +111,6 @@ def test_run_resumes_with_same_batches(make_loader: MakeLoader) -> None:
     assert states[7]["epoch"] == 1
 
 
-def test_closed_loader_does_not_affect_next_loader(make_loader: MakeLoader) -> None:
-    firsts = []
-    for _ in range(2):
-        loader = make_loader()
-        firsts.append(rows_of(next(loader)))
-        loader.close()
-    assert firsts[0] == firsts[1]
-
-
 def test_index_numbers_all_rows_and_is_cached(click_log: Path, tmp_path: Path) -> None:
     files = storage.list_files(str(click_log / "train.txt"))
     done: list[int] = []
@@ -133,18 +122,6 @@ def test_index_numbers_all_rows_and_is_cached(click_log: Path, tmp_path: Path) -
     assert index_log(files, SCHEMA, segment_bytes=SEGMENT_BYTES, context=context) == made
     assert not done  # read back
     assert len(os.listdir(tmp_path)) == 1
-
-
-def test_streamed_block_ranges_are_in_order(index: LogIndex, preprocessor: Preprocessor, shared: Shared[Preprocessor]) -> None:
-    (block, *_) = order_of(index, segments_per_block=3).blocks(0)
-    pieces = [(block, BlockRange(0, start, start + 100)) for start in (500, 0, 300, 1)]
-    encoded = preprocessor.encode(read_segments([part.segment for part in block.parts], SCHEMA))
-    source = TaskSource(shared, RayEngine(PLACEMENT), SCHEMA, max_rows=100)
-    got = list(RowStream(source, pieces))
-    for (_, piece), rows in zip(pieces, got, strict=True):
-        assert (rows.dense == encoded.dense[piece.start : piece.stop]).all()
-        assert (np.stack(rows.ids) == encoded.ids[:, piece.start : piece.stop]).all()
-    assert list(RowStream(source, [])) == []
 
 
 def test_changed_log_stops_run(click_log: Path, tmp_path: Path, shared: Shared[Preprocessor]) -> None:
