@@ -40,6 +40,7 @@ from rayrec.schema import Feature, Schema
 from rayrec.workloads.recsys.baselines import Baselines, one_hot, open_baselines
 from rayrec.workloads.recsys.distillation import Teacher, load_targets
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 FINAL = FinalNetConfig(embedding_dim=4, first_tower=(8,), second_tower=(6,), embedding_penalty=0.1)
 
 
@@ -76,8 +77,7 @@ def test_ensemble_logit_is_mean(models: list[Saved], together: str) -> None:
     np.testing.assert_allclose(targets(labelled), 1 / (1 + np.exp(-served.score(labelled))), atol=1e-6)
 
 
-def test_ensemble_is_nested_and_exported(models: Any, together: str, click_log: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+def test_ensemble_is_nested_and_exported(models: Any, together: str, click_log: Path, tmp_path: Path) -> None:
     twice, out = str(tmp_path / "twice"), tmp_path / "export"
     assert run(["ensemble", together, str(models[1].run), "--out", twice]) == 0
     rows = models[0].rows(50)
@@ -218,11 +218,6 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
     custom = hashed_preprocessor(range(11, 11 + 3 * 26, 3))
     wide = SMALL.replace(bottom_mlp=(64, 8), top_mlp=(64, 1))
     return [first, save_clicks(folder / "b", seed=2, scale=3.0), save_clicks(folder / "c", model=wide, preprocessor=custom)]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
 
 
 def _labels(log: Path) -> np.ndarray:

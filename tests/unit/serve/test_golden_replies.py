@@ -138,8 +138,7 @@ def _plain(reply: Reply) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["criteo", "own"])
-def test_replies_are_golden(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+def test_replies_are_golden(name: str, own_cache: None, tmp_path: Path) -> None:
     if name == "criteo":
         schema, log, requests = CRITEO, write_criteo_log(tmp_path, rows=400), list(_criteo_requests())
     else:

@@ -273,8 +273,7 @@ def test_data_without_files_has_no_version(tmp_path: Path) -> None:
 
 # Training by command on each kind of split without test rows, which reports validation metrics ------------------------
 @pytest.fixture
-def csv_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+def csv_folder(own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     write_days(tmp_path, 0, 1, 2, 3)
     return tmp_path
@@ -312,9 +311,8 @@ def test_train_accepts_split_files_without_test(csv_folder: Path, capsys: pytest
     assert found["metrics"] == found["validation"]
 
 
-def test_best_auroc_uses_same_test_rows(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_auroc_uses_same_test_rows(own_cache: None, tmp_path: Path, capsys: Any) -> None:
     """A generated log knows the best AUROC only for its own test rows."""
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     synthetic.generate(str(tmp_path / "log"), rows=3_000, seed=1, parallelism=1)
     common = ["--train-data.path", str(tmp_path / "log" / "train.txt"), "--storage-path", str(tmp_path), "-q"]
     short = ["--steps", "1", "--batch-size", "200", "--evaluate-every", "1", "--scaling.num-workers", "1"]

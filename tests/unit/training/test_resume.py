@@ -41,6 +41,8 @@ from rayrec.training.progress import Progress
 from rayrec.training.resume import Change, compare_settings, with_old
 from rayrec.workloads.base import TrainConfig
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 
 class Resumed:
     """Start in a folder of checkpoints whose only weight is their step."""
@@ -306,11 +308,6 @@ RUN["early_stopping"] = {"patience": 0}  # the last weights: a resumed run has m
 
 def warm_config(path: str, folder: Path, name: str, **workload: Any) -> rayrec.TrainConfig:
     return recipes.clicks(path).replace(name=name, storage_path=str(folder), workload={**WORKLOAD, **workload}, **RUN)
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

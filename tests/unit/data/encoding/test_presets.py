@@ -402,9 +402,8 @@ CONFIG = PreparationConfig(schema=ANY, engine="threads", min_count=2)
 
 
 @pytest.fixture
-def second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def second(own_cache: None, tmp_path: Path) -> str:
     """Return a log whose categories are to extend those of a first one, in `old`."""
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     (tmp_path / "first.csv").write_text("label,a,b,c\n1,2,x,y\n0,3,x,y\n0,5,z,z\n")
     (tmp_path / "second.csv").write_text("label,a,b,c\n1,9,w,x\n0,3,w,v\n0,5,v,v\n")
     make_vocabulary(str(tmp_path / "first.csv"), out=str(tmp_path / "old"), config=CONFIG)
