@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import yaml
 from builders.faults import rejects
 from builders.golden import check_golden
 from builders.runs import check_no_rows_lost, check_same_run, events_of, losses, one_worker, short_run, small_run
+from hosts.planned_memory import SIZES, measured
 from hosts.processes import RAYREC, Run, run_command, torchrun
 from hosts.processes import finished as finished_run
 
@@ -23,9 +25,11 @@ from rayrec import recipes
 from rayrec.checkpoint import Checkpoint, committed, weights_sha256
 from rayrec.cluster import fork_server, forked_worker
 from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.synthetic import generate
 from rayrec.ingest.loader import Loader
 from rayrec.ingest.order import spread
 from rayrec.layers import kernel_threads
+from rayrec.training.forecast import ClusterShape, Forecast, forecast
 from rayrec.training.result import Result
 from rayrec.training.resume import run_hash
 from rayrec.training.trainer import train
@@ -388,3 +392,47 @@ def test_profile_command_records_running_job(click_log: Path, tmp_path: Path) ->
         run.session.process.terminate()
         assert run.exit_status() == 143
     assert "is not training" in run_command(*command, status=2).stderr
+
+
+# Forecasts of speed and memory ----------------------------------------------------------------------------------------
+STEPS = 240
+TRIES = 3
+"""A run is held against the forecasts before and after it, which says nothing where the machine was another meanwhile."""
+
+
+def told(config: TrainConfig) -> Forecast:
+    ray.shutdown()
+    return forecast(config, ClusterShape(float(os.cpu_count() or 1)))
+
+
+def measured_rows_per_s(config: TrainConfig) -> float:
+    """Of a run, less its first quarter."""
+    ray.shutdown()
+    result = train(config)
+    late = [(a, b) for a, b in pairwise(events_of(result.folder, "step")) if b["step"] > STEPS // 4]
+    seconds = sum((b["rows"] - a["rows"]) / b["rows_per_s"] for a, b in late)
+    return float((late[-1][1]["rows"] - late[0][0]["rows"]) / seconds)
+
+
+@pytest.mark.exhaustive
+def test_demo_forecast_matches_measured_speed(tmp_path: Path) -> None:
+    generate(str(tmp_path / "log"), rows=400_000, seed=0, parallelism=2)
+    fields = {"batch_size": 1024, "min_steps_per_epoch": 1, "evaluate_every": 10**6, "early_stopping": {"patience": 0}}
+    config = recipes.criteo_demo(str(tmp_path / "log" / "train.txt"))
+    config = config.replace(steps=STEPS, storage_path=str(tmp_path / "runs"), **fields)
+    found = [told(config)]
+    for number in range(TRIES):
+        measured = measured_rows_per_s(config.replace(name=f"demo-{number}"))
+        found.append(told(config))
+        expected = sum(one.rows_per_s for one in found[-2:]) / 2
+        if expected == pytest.approx(measured, rel=0.25):
+            break
+    assert expected == pytest.approx(measured, rel=0.25), [one.text() for one in found]
+
+
+@pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.exhaustive
+def test_planned_memory_matches_measured_peak(rows: int) -> None:
+    """Of a CPU worker, against that of a process that trains and saves."""
+    found = measured(rows)
+    assert found["forecast"] == pytest.approx(found["peak"], rel=0.15)

@@ -1,7 +1,11 @@
 """Searches in this process: shared preprocessed rows, pauses, failures, kills, and equality with plain training."""
 
+import errno
 import json
+import math
+import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +16,17 @@ from builders.runs import QUIET
 
 import rayrec
 from rayrec import recipes, storage
+from rayrec.config import InputError, line_of
 from rayrec.data.materialized import writer
 from rayrec.data.materialized.dataset import open_preprocessed
 from rayrec.observe.events import read_events
 from rayrec.schema import Schema
 from rayrec.training import trainer
 from rayrec.tuning import search as of_searches
+from rayrec.tuning import trials
 from rayrec.tuning import trials as of_trials
+from rayrec.tuning.report import render, table_text
+from rayrec.tuning.space import Space, TuneConfig, with_values
 from rayrec.workloads.base import TrainConfig
 
 RATE = "workload.dense_optimizer.learning_rate"
@@ -183,3 +191,271 @@ def test_search_in_s3_resumes_and_matches_local_search(bucket: str, tmp_path: Pa
     assert outcomes(found[1]) == outcomes(found[0])
     assert found[1]["compared"] == found[0]["compared"]
     assert storage.exists(found[1]["best_config"])
+
+
+# Successive halving ---------------------------------------------------------------------------------------------------
+THIRDS = TuneConfig()
+
+
+def test_trial_order_wave_fractions_and_cost() -> None:
+    order = trials.order_of_trials(50, seed=0)
+    assert (order[0], sorted(order)) == (0, list(range(50)))
+    assert order == trials.order_of_trials(50, seed=0) != trials.order_of_trials(50, seed=1)
+    assert trials.wave_fractions(THIRDS) == pytest.approx((1 / 27, 1 / 9, 1 / 3, 1))
+    assert trials.wave_fractions(TuneConfig(stop_early=False)) == (1.0,)
+    assert trials.wave_fractions(TuneConfig(keep_fraction=0.5))[0] == 1 / 32
+    # 48 trials in addition to the recipe's own, of which 16, 6 and 2 continue.
+    assert trials.cost(49, THIRDS) == pytest.approx((27 + 48 + 16 * 2 + 6 * 6 + 2 * 18) / (27 * 49))
+    assert trials.cost(1, THIRDS) == 1.0
+    assert trials.cost(10, TuneConfig(stop_early=False)) == pytest.approx(1.0)
+    for keep in (0.05, 0.1, 0.2, 0.25, 1 / 3, 0.4, 0.5):
+        for num_trials in (60, 100, 1000):
+            assert trials.cost(num_trials, TuneConfig(keep_fraction=keep)) < 0.2
+
+
+@pytest.mark.parametrize(("count", "keep", "kept"), [(48, 1 / 3, 16), (16, 1 / 3, 6), (3, 1 / 3, 1), (1, 1 / 3, 1), (4, 0.5, 2)])
+def test_num_continued_rounds_up(count: int, keep: float, kept: int) -> None:
+    assert trials.num_continued(count, keep) == kept
+
+
+def test_rank_best_excludes_failed_trials() -> None:
+    values = {1: 0.7, 2: 0.9, 3: None, 4: 0.9, 5: 0.8, 6: None}
+    assert trials.rank_best(values, 0.5, sign=1.0) == [2, 4, 5]
+    assert trials.rank_best(values, 0.5, sign=-1.0) == [1, 5, 2]
+    assert trials.rank_best({1: None, 2: None}, 0.5, sign=1.0) == []
+
+
+class Pool:
+    """Fake pool that saves a fixed metric for each trial and wave, in random order among the submitted jobs."""
+
+    def __init__(self, seed: int, *, killed_after: int | None = None, disk_is_full: bool = False) -> None:
+        self.trained: list[tuple[int, int]] = []
+        self._waiting: list[trials.Job] = []
+        self._chance, self._killed_after, self._disk_is_full = random.Random(seed), killed_after, disk_is_full
+
+    def submit(self, job: trials.Job) -> None:
+        self._waiting.append(job)
+
+    def next(self) -> trials.Job:
+        if len(self.trained) == self._killed_after:
+            raise KeyboardInterrupt
+        job = self._waiting.pop(self._chance.randrange(len(self._waiting)))
+        self.trained.append((job.number, job.wave))
+        folder = trials.folder_of(job.config)
+        before = trials.TrialState.of(folder)
+        assert job.number == 0 or len(before.values) == job.wave
+        if job.number == 5 or (job.number, job.wave) == (17, 1):
+            trials.TrialState("failed", before.values, "it is wrong").save(folder)
+        elif self._disk_is_full and (job.number, job.wave) in [(0, 3), (16, 1), (18, 0)]:
+            trials.TrialState("failed", before.values, "no space left", can_retry=True).save(folder)
+        elif job.number == 9:  # Stops early.
+            trials.TrialState("finished", (0.645,)).save(folder)
+        else:
+            value = None if job.number == 6 else (0.5, 0.7, 0.7, 0.7)[job.wave] + job.number / 100 * (-1) ** (job.wave == 1)
+            trials.TrialState("finished" if job.fraction == 1 else "paused", (*before.values, value)).save(folder)
+        return job
+
+
+def configs(folder: Path, count: int) -> list[TrainConfig]:
+    config = recipes.criteo_demo("log").replace(storage_path=str(folder))
+    return [config.replace(name=f"trial_{number:04d}") for number in range(count)]
+
+
+def searched(folder: Path, pool: Pool) -> dict[int, trials.TrialState]:
+    return trials.run_waves(configs(folder, 19), lambda: pool, THIRDS, note=lambda text: None)
+
+
+def test_selection_does_not_depend_on_completion_order(tmp_path: Path) -> None:
+    pools = [Pool(seed) for seed in range(5)]
+    found = [searched(tmp_path / str(number), pool) for number, pool in enumerate(pools)]
+    assert all(each == found[0] for each in found)
+    assert all(sorted(pool.trained) == sorted(pools[0].trained) for pool in pools)
+    # Of 18, six continue after the first wave. Number 9 has finished by then. Number 17 fails in the second wave.
+    waves = [{number for number, wave in pools[0].trained if wave == each} for each in range(4)]
+    assert waves == [set(range(1, 19)), {18, 17, 16, 15, 14}, {14}, {0, 14}]
+    states = {number: standing.state for number, standing in found[0].items()}
+    assert {number for number, state in states.items() if state == "finished"} == {0, 9, 14}
+    assert {number for number, state in states.items() if state == "failed"} == {5, 17}
+    assert found[0][6].values == (None,)
+
+
+@pytest.mark.parametrize("killed_after", [0, 1, 7, 18, 19, 22, 25])
+def test_killed_waves_resume_without_repeating(tmp_path: Path, killed_after: int) -> None:
+    whole = Pool(0)
+    expected = searched(tmp_path / "whole", whole)
+    first, second = Pool(1, killed_after=killed_after), Pool(2)
+    fails_with(KeyboardInterrupt, "", searched, tmp_path / "killed", first)
+    assert searched(tmp_path / "killed", second) == expected
+    assert sorted(first.trained + second.trained) == sorted(whole.trained)
+    nothing = raising(AssertionError("nothing is left to train"))
+    assert trials.run_waves(configs(tmp_path / "killed", 19), nothing, THIRDS, note=lambda text: None) == expected
+
+
+def test_search_retries_trials_after_outside_failures(tmp_path: Path) -> None:
+    expected = searched(tmp_path / "whole", Pool(0))
+    first, second = Pool(1, disk_is_full=True), Pool(2)
+    before = searched(tmp_path / "full", first)
+    assert {number for number, standing in before.items() if standing.state == "failed"} == {0, 5, 16, 17, 18}
+    assert searched(tmp_path / "full", second) == expected | {13: before[13]}  # 13 replaced 18.
+    assert {(0, 3), (16, 1), (18, 0)} <= set(second.trained)
+    assert not {5, 17} & {number for number, _ in second.trained}
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "can_retry"),
+    [
+        (InputError("no space left"), OSError(errno.ENOSPC, "full"), True),
+        (OSError("Input/output error"), None, True),
+        (InputError("the loss is nan"), None, False),
+    ],
+)
+def test_failed_trial_records_retry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, cause: Exception | None, can_retry: bool
+) -> None:
+    error.__cause__ = cause
+    monkeypatch.setattr(trials, "train_until", raising(error))
+    (config,) = configs(tmp_path, 1)
+    trials.train_part(trials.Job(0, config, 0, 1.0, "auroc"))
+    found = trials.TrialState.of(trials.folder_of(config))
+    assert (found.state, found.error, found.can_retry) == ("failed", line_of(error), can_retry)
+
+
+def test_selected_metric_skips_earlier_pauses() -> None:
+    """The weights of these pauses are not kept."""
+    config = recipes.criteo_demo("log").replace(early_stopping={"patience": 2})
+    events = [{"auroc": value, "logloss": 0.5, "counted": value != 0.8} for value in (0.7, 0.74, 0.8, 0.75, 0.74, 0.74)]
+    assert trials.selected_metric(events, config, "auroc") == 0.75
+    assert trials.selected_metric(events[:3], config, "auroc") == 0.8  # It pauses there, so these weights exist.
+    assert trials.selected_metric([{**event, "counted": False} for event in events], config, "auroc") == 0.74
+    assert trials.selected_metric([{"auroc": event["auroc"], "logloss": 0.5} for event in events], config, "auroc") == 0.8
+
+
+@pytest.mark.parametrize(("patience", "expected"), [(0, 0.71), (2, 0.74)])
+def test_selected_metric_matches_final_weights(patience: int, expected: float) -> None:
+    config = recipes.criteo_demo("log").replace(early_stopping={"patience": patience})
+    events: list[dict[str, Any]] = [{"auroc": value, "logloss": 0.5} for value in (0.7, 0.74, None, 0.71)]
+    assert trials.selected_metric(events, config, "auroc") == expected
+    assert trials.selected_metric(events[:3], config.replace(early_stopping={"patience": 0}), "auroc") is None
+    assert trials.selected_metric([], config, "auroc") is None
+
+
+# Search spaces: files, settings of trials, and errors -----------------------------------------------------------------
+RATE, TOWER, BATCH = "workload.dense_optimizer.learning_rate", "workload.model.top_mlp", "batch_size"
+TEXT = f"""
+{RATE}: {{loguniform: [1e-4, 1.0e-2]}}
+{TOWER}: {{choice: [[64, 1], [32, 1]]}}
+{BATCH}: {{grid: [256, 512]}}
+"""
+
+
+def test_space_file_defines_trials() -> None:
+    space = Space.read(TEXT, source="space.yaml")
+    space.check(recipes.criteo_demo("log"))
+    trials = space.trials(9, seed=0)
+    assert (trials[0], len(trials)) == ({}, 9)
+    assert [trial[BATCH] for trial in trials[1:]] == [256, 512] * 4
+    assert all(1e-4 <= trial[RATE] <= 1e-2 for trial in trials[1:])
+    assert {tuple(trial[TOWER]) for trial in trials[1:]} == {(64, 1), (32, 1)}
+    assert all(list(trial) == [RATE, TOWER, BATCH] for trial in trials[1:])
+    assert space.trials(9, seed=0) == trials != space.trials(9, seed=1)
+    config = with_values(recipes.criteo_demo("log"), trials[1])
+    assert (config.batch_size, config.workload.model.top_mlp) == (256, tuple(trials[1][TOWER]))  # type: ignore[attr-defined]
+    assert Space.of(space.plain(), source="again") == space
+
+
+@pytest.mark.parametrize("recipe", [recipes.clicks, recipes.criteo_demo])
+def test_embedding_dim_search_keeps_bottom_mlp_consistent(recipe: Callable[[str], TrainConfig]) -> None:
+    config = recipe("log")
+    space = Space.of({"workload.model.embedding_dim": {"grid": [8, 32]}}, source="s")
+    space.check(config)
+    workloads = [with_values(config, values).workload.to_dict() for values in space.trials(3, seed=0)]
+    own = config.workload.to_dict()["model"]
+    expected = [{**own, "embedding_dim": dim, "bottom_mlp": [*own["bottom_mlp"][:-1], dim]} for dim in (8, 32)]
+    assert [workload["model"] for workload in workloads] == [own, *expected]
+
+
+def test_grids_are_tried_once_and_draws_cover_ranges() -> None:
+    space = Space.of({"batch_size": {"grid": [1, 2, 3]}, "seed": {"grid": [0, 1]}}, source="s")
+    assert space.trials(100, seed=0) == [{}, *({"batch_size": size, "seed": seed} for size in (1, 2, 3) for seed in (0, 1))]
+    space = Space.of({"a": {"loguniform": [1e-6, 1.0]}, "b": {"integers": [1, 3]}, "c": {"uniform": [2, 4]}}, source="s")
+    trials = space.trials(2001, seed=3)[1:]
+    assert sum(math.log10(trial["a"]) for trial in trials) / 2000 == pytest.approx(-3, abs=0.15)
+    assert {trial["b"] for trial in trials} == {1, 2, 3}
+    assert sum(trial["c"] for trial in trials) / 2000 == pytest.approx(3, abs=0.05)
+
+
+def test_space_rejects_invalid_files() -> None:
+    for given, message in (
+        ("", "must map fields to values"),
+        ("a: [", "invalid YAML"),
+        ("a: 3", "a: must be one of grid, choice, uniform, loguniform, integers"),
+        ("a: {normal: [0, 1]}", "a: must be one of .*, got normal"),
+        ("a: {choice: []}", "a.choice: must be a list of values"),
+        ("a: {choice: abc}", "a.choice: must be a list of values"),
+        ("a: {uniform: [1, 0]}", r"a.uniform: must be two numbers \(minimum, maximum\), got \[1, 0\]"),
+        ("a: {integers: [0.5, 2]}", r"a.integers: must be two integers"),
+        ("a: {uniform: [0, .inf]}", "must be two numbers"),
+        ("a: {loguniform: [0, 1]}", "a.loguniform: must be above 0, got 0"),
+    ):
+        rejects(message, Space.read, given, source="space.yaml")
+
+
+def test_space_rejects_shared_and_invalid_fields() -> None:
+    for field, values, message in (
+        ("workload.model.top_mpl", [[1]], "search: workload.model.top_mpl: .* did you mean 'top_mlp'"),
+        ("workload.model.top_mlp", [[8, 0]], r"DLRMConfig.top_mlp: must each be at least 1, got \(8, 0\)"),
+        ("workload.preset.min_count", [2, 10], "cannot be searched: all trials share one Preprocessor"),
+        ("train_data.path", ["a"], "cannot be searched: all trials read the same rows"),
+        ("scaling", [{}], "cannot be searched: a trial trains in one process"),
+    ):
+        rejects(message, Space.of({field: {"choice": values}}, source="s").check, recipes.criteo_demo("log"))
+
+
+def test_tune_config_rejects_invalid_values() -> None:
+    for wrong, message in (
+        ({"trials": 0}, "trials: must be at least 1, got 0"),
+        ({"concurrent": 0}, "concurrent: must be at least 1, got 0"),
+        ({"keep_fraction": 0.6}, "keep_fraction: must be above 0 and at most 0.5, got 0.6"),
+        ({"gpus_per_trial": -1.0}, "gpus_per_trial: must be at least 0, got -1.0"),
+    ):
+        rejects(message, TuneConfig, **wrong)
+
+
+# Table and page of a search -------------------------------------------------------------------------------------------
+def search_result(**changes: Any) -> dict[str, Any]:
+    def trial(number: int, values: dict[str, Any], best: float | None, **others: Any) -> dict[str, Any]:
+        curve = [] if best is None else [[10, best - 0.01], [20, best]]
+        told = {"state": "finished", "error": None, "step": 20, "rows": 2000, "seconds": 3.4, "checkpoint": "c"}
+        return {"number": number, "values": values, "best": best, "curve": curve, **told, **others}
+
+    values = {"workload.model.dropout": 0.25, "batch_size": 512}
+    failed = trial(2, {**values, "batch_size": 1024}, None, state="failed", error="InputError: <too> large")
+    result = {"metric": "auroc", "best": {"number": 1, "values": values, "auroc": 0.75, "checkpoint": "c"}}
+    result |= {"validation_rows": 1429, "test_rows": 1428, "trained_share": 0.1353}
+    result["compared"] = {"auroc": {"difference": 0.012, "low": 0.002, "high": 0.022, "p_value": 0.0123}}
+    return {**result, "trials": [trial(1, values, 0.75), trial(0, {}, 0.74), failed], **changes}
+
+
+def test_search_table_and_page_show_trials() -> None:
+    lines = table_text(search_result()).splitlines()
+    assert lines[0].split() == ["trial", "dropout", "batch_size", "auroc", "step", "rows", "seconds", "state"]
+    assert lines[1].split() == ["1", "0.25", "512", "0.75000", "20", "2,000", "3", "finished"]
+    assert lines[2].split()[:4] == ["0", "recipe", "recipe", "0.74000"]
+    assert lines[3].endswith("InputError: <too> large")
+    assert "Trial 1 is best: auroc 0.75000 on 1,429 validation rows" in lines[4]
+    assert "workload.model.dropout 0.25, batch_size 512" in lines[4]
+    assert lines[5] == "Trained 13.5% of the rows of these trials: weak trials were stopped early."
+    assert "On 1,428 test rows, its AUROC differs by +0.01200 from" in lines[6]
+    assert "(+0.00200 to +0.02200, p = 0.0123)" in lines[6]
+    text = table_text(
+        search_result(best={"number": 0, "values": {}, "auroc": 0.74, "checkpoint": "c"}, compared=None, trained_share=1.0)
+    )
+    assert "It has the settings of the recipe." in text
+    assert "differs by" not in text
+    assert "stopped early" not in text
+    nothing = dict.fromkeys(("difference", "low", "high", "p_value"))
+    assert "1,428 test rows are too few" in table_text(search_result(compared={"auroc": nothing}))
+    page = render("first", search_result())
+    words = ["Search first", "Validation auroc", "auroc by workload.model.dropout", "InputError: &lt;too&gt; large"]
+    assert [text for text in words if text not in page] == []
+    assert "<script" not in page
