@@ -150,9 +150,8 @@ def test_short_rest_joins_batch_and_windows_are_announced() -> None:
 FOURS = (4, 4, 4, 4)
 
 
-@pytest.mark.parametrize(
-    ("chunks", "options", "others", "changes", "why"),
-    [
+def test_position_rejects_other_order() -> None:
+    for chunks, options, others, changes, why in (
         ((10,), {}, (11,), {}, "rows changed from 10 to 11"),
         ((10,), {}, (10,), {"seed": 3}, "seed changed from 0 to 3"),
         ((10,), {"data_hash": "0a"}, (10,), {"data_hash": "0b"}, "data_hash changed from 0a to 0b"),
@@ -162,16 +161,14 @@ FOURS = (4, 4, 4, 4)
         # A window that holds all chunks is one order, however large; elsewhere its size decides nothing.
         (FOURS, {"shuffle": "window", "chunks_per_window": 4}, FOURS, {"chunks_per_window": 9}, None),
         (FOURS, {}, FOURS, {"chunks_per_window": 3}, None),
-    ],
-)
-def test_position_rejects_other_order(chunks: tuple[int, ...], options: Any, others: Any, changes: Any, why: str | None) -> None:
-    source, other = Shards(*chunks), Shards(*others)
-    state = _loader(source, order=_order(source, **options)).state()
-    order = _order(other, **{**options, **changes})
-    if why is None:
-        assert _loader(other, order=order, state=state).state()["offset"] == state["offset"]
-    else:
-        rejects(f"^train_data: .*{why}", _loader, other, order=order, state=state)
+    ):
+        source, other = Shards(*chunks), Shards(*others)
+        state = _loader(source, order=_order(source, **options)).state()
+        order = _order(other, **{**options, **changes})
+        if why is None:
+            assert _loader(other, order=order, state=state).state()["offset"] == state["offset"]
+        else:
+            rejects(f"^train_data: .*{why}", _loader, other, order=order, state=state)
 
 
 def test_old_position_resumes_and_loader_raises_row_errors() -> None:

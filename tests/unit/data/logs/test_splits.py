@@ -2,7 +2,6 @@
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -103,9 +102,8 @@ def test_days_are_folders_or_files() -> None:
     assert Split(kind="named_days", validation_names=("tue",)).rows(files)["validation"] == (2, 5)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_split_rejects_invalid_parts() -> None:
+    for options, message in (
         ({"kind": "fraction", "validation": 0.0}, "validation must be above 0, .* got 0.0 and 0.1"),
         ({"kind": "fraction", "validation": 0.6, "test": 0.5}, "their sum below 1"),
         ({"kind": "days", "validation_days": 0}, "must be at least 1"),
@@ -122,11 +120,9 @@ def test_days_are_folders_or_files() -> None:
         ),
         ({"kind": "named_days", "validation_names": ("day_9",), "train_names": ("x",)}, "no day is named x; the log has day_0"),
         ({"kind": "named_days", "validation_names": ("day_9",), "train_names": ("day_1",)}, "no rows for validation"),
-    ],
-)
-def test_split_rejects_invalid_parts(options: dict[str, Any], message: str) -> None:
-    rows = (2, 3, 5, 1, 5) if "overlap" in message else (2, 3, 5, 0, 0)
-    rejects(message, lambda: Split(**options).rows(days_of(*rows)))
+    ):
+        rows = (2, 3, 5, 1, 5) if "overlap" in message else (2, 3, 5, 0, 0)
+        rejects(message, lambda options=options, rows=rows: Split(**options).rows(days_of(*rows)))
 
 
 # Line numbers of valid rows, and the values of a column ---------------------------------------------------------------
@@ -196,21 +192,18 @@ def test_csv(tmp_path: Path, faulty: bool) -> None:
     assert _values(tmp_path / "log.csv", ANY, "user", start=2, stop=4) == [["x,y", None]]
 
 
-@pytest.mark.parametrize(
-    ("users", "expected"),
-    [
+def test_parquet(tmp_path: Path) -> None:
+    for users, expected in (
         (pa.array([5, None, 2**62]), ["5", None, str(2**62)]),
         (pa.array(["a", "", None]), ["a", None, None]),
         (pa.array(["b", None, "b"]).dictionary_encode(), ["b", None, "b"]),
         (pa.array([True, False, None]), ["1", "0", None]),
         (pa.array([b"a", b"", None]), ["a", None, None]),
         (pa.array([None, None, None]), [None, None, None]),
-    ],
-)
-def test_parquet(tmp_path: Path, users: pa.Array, expected: list[str | None]) -> None:
-    table = pa.table({"click": [1, 0, 1], "age": [1, 2, 3], "user": users, "tags": [["a"], [], None]})
-    pq.write_table(table, tmp_path / "log.parquet")
-    assert _values(tmp_path / "log.parquet", ANY, "user") == [expected]
+    ):
+        table = pa.table({"click": [1, 0, 1], "age": [1, 2, 3], "user": users, "tags": [["a"], [], None]})
+        pq.write_table(table, tmp_path / "log.parquet")
+        assert _values(tmp_path / "log.parquet", ANY, "user") == [expected]
 
 
 def test_slice_of_names_rows(tmp_path: Path) -> None:

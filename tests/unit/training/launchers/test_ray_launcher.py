@@ -308,9 +308,8 @@ def config_for(scaling: dict[str, Any], **ray: Any) -> TrainConfig:
     return recipes.criteo_demo("none").replace(scaling=scaling, cluster=ray)
 
 
-@pytest.mark.parametrize(
-    ("scaling", "ray", "needs_ray"),
-    [
+def test_one_worker_without_address_runs_in_process() -> None:
+    for scaling, ray, needs_ray in (
         (ONE, {}, None),
         ({"num_workers": (1, 1)}, {}, None),
         ({"num_workers": 2}, {}, "scaling.num_workers 2"),
@@ -318,17 +317,15 @@ def config_for(scaling: dict[str, Any], **ray: Any) -> TrainConfig:
         ({**ONE, "resources_per_worker": {"slot": 1.0}}, {}, "scaling.resources_per_worker"),
         (ONE, {"object_store_bytes": 100_000_000}, "cluster.object_store_bytes"),
         (ONE, {"num_cpus": 2}, None),
-    ],
-)
-def test_one_worker_without_address_runs_in_process(scaling: dict[str, Any], ray: dict[str, Any], needs_ray: str | None) -> None:
-    wanted, here = config_for(scaling, **ray), needs_ray is None
-    assert trains_in_process(wanted) is here
-    launcher = launcher_of(wanted)
-    assert isinstance(launcher, ProcessLauncher if here else RayLauncher)
-    assert ("Prometheus" in launcher.trackers()) is not here
-    if not here:
-        refusal = f"^{needs_ray}: needs Ray, but --cluster.address is none. Omit one of the two$"
-        rejects(refusal, launcher_of, config_for(scaling, address="none", **ray))
+    ):
+        wanted, here = config_for(scaling, **ray), needs_ray is None
+        assert trains_in_process(wanted) is here
+        launcher = launcher_of(wanted)
+        assert isinstance(launcher, ProcessLauncher if here else RayLauncher)
+        assert ("Prometheus" in launcher.trackers()) is not here
+        if not here:
+            refusal = f"^{needs_ray}: needs Ray, but --cluster.address is none. Omit one of the two$"
+            rejects(refusal, launcher_of, config_for(scaling, address="none", **ray))
 
 
 @pytest.mark.parametrize(
