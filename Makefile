@@ -71,11 +71,10 @@ demo: setup ## trains on a synthetic log made once, or on DATA=path/to/train.txt
 	$(RUN)/rayrec train criteo_demo --train-data.path "$$DATA" $$FLAGS --storage-path demo/runs --name "$$name" >/dev/null
 
 test: setup ## all tests but the extended ones and those of the documentation, which have targets of their own
-	@$(RUN)/python -m pytest tests/integration -m "not extended" $(TWO_PROCESSES)
-	@OMP_NUM_THREADS=1 $(RUN)/python -m pytest tests/unit tests/test_architecture.py -m "not extended" $(TWO_PROCESSES)
+	@OMP_NUM_THREADS=1 $(RUN)/python -m pytest tests/integration tests/unit tests/test_architecture.py -m "not extended" $(TWO_PROCESSES)
 
 test-extended: setup ## longer tests: what dies, several nodes, an S3 server
-	@$(RUN)/python -m pytest --ignore tests/test_docs.py -m "extended and not exhaustive"
+	@$(RUN)/python -m pytest --ignore tests/test_docs.py -m "extended and not exhaustive" $(TWO_PROCESSES)
 
 test-exhaustive: setup ## what CI has no time for: most tests of Spark, forecasts held against the clock, variants of others
 	@$(RUN)/python -m pytest -m exhaustive

@@ -22,7 +22,7 @@ from hosts.processes import Run, Session, environment_for, kill_all, pids, ray_s
 from rayrec.checkpoint import committed
 from rayrec.workloads.base import TrainConfig
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 
 MARK = "RAYREC_TEST_HEAD"
 """Variable in the environment of a head and its descendants, in any session or group."""
@@ -163,7 +163,6 @@ def test_next_supervisor_follows_same_job(begin: Begin, undisturbed: dict[str, A
     assert run.log.count("submitted") == 1
 
 
-@pytest.mark.extended
 def test_lost_head_loses_only_steps_since_checkpoint(begin: Begin, head: Head, undisturbed: dict[str, Any]) -> None:
     run = begin("lost")
     run.wait_for_step(60)

@@ -213,6 +213,7 @@ except InputError as error:
 """Script that trains on several Ray nodes of this machine, one of them with a simulated accelerator."""
 
 
+@pytest.mark.extended
 def test_separate_data_nodes_keep_weights(finished: Trained, tmp_path: Path) -> None:
     config, result = finished
     script = [sys.executable, "-c", MIXED_CLUSTER, os.path.join(result.folder, "config.yaml"), str(tmp_path)]

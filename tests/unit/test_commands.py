@@ -56,6 +56,7 @@ TRAINED = [
 """The same after training, in another process."""
 
 
+@pytest.mark.extended
 def test_commands_load_no_unneeded_heavy_modules(tmp_path: Path) -> None:
     assert (loaded_needlessly(UNTIL_TRAINED, tmp_path), loaded_needlessly(TRAINED, tmp_path)) == ({}, {})
 
