@@ -2,15 +2,25 @@
 
 import json
 import os
+import re
 import runpy
+import shutil
+import subprocess
 import sys
 import sysconfig
 import tarfile
+import time
+import tomllib
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from builders.runs import one_worker
+from filelock import FileLock
+from hosts.dockerfile import Stage, build
 from hosts.processes import run_command
 
 ROOT = Path(__file__).parents[2]
@@ -87,3 +97,98 @@ def test_clean_environment_trains_from_wheels(tool: str, tmp_path: Path) -> None
     train = ("train", "criteo_demo", "--train-data.path", "log/train.txt", "--storage-path", "runs", "--name", "one")
     _run(rayrec, *train, "--steps", "20", "--scaling.num-workers", "1", cwd=tmp_path)
     assert (tmp_path / "runs" / "one" / "summary.json").exists()
+
+
+# The oldest Ray that rayrec allows: its private names, and a run that learns what one without Ray does ----------------
+def _oldest() -> str:
+    """The lower bound of Ray in pyproject.toml, where a bound without a patch release has patch release 0."""
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (found,) = [bound for text in wanted if (bound := re.match(r"ray\[.*\]>=([\d.]+),<", text))]
+    return found[1] + ".0" * (2 - found[1].count("."))
+
+
+@pytest.fixture(scope="module")
+def run(shared_folder: Path) -> Callable[..., str]:
+    folder = Path(os.environ.get("RAYREC_TEST_CACHE") or shared_folder) / f"ray-{_oldest()}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--retries", "10", "--timeout", "60", "--no-deps"]
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "complete").exists():
+            subprocess.run([*install, "--upgrade", "--target", str(folder), f"ray=={_oldest()}"], check=True)
+            (folder / "complete").touch()
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return lambda *command: run_command(sys.executable, *command, env=environment, cwd=ROOT).stdout
+
+
+@pytest.mark.extended
+def test_private_names_of_ray(run: Callable[..., str]) -> None:
+    assert run("-c", "import ray; print(ray.__version__)").strip() == _oldest()
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/compat")
+
+
+@pytest.mark.extended
+def test_ray_run_and_scoring(run: Callable[..., str], click_log: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(one_worker(click_log, tmp_path, steps=10, cluster={"num_cpus": 2}).to_yaml())
+
+    def found(address: str, *command: object) -> dict[str, Any]:
+        return json.loads(run("-m", "rayrec", *command, "--cluster.address", address))
+
+    on_ray, here = (found(address, "train", "--config", config, "--name", address) for address in ("local", "none"))
+    assert on_ray["weights_sha256"] == here["weights_sha256"]
+    scoring = ("evaluate", tmp_path / "local", click_log / "train.txt")
+    assert found("local", *scoring)["auroc"] == pytest.approx(found("none", *scoring)["auroc"])
+
+
+# deploy/Dockerfile carried out on a Debian that debootstrap makes ----------------------------------------------------
+def _said(*command: object) -> list[str]:
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, check=False).stdout.split()
+
+
+def _megabytes(root: Path) -> float:
+    return int(_said("du", "--summarize", "--one-file-system", "--block-size=1", root)[0]) / 1e6
+
+
+def _debian(scratch: Path) -> Path:
+    """A Debian with what it cannot do without; RAYREC_TEST_CACHE keeps it for the next run too."""
+    folder = Path(os.environ.get("RAYREC_TEST_CACHE") or scratch) / "debian"
+    if not (folder / "complete").exists():
+        mirror = _said("apt-get", "indextargets", "--format", "$(REPO_URI)", "Codename: bookworm")[0]
+        command = ["debootstrap", "--variant=minbase", "bookworm", str(folder / "base"), mirror]
+        subprocess.run(command, check=True, capture_output=True)
+        (folder / "complete").touch()
+    return folder / "base"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("debootstrap"), reason="needs root, debootstrap and a Debian mirror")
+def test_image_builds_and_runs_demo(tmp_path: Path) -> None:
+    base, work = _debian(tmp_path), tmp_path / "stages"
+    work.mkdir()
+    # What Docker would bring: names. What a company's network would: pip's certificates and folder of wheels.
+    binds = {Path("/etc/resolv.conf"): "/etc/resolv.conf", Path("/etc/hosts"): "/etc/hosts"}
+    arguments = {"BUILD": "cpu"}
+    (wheels,) = _said(sys.executable, "-m", "pip", "config", "get", "global.find-links") or ("",)
+    if wheels:
+        (base / "wheels").mkdir(exist_ok=True)
+        binds[Path(wheels)] = "/wheels"
+        arguments["PIP_FIND_LINKS"] = "/wheels"
+    environment = {}
+    if certificates := os.environ.get("PIP_CERT"):
+        (base / "certificates.pem").touch()
+        binds[Path(certificates)] = "/certificates.pem"
+        environment["PIP_CERT"] = "/certificates.pem"
+    for file in ("/etc/resolv.conf", "/etc/hosts"):
+        (base / file[1:]).touch()
+    began_s = time.monotonic()
+    image = build(ROOT / "deploy" / "Dockerfile", ROOT, work, base=Stage(base, environment), arguments=arguments, binds=binds)
+    built_s = time.monotonic()
+    for command in (("rayrec", "doctor"), image.command):
+        done = image.run(*command, binds=binds, timeout_s=1800)
+        assert done.returncode == 0, done.stdout + done.stderr
+    demo_s = time.monotonic() - built_s
+    assert (image.root / "home/rayrec/runs/demo/summary.json").exists()
+    assert image.run("id", "--user", binds=binds, timeout_s=60).stdout.strip() == "10001"
+    assert image.run("touch", "/opt/rayrec/file", binds=binds, timeout_s=60).returncode != 0
+    size, own = _megabytes(image.root), _megabytes(base)
+    print(f"built in {built_s - began_s:.0f} s, {size - own:.0f} MB beyond Debian's {own:.0f}; demo in {demo_s:.0f} s")

@@ -4,22 +4,44 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from builders.click_models import logits_of, make_model, row_text, save_checkpoint
-from builders.faults import until
+import ray
+import yaml
+from builders import own_click_model
+from builders.click_models import ANY, logits_of, make_model, make_preprocessor, row_text, save_checkpoint
+from builders.faults import rejects, until
+from builders.own_click_model import OwnConfig, SlowConfig
+from builders.runs import QUIET
+from click.testing import CliRunner
 from hosts.clients import TOKEN, Load, ask
 from hosts.ports import free_ports
 from hosts.processes import RAYREC, Session, environment_for, run_command
 from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.scripts import cli
 
-from rayrec.serve.control import REPORT_TIMEOUT_S
+import rayrec
+from rayrec.compat import ray_compat
+from rayrec.inference.model import open_served
+from rayrec.metrics.binary import sigmoid
+from rayrec.serve import control
+from rayrec.serve.config import ServeConfig
+from rayrec.serve.control import APPLICATION, REGISTER, REPORT_TIMEOUT_S
+from rayrec.serve.listener import lock_port
+from rayrec.serve.server import find_instance, settle
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 
@@ -109,3 +131,151 @@ def _counts(port: int, name: str) -> dict[str, float]:
 def _rows(port: int, version: str) -> float:
     """Return the rows scored with a model by all replicas, past ones included."""
     return _counts(port, "rayrec_serve_rows_total")[version]
+
+
+# Servers started by Ray Serve's own tools, and the URLs of servers on a cluster ---------------------------------------
+def _model(port: int, path: str = "/v1/score") -> str | None:
+    """Return the version of the model that answers."""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        status, body = ask(port, "POST", path, TEXT)
+        return json.loads(body)["model"] if status == 200 else None
+    return None
+
+
+def _check_upgrade_offer(port: int) -> None:
+    """Check that Ray Serve's proxy does not parse the body as another request. It may lose the body."""
+    inner = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    head = b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: %d\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(head % len(inner))
+        received = connection.recv(65536)
+        with contextlib.suppress(OSError):
+            connection.sendall(inner)
+            while piece := connection.recv(65536):
+                received += piece
+    assert received.count(b"HTTP/1.1 ") == 1
+    assert b"connection: close" in received
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> list[str]:
+    return [save_checkpoint(tmp_path / "run", 10 * seed, make_model(seed=seed)) for seed in (1, 2)]
+
+
+@pytest.fixture
+def shared_serve(local_ray: None) -> Iterator[None]:
+    yield
+    serve.shutdown()
+
+
+@pytest.mark.usefixtures("shared_serve")
+def test_documented_serve_config_and_model_change(tmp_path: Path, places: list[str]) -> None:
+    """Another model in user_config keeps the replica, which answers throughout, also when another application joins."""
+    documented = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    (block,) = re.findall(r"^```text\n# serve\.yaml\n(.*?)^```", documented, re.MULTILINE | re.DOTALL)
+    config = yaml.safe_load(block)
+    config["http_options"]["port"] = port = free_ports(1)
+    config["applications"][0]["args"]["model"] = places[0]
+
+    def deploy() -> None:
+        (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
+        ran = CliRunner().invoke(cli, ["run", "--non-blocking", str(tmp_path / "serve.yaml")])
+        assert ran.exit_code == 0, ran.output
+
+    def change(model: str) -> None:
+        config["applications"][0]["deployments"] = [{"name": APPLICATION, "user_config": {"model": model}}]
+        deploy()
+
+    def is_deployed() -> bool:
+        return _application()["status"] == "RUNNING"
+
+    deploy()
+    first, second = (open_served(place).version for place in places)
+    _until(lambda: _model(port) == first)
+    _check_upgrade_offer(port)
+    with Load(port, TEXT, num_clients=1) as load:
+        replicas = _served_replicas()
+        arguments = {"model": places[1], "cpus_per_replica": 0.5}
+        other = {**config["applications"][0], "name": "second", "route_prefix": "/second", "args": arguments}
+        config["applications"].append(other)
+        deploy()
+        _until(lambda: _model(port, "/second/v1/score") == second)
+        assert _model(port) == first
+        change(places[1])
+        _until(lambda: _model(port) == second)
+        _until(is_deployed)
+        change(str(tmp_path / "nothing"))
+        _until(is_deployed)
+        assert _model(port) == second
+    assert not load.failed
+    assert _served_replicas() == replicas
+
+
+def _application(name: str = "clicks") -> dict[str, Any]:
+    return _get_global_client().get_serve_details()["applications"][name]
+
+
+def _served_replicas(application: str = "clicks", field: str = "replica_id") -> set[Any]:
+    return {replica.get(field) for replica in _application(application)["deployments"][APPLICATION]["replicas"]}
+
+
+@pytest.mark.usefixtures("shared_serve")
+def test_server_is_reachable_by_each_ingress(tmp_path: Path) -> None:
+    """The network is not one of rayrec's."""
+    network, port = OwnConfig(embedding_dim=4), free_ports(1)
+    model = make_model(config=network)
+    place = save_checkpoint(tmp_path / "run", 10, model, network=network)
+    options: dict[str, Any] = {"port": port, "cpus_per_replica": 0.5, "ingress": "direct", "console": QUIET}
+    serving = partial(rayrec.serving, place, recipe=f"{own_click_model.__file__}:own_model", **options)
+    with lock_port("127.0.0.1", port):
+        rejects("cannot listen there", serving().__enter__)
+    with serving() as server:
+        rejects("cannot listen there", lock_port("127.0.0.1", port).__enter__)
+        assert server.url == f"http://127.0.0.1:{port}"
+        answer = json.loads(ask(port, "POST", "/v1/score", TEXT)[1])
+        assert answer["model"].startswith("step_00000010-")
+        np.testing.assert_allclose(answer["scores"], sigmoid(logits_of(model, TEXT)), atol=1e-6)
+        instance = find_instance(APPLICATION)
+        assert instance is not None
+        assert not instance.with_proxies
+        assert settle(ServeConfig(), instance, private_ray=False).ingress == "direct"
+        rejects("without HTTP proxies, for rayrec", settle, ServeConfig(ingress="serve"), instance, private_ray=False)
+    assert find_instance(APPLICATION) is None
+
+
+@pytest.mark.usefixtures("shared_serve")
+def test_swaps_during_replica_start(tmp_path: Path) -> None:
+    """Models load for seconds. A rejected one, tried three times at once, is never served. An accepted one is served by all.
+    Then the register is killed, and the server rolls back."""
+    slow = SlowConfig(embedding_dim=4, build_s=3)
+    models = [make_model(seed=seed, config=SlowConfig(embedding_dim=4)) for seed in (1, 2)]
+    first, second = (save_checkpoint(tmp_path / "run", seed, model, network=slow) for seed, model in enumerate(models))
+    other = make_model(make_preprocessor(ANY), config=SlowConfig(embedding_dim=4))
+    rejected = save_checkpoint(tmp_path / "other", 3, other, network=slow)
+    versions = {place: open_served(place, own=SlowConfig).version for place in (first, second)}
+    options: dict[str, Any] = {"port": free_ports(1), "cpus_per_replica": 0.5, "replicas": 2, "ingress": "direct"}
+    options["recipe"] = f"{own_click_model.__file__}:slow_model"
+
+    with rayrec.serving(first, console=QUIET, **options) as server, Load(options["port"], TEXT) as load:
+        before = _served_replicas(APPLICATION, "pid")
+        assert len(before) == 2
+        os.kill(min(before), signal.SIGKILL)
+        _until(lambda: _served_replicas(APPLICATION, "pid") - before - {None})
+        with ThreadPoolExecutor(3) as pool:
+            for done in [pool.submit(rejects, "schemas differ in", control.swap, rejected, address=None) for _ in range(3)]:
+                done.result()
+        found = server.describe()
+        assert (found["model"], found["previous"]) == (first, None)
+        assert control.swap(second, address=None)["version"] == versions[second]
+        assert {replica["model"] for replica in server.describe()["replicas"].values()} == {versions[second]}
+        _until(lambda: len(server.describe()["replicas"]) == 2)
+        assert len(load.failed) <= 4  # what the killed replica had taken
+        load.answers.clear()
+        _until(lambda: len(load.answers) > 50)
+        assert load.models() == {versions[second]}
+        ray.kill(ray_compat.find_shared_actor(APPLICATION, APPLICATION, REGISTER))
+        assert control.roll_back(address=None)["version"] == versions[first]
+        load.answers.clear()
+        _until(lambda: len(load.answers) > 50)
+    assert load.models() == {versions[first]}
+    assert len(load.failed) <= 4

@@ -132,7 +132,7 @@ def local_node_with(*, worker_program: str, log_monitor: bool) -> Iterator[None]
         module.RayParams, node.start_api_server = params, start_api_server
 
 
-# Public alpha APIs of Ray Serve, which may change. tests/integration/test_serve_config.py calls them.
+# Public alpha APIs of Ray Serve, which may change. tests/integration/test_serve.py calls them.
 
 
 def shared_actor(name: str, actor_class: type, **arguments: Any) -> dict[str, Any]:

@@ -1,15 +1,25 @@
 """Golden status and bytes of replies to many valid and invalid request bodies, sequential and batched."""
 
 import asyncio
+import hashlib
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import schemathesis
+from builders.click_models import ANY, make_app, make_model, make_preprocessor
 from builders.golden import check_golden
 from builders.golden_outputs import CRITEO, OWN, counted, scoring_app, write_criteo_log, write_own_log
-from builders.requests import Reply, post_async
+from builders.requests import Reply, post_async, sample_values
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from rayrec.schema import Schema
+from rayrec.serve.counters import Counters
 
 JSON, TSV, CSV = "application/json", "text/tab-separated-values", "text/csv"
 Request = tuple[str, bytes, str]
@@ -19,7 +29,7 @@ NUMBERS = [
     *("999999999999999999", "1000000000000000000", "9007199254740993", "9007199254740993.0", "-9223372036854775809"),
     *("9223372036854775808", "18446744073709551616", "1" + "0" * 40),
 ]
-TEXTS = [
+STRINGS = [
     *('""', '" "', '"3"', '"03"', '" 3"', '"true"', '"nan"', '"0000000a"', '"0000000A"', '"g000000a"', '"+0000001"'),
     *('"1234567"', '"123456789"', '"é"', '"\\t"', '"a\\nb"', '"\\u0000"', '"2022-02-03"', '"' + "x" * 70 + '"', '"u1|u2"'),
 ]
@@ -63,7 +73,7 @@ def _damaged(line: str, delimiter: str) -> Iterator[str]:
 def _criteo_requests() -> Iterator[Request]:
     line = "\t".join(["3", "-1", "", "40"] + ["7"] * 9 + ["0000000a", "", "FFFFFFFF"] + ["05db9164"] * 23)
     yield from _envelopes('{"int_0": 3, "int_2": -1, "cat_0": "05db9164", "cat_3": "0000000a", "cat_25": null}')
-    for value in (*NUMBERS, *TEXTS, *OTHERS):
+    for value in (*NUMBERS, *STRINGS, *OTHERS):
         yield JSON, _json("{}", f'{{"int_3": {value}}}'), ""
         yield JSON, _json(f'{{"cat_7": {value}}}'), ""
     for text in _damaged(line, "\t"):
@@ -87,10 +97,10 @@ def _own_requests() -> Iterator[Request]:
         '"tags": ["tag 1", "?"], "tag_weights": [0.5, 2], "flag": true, "day": "2022-02-03", "since": null}'
     )
     yield from _envelopes(good)
-    for value in (*NUMBERS, *TEXTS, *OTHERS):
+    for value in (*NUMBERS, *STRINGS, *OTHERS):
         for name in ("age", "item"):
             yield JSON, _json(f'{{"{name}": {value}}}'), ""
-    for value in (*NUMBERS[::2], *TEXTS, *OTHERS):
+    for value in (*NUMBERS[::2], *STRINGS, *OTHERS):
         for name in ("user", "tags"):
             yield JSON, _json("{}", f'{{"{name}": {value}}}'), ""
     for value in ("[]", "[1]", '[1, null, "a", true]', "[1e19]", '["x"]', "null", "3", "[1, 2]", "[NaN]", "[null, null]"):
@@ -153,3 +163,56 @@ def test_replies_are_golden(name: str, own_cache: None, tmp_path: Path) -> None:
     for together in (False, True):
         replies = asyncio.run(submit(together=together))
         check_golden(f"replies_of_{name}", dict(zip(keys, map(_plain, replies), strict=True)), tolerance=1e-4)
+
+
+# The OpenAPI document, held against a fuzzer, and counters ------------------------------------------------------------
+TOKEN = "open sesame"
+FEW = Schema(tokens="hexadecimal", label="label", dense=("int_0", "int_1"), sparse=("cat_0", "cat_1"))
+"""Of the kind of Criteo's, with fewer columns, which a fuzzer tries more of."""
+REFUSALS = schemathesis.Config.from_dict(
+    {"checks": {"negative_data_rejection": {"expected-statuses": [400, 401, 413, 415, 422]}}}
+)
+"""Too many rows are 413, which is none of the fuzzer's own."""
+RELAXED = settings(
+    max_examples=100, database=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
+TEXTS = ("text/tab-separated-values", "text/csv")
+
+
+@schemathesis.serializer(*TEXTS)
+def _as_text(context: Any, value: Any) -> bytes | Any:
+    return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
+
+
+@pytest.mark.parametrize(("schema", "with_token"), [(FEW, False), (ANY, True)], ids=["hexadecimal", "any"])
+def test_fuzzer_passes(schema: Schema, with_token: bool) -> None:
+    line = st.tuples(*[st.sampled_from(["", "3", "-7", "7e0ccccf"])] * len(schema.columns)).map("\t".join)
+    for media_type in TEXTS:
+        schemathesis.openapi.media_type(media_type, line)
+    digest = hashlib.sha256(TOKEN.encode()).digest() if with_token else None
+    app = make_app(make_model(make_preprocessor(schema)), token_digest=digest, max_rows=5, allowed_hosts=("testserver",))
+    headers = {"authorization": f"Bearer {TOKEN}"} if with_token else {}
+    fuzzed = schemathesis.openapi.from_asgi("/openapi.json", app, config=REFUSALS, headers=headers)
+    seen: set[tuple[str, int]] = set()
+
+    def check(case: schemathesis.Case) -> None:
+        response = case.call(headers=headers)
+        # Lines of text have a grammar that a JSON schema does not tell; there only the answer is looked at.
+        left_out = [schemathesis.checks.CHECKS.get_one("positive_data_acceptance")] if case.media_type in TEXTS else []
+        case.validate_response(response, headers=headers, excluded_checks=left_out)
+        seen.add((case.path, response.status_code))
+
+    for result in fuzzed.get_all_operations():
+        operation = result.ok()
+        for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
+            if mode.is_positive or operation.body:  # nothing of the others can be wrong
+                RELAXED(given(operation.as_strategy(generation_mode=mode))(check))()
+    assert {status for path, status in seen if path == "/v1/score"} >= {200, 400}
+
+
+def test_nan_difference_is_counted_but_not_summed() -> None:
+    counters, name = Counters(), "rayrec_serve_shadow_score_difference"
+    counters.shadow_score_difference.observe(np.array([[0.25, math.nan], [1e-6, 0.0]]))
+    values = sample_values(counters.snapshot())
+    assert [values[f"{name}_bucket", (("le", bound),)] for bound in ("1e-06", "0.1", "+Inf")] == [2, 2, 4]
+    assert (values[f"{name}_count", ()], values[f"{name}_sum", ()]) == (4, 0.250001)
