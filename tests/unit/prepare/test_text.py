@@ -219,9 +219,9 @@ def test_text_options_are_rejected_in_one_line(beer: Path, tmp_path: Path) -> No
         ({"blocksize": 3}, "blocksize"),
         ({"files": ("c",)}, "."),
     ):
-        path = beer.parent if "files" in options else beer
-        rejects(rf"^[^\n]*{told}[^\n]*$", prepared, path, tmp_path / "out", **options)
-        assert not (tmp_path / "out").exists()
+        path, out = beer.parent if "files" in options else beer, tmp_path / "-".join(options)
+        rejects(rf"^[^\n]*{told}[^\n]*$", prepared, path, out, **options)
+        assert not out.exists()
 
 
 @pytest.mark.parametrize(
