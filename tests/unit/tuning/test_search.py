@@ -9,10 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from builders.faults import fails_with, raising, rejects
-from builders.golden_inputs import EVERYTHING, PLAIN, any_rows, write_csv, write_parquet
 from builders.runs import QUIET
+from pyarrow import csv
 
 import rayrec
 from rayrec import recipes, storage
@@ -20,7 +23,7 @@ from rayrec.config import InputError, line_of
 from rayrec.data.materialized import writer
 from rayrec.data.materialized.dataset import open_preprocessed
 from rayrec.observe.events import read_events
-from rayrec.schema import Schema
+from rayrec.schema import Feature, Label, Schema
 from rayrec.training import trainer
 from rayrec.tuning import search as of_searches
 from rayrec.tuning import trials
@@ -135,14 +138,42 @@ def test_killed_search_matches_uninterrupted_one(
     assert again["compared"] == found["compared"]
 
 
-ONE_LABEL = PLAIN.replace(group="user")
+ONE_LABEL = Schema(label="click", dense=("price",), sparse=("item", "user", "day"), group="user", tokens="any", delimiter=",")
+TWO_LABELS = ONE_LABEL.replace(
+    labels=(Label(name="seconds", kind="number"),),
+    sparse=(*ONE_LABEL.sparse, "tags"),
+    lists=("tags",),
+    features=(Feature(name="tags", weights="tag_weights"),),
+    weight="weight",
+    timestamp="at",
+)
 OWN_SEARCH: dict[str, Any] = {"workload.dense_optimizer.learning_rate": {"grid": [0.03]}}
 
 
 def own_log(path: str) -> str:
-    """Write a log in which clicks depend on the item, as CSV or Parquet."""
-    rows = [{**row, "click": int((row["item"] or 0) % 3 == 0)} for row in any_rows(2100, seed=0)]
-    (write_csv if path.endswith(".csv") else write_parquet)(Path(path), rows)
+    """Write a log with numbers, strings, dates, weighted lists, row weights and two labels, as CSV or Parquet."""
+    rng = np.random.default_rng(0)
+    rows, item = 2100, rng.integers(0, 30, 2100)
+    click = (rng.random(rows) < np.where(item % 3 == 0, 0.8, 0.2)).astype(np.int8)
+    tags = [rng.integers(0, 8, count).tolist() for count in rng.integers(0, 3, rows)]
+    weights = [[0.5] * len(of_row) for of_row in tags]
+    is_csv = path.endswith(".csv")
+    joined = (lambda lists: ["|".join(map(str, each)) for each in lists]) if is_csv else pa.array
+    table = pa.table(
+        {
+            "click": click,
+            "seconds": click * (1.5 + item % 5),
+            "price": 3e9 * rng.random(rows),
+            "item": item,
+            "user": [f"u{number}" for number in rng.integers(0, 50, rows)],
+            "day": [f"2026-01-{number:02d}" for number in 1 + np.arange(rows) // 100],
+            "tags": joined(tags),
+            "tag_weights": joined(weights),
+            "weight": rng.integers(1, 3, rows),
+            "at": pa.array(np.arange(rows), pa.timestamp("s")),
+        }
+    )
+    (csv.write_csv if is_csv else pq.write_table)(table, path)
     return path
 
 
@@ -154,7 +185,7 @@ def own_config(log: str, schema: Schema, storage_path: str) -> TrainConfig:
 
 @pytest.mark.parametrize(
     ("name", "schema", "format"),
-    [("log.csv", EVERYTHING, "parquet"), ("log.parquet", EVERYTHING, "parquet"), ("log.csv", ONE_LABEL, "npy")],
+    [("log.csv", TWO_LABELS, "parquet"), ("log.parquet", TWO_LABELS, "parquet"), ("log.csv", ONE_LABEL, "npy")],
 )
 def test_search_matches_training_from_raw_rows(tmp_path: Path, monkeypatch: Any, name: str, schema: Schema, format: str) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
