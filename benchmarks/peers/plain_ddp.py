@@ -26,7 +26,7 @@ from rayrec.workloads.vision import ResNetConfig
 def data_set(path: str) -> TensorDataset:
     """Return images from -1 to 1, float32 [rows, 1, 28, 28], and labels, int64 [rows]."""
     digits = read_part(path, "train", num_classes=10)
-    images, labels = torch.tensor(digits.images), torch.tensor(digits.labels)
+    images, labels = torch.tensor(digits["images"]), torch.tensor(digits["labels"])
     return TensorDataset((images.unsqueeze(1).float() / 255 - 0.5) / 0.5, labels.long())
 
 

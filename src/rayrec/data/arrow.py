@@ -3,11 +3,14 @@
 
 import json
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+
+_SHAPES: Final = b"rayrec.shapes"
+"""Table metadata key for the shapes of rows."""
 
 
 def arrow_numbers(values: np.ndarray, missing: np.ndarray | None = None) -> pa.Array:
@@ -53,6 +56,19 @@ def numpy_rows(array: pa.Array) -> np.ndarray:
     if not pa.types.is_fixed_size_list(array.type):
         return numpy_of(array)
     return numpy_of(array.flatten()).reshape(-1, array.type.list_size)
+
+
+def arrays_to_table(arrays: Mapping[str, np.ndarray]) -> pa.Table:
+    """Convert numeric arrays [rows, ...] to a table without copies."""
+    shapes = json.dumps({name: array.shape[1:] for name, array in arrays.items()})
+    return pa.table({name: arrow_rows(array) for name, array in arrays.items()}).replace_schema_metadata({_SHAPES: shapes})
+
+
+def arrays_of_table(table: pa.Table) -> dict[str, np.ndarray]:
+    """Invert `arrays_to_table`, with read-only arrays."""
+    (batch,) = table.combine_chunks().to_batches()
+    shapes = json.loads(table.schema.metadata[_SHAPES])
+    return {name: numpy_rows(batch[name]).reshape(-1, *shape) for name, shape in shapes.items()}
 
 
 def json_reply(value: Any) -> pa.Table:

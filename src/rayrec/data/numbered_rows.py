@@ -4,8 +4,7 @@ import math
 import posixpath
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol, final
+from typing import Final, Protocol, final, runtime_checkable
 
 import numpy as np
 
@@ -35,6 +34,19 @@ class RowSource(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class EpochRows(Protocol):
+    """Further methods of a RowSource whose rows differ by epoch, such as random crops, or may be unreadable."""
+
+    def read_epoch(self, indices: np.ndarray, epoch: int) -> dict[str, np.ndarray]:
+        """Read rows like `read`, as trained in an epoch."""
+        ...
+
+    def check(self, indices: np.ndarray, epoch: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Check rows that were read, maybe by another process. Raises InputError for too many unreadable ones."""
+        ...
+
+
 @final
 class ArrayRows:
     """Rows in memory: named arrays [rows, ...] of equal length."""
@@ -61,19 +73,11 @@ class ArrayRows:
         pass
 
 
+IMAGES, LABELS = "images", "labels"
+"""Batch keys: images, uint8 [rows, height, width] or [rows, height, width, 3], and labels if known, int64 [rows]."""
 _UINT8: Final = 0x08
 _GZIP_HEAD: Final = b"\x1f\x8b"
 _FETCH: Final = "rayrec fetch mnist --out {folder} fetches MNIST's"
-
-
-@dataclass(frozen=True)
-class LabelledImages:
-    """Images and their labels."""
-
-    images: np.ndarray
-    """Pixels, 0 for the background, uint8 [rows, height, width]."""
-    labels: np.ndarray | None
-    """Class of each image, uint8 [rows]. None if unknown."""
 
 
 def read_idx(path: str) -> np.ndarray:
@@ -158,7 +162,7 @@ def find(folder: str, part: str, kind: str) -> str | None:
     return paths[0] if paths else None
 
 
-def read_part(folder: str, part: str, *, num_classes: int) -> LabelledImages:
+def read_part(folder: str, part: str, *, num_classes: int) -> dict[str, np.ndarray]:
     """Read the images and labels of `train` or `t10k` in a folder with MNIST's file names. Raises InputError like `read_pair`."""
     paths = {kind: find(folder, part, kind) for kind in ("images", "labels")}
     for kind, path in paths.items():
@@ -173,11 +177,11 @@ def missing(folder: str, part: str, kind: str) -> InputError:
     return InputError(f"{folder}: {part}-{kind}-idx{dimensions}-ubyte not found, plain or .gz; {_FETCH.format(folder=folder)}")
 
 
-def read_pair(images_path: str, labels_path: str, *, num_classes: int) -> LabelledImages:
-    """Read images and their labels. Raises InputError if a file is missing or damaged, or if their counts differ."""
+def read_pair(images_path: str, labels_path: str, *, num_classes: int) -> dict[str, np.ndarray]:
+    """Read IMAGES and LABELS. Raises InputError if a file is missing or damaged, or if their counts differ."""
     images, labels = read_images(images_path), read_labels(labels_path, num_classes=num_classes)
     if len(images) != len(labels):
         raise InputError(
             f"{images_path}: has {len(images):,} images, but {labels_path} has {len(labels):,} labels; get both from one place"
         )
-    return LabelledImages(images, labels)
+    return {IMAGES: images, LABELS: labels.astype(np.int64)}

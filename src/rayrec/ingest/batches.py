@@ -1,8 +1,10 @@
 """Batches of one worker: slices of a click log's encoded rows, or any numbered rows."""
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, final
 
@@ -12,13 +14,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.batch import DENSE, Batch
 from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds
+from rayrec.data.engine import StreamEngine
 from rayrec.data.logs.index import Block
-from rayrec.data.numbered_rows import RowSource
-from rayrec.data.stage_times import BlockTimes, StageTimes, measured, stage
+from rayrec.data.numbered_rows import EpochRows, RowSource
+from rayrec.data.stage_times import StageTimes
 from rayrec.ingest.block_order import BlockPlan, BlockRange
 from rayrec.ingest.order import BatchSharding, EpochPlan, Plans
 from rayrec.ingest.row_order import RowPlan
-from rayrec.ingest.stream import MappedSource, Prefetcher, RowStream, TaskSource
+from rayrec.ingest.stream import ITEM_BYTES, MappedSource, NumberedArrays, NumberedSource, Prefetcher, RowStream, TaskSource
 from rayrec.schema import Schema
 from rayrec.trained_rows import RowNumbers
 
@@ -48,55 +51,80 @@ class BatchReader(Protocol[Plan_contra]):
 
 @final
 class ArrayBatches:
-    """Batches of numbered rows, prefetched in a thread."""
+    """Batches of numbered rows, read ahead by a thread or, with an engine, by its data tasks."""
 
-    def __init__(self, source: RowSource, *, max_prefetch: int = 2) -> None:
-        self._source, self._max_prefetch = source, max(1, max_prefetch)
-        self._prefetcher: Prefetcher[tuple[Batch, BlockTimes]] | None = None
-        self.stages = StageTimes(cpus=1.0)
+    def __init__(self, source: RowSource, *, max_prefetch: int = 2, engine: StreamEngine | None = None) -> None:
+        self._reader = NumberedSource(source, engine, max(1, max_prefetch))
+        self._rows: RowStream | None = None
+        self.stages = StageTimes(cpus=1.0 if engine is None else engine.cpus)
 
     def batches(self, plans: Plans[RowPlan], sharding: BatchSharding) -> Iterator[Batch]:
-        self._prefetcher = prefetcher = Prefetcher(self._make(plans, sharding), max_prefetch=self._max_prefetch)
-        return self._take(prefetcher)
+        max_rows = sys.maxsize
+        if self._reader.engine is not None:
+            row = self._reader.rows.read(np.zeros(1, np.int64))
+            max_rows = max(1, ITEM_BYTES // sum(array.nbytes for array in row.values()))
+        items = _WorkerRows(plans, sharding, max_rows, self._reader.rows.will_read)
+        self._rows = rows = RowStream(self._reader, items, self.stages)
+        return self._make(rows, plans, sharding, max_rows)
 
     def stop(self) -> None:
-        if self._prefetcher is not None:
-            self._prefetcher.close()
+        if self._rows is not None:
+            self._rows.close()
 
     def close(self) -> None:
         self.stop()
-        self._source.close()
+        self._reader.rows.close()
 
-    def _take(self, prefetcher: Iterator[tuple[Batch, BlockTimes]]) -> Iterator[Batch]:
-        for batch, times in prefetcher:
-            self.stages.add(times)
-            yield batch
-
-    def _make(self, plans: Plans[RowPlan], sharding: BatchSharding) -> Generator[tuple[Batch, BlockTimes], None, None]:
+    def _make(
+        self, rows: Iterator[NumberedArrays], plans: Plans[RowPlan], sharding: BatchSharding, max_rows: int
+    ) -> Iterator[Batch]:
         for plan, steps in plans():
+            for step in range(steps):
+                of_all = plan.rows_until(step + 1) - plan.rows_until(step)
+                count = len(range(sharding.rank, of_all, sharding.world_size))
+                parts = list(itertools.islice(rows, max(1, -(-count // max_rows))))
+                numbers = np.concatenate([numbers for numbers, _ in parts])
+                arrays = {name: _concatenated([arrays[name] for _, arrays in parts]) for name in parts[0][1]}
+                if isinstance(self._reader.rows, EpochRows):
+                    self._reader.rows.check(numbers, plan.epoch, arrays)
+                # A worker without rows repeats one, with weight 0.
+                weight, counted = sharding.world_size / of_all if count else 0.0, RowNumbers(plan.epoch, numbers[:count])
+                yield Batch({name: torch.from_numpy(array) for name, array in arrays.items()}, weight, row_numbers=counted)
+
+
+def _concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenate arrays, without a copy of a single one that torch can use."""
+    return arrays[0] if len(arrays) == 1 and arrays[0].flags.writeable else np.concatenate(arrays)
+
+
+@dataclass(frozen=True)
+class _WorkerRows:
+    """Re-iterable row numbers of one worker's batches, in parts of at most `max_rows`, with their epochs."""
+
+    plans: Plans[RowPlan]
+    sharding: BatchSharding
+    max_rows: int
+    announce: Callable[[np.ndarray], None]
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, int]]:
+        for plan, steps in self.plans():
             sizes = (plan.rows_until(step + 1) - plan.rows_until(step) for step in range(steps))
             for numbers in _split(self._announced(plan.numbers()), sizes):
-                yield measured(functools.partial(self._read, numbers, plan.epoch, sharding), rows_of=len)
+                rows = numbers[self.sharding.rank :: self.sharding.world_size]
+                rows = rows if len(rows) else numbers[:1]
+                for start in range(0, len(rows), self.max_rows):
+                    yield rows[start : start + self.max_rows], plan.epoch
 
     def _announced(self, windows: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """Yield the windows, announcing each to the source while the previous one is in use."""
         previous = None
         for window in windows:
-            self._source.will_read(window)
+            self.announce(window)
             if previous is not None:
                 yield previous
             previous = window
         if previous is not None:
             yield previous
-
-    def _read(self, numbers: np.ndarray, epoch: int, sharding: BatchSharding) -> Batch:
-        rows, weight = numbers[sharding.rank :: sharding.world_size], sharding.world_size / len(numbers)
-        counted = RowNumbers(epoch, rows)
-        if not len(rows):
-            rows, weight = numbers[:1], 0.0
-        with stage("read"):
-            arrays = self._source.read(rows)
-        return Batch({name: torch.from_numpy(array) for name, array in arrays.items()}, weight, row_numbers=counted)
 
 
 def _split(windows: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.ndarray]:

@@ -1,16 +1,19 @@
-"""Encoded rows of a click log in a given order, from engine tasks or mapped files, and prefetching in a thread."""
+"""Rows in a given order, from engine tasks, mapped files or a row source, and prefetching in a thread."""
 
 import functools
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import ClassVar, Final, Generic, TypeAlias, TypeVar, final
+from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar, final
 
+import numpy as np
 import pyarrow as pa
 
+from rayrec.data.arrow import arrays_of_table, arrays_to_table
 from rayrec.data.encoded_rows import EncodedRows, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import STOP_REQUESTED, Shared, StreamEngine
@@ -18,6 +21,7 @@ from rayrec.data.logs.index import Block, row_numbers
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.materialized.dataset import dataset_of
 from rayrec.data.materialized.dataset import read as read_preprocessed
+from rayrec.data.numbered_rows import EpochRows, RowSource
 from rayrec.data.raw_block import RawBlock
 from rayrec.data.stage_times import BlockTimes, StageTimes, measured, stage, times_of, with_times
 from rayrec.ingest.block_order import BlockRange
@@ -26,12 +30,16 @@ from rayrec.schema import Schema
 
 T = TypeVar("T")
 BlockRanges: TypeAlias = Iterable[tuple[Block, BlockRange]]
+NumberedItem: TypeAlias = tuple[np.ndarray, int]
+NumberedArrays: TypeAlias = tuple[np.ndarray, dict[str, np.ndarray]]
 EncodedBlock: TypeAlias = tuple[Sequence[EncodedRows], BlockTimes | None]
 """Rows of a block range and their stage times."""
 _STALL_S: Final = 5.0
 """Maximum wait for the next value after the run was asked to stop, in seconds."""
 _POLL_S: Final = 0.1
 """Interval at which the thread and its reader check for each other's end, in seconds."""
+ITEM_BYTES: Final = 16 << 20
+"""Maximum size of the rows that a task reads, unless a single one is larger, in bytes."""
 _CLOSE_S: Final = 10.0
 """Maximum wait of `close` for a pending read, which may hang if storage is unavailable, in seconds."""
 
@@ -208,30 +216,80 @@ class MappedSource:
             return [read_preprocessed(block.segments, order, self.preprocessor)]
 
 
-@final
-class RowStream(Iterator[EncodedRows]):
-    """Iterator over the encoded rows of block ranges, in order. The source starts immediately and runs ahead of the reader. If
-    the run is asked to stop and no rows arrive, because the nodes of the data tasks may be lost, this process makes the missing
-    rows: other workers may have trained theirs of the same step, and a checkpoint needs a complete step."""
+@dataclass(frozen=True)
+class NumberedSource:
+    """Source of numbered rows from engine tasks, or without an engine from one thread. Items are (row numbers, epoch), and become
+    (row numbers, arrays)."""
 
-    def __init__(self, source: TaskSource | MappedSource, block_ranges: BlockRanges, account: StageTimes | None = None) -> None:
-        """Start reading. `block_ranges` must be re-iterable. `account` receives the stage times of each."""
-        self._source, self._block_ranges, self._account = source, block_ranges, account
-        self._prefetcher = Prefetcher(source.make(block_ranges), max_prefetch=source.max_prefetch, may_stall=source.may_stall)
+    rows: RowSource
+    """Rows to read. With an engine, picklable, and readable by several threads."""
+    engine: StreamEngine | None
+    max_prefetch: int
+
+    @property
+    def may_stall(self) -> bool:
+        return self.engine is not None
+
+    def make(self, items: Iterable[NumberedItem]) -> Generator[tuple[Sequence[NumberedArrays], BlockTimes | None], None, None]:
+        if self.engine is None:
+            for item in items:
+                yield measured(functools.partial(self.make_locally, *item), rows_of=lambda made: len(made[0][0]))
+            return
+        pending: deque[np.ndarray] = deque()
+
+        def send() -> Iterator[NumberedItem]:
+            for item in items:
+                pending.append(item[0])
+                yield item
+
+        read = functools.partial(_read_task, rows=self.engine.share(self.rows))
+        for table in self.engine.stream("rows", read, send(), block_bytes=ITEM_BYTES, prefetch_blocks=self.max_prefetch):
+            yield [(pending.popleft(), arrays_of_table(table))], times_of(table)
+
+    def make_locally(self, numbers: np.ndarray, epoch: int) -> Sequence[NumberedArrays]:
+        return [(numbers, _read_epoch(self.rows, numbers, epoch))]
+
+
+def _read_task(item: NumberedItem, *, rows: Shared[RowSource]) -> pa.Table:
+    keep_freed_memory()
+    arrays, times = measured(lambda: _read_epoch(rows.get(), *item), rows_of=lambda _: len(item[0]))
+    return with_times(arrays_to_table(arrays), times)
+
+
+@stage("read")
+def _read_epoch(rows: RowSource, numbers: np.ndarray, epoch: int) -> dict[str, np.ndarray]:
+    return rows.read_epoch(numbers, epoch) if isinstance(rows, EpochRows) else rows.read(numbers)
+
+
+@final
+class RowStream(Iterator[Any]):
+    """Iterator over the rows of items, such as block ranges, in order. The source starts immediately and runs ahead of the
+    reader. If the run is asked to stop and no rows arrive, because the nodes of the data tasks may be lost, this process makes
+    the missing rows: other workers may have trained theirs of the same step, and a checkpoint needs a complete step."""
+
+    def __init__(
+        self,
+        source: TaskSource | MappedSource | NumberedSource,
+        items: Iterable[tuple[Any, Any]],
+        account: StageTimes | None = None,
+    ) -> None:
+        """Start reading. `items` must be re-iterable. `account` receives the stage times of each."""
+        self._source, self._items, self._account = source, items, account
+        self._prefetcher = Prefetcher(source.make(items), max_prefetch=source.max_prefetch, may_stall=source.may_stall)
         self._rows = self._take()
 
-    def __next__(self) -> EncodedRows:
+    def __next__(self) -> Any:
         return next(self._rows)
 
     def close(self) -> None:
         self._prefetcher.close()
 
-    def _take(self) -> Iterator[EncodedRows]:
+    def _take(self) -> Iterator[Any]:
         count = 0
         for rows, times in self._prefetcher:
             count += 1
             if self._account is not None and times is not None:
                 self._account.add(times)
             yield from rows
-        for block, block_range in islice(self._block_ranges, count, None) if self._prefetcher.stalled else ():
-            yield from self._source.make_locally(block, block_range)
+        for item in islice(self._items, count, None) if self._prefetcher.stalled else ():
+            yield from self._source.make_locally(*item)

@@ -1,9 +1,9 @@
-"""ResNet18 recipes for MNIST and data sets in its format."""
+"""ResNet18 recipes for images: MNIST, data sets in its format, and JPEG and PNG files."""
 
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.run_config import DataConfig, ScalingConfig
-from rayrec.workloads.vision import AugmentationConfig, ResNetConfig, VisionWorkload
+from rayrec.workloads.vision import AugmentationConfig, ImageFilesWorkload, ResNetConfig, VisionWorkload
 
 
 def mnist_resnet18(path: str | None = None) -> TrainConfig:
@@ -41,4 +41,24 @@ def mnist_resnet18_augmented(path: str | None = None) -> TrainConfig:
     )
 
 
-RECIPES = (mnist_resnet18, mnist_resnet18_augmented)
+def image_folder(path: str | None = None) -> TrainConfig:
+    """Train ResNet18 on JPEG and PNG images in class folders or tar shards, with torchvision's settings for ImageNet."""
+    return TrainConfig(
+        recipe="image_folder",
+        workload=ImageFilesWorkload(
+            model=ResNetConfig(num_channels=3, num_classes=1000),
+            mean=(0.485, 0.456, 0.406),
+            std=(0.229, 0.224, 0.225),
+            data_tasks=True,
+            optimizer=DenseOptimizerConfig(kind="sgd", learning_rate=0.1, momentum=0.9, weight_decay=1e-4),
+            schedule=LearningRateSchedule(warmup_fraction=0.05, decay_fraction=0.95, decay="linear"),
+        ),
+        train_data=DataConfig(path=path, shuffle="full"),
+        epochs=90,
+        global_batch_size=256,
+        eval_batch_size=256,
+        evaluations_per_epoch=1,
+    )
+
+
+RECIPES = (mnist_resnet18, mnist_resnet18_augmented, image_folder)

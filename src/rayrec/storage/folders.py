@@ -195,9 +195,10 @@ def list_folder(path: str) -> list[str]:
     return []
 
 
-def files_in(path: str) -> list[File]:
-    """Return all files in a folder sorted by path, or [] if it does not exist."""
-    return sorted((_file(info, path) for info in _infos(path) if info.type == arrow_fs.FileType.File), key=lambda file: file.path)
+def files_in(path: str, *, recursive: bool = False) -> list[File]:
+    """Return all files in a folder, or also in its subfolders, sorted by path, or [] if it does not exist."""
+    infos = _infos(path, recursive=recursive)
+    return sorted((_file(info, path) for info in infos if info.type == arrow_fs.FileType.File), key=lambda file: file.path)
 
 
 def make_folder(path: str) -> None:

@@ -144,6 +144,8 @@ class LanguageWorkload(DataParallelWorkload):
     def check(self, config: TrainConfig) -> None:
         super().check(config)
         require(extra="language")
+        if self.data_tasks:
+            raise InputError("workload.data_tasks: must be false for token blocks, which are read in place, got true. Omit it.")
         data = config.train_data
         if data.path is None:
             raise InputError(

@@ -1,11 +1,12 @@
-"""Image classification workload: ResNet on images in the idx format, kept in memory once per node."""
+"""Image classification workloads: ResNet on images in the idx format, in memory once per node, or on JPEG and PNG files."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -13,8 +14,10 @@ from rayrec import storage
 from rayrec.bounds import Amount, Count, Natural, Positive, Share
 from rayrec.config import Config, InputError
 from rayrec.data import numbered_rows
-from rayrec.data.engine import Shared
-from rayrec.data.numbered_rows import ArrayRows, RowSource
+from rayrec.data.engine import Engine, InProcess, Shared, ThreadEngine
+from rayrec.data.images import READABLE, ImageConfig, ImageIndex, ImageRows, image_files, index_images
+from rayrec.data.numbered_rows import IMAGES, LABELS, ArrayRows, RowSource
+from rayrec.imports import require
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
 
@@ -43,10 +46,12 @@ class ResNetConfig(Config):
         return ResNet(self.blocks, num_channels=self.num_channels, num_classes=self.num_classes)
 
 
-IMAGES, LABELS = "images", "labels"
-"""Batch keys: images, uint8 [rows, height, width], and labels if known, int64 [rows]."""
+CLASSES_FILE = "classes.json"
+"""Class names in checkpoints, in the order of labels, for images in class folders."""
 NUM_SAMPLES = 9
 """Number of test images to show with predictions."""
+SAMPLE_PIXELS = 64
+"""Maximum height and width of these images in the report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +84,15 @@ class Part:
 class Prepared:
     """Driver results shared with all workers."""
 
-    sets: dict[str, Part]
-    """Sets `train`, `validation` and `test`. The last two are equal if `validation_rows` is 0."""
+    sets: Mapping[str, Any]
+    """Sets `train`, `validation` and `test`, each a Part or, for files, a shared ImageIndex. The last two are equal if
+    `validation_rows` is 0."""
     weights: Shared[dict[str, np.ndarray]] | None
     """Initial weights by name, or None without a file."""
     data_hash: str
     """Hash of all images and labels."""
+    classes: tuple[str, ...] = ()
+    """Class names in the order of labels. Empty if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +100,17 @@ class VisionWorkload(DataParallelWorkload):
     """Training of a ResNet classifier of gray images."""
 
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (*DataParallelWorkload.FREE_ON_RESUME, "weights")
+    CHANNELS: ClassVar[tuple[int, ...]] = (1,)
+    """Supported values of `model.num_channels`."""
 
     model: ResNetConfig = field(default_factory=ResNetConfig)
     """Network architecture."""
     weights: str | None = None
     """File of initial weights with torchvision's names, .safetensors or .pt, local or a URL. None initializes randomly."""
-    mean: float = 0.5
-    """Mean of pixels in [0, 1], subtracted before dividing by `std`."""
-    std: Positive = 0.5
-    """Standard deviation for the normalization, above 0."""
+    mean: float | tuple[float, float, float] = 0.5
+    """Mean of pixels in [0, 1], of all or for each channel, subtracted before dividing by `std`."""
+    std: Positive | tuple[Positive, Positive, Positive] = 0.5
+    """Standard deviation for the normalization, of all or for each channel, above 0."""
     validation_rows: Natural = 0
     """Number of last training rows to reserve for choosing the best weights. 0 uses the test rows instead."""
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
@@ -110,8 +120,16 @@ class VisionWorkload(DataParallelWorkload):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.model.num_channels != 1:
-            raise InputError(f"workload.model.num_channels: must be 1 for gray idx images, got {self.model.num_channels}")
+        channels = self.model.num_channels
+        if channels not in self.CHANNELS:
+            raise InputError(f"workload.model.num_channels: must be {' or '.join(map(str, self.CHANNELS))}, got {channels}")
+        if channels == 1 and not (isinstance(self.mean, float | int) and isinstance(self.std, float | int)):
+            raise InputError(f"workload.mean and std: must be one number each for gray images, got {self.mean} and {self.std}")
+
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """Return the means over readable images, and the share of others, `unreadable`, for files."""
+        readable = 1 - means.get("unreadable", 0.0)
+        return {name: value / (readable or 1) if name != "unreadable" else value for name, value in means.items()}
 
     def score(self, metrics: dict[str, float]) -> float:
         """Return the share of correctly classified rows."""
@@ -150,20 +168,21 @@ class VisionWorkload(DataParallelWorkload):
         train = numbered_rows.read_part(config.train_data.path, "train", num_classes=classes)
         folder = _test_folder(config)
         test = numbered_rows.read_part(folder, "t10k", num_classes=classes)
-        if train.images.shape[1:] != test.images.shape[1:]:
+        shape, test_shape = train[IMAGES].shape, test[IMAGES].shape
+        if shape[1:] != test_shape[1:]:
             raise InputError(
-                f"{folder}: test images of {test.images.shape[1:]} pixels do not match training images of "
-                f"{train.images.shape[1:]}. Use files of one data set."
+                f"{folder}: test images of {test_shape[1:]} pixels do not match training images of {shape[1:]}. Use files of one "
+                "data set."
             )
-        train_rows = len(train.images) - self.validation_rows
-        if train_rows < 1 or not len(test.images):
+        train_rows = shape[0] - self.validation_rows
+        if train_rows < 1 or not test_shape[0]:
             raise InputError(
                 f"{config.train_data.path}: must have test rows, and more training rows than validation_rows "
-                f"({self.validation_rows:,}), got {len(train.images):,} training and {len(test.images):,} test rows"
+                f"({self.validation_rows:,}), got {shape[0]:,} training and {test_shape[0]:,} test rows"
             )
-        train_ref, test_ref = share(_arrays(train)), share(_arrays(test))
-        test_part = Part(test_ref, 0, len(test.images))
-        validation_part = Part(train_ref, train_rows, len(train.images)) if self.validation_rows else test_part
+        train_ref, test_ref = share(train), share(test)
+        test_part = Part(test_ref, 0, test_shape[0])
+        validation_part = Part(train_ref, train_rows, shape[0]) if self.validation_rows else test_part
         sets = {"train": Part(train_ref, 0, train_rows), "validation": validation_part, "test": test_part}
         weights = None if self.weights is None else share(self._initial_weights(self.weights))
         return Prepared(sets, weights, _data_hash(train, test))
@@ -181,6 +200,9 @@ class VisionWorkload(DataParallelWorkload):
 
     def set_rows(self, prepared: Prepared) -> dict[str, int]:
         return {name: part.stop - part.start for name, part in prepared.sets.items()}
+
+    def checkpoint_files(self, prepared: Prepared) -> dict[str, bytes | str]:
+        return {CLASSES_FILE: json.dumps(prepared.classes).encode()} if prepared.classes else {}
 
     # -- on each worker
 
@@ -205,14 +227,19 @@ class VisionWorkload(DataParallelWorkload):
         return {**tensors, IMAGES: augmented(tensors[IMAGES], **self.augmentation.to_dict())}
 
     def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return `loss`, the cross entropy (with smoothed targets in training), and `accuracy`, 1 for a correct class."""
+        """Return `loss`, the cross entropy (with smoothed targets in training), and `accuracy`, 1 for a correct class. Both are 0
+        for unreadable images, which `unreadable` counts."""
         import torch
         from torch.nn import functional
 
         logits, labels = self._logits(model, tensors), tensors[LABELS]
         smoothing = self.label_smoothing if torch.is_grad_enabled() else 0.0
         loss = functional.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
-        return {"loss": loss, "accuracy": (logits.argmax(dim=1) == labels).float()}
+        accuracy = (logits.argmax(dim=1) == labels).float()
+        if READABLE not in tensors:
+            return {"loss": loss, "accuracy": accuracy}
+        readable = tensors[READABLE].float()
+        return {"loss": loss * readable, "accuracy": accuracy * readable, "unreadable": 1 - readable}
 
     def _logits(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the logits, float32 [rows, num_classes]."""
@@ -226,15 +253,15 @@ class VisionWorkload(DataParallelWorkload):
         """Return nine fixed test images: pixels, label, prediction and its probability."""
         import torch
 
-        source = sets["test"]
+        source, names = sets.get("test", sets["validation"]), dict(enumerate(prepared.classes))
         arrays = source.read(np.random.default_rng(0).choice(len(source), size=min(NUM_SAMPLES, len(source)), replace=False))
         columns = self.predict(model, {name: torch.from_numpy(array).to(device) for name, array in arrays.items()})
         return [
             {
                 "kind": "image",
-                "pixels": image.tolist(),
-                "label": str(label),
-                "prediction": str(prediction),
+                "pixels": image[:: -(-len(image) // SAMPLE_PIXELS), :: -(-image.shape[1] // SAMPLE_PIXELS)].tolist(),
+                "label": names.get(label, str(label)),
+                "prediction": names.get(prediction, str(prediction)),
                 "probability": float(probability),
             }
             for image, label, prediction, probability in zip(
@@ -244,30 +271,33 @@ class VisionWorkload(DataParallelWorkload):
 
     # -- scoring and export
 
-    def open_labelled(self, config: TrainConfig, *, checkpoint: str, path: str) -> ArrayRows:
+    def open_labelled(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
         """Open images and labels of a folder (its test files, else its training files), or an image file with its label file.
         Raises InputError if they are missing, damaged or do not match."""
         images, labels = _paths(path)
         if labels is None:
             raise InputError(f"{images}: label file not found. Name the files ...-images-idx3-ubyte and ...-labels-idx1-ubyte.")
-        return ArrayRows(_arrays(numbered_rows.read_pair(images, labels, num_classes=self.model.num_classes)))
+        return ArrayRows(numbered_rows.read_pair(images, labels, num_classes=self.model.num_classes))
 
-    def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> ArrayRows:
+    def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
         """Open images as `open_labelled`, with labels only if available."""
         images, labels = _paths(path)
         if labels is None:
             return ArrayRows({IMAGES: numbered_rows.read_images(images)})
-        return ArrayRows(_arrays(numbered_rows.read_pair(images, labels, num_classes=self.model.num_classes)))
+        return ArrayRows(numbered_rows.read_pair(images, labels, num_classes=self.model.num_classes))
 
     def build_from(self, config: TrainConfig, *, checkpoint: str) -> ResNet:
         return self.model.build()
 
     def predict(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-        """Return the columns `prediction` (int64), its `probability` (float32) and, if labels are known, `label` (int64)."""
+        """Return the columns `prediction` (int64, -1 for an unreadable image), its `probability` (float32) and, if labels are
+        known, `label` (int64)."""
         import torch
 
         with torch.no_grad():
             probability, prediction = self._logits(model, tensors).softmax(dim=1).max(dim=1)
+        if READABLE in tensors:
+            prediction = prediction.masked_fill(tensors[READABLE] == 0, -1)
         columns = {"prediction": prediction, "probability": probability}
         if LABELS in tensors:
             columns["label"] = tensors[LABELS]
@@ -279,8 +309,94 @@ class VisionWorkload(DataParallelWorkload):
         from rayrec.checkpoint.reader import export_weights
 
         report = export_weights(checkpoint, out)
-        storage.write_json(storage.join(out, "config.json"), {**self.model.to_dict(), "mean": self.mean, "std": self.std})
+        settings = {name: value for name, value in self.to_dict().items() if name in ("mean", "std", "images")}
+        classes = {"classes": names} if (names := _classes_of(checkpoint)) else {}
+        storage.write_json(storage.join(out, "config.json"), {**self.model.to_dict(), **settings, **classes})
         return dict(report)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFilesWorkload(VisionWorkload):
+    """Training of a ResNet classifier of JPEG and PNG images in class folders or tar shards, decoded when they are read."""
+
+    CHANNELS: ClassVar[tuple[int, ...]] = (1, 3)
+
+    images: ImageConfig = field(default_factory=ImageConfig)
+    """Decoding of images."""
+
+    def check(self, config: TrainConfig) -> None:
+        DataParallelWorkload.check(self, config)
+        require("PIL", extra="language")
+        if config.train_data.path is None or not (config.eval_data.path or self.validation_rows):
+            raise InputError(
+                "train_data.path and eval_data.path: must be folders with one subfolder of images per class. Pass --data DIR and "
+                "--eval-data.path DIR, or --workload.validation-rows N to evaluate on training images."
+            )
+        for data in (config.train_data, config.eval_data):
+            if data.path is not None:
+                image_files(data.path)
+        if self.weights is not None and not storage.exists(self.weights):
+            raise InputError(f"workload.weights: {self.weights}: no such file")
+
+    def list_data(self, path: str, names: Sequence[str]) -> list[storage.File]:
+        return list(image_files(path)[1].values())
+
+    def prepare(self, context: RunContext) -> Prepared:
+        train_path, test_path = context.config.train_data.path, context.config.eval_data.path
+        assert train_path is not None
+        train = self._index(train_path, context.engine)
+        indices = {} if test_path is None else {"test": self._index(test_path, context.engine, classes=train.classes)}
+        if self.validation_rows:
+            train, indices["validation"] = train.split(self.validation_rows)
+        indices["train"] = train
+        if not all(map(len, indices.values())):
+            raise InputError(
+                f"{train_path}: must have more images than validation_rows, {self.validation_rows:,}, got "
+                f"{len(train) + len(indices['validation']):,}. Lower it."
+            )
+        sets = {name: context.engine.share(index) for name, index in indices.items()}
+        sets.setdefault("validation", sets.get("test", sets["train"]))
+        weights = None if self.weights is None else context.engine.share(self._initial_weights(self.weights))
+        hashes = "/".join(index.hash for _, index in sorted(indices.items()))
+        return Prepared(sets, weights, hashlib.sha256(hashes.encode()).hexdigest()[:16], train.classes)
+
+    def _index(self, path: str, engine: Engine, *, classes: Sequence[str] = ()) -> ImageIndex:
+        index, classes_of_model = index_images(path, engine, classes=classes), self.model.num_classes
+        assert index.labels is not None
+        needed = len(index.classes) or int(index.labels.max()) + 1
+        if needed > classes_of_model or (index.classes and needed < classes_of_model):
+            raise InputError(
+                f"{path}: has {needed:,} classes, but workload.model.num_classes is {classes_of_model:,}. Pass "
+                f"--workload.model.num-classes {needed}."
+            )
+        return index
+
+    def set_rows(self, prepared: Prepared) -> dict[str, int]:
+        return {name: len(index.get()) for name, index in prepared.sets.items()}
+
+    def open_set(self, context: WorkerContext, prepared: Prepared, name: str) -> RowSource:
+        index, config = prepared.sets[name], context.config
+        seed, limit = config.seed if name == "train" else None, config.max_bad_fraction * len(index.get()) / context.world_size
+        return ImageRows(index, self.images, self._mode, seed, max_unreadable=limit)
+
+    @property
+    def _mode(self) -> Literal["L", "RGB"]:
+        return "L" if self.model.num_channels == 1 else "RGB"
+
+    def open_labelled(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
+        """Open the images of class folders, named as in training, or of tar shards. Raises InputError for others."""
+        index = self._index(path, ThreadEngine(1), classes=_classes_of(checkpoint))
+        return ImageRows(InProcess(index), self.images, self._mode)
+
+    def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
+        """Open images anywhere below a folder, a file, or tar shards, with labels only if available."""
+        index = index_images(path, ThreadEngine(1), classes=_classes_of(checkpoint), labelled=False)
+        return ImageRows(InProcess(index), self.images, self._mode)
+
+
+def _classes_of(checkpoint: str) -> list[str]:
+    path = storage.join(checkpoint, CLASSES_FILE)
+    return storage.read_json(path) if storage.exists(path) else []
 
 
 def _test_folder(config: TrainConfig) -> str:
@@ -289,19 +405,14 @@ def _test_folder(config: TrainConfig) -> str:
     return folder
 
 
-def _data_hash(*parts: numbered_rows.LabelledImages) -> str:
+def _data_hash(*parts: dict[str, np.ndarray]) -> str:
     """Return the hash of all rows as 16 hex digits. Takes 0.05 s for the 55 MB of MNIST."""
     digest = hashlib.sha256()
     for part in parts:
-        for array in _arrays(part).values():
+        for array in part.values():
             digest.update(repr(array.shape).encode())
             digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()[:16]
-
-
-def _arrays(rows: numbered_rows.LabelledImages) -> dict[str, np.ndarray]:
-    assert rows.labels is not None
-    return {IMAGES: rows.images, LABELS: rows.labels.astype(np.int64)}
 
 
 def _paths(path: str) -> tuple[str, str | None]:

@@ -13,18 +13,27 @@ STAGE_WIDTHS = (64, 128, 256, 512)
 """Number of channels of each stage. Each stage except the first halves the image."""
 
 
-def normalised(images: torch.Tensor, *, mean: float, std: float) -> torch.Tensor:
-    """Return (images / 255 - mean) / std, float32 [rows, 1, height, width], for images [rows, height, width] in [0, 255].
-    Bit-identical to torchvision's ToTensor and Normalize, on CPU and GPU."""
+Statistic = float | Sequence[float]
+"""Number for all channels, or one per channel."""
+
+
+def normalised(images: torch.Tensor, *, mean: Statistic, std: Statistic) -> torch.Tensor:
+    """Return (images / 255 - mean) / std, float32 [rows, channels, height, width], for images [rows, height, width] or [rows,
+    height, width, channels] in [0, 255]. Bit-identical to torchvision's ToTensor and Normalize, on CPU and GPU."""
     # Tensors as divisors, because CUDA multiplies by the rounded inverse of a Python number.
-    pixel_range, deviation = (torch.full((), value, device=images.device) for value in (255.0, std))
-    return ((images.float() / pixel_range - mean) / deviation).unsqueeze(1)
+    pixel_range, center, deviation = (torch.tensor(value, device=images.device) for value in (255.0, mean, std))
+    return _planes((images.float() / pixel_range - center) / deviation)
+
+
+def _planes(images: torch.Tensor) -> torch.Tensor:
+    """Move the channels, one if there is no such dimension, before height and width."""
+    return images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
 
 
 def augmented(images: torch.Tensor, *, max_shift: float, max_rotation_degrees: float, max_scale: float) -> torch.Tensor:
     """Rotate, scale and shift each image by uniform random amounts from torch's generator of the device. Fills with 0, the
-    background. Returns values in [0, 255], float32 [rows, height, width]."""
-    rows, height, width = images.shape
+    background. Returns values in [0, 255], float32, in the shape of `images`, [rows, height, width, ...]."""
+    rows, height, width = images.shape[:3]
     if not rows:  # affine_grid rejects empty batches
         return images.float()
     random = torch.rand(rows, 4, device=images.device) * 2 - 1
@@ -41,7 +50,8 @@ def augmented(images: torch.Tensor, *, max_shift: float, max_rotation_degrees: f
         dim=1,
     )
     grid = functional.affine_grid(to_old, [rows, 1, height, width], align_corners=False)
-    return functional.grid_sample(images.float().unsqueeze(1), grid, padding_mode="zeros", align_corners=False).squeeze(1)
+    result = functional.grid_sample(_planes(images.float()), grid, padding_mode="zeros", align_corners=False)
+    return result.permute(0, 2, 3, 1).reshape(images.shape)
 
 
 class BatchNorm(nn.BatchNorm2d):

@@ -197,9 +197,8 @@ def test_read_part_returns_pairs(tmp_path: Path, packed: bool, separator: str) -
         (tmp_path / f"{part}-labels{separator}idx1-ubyte{end}").write_bytes(pack(idx(LABELS[:rows])))
     for part, rows in (("train", 5), ("t10k", 2)):
         read = read_part(str(tmp_path), part, num_classes=10)
-        assert read.labels is not None
-        assert (read.images.tolist(), read.labels.tolist()) == (IMAGES[:rows].tolist(), LABELS[:rows].tolist())
-    assert read_part(f"file://{tmp_path}", "t10k", num_classes=10).images.shape == (2, 4, 3)
+        assert (read["images"].tolist(), read["labels"].tolist()) == (IMAGES[:rows].tolist(), LABELS[:rows].tolist())
+    assert read_part(f"file://{tmp_path}", "t10k", num_classes=10)["images"].shape == (2, 4, 3)
 
 
 def test_idx_names_match_fetched_files(tmp_path: Path) -> None:

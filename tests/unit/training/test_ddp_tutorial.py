@@ -58,6 +58,6 @@ def test_result_cells_of_ddp_tutorial(tmp_path: Path) -> None:
 
     # 3.9: the model of the checkpoint predicts
     test = read_part(str(digits), "t10k", num_classes=10)
-    batch = (torch.from_numpy(test.images)[:, None] / 255 - 0.5) / 0.5
+    batch = (torch.from_numpy(test["images"])[:, None] / 255 - 0.5) / 0.5
     predictions = torch.tensor(ModelWorker(result.checkpoint).predict(batch))
-    assert int((predictions == torch.from_numpy(test.labels)).sum()) == round(50 * result.metrics["accuracy"]) > 5
+    assert int((predictions == torch.from_numpy(test["labels"])).sum()) == round(50 * result.metrics["accuracy"]) > 5

@@ -67,7 +67,8 @@ class DataParallelModel(Workload, abc.ABC):
 
     SHORT_EVALUATIONS: ClassVar[bool] = True
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
-        "parallel", "accumulate", *(f"parallel_options.{name}" for name in (*ParallelOptions.DDP, *ParallelOptions.MEMORY)),
+        "parallel", "accumulate", "data_tasks",
+        *(f"parallel_options.{name}" for name in (*ParallelOptions.DDP, *ParallelOptions.MEMORY)),
     )  # fmt: skip
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Parallelism. ddp: each worker has the full model; fsdp: weights, gradients and optimizer state are sharded."""
@@ -75,6 +76,8 @@ class DataParallelModel(Workload, abc.ABC):
     """Arguments of DDP or FSDP."""
     accumulate: Count = 1
     """Number of gradient accumulation parts per batch. More parts use less memory. The step stays the same."""
+    data_tasks: bool = False
+    """Whether data tasks read and decode rows, on data nodes if the cluster has any. Otherwise a thread of each worker does."""
     optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
     """Optimizer."""
     schedule: LearningRateSchedule = field(default_factory=LearningRateSchedule)

@@ -38,7 +38,7 @@ def train_loader(
     )
     return Loader(
         order,
-        ArrayBatches(source, max_prefetch=data.prefetch_blocks),
+        ArrayBatches(source, max_prefetch=data.prefetch_blocks, engine=context.engine if workload.data_tasks else None),
         BatchSharding(context.rank, context.world_size, _batch_size(workload, context, prepared)),
         state=state,
         epochs=None if config.steps is not None else config.epochs,
@@ -69,7 +69,7 @@ def set_up(workload: DataParallelModel, context: WorkerContext, prepared: Any) -
         clock=clock,
         multiply_adds_per_row=cost,
         begin_step=step_start(context, optimizer, workload.schedule),
-        eval_batches={name: partial(eval_batches, source, context) for name, source in sets.items()},
+        eval_batches={name: partial(eval_batches, source, context, workload.data_tasks) for name, source in sets.items()},
         make_metrics=lambda: RowMetrics(workload.metrics),
         described={
             "parallel": workload.parallel,
@@ -126,12 +126,14 @@ def _blocks(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
                     yield block
 
 
-def eval_batches(source: RowSource, context: WorkerContext, max_rows: int | None = None) -> Iterator[Batch]:
+def eval_batches(
+    source: RowSource, context: WorkerContext, data_tasks: bool = False, max_rows: int | None = None
+) -> Iterator[Batch]:
     """Yield evaluation batches: each of up to `max_rows` rows once over all workers, equally many batches per worker."""
     config = context.config
     chunk_rows, window = tuple(source.chunk_rows), config.eval_data.segments_per_block
     order = RowOrder(chunk_rows, "none", 0, window, small_steps=True, max_rows=max_rows)
-    reader = ArrayBatches(source)
+    reader = ArrayBatches(source, engine=context.engine if data_tasks else None)
     sharding = BatchSharding(context.rank, context.world_size, config.eval_batch_size)
     try:
         yield from Loader(order, reader, sharding, epochs=1)
