@@ -20,6 +20,7 @@ NAMES = (
     "recover",
     "preempt",
     "mnist",
+    "images",
     "gpt2",
     "predict",
     "ranking",
