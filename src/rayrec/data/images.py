@@ -98,15 +98,15 @@ def image_files(path: str) -> tuple[str, dict[str, storage.File]]:
     it, or "" and the files by path. Skips names with a leading dot. Raises InputError if there is none, or for other files."""
     body = split_options(storage.absolute(path))[0].rstrip("/")
     folder = "" if re.search(r"[*?\[]", body) or storage.size_of(path) is not None else storage.absolute(path)
-    found = storage.files_in(path, recursive=True) if folder else storage.list_files(path)
-    files = {split_options(file.path)[0][len(body) + 1 :] if folder else file.path: file for file in found}
+    listed = storage.files_in(path, recursive=True) if folder else storage.list_files(path)
+    files = {split_options(file.path)[0][len(body) + 1 :] if folder else file.path: file for file in listed}
     files = {name: file for name, file in files.items() if not folder or not re.search(r"(^|/)\.", name)}
     kinds = {_kind(name): name for name in reversed(files)}
     if not kinds.keys() & (_EXTENSIONS | {".tar"}):
         raise InputError(f"{path}: contains no .jpg, .jpeg, .png or .tar files. Pass a folder with one subfolder per class.")
-    if others := kinds.keys() - ({".tar"} if ".tar" in kinds else _EXTENSIONS):
+    if extra_kinds := kinds.keys() - ({".tar"} if ".tar" in kinds else _EXTENSIONS):
         raise InputError(
-            f"{path}: must contain only images, or only tar shards, got also {kinds[min(others)]}. Move it elsewhere."
+            f"{path}: must contain only images, or only tar shards, got also {kinds[min(extra_kinds)]}. Move it elsewhere."
         )
     return folder, files
 

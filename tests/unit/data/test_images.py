@@ -162,14 +162,14 @@ def test_data_tasks_yield_same_batches(
     expected = list(loader(rows_of(index, 5), None, rank=1))
     resumed = loader(rows_of(index, 5), engine, rank=1, state={"epoch": 0, "offset": 32})
     for start, some in ((0, loader(rows_of(index, 5), engine, rank=1)), (2, resumed)):
-        found = list(some)
-        assert len(found) == len(expected) - start == 8 - start
-        for batch, other in zip(found, expected[start:], strict=True):
+        read_batches = list(some)
+        assert len(read_batches) == len(expected) - start == 8 - start
+        for batch, other in zip(read_batches, expected[start:], strict=True):
             assert batch.tensors.keys() == {"images", "labels", "readable"}
             assert all(torch.equal(tensor, other.tensors[name]) for name, tensor in batch.tensors.items())
             assert batch.loss_weight == other.loss_weight
             assert batch.row_numbers.numbers.tolist() == other.row_numbers.numbers.tolist()  # type: ignore[union-attr]
-        assert some.stages.take()[1] == sum(len(batch) for batch in found)
+        assert some.stages.take()[1] == sum(len(batch) for batch in read_batches)
 
 
 def run_of(folder: Path, storage: Path, **changes: Any) -> TrainConfig:
@@ -270,7 +270,7 @@ def test_images_are_read_from_store(folder: Path, bucket: str, tmp_path: Path) -
     rayrec.storage.copy_files(str(tmp_path / "shards"), f"{bucket}/shards")
     expected = rows_of(index, 5).read_epoch(np.arange(60), 1)
     for path in (f"{bucket}/images/train", f"{bucket}/shards", f"{bucket}/shards/*.tar"):
-        found = rows_of(index_of(path), 5).read_epoch(np.arange(60), 1)
-        assert all(np.array_equal(array, found[name]) for name, array in expected.items())
+        read_batches = rows_of(index_of(path), 5).read_epoch(np.arange(60), 1)
+        assert all(np.array_equal(array, read_batches[name]) for name, array in expected.items())
     runs = [train(run_of(path, tmp_path / str(number), steps=4)) for number, path in enumerate((folder, f"{bucket}/images"))]
     assert runs[0].summary["weights_sha256"] == runs[1].summary["weights_sha256"]
