@@ -22,9 +22,10 @@ settings.load_profile("rayrec")
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # several tests' threads share two cores; before torch is imported
 LONGEST = """
-faults nodes train vision models predict ingest supervise serve engines install tune s3 language search
-table_log every_model fork_server write commands materialized ranking data_parallel synthetic resume golden_outputs ensemble
-golden_replies adopt counts splits listener planted_bottlenecks huggingface split_files planning architecture golden_inputs
+faults nodes train models vision ingest predict supervise serve engines install tune s3 language
+write synthetic every_model search data_parallel materialized table_log ensemble fork_server golden_replies resume
+dataframe_input adopt commands counts ranking rules split_files golden_outputs splits listener planted_bottlenecks
+huggingface planning scoring architecture golden_inputs
 """
 """Files that take more than ten seconds on two cores, those that take longest first."""
 _is_connected = connection.is_connected
