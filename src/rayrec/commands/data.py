@@ -235,7 +235,7 @@ def adopt(
         ),
     ],
     *,
-    out: Annotated[str | None, Argument("new folder with links to the arrays; default: the folder of the arrays", "DIR")] = None,
+    out: Annotated[str | None, Argument("new folder that refers to the data; default: the folder of the data", "DIR")] = None,
     console: Console | None = None,
     **options: Any,
 ) -> dict[str, Any]:
