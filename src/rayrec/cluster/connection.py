@@ -81,8 +81,9 @@ def require_direct(address: str | None) -> None:
         named, source = "ray://" if client.is_connected() else "", "ray.init"
     if named.startswith("ray://"):
         raise InputError(
-            f"{source}: must be reached directly, got Ray's client server (ray://). Run the command on a node of the cluster, "
-            "with HOST:PORT of its head or auto as the address, or submit the command as a job (`ray job submit`)"
+            f"{source}: must be reached directly, got Ray's client server (ray://), with which a run ends if the connection "
+            "breaks. Outside the cluster, use `rayrec supervise --address http://HEAD:8265 -- train ...` (other commands: `ray "
+            "job submit`), on a node HOST:PORT of the head or auto"
         )
 
 

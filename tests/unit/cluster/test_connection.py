@@ -406,7 +406,8 @@ def test_commands_reject_ray_client_server(click_log: Path, tmp_path: Path, monk
         for command in commands:
             assert cli.run(command) == 2, command
             said = capsys.readouterr().err
-            assert f"{address}: must be reached directly, got Ray's client server (ray://)." in said, command
+            assert f"{address}: must be reached directly, got Ray's client server (ray://)" in said, command
+            assert "use `rayrec supervise --address http://HEAD:8265 -- train ...`" in said, command
             assert said.count("\n") == 1, command
     assert not os.path.exists(out)
 
@@ -414,8 +415,8 @@ def test_commands_reject_ray_client_server(click_log: Path, tmp_path: Path, monk
 def test_connection_through_client_server_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "is_connected", lambda: True)
     monkeypatch.setattr("ray.util.client.ray.is_connected", lambda: True)
-    told = r"^ray\.init: must be reached directly, got Ray's client server \(ray://\)\."
-    rejects(told, connection.connect, None, num_cpus=None, object_store_bytes=None, log_to_driver=False)
+    told = r"^ray\.init: must be reached directly, got Ray's client server \(ray://\).*rayrec supervise"
+    rejects(told, connection.connect, None)
 
 
 def test_listener_without_ray_head_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
