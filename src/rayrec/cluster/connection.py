@@ -8,14 +8,15 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from rayrec.cluster import forked_worker
 from rayrec.cluster.fork_server import ForkServer
 from rayrec.cluster.layout import Layout, Node, nodes_for_tasks
+from rayrec.cluster.node_storage import RuntimeEnvConfig, job_environment
 from rayrec.config import Config, InputError
-from rayrec.data.engine import TaskPlacement
 from rayrec.humanize import one_line
+from rayrec.observe.event_json import command_line
 
 IN_PROCESS: Final = "none"
 """Address for training without Ray, in the command's own process."""
@@ -28,7 +29,10 @@ _SUBMITTED: Final = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 _PYTHON_FIELDS: Final = frozenset({"py_executable", "pip", "uv", "conda", "container", "image_uri"})
 """Runtime environment fields that select the Python interpreter."""
 _started: set[str] = set()
-_fork_server: ForkServer | None = None
+_fork_server: tuple[ForkServer, Mapping[str, str]] | None = None
+"""Fork server, and the variables of its processes."""
+_environment: tuple[Any, ...] | None = None
+"""Connection that this process made, and `env` and `runtime_env` of its environment."""
 _PROBE_S = 2.0
 
 
@@ -46,11 +50,21 @@ def is_connected() -> bool:
 
 
 def connect(
-    address: str | None, *, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool, preload: Sequence[str] = ()
+    address: str | None,
+    *,
+    num_cpus: int | None = None,
+    object_store_bytes: int | None = None,
+    log_to_driver: bool = False,
+    preload: Sequence[str] = (),
+    environment: RuntimeEnvConfig | None = None,
 ) -> str:
     """Connect this process to Ray and return the address of its head: an existing connection, else the cluster at `address` or
-    RAY_ADDRESS, else a new local Ray, which imports the modules `preload` once for all processes that name them. Raises
-    InputError within some 20 s if there is no answer or access is rejected; OSError if a local Ray does not start."""
+    RAY_ADDRESS, else a new local Ray, which imports the modules `preload` once for all processes that name them. `environment`
+    applies to all Ray processes of this job. Raises InputError within some 20 s if there is no answer or access is rejected, and
+    for a connection with another environment; OSError if a local Ray does not start."""
+    global _environment
+    environment = environment or RuntimeEnvConfig()
+    requested = environment.env, environment.runtime_env
     if address == IN_PROCESS:
         raise InputError(f"address {IN_PROCESS}: needs Ray here. Omit the address, or use local or HOST:PORT")
     # Ray 2.60 enables token authentication for clusters that it starts; the token file is valid for this user only.
@@ -58,17 +72,34 @@ def connect(
 
     require_direct(address)
     if ray.is_initialized():
+        if requested != ((), None) and _environment != (_connection(), *requested):
+            raise InputError(
+                "cluster.env, runtime_env: this process is connected to Ray without them. Use those of ray.init instead"
+            )
         return ray.get_runtime_context().gcs_address
     address, source = _named(address)
     logging.getLogger("ray").setLevel(logging.ERROR)
-    if address and address != "local":
-        _join(address, source, log_to_driver=log_to_driver)
-    else:
-        _start(num_cpus=num_cpus, object_store_bytes=object_store_bytes, log_to_driver=log_to_driver, preload=preload)
+    from rayrec.compat.ray_compat import job_entrypoint
+
+    with job_entrypoint(command_line(sys.orig_argv)):
+        if address and address != "local":
+            _join(address, source, environment, log_to_driver=log_to_driver)
+        else:
+            local = {"num_cpus": num_cpus, "object_store_memory": object_store_bytes, "log_to_driver": log_to_driver}
+            _start(environment, preload, local)
     import ray.data  # sets up its own logger, whose level is raised below
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
+    _environment = _connection(), *requested
     return ray.get_runtime_context().gcs_address
+
+
+def _connection() -> tuple[str, str]:
+    """Return the address and job of the connection to Ray, which identify it."""
+    import ray
+
+    context = ray.get_runtime_context()
+    return context.gcs_address, context.get_job_id()
 
 
 def require_direct(address: str | None) -> None:
@@ -93,48 +124,50 @@ def _named(address: str | None) -> tuple[str, str]:
     return (address, address) if address else (from_environment, f"RAY_ADDRESS={from_environment}")
 
 
-def _join(address: str, source: str, *, log_to_driver: bool) -> None:
+def _join(address: str, source: str, environment: RuntimeEnvConfig, *, log_to_driver: bool) -> None:
     import ray
 
-    from rayrec.cluster.node_storage import runtime_env
-
-    job_env = {**(runtime_env(os.environ) or {}), **_python_of_workers(os.environ)}
+    fields = job_environment(environment, os.environ)
+    job_env = {**fields, **_python_of_workers(fields, os.environ)}
     require_head(address, source=source)
     try:
         ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.ERROR, runtime_env=job_env or None)
     except (ConnectionError, ValueError, RuntimeError) as error:
+        if "Failed to merge" in str(error):  # Its text contains the variables.
+            raise InputError(
+                "cluster.runtime_env: has fields or variables that the job was submitted with too. Set each in one place"
+            ) from None
         raise InputError(
             f"{source}: the Ray cluster answers, but this machine cannot join it ({one_line(error)}). Use one of its nodes"
         ) from None
 
 
-def _python_of_workers(environment: Mapping[str, str]) -> dict[str, str]:
+def _python_of_workers(fields: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
     """Return the runtime environment for nodes to fork a job's processes (`forked_worker.py`); empty if it has its own Python."""
-    if not _PYTHON_FIELDS.isdisjoint(json.loads(environment.get(_SUBMITTED, "{}")).get("runtime_env") or {}):
-        return {}
-    return {"py_executable": forked_worker.python_of_a_job()}
+    submitted = json.loads(environment.get(_SUBMITTED, "{}")).get("runtime_env") or {}
+    return {"py_executable": forked_worker.python_of_a_job()} if _PYTHON_FIELDS.isdisjoint({*fields, *submitted}) else {}
 
 
-def _start(*, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool, preload: Sequence[str]) -> None:
+def _start(environment: RuntimeEnvConfig, preload: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """Start a local Ray with settings of `ray.init`. Its processes inherit the variables of `environment`."""
     global _fork_server
-    if _fork_server is None:
-        _fork_server = ForkServer(preload)  # imports while Ray starts
     import ray
 
     from rayrec.compat.ray_compat import local_node_with
 
-    variables = {**_LOCAL_ENVIRONMENT, forked_worker.SOCKET: _fork_server.address}
-    added = {name: value for name, value in variables.items() if name not in os.environ}
+    variables, fields = environment.variables(os.environ), environment.fields()
+    added = {name: value for name, value in _LOCAL_ENVIRONMENT.items() if name not in os.environ} | variables
+    if _fork_server is not None and _fork_server[1] != variables:
+        _fork_server[0].close()
+        _fork_server = None
+    program, log = forked_worker.__file__, settings["log_to_driver"]
     try:
-        with temporary_environment(added), local_node_with(worker_program=forked_worker.__file__, log_monitor=log_to_driver):
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                object_store_memory=object_store_bytes,
-                log_to_driver=log_to_driver,
-                logging_level=logging.ERROR,
-                include_dashboard=False,
-            )
+        with temporary_environment(added), local_node_with(worker_program=program, log_monitor=log):
+            _fork_server = _fork_server or (ForkServer(preload), variables)  # imports while Ray starts
+            with temporary_environment({forked_worker.SOCKET: _fork_server[0].address}):
+                ray.init(
+                    address="local", logging_level=logging.ERROR, include_dashboard=False, runtime_env=fields or None, **settings
+                )
         _started.add(ray.get_runtime_context().gcs_address)
     except ValueError as error:  # e.g. the object store is too small
         raise InputError(f"cannot start a local Ray: {one_line(error)}") from None
@@ -170,12 +203,6 @@ def temporary_environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def connect_for_data(address: str | None) -> TaskPlacement:
-    """Connect to Ray for data work without training; return the placement of its data tasks."""
-    connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
-    return TaskPlacement(num_cpus=1.0)
 
 
 def ship_code(config: Config) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rayrec.bounds import Amount, Limit
+from rayrec.cluster.node_storage import RuntimeEnvConfig
 from rayrec.config import Config
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
@@ -120,17 +121,15 @@ def describe(ending: AttemptResult) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuperviseConfig(Config):
+class SuperviseConfig(RuntimeEnvConfig):
     """Supervision settings."""
 
     address: str | None = None
     """Dashboard URL of the cluster's head. None for RAY_API_SERVER_ADDRESS, or http://127.0.0.1:8265."""
     python: str = "python"
     """Python interpreter on the cluster that has rayrec installed."""
-    env: tuple[str, ...] = ()
-    """Names of environment variables to pass to the job with their values here."""
     working_dir: str | None = None
-    """Working folder of the job: a local folder to upload, or the URL of a zip file. None for the head's working folder."""
+    """Working folder of the job: a local folder to upload, or the URL of a zip file. None: of runtime_env, else the head's."""
     state: str | None = None
     """State file of the supervisor, with its log next to it. None for the default; see `state_path`."""
     detach_on_signal: bool = False

@@ -190,12 +190,9 @@ class _Supervisor:
         """Submit a job, after storing its id so that it can be found if the answer is lost."""
         submission_id = f"{self._state.name}-{number:04d}"
         self._state_file.write(tally=replace(self._state.tally, attempts=number), **{**_NO_JOB, "submission_id": submission_id})
-        variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(round(self._stop_wait_s))}
-        for name in self._config.env:
-            if name not in os.environ:
-                raise InputError(f"--env {name}: not set in this environment")
-            variables[name] = os.environ[name]
-        runtime_env: dict[str, Any] = {"env_vars": variables}
+        runtime_env, stop_s = self._config.fields(), str(round(self._stop_wait_s))
+        variables = {**(runtime_env.get("env_vars") or {}), **self._config.variables(os.environ)}
+        runtime_env["env_vars"] = {"RAY_JOB_STOP_WAIT_TIME_S": stop_s, **variables}
         if self._config.working_dir is not None:
             runtime_env["working_dir"] = self._config.working_dir
         metadata = {RUN_KEY: self._state.name, CONFIG_KEY: self._state.config_hash}

@@ -218,6 +218,8 @@ def supervise(
             "storage_path: must be absolute, because a new head node would resolve a relative path elsewhere, got "
             f"{config.storage_path!r}. Use a file system that outlives the head, or a URL."
         )
+    if config.cluster.env != config.cluster.names:
+        raise InputError("cluster.env: Ray would show the values in the job's command. Use --env NAME=VALUE before the --")
     name = config.name or f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     return run(
         [*arguments, *([] if config.name else ["--name", name])],

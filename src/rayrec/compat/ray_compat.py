@@ -111,6 +111,18 @@ def local_node() -> Any:
 
 
 @contextlib.contextmanager
+def job_entrypoint(command: str) -> Iterator[None]:
+    """Make `ray.init` record this command line for its job, which Ray logs and shows; by default this process's, with secrets."""
+    utils: Any = importlib.import_module("ray._private.utils")
+    original = utils.get_entrypoint_name
+    utils.get_entrypoint_name = lambda: command
+    try:
+        yield
+    finally:
+        utils.get_entrypoint_name = original
+
+
+@contextlib.contextmanager
 def local_node_with(*, worker_program: str, log_monitor: bool) -> Iterator[None]:
     """Customize a Ray that `ray.init` starts, for which `ray.init` has no settings.
 

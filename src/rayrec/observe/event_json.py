@@ -20,6 +20,8 @@ _SECRET_VALUE: Final = re.compile(  # Key formats of well-known services, under 
 )
 _ASSIGNED: Final = re.compile(r"((?:^-*|[?&])([\w.-]+)=)([^&]*)")
 """Command-line flag or URL parameter with its value."""
+_VARIABLES: Final = ("--cluster.env", "--env")
+"""Flags with NAME=VALUE of environment variables."""
 _USER_OF_URL: Final = re.compile(r"(\b\w+://)[^/?#\s]+@")  # User and password, up to the last @ before path and query.
 
 
@@ -78,11 +80,16 @@ def redact_secrets(text: str) -> str:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Join arguments into a shell command line, with *** for secret values of flags and URL parameters."""
-    shown, follows_secret = [], False
+    """Join arguments into a shell command line, with *** for secret values of flags and URL parameters, and for values of
+    environment variables."""
+    shown, follows_secret, sets_variables = [], False, False
     for argument in arguments:
-        shown.append("***" if follows_secret and not argument.startswith("-") else _hidden(argument))
-        follows_secret = argument.startswith("-") and "=" not in argument and _is_secret(argument.strip("-"), "")
+        is_flag, flag = argument.startswith("-"), argument.partition("=")[0]
+        sets_variables = flag in _VARIABLES if is_flag else sets_variables
+        if sets_variables and (not is_flag or argument != flag):
+            argument = re.sub(r"^(-\S*?=)?(\w+=).*", r"\1\2***", argument, flags=re.DOTALL)
+        shown.append("***" if follows_secret and not is_flag else _hidden(argument))
+        follows_secret = is_flag and "=" not in argument and _is_secret(argument.strip("-"), "")
     return " ".join(text if "***" in text else shlex.quote(text) for text in shown)
 
 

@@ -14,7 +14,7 @@ from rayrec.bounds import Count
 from rayrec.config import Config, InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, by_name
-from rayrec.data.engine import Engine, TaskContext, ThreadEngine
+from rayrec.data.engine import Engine, TaskContext, TaskPlacement, ThreadEngine
 from rayrec.data.log_source import LogSource, TextIndexer, index_log
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.splits import Kind, Split, SplitParts, check_parts
@@ -127,15 +127,13 @@ def engine(config: PreparationConfig, console: Console, *, paths: Sequence[str] 
         from rayrec.cluster.node_storage import require_reachable
         from rayrec.ingest.ray_engine import RayEngine
 
-        placement = connection.connect_for_data(config.address)
+        connection.connect(config.address)
         require_reachable((*paths, cache.folder()))
-        yield RayEngine(placement)
+        yield RayEngine(TaskPlacement())
         return
     from rayrec.ingest.spark_engine import SparkEngine
 
-    address = None
-    if config.engine == "spark-on-ray":
-        address = connection.connect(config.address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
+    address = connection.connect(config.address) if config.engine == "spark-on-ray" else None
     with SparkEngine.started(
         config.spark, ray_address=address, cache_folder=storage.absolute(cache.folder()), note=console.note
     ) as spark:

@@ -344,7 +344,7 @@ def _reached(address: str | None) -> Iterator[Control]:
         raise InputError("cluster.address: needed to find the server. Use the address that `rayrec serve` printed.")
     if not was_connected:
         quieten()
-    connection.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
+    connection.connect(address)
     try:
         if APPLICATION not in serve.status().applications:
             raise InputError(f"{address}: `rayrec serve` not found on this Ray cluster")

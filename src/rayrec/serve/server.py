@@ -89,7 +89,7 @@ def serving(
             resources.enter_context(lock_port(config.host, config.port))  # Fails before Ray starts
             if config.ingress == "serve":
                 os.environ.setdefault(PROXY_CALLBACK_VARIABLE, PROXY_CALLBACK)
-        reached = connection.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=console.verbose)
+        reached = connection.connect(address, log_to_driver=console.verbose)
         quieten()  # Ray has reset its loggers
         instance = find_instance(APPLICATION)
         # A server left one without applications and proxies behind, whose proxies cannot be enabled later.

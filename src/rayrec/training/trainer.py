@@ -104,7 +104,7 @@ def trains_in_process(config: TrainConfig) -> bool:
     requires_ray = {
         f"scaling.num_workers {config.scaling.max_workers}": config.scaling.max_workers > 1,
         "scaling.resources_per_worker": bool(config.scaling.resources_per_worker),
-        "cluster.object_store_bytes": config.cluster.object_store_bytes is not None,
+        **config.cluster.ray_only,
     }
     reasons = [reason for reason, is_set in requires_ray.items() if is_set]
     if config.cluster.address == IN_PROCESS and reasons:
@@ -159,7 +159,7 @@ def _drive(
     _set_environment()
     stopwatch.lap("checks")
     started_s = time.monotonic()
-    launcher = _connected(make_launcher(config), root, console, stopwatch)
+    launcher, config = _connected(config, make_launcher, root, console, stopwatch)
 
     with Signals(stop) as signals:  # only now, because ray.init installs its own handler
         goes_on = latest(folder) is not None
@@ -221,11 +221,15 @@ def _drive(
     raise AssertionError("the signal was thrown")
 
 
-def _connected(launcher: Launcher, root: str, console: Console, stopwatch: Stopwatch) -> Launcher:
+def _connected(
+    config: TrainConfig, make_launcher: Callable[[TrainConfig], Launcher], root: str, console: Console, stopwatch: Stopwatch
+) -> tuple[Launcher, TrainConfig]:
+    """Return a connected launcher, and the configuration for other processes, without values of environment variables."""
+    launcher = make_launcher(config)
     stopwatch.lap("imports")
     launcher.connect(root, console)
     stopwatch.lap("connect")
-    return launcher
+    return launcher, config.replace(cluster=config.cluster.without_values())
 
 
 def _checked(

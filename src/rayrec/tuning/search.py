@@ -180,7 +180,7 @@ def _trial_config(
         train_data={"path": data, "files": ()},
         workload={"schema": {"group": None}},  # Preprocessed rows contain no raw values to group by.
         scaling={"num_workers": 1, "use_gpu": options.gpus_per_trial > 0},
-        cluster={"address": connection.IN_PROCESS, "num_cpus": options.cpus_per_trial},
+        cluster=ClusterConfig(address=connection.IN_PROCESS, num_cpus=options.cpus_per_trial),
     )
 
 

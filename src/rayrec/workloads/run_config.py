@@ -6,6 +6,7 @@ from typing import Annotated, Final, Literal
 from annotated_types import Ge
 
 from rayrec.bounds import Amount, Count, Limit, Natural, Positive
+from rayrec.cluster.node_storage import RuntimeEnvConfig
 from rayrec.config import Config, InputError
 
 
@@ -134,7 +135,7 @@ class EarlyStoppingConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig(Config):
+class ClusterConfig(RuntimeEnvConfig):
     """Ray cluster, or none."""
 
     address: str | None = None
@@ -147,6 +148,14 @@ class ClusterConfig(Config):
     data_nodes: Literal["auto", "any", "separate"] = "auto"
     """Nodes that run data tasks. separate: nodes without worker resources (GPUs, named resources); any: all nodes. auto: separate
     if those nodes have 4 CPUs per worker or half of its share of all CPUs, else any."""
+    data_task_memory_bytes: Count | None = None
+    """Memory that Ray reserves for each data task, in bytes. None reserves none."""
+
+    @property
+    def ray_only(self) -> dict[str, bool]:
+        """Settings without effect outside Ray, and whether they are set."""
+        names = ("object_store_bytes", "data_task_memory_bytes", "env", "runtime_env")
+        return {f"cluster.{name}": getattr(self, name) not in (None, ()) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,11 +22,11 @@ from hosts.ports import free_ports
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
-from rayrec import cli
+from rayrec import cli, recipes
 from rayrec.cluster import connection, node_storage, prestart
 from rayrec.cluster.connection import alive_nodes, require_head, ship_code, user_modules
 from rayrec.cluster.layout import Layout, Node, layout, nodes_for_tasks
-from rayrec.cluster.node_storage import first_error, refusal, require_reachable, runtime_env
+from rayrec.cluster.node_storage import RuntimeEnvConfig, first_error, job_environment, refusal, require_reachable, store_settings
 from rayrec.imports import function_in_file
 from rayrec.models.base import ModelInputs
 from rayrec.workloads.base import TrainConfig
@@ -158,10 +158,11 @@ def test_nodes_for_tasks_exclude_workers_and_user_models_arrive(tmp_path: Path, 
         ray.cloudpickle.loads(by_reference)
 
 
-@pytest.mark.parametrize(("submitted", "forked"), [(None, True), ({"env_vars": {"A": "b"}}, True), ({"pip": ["x"]}, False)])
-def test_python_of_workers_depends_on_job(submitted: dict[str, object] | None, *, forked: bool) -> None:
-    environment = {} if submitted is None else {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": submitted})}
-    assert bool(connection._python_of_workers(environment)) is forked
+@pytest.mark.parametrize(("fields", "forked"), [(None, True), ({"env_vars": {"A": "b"}}, True), ({"pip": ["x"]}, False)])
+def test_python_of_workers_depends_on_job(fields: dict[str, object] | None, *, forked: bool) -> None:
+    environment = {} if fields is None else {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": fields})}
+    assert bool(connection._python_of_workers({}, environment)) is forked
+    assert bool(connection._python_of_workers(fields or {}, {})) is forked
 
 
 def test_train_environment_matches_ray_train_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,27 +210,80 @@ S3 = {"AWS_ACCESS_KEY_ID": "AKID", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_ENDPOIN
 
 
 def test_credentials_are_sent_on_request_and_only_in_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert runtime_env(S3) is None
-    assert runtime_env({**S3, "RAYREC_SEND_CREDENTIALS": "0"}) is None
+    config = RuntimeEnvConfig(env=("MY_TOKEN=a=b", "PATH"))
+    assert job_environment(RuntimeEnvConfig(), S3) == {}
+    assert job_environment(RuntimeEnvConfig(), {**S3, "RAYREC_SEND_CREDENTIALS": "0"}) == {}
     # Ray pickles the hook and keeps it with the job's functions, but logs and shows the rest of a runtime environment.
-    sent = runtime_env({**S3, "PATH": "/bin", "AWS_CA_BUNDLE": "/here.pem", "RAYREC_SEND_CREDENTIALS": "1"})
+    environment = {**S3, "PATH": "/bin", "AWS_CA_BUNDLE": "/here.pem", "RAYREC_SEND_CREDENTIALS": "1"}
+    sent = job_environment(config, environment)
     assert list(sent) == ["worker_process_setup_hook"]
     assert SECRET not in repr(sent)
-    for name in (*S3, "AWS_CA_BUNDLE"):
+    for name in (*S3, "AWS_CA_BUNDLE", "MY_TOKEN"):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", os.environ["PATH"])
     pickled = ray.cloudpickle.dumps(sent["worker_process_setup_hook"])
     monkeypatch.setitem(sys.modules, "rayrec.cluster.node_storage", None)  # a node need not have it
     ray.cloudpickle.loads(pickled)()
     assert {name: os.environ.get(name) for name in (*S3, "AWS_CA_BUNDLE")} == {**S3, "AWS_CA_BUNDLE": None}
+    assert (os.environ["MY_TOKEN"], os.environ["PATH"]) == ("a=b", "/bin")
 
 
-def test_runtime_env_rejects_invalid_request() -> None:
+def test_stored_settings_have_only_names_of_variables() -> None:
+    config = recipes.criteo_demo("log").replace(cluster={"env": (f"MY_TOKEN={SECRET}", "HOME")})
+    stored = config.to_dict()
+    assert stored["cluster"]["env"] == ["MY_TOKEN", "HOME"]
+    assert SECRET not in config.to_yaml() + repr(config) + repr(config.cluster.without_values().env)
+    assert config.config_hash() == config.replace(cluster=config.cluster.without_values()).config_hash()
+    for wrong in (f"MY_TOKEN={SECRET}", (f"MY-TOKEN={SECRET}",), (SECRET, 1)):
+        assert SECRET not in rejects("ClusterConfig.env: must be a list of NAME=VALUE", config.replace, cluster={"env": wrong})
+    rejects(
+        "^env MISSING: not set in this environment. Set it, or use MISSING=VALUE$",
+        RuntimeEnvConfig(env=("MISSING",)).variables,
+        {},
+    )
+
+
+def test_runtime_env_file_is_checked(tmp_path: Path) -> None:
+    config = RuntimeEnvConfig(env=("A=secret",), runtime_env=str(file := tmp_path / "env.yaml"))
+    for text, message in (
+        ("{env_vars: {A: '1'}, working_dir: ., config: {eager_install: false}}", None),
+        ("{pips: [a]}", "must have Ray's fields .*pip, .*got pips"),
+        ("[pip]", "got no mapping"),
+        ("{env_vars: {A: 4711}}", "env_vars must map names to texts. Put numbers in quotes"),
+        ("{working_dir: /none}", "ValueError: .*/none"),
+        ("{pip: [a], conda: b}", "ValueError"),
+        ("{worker_process_setup_hook: a.b}", "worker_process_setup_hook also sends variables. Omit one of the two"),
+        ("}", "cannot be read"),
+    ):
+        file.write_text(text)
+        if message is None:
+            assert job_environment(config, {}).keys() == {"env_vars", "working_dir", "config", "worker_process_setup_hook"}
+        else:
+            line = rejects(f"^runtime_env {file}: .*{message}", job_environment, config, {})
+            assert "secret" not in line
+            assert "4711" not in line
+
+
+def test_connection_without_environment_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    context = SimpleNamespace(gcs_address="head:6379", get_job_id=lambda: "01000000")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    requested = RuntimeEnvConfig(env=("A=b",))
+    connect = partial(connection.connect, None)
+    assert connect() == "head:6379"
+    rejects("connected to Ray without them. Use those of ray.init instead", connect, environment=requested)
+    monkeypatch.setattr(connection, "_environment", (("head:6379", "01000000"), ("A=b",), None))
+    assert connect(environment=requested) == connect() == "head:6379"
+    rejects("connected to Ray without them", connect, environment=RuntimeEnvConfig(env=("A=c",)))
+
+
+def test_store_settings_reject_invalid_request() -> None:
     for environment, message in (
         ({**S3, "RAYREC_SEND_CREDENTIALS": "yes"}, "must be 1, to send the store settings to the cluster, or 0, got 'yes'"),
         ({"RAYREC_SEND_CREDENTIALS": "1"}, "no store settings found in the environment. Set AWS_ACCESS_KEY_ID"),
     ):
-        rejects(message, runtime_env, environment)
+        rejects(message, store_settings, environment)
 
 
 def test_refusal_contains_node_and_settings_without_values() -> None:
@@ -369,7 +423,7 @@ def test_address_without_listener_is_rejected_at_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # other tests of this process share a Ray
     begin_s = time.monotonic()
     refused = rf"RAY_ADDRESS={address}: no Ray cluster answers there \(Connection refused\)"
-    rejects(refused, connection.connect, None, num_cpus=None, object_store_bytes=None, log_to_driver=False)
+    rejects(refused, connection.connect, None)
     assert time.monotonic() - begin_s < 10
 
 
@@ -432,5 +486,5 @@ def test_failed_local_ray_raises_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", raising(timed_out))
     with pytest.raises(OSError, match=r"cannot start a local Ray \(The current node timed out.*\. The machine may") as raised:
-        connection.connect("local", num_cpus=1, object_store_bytes=None, log_to_driver=False)
+        connection.connect("local", num_cpus=1)
     assert "\n" not in str(raised.value)

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from builders.faults import fails_with, raising, rejects
 
+import rayrec
+from rayrec import recipes
 from rayrec.cluster import supervisor
 from rayrec.cluster.jobs import dashboard_url
 from rayrec.cluster.restart_policy import (
@@ -246,11 +248,18 @@ def test_second_supervisor_is_rejected(head: FakeHead, supervise: Supervise, tmp
 def test_environment_variables_are_passed_but_not_logged(
     head: FakeHead, supervise: Supervise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rejects("--env SECRET: not set", supervise, env=("SECRET",))
+    rejects("env SECRET: not set", supervise, env=("SECRET",))
     monkeypatch.setenv("SECRET", "open sesame")
     head.ends = [failure(1), SUCCESS]
-    supervise(env=("SECRET",))
-    assert head.submitted[-1]["runtime_env"]["env_vars"]["SECRET"] == "open sesame"
+    (tmp_path / "env.json").write_text(
+        '{"pip": ["polars"], "env_vars": {"A": "0", "B": "1"}, "working_dir": "https://host/code.zip"}'
+    )
+    supervise(env=("SECRET", "A=sesame"), runtime_env=str(tmp_path / "env.json"))
+    sent = head.submitted[-1]["runtime_env"]
+    assert sent["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "90", "SECRET": "open sesame", "A": "sesame", "B": "1"}
+    assert (sent["pip"]["packages"], sent["working_dir"]) == (["polars"], "https://host/code.zip")
+    with_value = recipes.criteo_demo("log").replace(storage_path="/runs", cluster={"env": ("A=sesame",)})
+    assert "sesame" not in rejects("cluster.env: .*Use --env NAME=VALUE before the --", rayrec.supervise, with_value, [])
     assert "sesame" not in "\n".join([*head.notes, *(file.read_text() for file in tmp_path.iterdir())])
 
 

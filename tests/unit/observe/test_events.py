@@ -123,6 +123,8 @@ def test_command_line_hides_secrets() -> None:
         (["train", "--workload.tokenizer", "gpt2", "--tokens", "x"], "train --workload.tokenizer gpt2 --tokens x"),
         (["x", "--password", "hu sh", "--api-key=hush2", "--seed", "1"], "x --password *** --api-key=*** --seed 1"),
         (["x", "--token", "--seed", "1"], "x --token --seed 1"),
+        (["x", "--cluster.env", "A=hush", "B", "C_D=hu sh", "--seed=1", "e=f"], "x --cluster.env A=*** B C_D=*** --seed=1 e=f"),
+        (["x", "--env=A=hush", "--cluster.env=B=hush"], "x --env=A=*** --cluster.env=B=***"),
         (["x", "https://me:hush@host/a?X-Amz-Signature=ff00&b=c"], "x https://***@host/a?X-Amz-Signature=***&b=c"),
     ):
         assert command_line(arguments) == line

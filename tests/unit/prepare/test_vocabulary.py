@@ -171,8 +171,8 @@ def test_schema_without_tokens_reads_headerless_text(tmp_path: Path) -> None:
 def test_engine_matches_config_and_environment(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], environment: str | None, connected: bool, on_ray: bool
 ) -> None:
-    addresses, paths, placement = [], [], TaskPlacement(num_cpus=1.0)
-    monkeypatch.setattr(connection, "connect_for_data", lambda address: addresses.append(address) or placement)
+    addresses, paths = [], []
+    monkeypatch.setattr(connection, "connect", addresses.append)
     monkeypatch.setattr(node_storage, "require_reachable", paths.append)
     monkeypatch.setattr(connection, "is_connected", lambda: connected)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -180,7 +180,7 @@ def test_engine_matches_config_and_environment(
         monkeypatch.setenv("RAY_ADDRESS", environment)
     with engine(PreparationConfig(**settings), Console(quiet=True), paths=("a", "b")) as chosen:
         pass
-    assert chosen == (RayEngine(placement) if on_ray else ThreadEngine(host_resources.usable_cpus()))
+    assert chosen == (RayEngine(TaskPlacement()) if on_ray else ThreadEngine(host_resources.usable_cpus()))
     assert addresses == [settings.get("address")] * on_ray
     assert paths == [("a", "b", cache.folder())] * on_ray
 

@@ -32,7 +32,7 @@ def fitted(config: TrainConfig, torchrun: TorchrunEnv) -> TrainConfig:
     requires_ray = {
         f"cluster.address {config.cluster.address}": not is_in_process(config.cluster.address),
         "scaling.resources_per_worker": bool(scaling.resources_per_worker),
-        "cluster.object_store_bytes": config.cluster.object_store_bytes is not None,
+        **config.cluster.ray_only,
     }
     for reason, is_set in requires_ray.items():
         if is_set:

@@ -313,6 +313,7 @@ class RayLauncher:
             object_store_bytes=config.cluster.object_store_bytes,
             log_to_driver=console.verbose,
             preload=() if config.scaling.use_gpu else config.workload.WORKER_MODULES,
+            environment=config.cluster,
         )
         require_reachable((folder, config.train_data.path, config.eval_data.path, config.init_from))
         connection.ship_code(config)

@@ -316,6 +316,9 @@ def test_one_worker_without_address_runs_in_process() -> None:
         ({"num_workers": (1, 4)}, {}, "scaling.num_workers 4"),  # may grow
         ({**ONE, "resources_per_worker": {"slot": 1.0}}, {}, "scaling.resources_per_worker"),
         (ONE, {"object_store_bytes": 100_000_000}, "cluster.object_store_bytes"),
+        (ONE, {"data_task_memory_bytes": 100_000_000}, "cluster.data_task_memory_bytes"),
+        (ONE, {"env": ("NCCL_DEBUG=INFO",)}, "cluster.env"),
+        (ONE, {"runtime_env": "env.yaml"}, "cluster.runtime_env"),
         (ONE, {"num_cpus": 2}, None),
     ):
         wanted, here = config_for(scaling, **ray), needs_ray is None
@@ -362,7 +365,7 @@ def test_is_connected_imports_no_ray_and_connect_rejects_none(monkeypatch: pytes
     assert "ray" not in sys.modules
     monkeypatch.setattr(connection, "is_connected", lambda: True)
     refusal = r"^address none: needs Ray here. Omit the address, or use local or HOST:PORT$"
-    rejects(refusal, connection.connect, "none", num_cpus=None, object_store_bytes=None, log_to_driver=False)
+    rejects(refusal, connection.connect, "none")
 
 
 def test_worker_modules_are_imported_and_threads_respect_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
