@@ -1,5 +1,6 @@
 """Assignment of cluster and machine resources to workers and data tasks, and this process's place among torchrun's processes."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from typing import Any, Literal, Self
 from rayrec import host_resources
 from rayrec.config import InputError
 from rayrec.data.engine import TaskPlacement
+from rayrec.humanize import size_text
 
 DataNodes = Literal["auto", "any", "separate"]
 """Placement of data tasks; see `layout`."""
@@ -117,12 +119,13 @@ def layout(
     cpus_per_worker: float | None,
     resources_per_worker: dict[str, float],
     data_nodes: DataNodes,
+    task_memory_bytes: int | None = None,
 ) -> Layout:
     """Allocate a cluster's resources: number of workers (from a minimum to a maximum), their resources, the nodes of data tasks,
     and the data CPUs per worker. Pure. If only some nodes have the workers' special resources (GPUs, custom resources),
     `data_nodes` places data tasks: auto on the other nodes if they have enough CPUs for each worker, separate always on the other
-    nodes, any on all nodes. Raises InputError if the minimum number of workers does not fit or leaves data tasks no CPU, and for
-    separate without other nodes."""
+    nodes, any on all nodes. `task_memory_bytes` is the memory that a data task reserves. Raises InputError if the minimum number
+    of workers does not fit or leaves data tasks no CPU or memory, and for separate without other nodes."""
     min_workers, max_workers = (num_workers, num_workers) if isinstance(num_workers, int) else num_workers
     required = dict(resources_per_worker)
     if use_gpu:
@@ -166,6 +169,10 @@ def layout(
         raise InputError(unfit_reason)
     data_cpus = free / workers
     takes_data = other_nodes if is_separate else nodes
+    memory = max((node.resources["memory"] for node in takes_data if "memory" in node.resources), default=math.inf)
+    if task_memory_bytes is not None and task_memory_bytes > memory:
+        need = f"a data task needs {size_text(task_memory_bytes)}, but its nodes have at most {size_text(memory)}"
+        raise InputError(f"cluster.data_task_memory_bytes: {need}. Lower it, or raise `ray start --memory`")
     store = sum(node.resources.get("object_store_memory", 0) for node in takes_data)
     workers_only = frozenset(node.node_id for node in training) if is_separate else frozenset()
     # Excludes workers' nodes instead of listing the others, so that nodes that join later accept data tasks.
@@ -176,11 +183,12 @@ def layout(
         worker_resources=worker_resources,
         per_worker=TaskPlacement(
             num_cpus=min(1.0, data_cpus),
+            memory_bytes=task_memory_bytes,
             max_cpus=data_cpus,
             max_object_store_bytes=int(store * _OBJECT_STORE_FRACTION / workers) or None,
             label_selector=selector,
         ),
-        driver=TaskPlacement(num_cpus=min(1.0, _cpus(takes_data)), label_selector=selector),
+        driver=TaskPlacement(num_cpus=min(1.0, _cpus(takes_data)), memory_bytes=task_memory_bytes, label_selector=selector),
         workers_only=workers_only,
         num_nodes=len(nodes),
         idle_cpus=0.0 if is_separate else _cpus(other_nodes),
@@ -229,5 +237,10 @@ def nodes_for_tasks(nodes: list[Node], placement_groups: Sequence[Mapping[str, A
             for name, amount in group["bundles"][bundle].items():
                 if node_id in left:
                     left[node_id][name] = left[node_id].get(name, 0.0) - amount
-    enough = allocation.per_worker.num_cpus - _ROUNDING
-    return [Node(node_id, resources) for node_id, resources in left.items() if resources.get("CPU", 0.0) >= enough]
+    task = allocation.per_worker
+    needs = {"CPU": task.num_cpus - _ROUNDING, "memory": task.memory_bytes or 0.0}
+    return [
+        Node(node_id, resources)
+        for node_id, resources in left.items()
+        if all(resources.get(name, 0.0) >= amount for name, amount in needs.items())
+    ]

@@ -82,6 +82,8 @@ class TaskPlacement(Config):
 
     num_cpus: float = 1.0
     """CPUs reserved by one task."""
+    memory_bytes: int | None = None
+    """Memory reserved by one task, in bytes. None reserves none."""
     max_cpus: float | None = None
     """Maximum CPUs that all tasks of this pipeline use at once. None leaves it to Ray Data. A stream submits twice as many tasks,
     so that no CPU waits for the next one; on idle CPUs, these run too."""

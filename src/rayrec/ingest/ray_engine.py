@@ -147,6 +147,7 @@ def tasks_dataset(
             _Items(name, function, items, block_bytes),
             override_num_blocks=len(items),
             num_cpus=placement.num_cpus,
+            memory=placement.memory_bytes,
             label_selector=placement.label_selector,
             runtime_env={"env_vars": dict(environment)} if environment else None,
         )

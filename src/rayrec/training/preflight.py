@@ -57,4 +57,5 @@ def layout_of(config: TrainConfig, nodes: list[Node]) -> Layout:
         cpus_per_worker=scaling.cpus_per_worker,
         resources_per_worker=scaling.resources_per_worker,
         data_nodes=config.cluster.data_nodes,
+        task_memory_bytes=config.cluster.data_task_memory_bytes,
     )

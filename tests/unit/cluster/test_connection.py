@@ -106,6 +106,11 @@ def test_layout_rejects_unfit_workers() -> None:
         ([{"CPU": 8.0}], {"num_workers": (1, 4)}, "Set --scaling.cpus-per-worker"),
         ([{"CPU": 8.0, "GPU": 2.0}], {"use_gpu": True, "data_nodes": "separate"}, "Add other nodes, or choose auto"),
         ([{"CPU": 1.0, "slot": 1.0}], {**SLOTS, "num_workers": (2, 3)}, "2 workers need 2 slot"),
+        (
+            [{"CPU": 2.0, "memory": 4e9}],
+            {"task_memory_bytes": 5 * 10**9},
+            "a data task needs 5 GB, but .* at most 4 GB. Lower it",
+        ),
     ):
         rejects(message, shared, *nodes, **changes)
 
@@ -135,6 +140,9 @@ def test_nodes_for_tasks_subtracts_placement_groups() -> None:
         found = [Node(str(number), each) for number, each in enumerate(nodes)]
         left = nodes_for_tasks(found, [group], shared(*nodes, cpus_per_worker=0.5))
         assert {node.node_id: node.resources["CPU"] for node in left} == expected
+        with_memory = [Node(node.node_id, {**node.resources, "memory": 1e9 * number}) for number, node in enumerate(found)]
+        for_memory = shared(*nodes, cpus_per_worker=0.5, task_memory_bytes=10**9)
+        assert {node.node_id for node in nodes_for_tasks(with_memory, [group], for_memory)} == expected.keys() - {"0"}
 
 
 def test_nodes_for_tasks_exclude_workers_and_user_models_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
