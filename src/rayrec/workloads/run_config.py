@@ -94,8 +94,9 @@ class FailureConfig(Config):
     """Maximum number of consecutive worker restarts without a new checkpoint. -1 means unlimited."""
     max_outage_s: Amount = 600.0
     """Maximum storage outage in seconds (store unavailable, disk full) before the run fails. Until then, saves are delayed."""
-    node_wait_s: Amount = 600.0
-    """Maximum wait for the minimum number of workers, in seconds, after nodes are lost or while other jobs use them."""
+    node_wait_s: Annotated[float, Ge(-1)] = 600.0
+    """Maximum wait for the minimum number of workers, in seconds, after nodes are lost or while other jobs use them. -1 means
+    unlimited."""
     collective_timeout_s: Positive = 1800.0
     """Timeout of collective operations in seconds, in addition to max_outage_s. The attempt fails after it."""
     grace_s: Amount = 60.0

@@ -31,7 +31,7 @@ class FailurePolicy:
         InputError if there was no room for the workers for failure.node_wait_s."""
         if lacks_resources(error):
             self._waited_s += attempt_s
-            if self._waited_s > self._failure.node_wait_s:
+            if 0 <= self._failure.node_wait_s < self._waited_s:
                 raise InputError(
                     f"scaling: no room for the workers for {self._waited_s:.0f} s: other jobs use the resources, or "
                     "scaling.placement_strategy cannot be met. Lower --scaling.num-workers, wait, or raise --failure.node-wait-s"

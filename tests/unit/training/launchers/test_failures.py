@@ -120,7 +120,7 @@ def test_failure_policy_limits_wait_for_resources(after: Callable[..., float]) -
 
 
 def test_failure_policy_accepts_zero_or_unlimited_failures() -> None:
-    unlimited, none = (FailurePolicy(FailureConfig(max_failures=number)) for number in (-1, 0))
-    for _ in range(50):
-        unlimited.pause_s(DIED, attempt_s=100.0, progressed=False)
+    unlimited, none = (FailurePolicy(FailureConfig(max_failures=number, node_wait_s=number)) for number in (-1, 0))
+    for error in (DIED, NO_ROOM) * 50:
+        unlimited.pause_s(error, attempt_s=100.0, progressed=False)
     fails_with(WorkerGroupError, "", none.pause_s, DIED, attempt_s=100.0, progressed=True)

@@ -5,6 +5,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +141,12 @@ def test_run_uses_or_waits_for_resources_of_other_jobs(nodes: Cluster, monkeypat
     first, second = run.notes
     assert first == "Waiting for resources for 2 workers, in use by other jobs"
     assert second.startswith("Waiting for resources in use by other jobs: scaling: ")
+    # Without limit, until another job ends years later.
+    years = count(0, 10**8)
+    monkeypatch.setattr(ray_launcher.time, "monotonic", lambda: next(years))
+    monkeypatch.setattr(ray_launcher.time, "sleep", lambda seconds: nodes.slots.append((1, next(years) > 10**9)))
+    run = Attempts(monkeypatch, [raising(NO_ROOM), lambda: FINISHED], config(node_wait_s=-1.0, max_failures=-1), tmp_path)
+    assert run.run() == FINISHED
 
 
 def test_scale_up_counts_only_joined_nodes(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
