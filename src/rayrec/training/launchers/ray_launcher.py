@@ -315,6 +315,8 @@ class RayLauncher:
             preload=() if config.scaling.use_gpu else config.workload.WORKER_MODULES,
             environment=config.cluster,
         )
+        if not connection.is_local_ray():  # It has no dashboard.
+            os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # The Train page shows the run.
         require_reachable((folder, config.train_data.path, config.eval_data.path, config.init_from))
         connection.ship_code(config)
 
