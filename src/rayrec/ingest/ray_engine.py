@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, islice, repeat
+from itertools import chain, count, islice, repeat
 from typing import Any, Final, Generic, TypeVar, final
 
 import pyarrow as pa
@@ -120,10 +120,12 @@ def tasks_dataset(
     block_bytes: int = 16 << 20,
     limits: ConcurrencyLimits | None = None,
     environment: Mapping[str, str] | None = None,
+    dataset_id: str | None = None,
 ) -> ray.data.Dataset:
     """Create a Dataset with one block per item, in order. `function` is picklable and called in data tasks. `block_bytes` is the
     expected block size. `limits` keep tasks from filling the object store ahead of a slow reader; None submits all tasks at once.
-    `environment` has environment variables of the task processes."""
+    `environment` has environment variables of the task processes. `dataset_id` names the Dataset in Ray's metrics and dashboard;
+    None for a random id."""
     if placement.max_outage_s is not None:
         function = functools.partial(_run_with_retry, placement.max_outage_s, function)
     # With `ray start`, usage statistics of Ray Data 2.60 are an actor, and in each process a thread that logs failed connections
@@ -143,7 +145,7 @@ def tasks_dataset(
         ),
     )
     with ray.data.DataContext.current(context):
-        return ray.data.read_datasource(
+        dataset = ray.data.read_datasource(
             _Items(name, function, items, block_bytes),
             override_num_blocks=len(items),
             num_cpus=placement.num_cpus,
@@ -151,6 +153,26 @@ def tasks_dataset(
             label_selector=placement.label_selector,
             runtime_env={"env_vars": dict(environment)} if environment else None,
         )
+    if dataset_id is not None:
+        dataset.get_dataset_id = lambda: dataset_id  # type: ignore[method-assign]
+    return dataset
+
+
+_used_ids: Final[set[str]] = set()
+_ids_lock: Final = threading.Lock()
+
+
+@contextmanager
+def _reserved_id(name: str) -> Iterator[str]:
+    """Reserve the first of NAME_0, NAME_1, ... that no running Dataset of this process has. A stream has many Datasets, of which
+    two overlap, so its ids stay few, and panels of Ray's dashboard continue."""
+    with _ids_lock:
+        dataset_id = next(each for number in count() if (each := f"{name}_{number}") not in _used_ids)
+        _used_ids.add(dataset_id)
+    try:
+        yield dataset_id
+    finally:
+        _used_ids.discard(dataset_id)
 
 
 @dataclass(frozen=True)
@@ -175,6 +197,8 @@ class RayEngine:
     placement: TaskPlacement
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Environment variables of the task processes."""
+    owner: str = "rayrec"
+    """Beginning of the Datasets' ids: the run, and the worker."""
 
     @property
     def cpus(self) -> float:
@@ -183,11 +207,7 @@ class RayEngine:
     def run(self, name: str, function: Task, items: Sequence[Any], *, block_bytes: int = 16 << 20) -> Iterator[pa.Table]:
         if items:
             # No limits: results are small compared with the tasks' inputs, and merged on arrival.
-            yield from tables(
-                tasks_dataset(
-                    name, function, items, placement=self.placement, block_bytes=block_bytes, environment=self.environment
-                )
-            )
+            yield from self._tables(name, function, items, block_bytes=block_bytes)
 
     def stream(self, name: str, function: Task, items: Iterable[Any], *, block_bytes: int, prefetch_blocks: int) -> Tables:
         started = False
@@ -200,19 +220,19 @@ class RayEngine:
             )
             size = ITEMS_A_TASK if several.tasks == one.tasks else 1  # The object store may be too small.
             first, started = 0 if started else one.tasks, True
-            dataset = tasks_dataset(
-                name,
-                functools.partial(merge_tables, function),
-                group_items(some, first=first, size=size),
-                placement=self.placement,
-                block_bytes=block_bytes * size,
-                limits=several if size > 1 else one,
-                environment=self.environment,
-            )
-            for table in tables(dataset):
+            groups, limits = group_items(some, first=first, size=size), several if size > 1 else one
+            merged = functools.partial(merge_tables, function)
+            for table in self._tables(name, merged, groups, block_bytes=block_bytes * size, limits=limits):
                 yield from split_table(table)
 
         return _chain_groups(_groups(items), tables_of)
+
+    def _tables(
+        self, name: str, function: Task, items: Sequence[Any], *, block_bytes: int, limits: ConcurrencyLimits | None = None
+    ) -> Tables:
+        with _reserved_id(f"{self.owner}_{name}") as dataset_id:
+            settings: Any = {"placement": self.placement, "environment": self.environment, "dataset_id": dataset_id}
+            yield from tables(tasks_dataset(name, function, items, block_bytes=block_bytes, limits=limits, **settings))
 
     def share(self, value: _Value) -> Shared[_Value]:
         return RayShared(ray.put(value))

@@ -19,7 +19,7 @@ from rayrec import storage
 from rayrec.compat import ray_compat
 from rayrec.data.engine import TaskPlacement
 from rayrec.ingest import ray_engine, spark_engine
-from rayrec.ingest.ray_engine import ConcurrencyLimits, _LimitPolicy, tasks_dataset
+from rayrec.ingest.ray_engine import ConcurrencyLimits, RayEngine, _LimitPolicy, tasks_dataset
 from rayrec.ingest.spark_engine import SparkConfig
 
 
@@ -34,6 +34,26 @@ def test_task_outage_wait_follows_placement(monkeypatch: pytest.MonkeyPatch, max
     source: Any = tasks_dataset("look", patience_of, [3, 4], placement=TaskPlacement(max_outage_s=max_outage_s))
     found = [table.to_pylist() for task in source.get_read_tasks(2) for table in task()]
     assert found == [[{"item": item, "outage_s": waits_s}] for item in (3, 4)]
+
+
+def test_datasets_have_task_memory_and_ids_of_their_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int]] = []
+    monkeypatch.setattr(ray.data, "read_datasource", lambda *_, memory, **__: SimpleNamespace(memory=memory))
+
+    def tables(made: Any) -> Iterator[None]:
+        seen.append((made.get_dataset_id(), made.memory))
+        yield None
+
+    monkeypatch.setattr(ray_engine, "tables", tables)
+    engine = RayEngine(TaskPlacement(memory_bytes=800), owner="demo_worker_1")
+    first, second = (engine.run("ingest", patience_of, [3]) for _ in range(2))
+    next(first), next(second)
+    second.close()  # type: ignore[attr-defined]  # a generator
+    next(engine.run("ingest", patience_of, [3]))
+    first.close()  # type: ignore[attr-defined]
+    next(engine.run("ingest", patience_of, [3]))
+    # A running Dataset keeps its id, and those of ended ones return.
+    assert seen == [(f"demo_worker_1_ingest_{number}", 800) for number in (0, 1, 1, 0)]
 
 
 def test_stream_limits_tasks_and_blocks(monkeypatch: Any) -> None:

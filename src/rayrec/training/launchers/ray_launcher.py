@@ -331,8 +331,10 @@ class RayLauncher:
     def engine(self, layout: Layout, *, max_outage_s: float) -> StreamEngine:
         if connection.is_local_ray():
             return _DriverEngine(host_resources.usable_cpus(granted=self._config.cluster.num_cpus), max_outage_s=max_outage_s)
-        placement = layout.driver.replace(max_outage_s=max_outage_s)
-        return _SingleNodeEngine(placement, max_outage_s=max_outage_s) if layout.num_nodes == 1 else RayEngine(placement)
+        placement, owner = layout.driver.replace(max_outage_s=max_outage_s), str(self._config.name)
+        if layout.num_nodes == 1:
+            return _SingleNodeEngine(placement, owner=owner, max_outage_s=max_outage_s)
+        return RayEngine(placement, owner=owner)
 
     def trackers(self) -> Makers:
         if not self._config.trackers.prometheus:

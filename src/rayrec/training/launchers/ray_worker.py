@@ -1,6 +1,7 @@
 """Training worker inside Ray Train."""
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import threading
@@ -16,6 +17,7 @@ import torch
 from rayrec import host_resources, storage
 from rayrec.cluster.prestart import preloads_modules, prestart
 from rayrec.collectives import use_device
+from rayrec.ingest.ray_engine import RayEngine
 from rayrec.observe.timing import process_age_s
 from rayrec.training.launchers.base import AttemptContext
 from rayrec.training.launchers.ray_metrics import ObjectStoreMonitor
@@ -48,12 +50,13 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
     cpus = host_resources.usable_cpus(granted=float(resources.get("CPU", 0)))
     device = ray.train.torch.get_device() if attempt.config.scaling.use_gpu else torch.device("cpu")
     use_device(device)
+    assert isinstance(attempt.engine, RayEngine)
     worker = WorkerContext(
         attempt.config,
         rank,
         context.get_world_size(),
         device,
-        attempt.engine,
+        dataclasses.replace(attempt.engine, owner=f"{attempt.config.name}_worker_{rank}"),
         node=node_id,
         cpus=cpus // context.get_local_world_size(),
         object_store_bytes=max(0, store - used_bytes),
