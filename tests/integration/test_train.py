@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from builders.faults import rejects
 from builders.golden import check_golden
 from builders.runs import check_no_rows_lost, check_same_run, events_of, losses, one_worker, short_run, small_run
 from hosts.planned_memory import SIZES, measured
-from hosts.processes import RAYREC, Run, run_command, torchrun
+from hosts.processes import RAYREC, RayHead, Run, environment_for, run_command, torchrun, wait_for_ray
 from hosts.processes import finished as finished_run
 
 from rayrec import recipes
@@ -393,6 +395,98 @@ def test_profile_command_records_running_job(click_log: Path, tmp_path: Path) ->
         run.session.process.terminate()
         assert run.exit_status() == 143
     assert "is not training" in run_command(*command, status=2).stderr
+
+
+SECRET = "swordfish-4711"
+RECIPE = """
+import json, os
+from dataclasses import dataclass
+import pyarrow as pa
+from rayrec import recipes
+from rayrec.models.ranking.linear import LinearConfig
+
+NAMES = ("NCCL_DEBUG", "FI_PROVIDER", "MY_TOKEN", "FROM_FILE", "KINETO_USE_DAEMON")
+
+@dataclass(frozen=True, kw_only=True)
+class Seen(LinearConfig):
+    def build(self, inputs, *, precision="fp32"):
+        from rayrec.cluster import prestart
+        from rayrec.data.engine import TaskPlacement
+        from rayrec.ingest.ray_engine import RayEngine
+        def seen(item):
+            return pa.table({name: [os.environ.get(name)] for name in item})
+        engine = RayEngine(TaskPlacement(num_cpus=0.1), prestart.for_tasks_of(os.environ), f"seen_{os.getpid()}")
+        (in_task,) = engine.run("look", seen, [NAMES])
+        with open(f"{os.environ['SEEN']}/{os.getpid()}", "w") as file:
+            json.dump([seen(NAMES).to_pylist()[0], in_task.to_pylist()[0]], file)
+        return super().build(inputs, precision=precision)
+
+def recipe(path=None):
+    return recipes.criteo_demo(path).replace(workload={"model": Seen()})
+"""
+"""Click model that writes the variables of its worker, and of a data task from there, to the folder SEEN."""
+CLUSTER_STATE = """
+import json, sys
+import ray
+from ray._private.worker import global_worker
+from ray.data._internal.stats import get_or_create_stats_actor
+from ray.train.v2._internal.state.state_actor import get_state_actor
+from rayrec.cluster import connection
+connection.connect(sys.argv[1])
+runs = ray.get(get_state_actor().get_train_runs.remote()).values()
+datasets = ray.get(get_or_create_stats_actor().get_datasets.remote())
+jobs = global_worker.gcs_client.get_all_job_info(skip_submission_job_info_field=True, skip_is_running_tasks_field=True)
+print(json.dumps({"runs": [run.model_dump_json() for run in runs], "datasets": sorted(datasets), "jobs": str(jobs)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RayHead, Path]]:
+    """A Ray that `ray start` started, and its session folder."""
+    with tempfile.TemporaryDirectory(prefix="rayrec-") as folder, RayHead(Path(folder), cache=Path(folder), num_cpus=3) as head:
+        wait_for_ray(head)
+        yield head, Path(folder)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("is_local", [False, True], ids=["cluster", "local"])
+def test_environment_reaches_workers_and_tasks(
+    click_log: Path, tmp_path: Path, running_cluster: tuple[RayHead, Path], is_local: bool
+) -> None:
+    """And of a running cluster, Ray's Train page and metrics have the run, but no log has a value."""
+    head, session = running_cluster
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    (tmp_path / "env.yaml").write_text("env_vars: {FROM_FILE: 'yes'}")
+    (seen := tmp_path / "environments").mkdir()
+    environment = environment_for(tmp_path / "cache", FI_PROVIDER="efa", SEEN=str(seen))
+    flags = (
+        f"--train-data.path {click_log}/train.txt --name seen --storage-path {tmp_path} --steps 30 --log-every 5 --batch-size 64"
+    )
+    flags += " --scaling.num-workers 2 --scaling.cpus-per-worker 0.5 --cluster.address " + ("local" if is_local else head.address)
+    flags += f" --cluster.runtime-env {tmp_path}/env.yaml --cluster.data-task-memory-bytes 10000000"
+    flags += f" --cluster.env NCCL_DEBUG=WARN MY_TOKEN={SECRET} FI_PROVIDER SEEN --cluster.env KINETO_USE_DAEMON=1"
+    run_command(*RAYREC, "train", f"{tmp_path}/recipe.py:recipe", *flags.split(), env=environment, timeout_s=300)
+    variables = {"NCCL_DEBUG": "WARN", "FI_PROVIDER": "efa", "MY_TOKEN": SECRET, "FROM_FILE": "yes", "KINETO_USE_DAEMON": "1"}
+    assert [json.loads(file.read_text()) for file in seen.iterdir()] == [[variables, variables]] * 2
+    for file in seen.iterdir():
+        file.unlink()
+    run_command("grep", "-r", "-l", "-a", "--devices=skip", SECRET, tmp_path, status=1)
+    (run,) = events_of(tmp_path / "seen", "run")
+    assert "--cluster.env NCCL_DEBUG=*** MY_TOKEN=*** FI_PROVIDER SEEN" in run["command"]
+    (start,), tasks = events_of(tmp_path / "seen", "start"), events_of(tmp_path / "seen", "data_nodes")
+    assert (start["nodes"], tasks[-1]["nodes"]) == ([os.uname().nodename] * 2, [os.uname().nodename])
+    if is_local:
+        return
+    run_command("grep", "-r", "-l", "-a", "--devices=skip", SECRET, session, status=1)
+    state = json.loads(run_command(sys.executable, "-c", CLUSTER_STATE, head.address, env=environment).stdout)
+    (shown,) = map(json.loads, state["runs"])
+    assert (shown["name"], shown["status"]) == ("seen", "FINISHED")
+    assert {"seen_worker_0_ingest_0", "seen_worker_1_ingest_0"} <= set(state["datasets"])
+    assert all(name.startswith("seen_") for name in state["datasets"])
+    assert "MY_TOKEN=***" in state["jobs"]
+    # Not copies of a process that imported torch, whose thread of Kineto they would lack.
+    logs = run_command("grep", "-r", "-l", "Registering daemon config loader", session / "ray" / "session_latest" / "logs").stdout
+    assert len(logs.split()) >= 2
 
 
 # Forecasts of speed and memory ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,8 @@ class BlockTimes:
     """Seconds by stage in which the thread was runnable without a CPU. The rest is waiting for storage."""
     done_s: float
     """Unix time at which the rows were complete."""
+    node: str = ""
+    """Host name of the machine that made them."""
 
 
 @contextmanager
@@ -79,7 +82,7 @@ def measured(make: Callable[[], _Result], *, rows_of: Callable[[_Result], int]) 
         del _local.clock
         clock.close()
     wall_s, cpu_s, queue_s = ({name: seconds[which] for name, seconds in clock.times.items()} for which in range(3))
-    return result, BlockTimes(rows_of(result), wall_s, cpu_s, queue_s, time.time())
+    return result, BlockTimes(rows_of(result), wall_s, cpu_s, queue_s, time.time(), platform.node())
 
 
 def with_times(table: pa.Table, times: BlockTimes) -> pa.Table:
@@ -103,14 +106,18 @@ class StageTimes:
         "blocks",
         "waited_row_s",
         "waited_block_s",
+        "new_nodes",
         *(f"{name}_{kind}" for name in STAGES for kind in ("wall_s", "cpu_s", "queue_s")),
     )
     """Values that `take` returns: CPUs of the pipeline; rows and blocks used; seconds that rows and blocks waited after
-    completion, summed over them; seconds of each stage. Waiting seconds divided by an interval are its mean backlog."""
+    completion, summed over them; seconds of each stage. Waiting seconds divided by an interval are its mean backlog. `new_nodes`
+    counts additions to `nodes`."""
 
     def __init__(self, *, cpus: float) -> None:
         """Start with zero sums. `cpus` is the number of CPUs that may produce this worker's rows at once."""
         self.begin_s = time.monotonic()
+        self.nodes: Final[set[str]] = set()
+        """Host names of the machines that made blocks."""
         self._cpus = cpus
         self._lock = threading.Lock()
         self._sums = self._zeros()
@@ -127,6 +134,8 @@ class StageTimes:
             sums["blocks"] += 1
             sums["waited_row_s"] += waited_s * block.rows
             sums["waited_block_s"] += waited_s
+            sums["new_nodes"] += block.node not in self.nodes
+            self.nodes.add(block.node)
             for name in STAGES:
                 for kind in ("wall_s", "cpu_s", "queue_s"):
                     sums[f"{name}_{kind}"] += getattr(block, kind).get(name, 0.0)

@@ -125,6 +125,8 @@ def panel(run: RunSummary, *, now_s: float | None = None, full: bool = False) ->
         parts.append(_split(times_s))
     if full and run.latest.get("data", {}).get("stages"):
         parts.append(_data(run.latest["data"]))
+    if full and len(nodes := run.nodes()) > 1:
+        parts.append(Text("   ".join(f"{node}: {', '.join(runs)}" for node, runs in nodes.items()), style="dim"))
     diagnosis = diagnose(run) if full else None
     if diagnosis is not None:
         parts.append(Text(diagnosis.text, style="bold"))

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Final, final
 
 from rayrec.config import InputError
@@ -280,6 +282,18 @@ class RunSummary:
     def restarts(self) -> list[Restart]:
         """All restarts, in order."""
         return [attempt.restart for attempt in self.attempts if attempt.restart is not None]
+
+    def nodes(self) -> dict[str, list[str]]:
+        """Return what runs on each node in the current attempt: its workers' ranks, and data tasks."""
+        start, data = self.latest.get("start", {}), self.latest.get("data_nodes")
+        on: dict[str, list[str]] = {}
+        for node, group in groupby(enumerate(start.get("nodes", ())), key=itemgetter(1)):
+            ranks = [rank for rank, _ in group]
+            text = f"workers {ranks[0]} to {ranks[-1]}" if ranks[1:] else f"worker {ranks[0]}"
+            on.setdefault(node, []).append(text)
+        for node in data["nodes"] if data is not None and data["time"] >= start.get("time", 0.0) else ():
+            on.setdefault(node, []).append("data tasks")
+        return on
 
     @property
     def peak_fraction(self) -> float | None:

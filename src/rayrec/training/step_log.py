@@ -11,6 +11,7 @@ import torch
 
 from rayrec import host_resources
 from rayrec.batch import StepOutput
+from rayrec.checkpoint.communicator import Communicator
 from rayrec.collectives import Collectives, num_workers, over_workers
 from rayrec.compat.torch_compat import linear_pointwise
 from rayrec.config import InputError
@@ -56,6 +57,9 @@ class DataStats:
         workers = num_workers()
         for name, mean in zip(StageTimes.FIELDS, means, strict=True):
             self._sums[name] = mean * workers + (0.0 if name == "cpus" else self._sums[name])
+        if self._sums["new_nodes"]:  # A sum, so all workers gather.
+            log("data_nodes", {"step": step, "nodes": sorted(set().union(*Communicator.all().all_gather(self._account.nodes)))})
+            self._sums["new_nodes"] = 0.0
         seconds = time.monotonic() - self._since_s
         if seconds < _MIN_EVENT_S or (seconds < _MAX_EVENT_S and not self._sums["blocks"]):
             return

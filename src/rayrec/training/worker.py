@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import platform
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -145,6 +146,7 @@ def _train(
         steps=progress.step + loader.steps,
         rows=progress.rows,
         world_size=worker.world_size,
+        nodes=Communicator.all().all_gather(platform.node()),
         peak_multiply_adds_per_s=setup.peak_multiply_adds_per_s,
         checkpoint=checkpoint and checkpoint.path,
         damaged=sorted(damaged),

@@ -416,7 +416,7 @@ def test_stage_needs_measured_and_metadata_round_trips() -> None:
     assert times.wall_s == {}
     table = pa.table({"a": [1, 2]}).replace_schema_metadata({b"other": b"kept"})
     assert times_of(table) is None
-    times = BlockTimes(2, {"read": 0.5}, {"read": 0.25}, {"read": 0.125}, 1_790_000_000.0)
+    times = BlockTimes(2, {"read": 0.5}, {"read": 0.25}, {"read": 0.125}, 1_790_000_000.0, "node-1")
     carried = with_times(table, times)
     assert times_of(carried) == times
     assert carried.schema.metadata[b"other"] == b"kept"

@@ -96,6 +96,8 @@ def test_figures_grow_with_events_and_panel_shows_phases() -> None:
     assert "no events" not in text
     assert "no events for 5 min" in shown(run, full=True, now_s=run.last_time_s + 300)
     assert "Blocked on data" not in shown(run, now_s=run.last_time_s)
+    run.update({"time": run.last_time_s, "kind": "data_nodes", "step": 150, "nodes": ["node-1", "node-2"]})
+    assert "node-1: data tasks   node-2: data tasks" in shown(run, full=True)
     assert "finished" in shown(RunSummary(run_events.run()))
 
 

@@ -202,6 +202,9 @@ def test_time_section_has_all_phases_and_data_section_full_run() -> None:
     ]
     events[events.index(data) :] = late
     assert _lacking(_text(events), "read20050.0%50.0%10.0%", "data CPUs2, busy 50.0% of the time") == []
+    assert "Nodes of" not in _text(events)
+    node = {"time": events[-1]["time"], "kind": "data_nodes", "step": 150, "nodes": ["node-1"]}
+    assert _lacking(_text([*events, node]), "Nodes of the last attempt", "node-1data tasks") == []
     events[-2:] = [{**late[-1], "seconds": 1.0}]
     assert "read200100.0%50.0%10.0%" in _text(events)
 

@@ -136,6 +136,16 @@ def test_attempts_have_end_and_cost_and_standing_follows_events() -> None:
         assert run.standing() == told
 
 
+def test_nodes_are_of_current_attempt() -> None:
+    start = (3, "start", {"step": 0, "nodes": ["a", "a", "b", "a"]})
+    data = (4, "data_nodes", {"step": 1, "nodes": ["a", "c"]})
+    run = summary(*BEGIN[:2], start, data)
+    assert run.nodes() == {"a": ["workers 0 to 1", "worker 3", "data tasks"], "b": ["worker 2"], "c": ["data tasks"]}
+    run.update(event(5, "start", {"step": 1, "nodes": ["b"]}))
+    assert run.nodes() == {"b": ["worker 0"]}
+    assert summary(*BEGIN).nodes() == {}  # of an earlier version
+
+
 def test_cost_counts_restarts_saves_hours_epochs_and_auroc() -> None:
     died = ((7, "failure", {"cause": "worker 0 died"}), (9, "start", {"step": 8}), (10, "step", {"step": 20}))
     first, second = ((at, "checkpoint", {"step": 20, "stall_s": stall_s}) for at, stall_s in ((6, 0.5), (11, 1.5)))

@@ -88,6 +88,7 @@ def render(run: Run, *, price: Price | None = None) -> str:
             training.curves(sums, events, summary),
             training.time_split(events),
             training.stages(sums.data.side()),
+            training.nodes(sums.nodes()),
             model.calibration(events),
             model.categories(events),
             model.sharding(events),

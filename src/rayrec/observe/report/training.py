@@ -134,6 +134,12 @@ def stages(side: PipelineStats | None) -> Section | None:
     return Section("Data pipeline, over the run", table(heads, rows, name=name) + facts(named))
 
 
+def nodes(on: Mapping[str, Sequence[str]]) -> Section | None:
+    """List what runs on each node in the last attempt. None without nodes in the events."""
+    rows = [[node, ", ".join(runs)] for node, runs in on.items()]
+    return Section("Nodes of the last attempt", table(["node", "runs"], rows, name="Nodes")) if rows else None
+
+
 def start_up(starts: Sequence[Mapping[str, float]]) -> Section | None:
     """Show the time of each startup stage, for the first start and the last restarts."""
     shown = list(enumerate(starts, start=1))

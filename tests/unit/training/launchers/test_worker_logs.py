@@ -108,9 +108,11 @@ def test_data_events_are_throttled_and_need_stages(monkeypatch: pytest.MonkeyPat
     def tell(step: int) -> None:
         report.log_means(report.take(), step=step, log=lambda kind, fields: events.append({"kind": kind, **fields}))
 
-    account.add(BlockTimes(10, {"read": 0.1}, {"read": 0.1}, {"read": 0.0}, time.time()))
-    tell(1)
-    assert events == []  # too soon, and not forgotten
+    for _ in range(2):
+        account.add(BlockTimes(5, {"read": 0.1}, {"read": 0.1}, {"read": 0.0}, time.time(), "node-1"))
+        tell(1)
+    assert events == [{"kind": "data_nodes", "step": 1, "nodes": ["node-1"]}]  # for the rest too soon, and not forgotten
+    events.clear()
     monkeypatch.setattr(step_log, "_MIN_EVENT_S", 0.0)
     tell(2)
     assert [(event["kind"], event["step"], event["rows"]) for event in events] == [("data", 2, 10)]
