@@ -603,7 +603,7 @@ def test_every_kind_of_event_is_described() -> None:
 def flags() -> dict[str, set[str]]:
     """Every flag of a command; `train` stands for those that take the same."""
     found = {name: {*flag_names(command_flags(command)), *SWITCHES} for name, command in COMMANDS.items() if not command.recipe}
-    kinds = ("criteo_demo", "mnist_resnet18", "gpt2_tiny")  # of each workload one
+    kinds = ("criteo_demo", "mnist_resnet18", "image_folder", "gpt2_tiny")  # of each workload one
     found["train"] = {"--config", *SWITCHES}.union(*(flag_names(recipe_flags(recipes.ALL[name]())) for name in kinds))
     kinds_of_models = [models.config_class(name) for name in models.names()]
     settings = [field for model in kinds_of_models if model is not None for field in dataclasses.fields(model)]
