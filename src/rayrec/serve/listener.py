@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import errno
 import socket
 import struct
@@ -12,9 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import httptools
 import psutil
@@ -38,40 +36,14 @@ _WIRE_FACTOR: Final = 8
 """Maximum bytes received per byte of the body, because chunks may be small."""
 _MAX_CONNECTIONS: Final = 8192
 """Maximum open connections. More are answered with 503."""
-_MAX_PIPELINED: Final = 64
-"""Maximum pipelined requests per connection. A connection with more is closed."""
-_SETTLE_S: Final = 0.2
-"""Seconds to accept connections with a started handshake before the socket closes."""
-_SO_ATTACH_FILTER: Final = 26
-"""Linux constant that Python's socket module lacks."""
-_DROP_NEW_CONNECTIONS: Final = (
-    (0x30, 0, 0, 13),  # Load the byte with the TCP flags
-    (0x54, 0, 0, 0x12),  # Mask all but SYN and ACK
-    (0x15, 0, 1, 0x02),  # SYN alone opens a connection
-    (0x06, 0, 0, 0),  # Drop it
-    (0x06, 0, 0, 0xFFFFFFFF),  # Keep everything else
-)
-"""Classic BPF program for a listening socket."""
-
+_KEEP_ALIVE_S: Final = 90.0
+"""Maximum silence of a connection while no answer is due, in seconds."""
+_ENDING_S: Final = 0.5
+"""Grace period of idle connections when the listener ends, in seconds. Requests that arrive in it are answered."""
 
 _UNAVAILABLE: Final = Response(
     RequestError(503, "the server starts or ends").body(), 503, {"retry-after": "1", "connection": "close"}, "application/json"
 )
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Timeouts of slow connections, in seconds."""
-
-    head_s: float = 10.0
-    """Maximum time for a request line and headers, from their first byte (a bare line end counts) or the start of the connection.
-    Also the limit for the rest of a body whose request is already answered."""
-    keep_alive_s: float = 90.0
-    """Maximum silence between two requests."""
-    answer_s: float = 90.0
-    """Maximum time for a client to receive an answer."""
-    ending_s: float = 0.5
-    """Grace period of idle connections when the listener ends. Requests that arrive in it are answered."""
 
 
 @final
@@ -79,14 +51,15 @@ class Listener:
     """HTTP server in a separate thread. Several processes of a machine may share a port: the kernel distributes connections."""
 
     def __init__(
-        self, app: ScoringApp, *, host: str, port: int, max_body_bytes: int, end_s: float, limits: Limits | None = None
+        self, app: ScoringApp, *, host: str, port: int, max_body_bytes: int, end_s: float, keep_alive_s: float = _KEEP_ALIVE_S
     ) -> None:
         """Start to listen. Rejects a multiple of `max_body_bytes`, the application's own limit. `close` grants requests in flight
         `end_s` seconds. Raises InputError if it cannot listen at the address."""
+        max_request_bytes = MAX_HEAD_BYTES + _WIRE_FACTOR * max_body_bytes
         self._end_s = end_s
         self._socket = bind(host, port, shared=True)
         self._socket.listen(_BACKLOG)
-        bounded: Any = partial(_BoundedProtocol, limits=limits, max_request_bytes=MAX_HEAD_BYTES + _WIRE_FACTOR * max_body_bytes)
+        bounded: Any = partial(_BoundedProtocol, max_request_bytes=max_request_bytes, keep_alive_s=keep_alive_s)
         settings = uvicorn.Config(
             app,
             http=bounded,
@@ -113,15 +86,7 @@ class Listener:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop accepting connections, answer the received requests, and end. Closing a listening socket resets connections in the
-        accept queue. So the socket first drops packets that open connections (clients retry after a second, perhaps with another
-        process), and closes after accepting all others."""
-        if self._thread.is_alive():
-            program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in _DROP_NEW_CONNECTIONS))
-            option = struct.pack("HL", len(_DROP_NEW_CONNECTIONS), ctypes.addressof(program))
-            with contextlib.suppress(OSError):  # Not every system has such filters
-                self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, option)
-            time.sleep(_SETTLE_S)
+        """Stop accepting connections, answer the received requests, and end."""
         self._server.should_exit = True
         self._thread.join(self._end_s + 1)
 
@@ -208,28 +173,19 @@ class _RetryLater:
 
 @final
 class _BoundedProtocol(HttpToolsProtocol):
-    """HTTP protocol with limits on everything hidden from the application: heads, trailers, chunk frames and idle time. Declines
-    upgrade offers: parses the request again without the offer, because the parser does not expect a body after it. Answers keep
-    the order of the requests, even if a later one is malformed or the client closes its side. Without a due answer, a timer
-    always runs: uvicorn's keep-alive timer, which any byte stops, or the head timer, which only a complete head stops."""
+    """HTTP protocol that limits the bytes of a request, and silence while no answer is due. Declines upgrade offers: parses the
+    request again without the offer, because the parser does not expect a body after it."""
 
-    def __init__(self, *arguments: Any, limits: Limits | None = None, max_request_bytes: int = sys.maxsize, **named: Any) -> None:
-        limits = limits or Limits()
+    def __init__(self, *arguments: Any, max_request_bytes: int = sys.maxsize, keep_alive_s: float = _KEEP_ALIVE_S, **named: Any):
         super().__init__(*arguments, **named)
-        self.timeout_keep_alive = limits.keep_alive_s  # type: ignore[assignment]  # uvicorn adds it to the loop's time
-        self._limits, self._max_request_bytes = limits, max_request_bytes
+        self.timeout_keep_alive = keep_alive_s  # type: ignore[assignment]  # uvicorn adds it to the loop's time
+        self._max_request_bytes = max_request_bytes
         self._received = 0
         """Bytes received since the end of the last request."""
-        self._completed = False
-        """Whether the current bytes ended a request."""
         self._in_body = False
         self._head_without_upgrade = b""
         """Head of a request with an upgrade offer, until it is parsed again."""
-        self._error_message = ""
-        """Error message of a malformed request, sent after the due answers. Further bytes are ignored."""
         self._ending = False
-        self._timers: dict[Literal["head", "answer"], asyncio.TimerHandle] = {}
-        """Running timers for the head of a request, and for the client to receive an answer."""
 
     @property
     def _answer_due(self) -> bool:
@@ -237,20 +193,12 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_timer()
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._start_timer()
+        self._limit_silence()
 
     def on_headers_complete(self) -> None:
-        if len(self.pipeline) >= _MAX_PIPELINED:
-            self.transport.abort()
-            raise ValueError("too many requests wait on one connection")  # Ends the parser
         if self.parser.should_upgrade():
             self._decline_upgrade()
             return
-        self._stop_timer("head")
         self._in_body = True
         super().on_headers_complete()
         if self._ending:
@@ -268,115 +216,37 @@ class _BoundedProtocol(HttpToolsProtocol):
         if self._head_without_upgrade:  # The body follows
             return
         super().on_message_complete()
-        self._received, self._completed, self._in_body = 0, True, False
-        if not self._answer_due:  # Answered before its body ended
-            self._stop_timer("head")
-            self._unset_keepalive_if_required()
-            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self._received, self._in_body = 0, False
 
     def data_received(self, data: bytes) -> None:
-        if self._error_message:
-            return
         if self._received > (self._max_request_bytes if self._in_body else MAX_HEAD_BYTES):
-            self._stop_timer("head")
-            self.send_400_response("The request is too long.")
+            self.transport.close()
             return
-        self._completed = False
-        self._parse(data)
-        if not self._completed:
-            self._received += len(data)
-        if not (self._answer_due or self.timeout_keep_alive_task or self.transport.is_closing()):
-            self._start_timer()
-
-    def _parse(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
+        self._received += len(data)
         while data:
             try:
                 self.parser.feed_data(data)
-                return
+                break
             except httptools.HttpParserUpgrade as offer:
                 data, self._head_without_upgrade = self._head_without_upgrade + data[offer.args[0] :], b""
             except httptools.HttpParserError:
                 self.send_400_response("Invalid HTTP request received.")
                 return
+        self._limit_silence()
 
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection open until the due answers are sent."""
-        if not self._answer_due:
-            return False
-        if self._in_body:
-            self.send_400_response("The request ends within its body.")
-        else:
-            self.cycle.keep_alive = False
-        return True
-
-    def on_response_complete(self) -> None:
-        malformed_is_next = len(self.pipeline) == (self._in_body and self._answer_due)
-        if self._error_message and malformed_is_next and not self.transport.is_closing():
-            self._send_error()
-        super().on_response_complete()
-        if self.pipeline and not self.transport.is_closing():  # Uvicorn resumes reading, which would queue more requests
-            self.flow.pause_reading()
-        if self.transport.is_closing():  # The client may never receive the rest of the answer
-            self._wait_for_client()
-
-    def send_400_response(self, msg: str) -> None:
-        self._error_message = msg
-        if self.pipeline or (self._answer_due and not self._in_body):
-            return  # on_response_complete sends it
-        if self._in_body and not self._answer_due:
-            self.transport.close()  # Answered before its body ended
-        else:
-            self._send_error()
-
-    def _send_error(self) -> None:
-        super().send_400_response(self._error_message)
-        self._wait_for_client()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._wait_for_client()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if not self.transport.is_closing():
-            self._stop_timer("answer")
-
-    def timeout_keep_alive_handler(self) -> None:
-        self.transport.abort()  # `close` would wait for the client to read
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer("head")
-        self._stop_timer("answer")
+    def _limit_silence(self) -> None:
+        """Close the connection after a silence, unless an answer is due. Uvicorn limits only the silence after an answer."""
         self._unset_keepalive_if_required()
-        super().connection_lost(exc)
+        if not self._answer_due:
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def shutdown(self) -> None:
         self._ending = True
         if self._answer_due:
             self.cycle.keep_alive = False
         else:
-            self.loop.call_later(self._limits.ending_s, self._end_if_idle)
+            self.loop.call_later(_ENDING_S, self._end_if_idle)
 
     def _end_if_idle(self) -> None:
         if not self._answer_due:
             self.transport.close()
-
-    def _start_timer(self) -> None:
-        if "head" not in self._timers:
-            self._timers["head"] = self.loop.call_later(self._limits.head_s, self._time_out)
-
-    def _time_out(self) -> None:
-        del self._timers["head"]
-        if self._answer_due:  # The next request is late, but earlier answers are due
-            self.cycle.keep_alive = False
-        else:
-            self.transport.abort()
-
-    def _wait_for_client(self) -> None:
-        if "answer" not in self._timers:
-            self._timers["answer"] = self.loop.call_later(self._limits.answer_s, self.transport.abort)
-
-    def _stop_timer(self, name: Literal["head", "answer"]) -> None:
-        if timer := self._timers.pop(name, None):
-            timer.cancel()
