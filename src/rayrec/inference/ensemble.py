@@ -36,19 +36,19 @@ def ensemble(checkpoints: Sequence[str], out: str, *, configs: Sequence[TrainCon
         if load_preprocessor(checkpoint.path).hash() != preprocessor.hash():
             error = other_preprocessor(checkpoint.path, opened[0].path)
             raise InputError(f"{error} Or average their scores: rayrec compare --ensemble.")
-    together = merge_checkpoints(opened, settings, preprocessor=preprocessor)
-    described = configs[0].replace(workload={"model": together.model})
+    model, targets = merge_checkpoints(opened, settings, preprocessor=preprocessor)
+    described = configs[0].replace(workload={"model": model})
 
     def write_extra_files(folder: str) -> None:
         storage.write_bytes(storage.join(folder, "config.yaml"), described.to_yaml().encode())
         preprocessor.save(storage.join(folder, PREPROCESSOR_FOLDER))
 
     with storage.writing_folder(out) as folder:
-        join(folder, list(zip(opened, together.targets, strict=True)), state={}, extra_files=write_extra_files)
+        join(folder, list(zip(opened, targets, strict=True)), state={}, extra_files=write_extra_files)
         tensors = Checkpoint(folder).manifest()["tensors"]
     return {
         "out": storage.absolute(out),
         "checkpoints": [checkpoint.path for checkpoint in opened],
-        "models": [type(alone).__name__.removesuffix("Config") for alone in together.model.models],
+        "models": [type(alone).__name__.removesuffix("Config") for alone in model.models],
         "weight_bytes": sum(chunk["bytes"] for tensor in tensors.values() for chunk in tensor["chunks"]),
     }

@@ -72,7 +72,7 @@ def test_ensemble_logit_is_mean(models: list[Saved], together: str) -> None:
     served = open_served(together)
     assert served.scorer.weight_bytes == sum(open_served(str(model.run)).scorer.weight_bytes for model in models)
     assert np.abs(alone[0] - alone[1]).max() > 0.1
-    targets = load_targets(Teacher((together,), 1.0), models[0].preprocessor)
+    targets = load_targets(Teacher(together, 1.0), models[0].preprocessor)
     labelled = models[0].rows(200, labelled=True)
     np.testing.assert_allclose(targets(labelled), 1 / (1 + np.exp(-served.score(labelled))), atol=1e-6)
 

@@ -21,25 +21,18 @@ RECORD = "teacher.json"
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig(Config):
-    """Teacher models, in addition to the labels."""
+    """Teacher model, in addition to the labels."""
 
-    checkpoint: str | tuple[str, ...] | None = None
-    """Folder of a click model's checkpoint or run, reachable from every node. Its Preprocessor is reused. Several folders make
-    the mean of their logits the teacher. They must have been trained with one Preprocessor and precision."""
+    checkpoint: str | None = None
+    """Folder of a click model's checkpoint or run, reachable from every node. Its Preprocessor is reused. For the mean of several
+    models, join them with `rayrec ensemble`."""
     weight: Fraction = 0.0
     """Weight of the teacher's probability in the target. The label has the remaining weight. 0 disables the teacher."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.checkpoint is not None and not all(self.checkpoints):
-            raise InputError("teacher.checkpoint: must be one or more runs or checkpoints, got an empty value. Omit it.")
-
-    @property
-    def checkpoints(self) -> tuple[str, ...]:
-        """Configured checkpoints, empty without a teacher."""
-        if self.checkpoint is None:
-            return ()
-        return (self.checkpoint,) if isinstance(self.checkpoint, str) else self.checkpoint or ("",)
+        if self.checkpoint == "":
+            raise InputError("teacher.checkpoint: must be a run or checkpoint, got an empty value. Omit it.")
 
     def check(self) -> None:
         """Check that both a teacher and a weight are set, or neither. Raises InputError."""
@@ -53,27 +46,27 @@ class TeacherConfig(Config):
 class Teacher:
     """Resolved teacher for workers."""
 
-    checkpoints: tuple[str, ...]
-    """Checkpoint folders. The teacher is the mean of these models."""
+    checkpoint: str
+    """Checkpoint folder."""
     weight: float
 
 
 def open_teacher(config: TeacherConfig, *, run: str) -> Teacher | None:
     """Return the teacher on the driver, or None if not configured. A resumed run keeps its original teacher. Raises InputError if
-    a checkpoint is missing or its weights changed since the run started."""
+    the checkpoint is missing or its weights changed since the run started."""
     if config.checkpoint is None:
         return None
     record = storage.join(run, RECORD)
-    recorded = storage.read_json(record) if storage.exists(record) else []
-    recorded = recorded if isinstance(recorded, list) else [recorded]  # earlier versions wrote a single dict
-    opened = [open_checkpoint(each) for each in ([each["checkpoint"] for each in recorded] or config.checkpoints)]
-    current = [{"checkpoint": each.path, "weights": json_hash(each.manifest())} for each in opened]
-    if not recorded:
+    recorded = storage.read_json(record) if storage.exists(record) else None
+    if isinstance(recorded, list):  # Written by an earlier version
+        (recorded,) = recorded
+    checkpoint = open_checkpoint(recorded["checkpoint"] if recorded else config.checkpoint)
+    current = {"checkpoint": checkpoint.path, "weights": json_hash(checkpoint.manifest())}
+    if recorded is None:
         storage.write_json(record, current)
-    for before, now in zip(recorded, current, strict=False):
-        if before["weights"] != now["weights"]:
-            raise InputError(f"{now['checkpoint']}: the teacher's weights changed since {run} started. Start a new run.")
-    return Teacher(tuple(each.path for each in opened), config.weight)
+    elif recorded["weights"] != current["weights"]:
+        raise InputError(f"{checkpoint.path}: the teacher's weights changed since {run} started. Start a new run.")
+    return Teacher(checkpoint.path, config.weight)
 
 
 def load_targets(teacher: Teacher, preprocessor: Preprocessor) -> Callable[[EncodedRows], np.ndarray]:
@@ -81,14 +74,10 @@ def load_targets(teacher: Teacher, preprocessor: Preprocessor) -> Callable[[Enco
     Binary cross entropy is linear in the target, so this equals the weighted mean of both losses (Hinton et al. 2015, "Distilling
     the Knowledge in a Neural Network", at temperature 1). Memory: the teacher's weights, once per worker. Raises InputError for
     damaged weights, another kind of model, and incompatible models."""
-    from rayrec.workloads.recsys.scorer import click_settings, load_mean_scorer, load_scorer
+    from rayrec.workloads.recsys.scorer import click_settings, load_scorer
 
-    if len(teacher.checkpoints) > 1:
-        scorer = load_mean_scorer(teacher.checkpoints, preprocessor=preprocessor, device="cpu")
-    else:
-        (checkpoint,) = teacher.checkpoints
-        model, precision = click_settings(Checkpoint(checkpoint))
-        scorer = load_scorer(model, precision=precision, checkpoint=checkpoint, preprocessor=preprocessor, device="cpu")
+    model, precision = click_settings(Checkpoint(teacher.checkpoint))
+    scorer = load_scorer(model, precision=precision, checkpoint=teacher.checkpoint, preprocessor=preprocessor, device="cpu")
     weight = np.float32(teacher.weight)
 
     def targets(rows: EncodedRows) -> np.ndarray:

@@ -6,7 +6,6 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, final
 
@@ -349,21 +348,12 @@ def click_settings(
     return stored_model(model_values, where=path, own=own), precision
 
 
-@dataclass(frozen=True)
-class MergedEnsemble:
-    """Ensemble of several checkpoints."""
-
-    model: EnsembleConfig
-    precision: Precision
-    targets: tuple[dict[str, TargetSlice], ...]
-    """Target of each checkpoint's weights in the ensemble: tables are concatenated by column, networks are separate members."""
-
-
 def merge_checkpoints(
     checkpoints: Sequence[Checkpoint], settings: Sequence[tuple[ClickModelConfig, Precision]], *, preprocessor: Preprocessor
-) -> MergedEnsemble:
-    """Combine two or more checkpoints with the same Preprocessor into an ensemble, given the `click_settings` of each. Reads no
-    weights. Raises InputError for different precisions, and weights that do not match their settings."""
+) -> tuple[EnsembleConfig, tuple[dict[str, TargetSlice], ...]]:
+    """Combine two or more checkpoints with the same Preprocessor into an ensemble, given the `click_settings` of each. Return its
+    settings, and the target in it of each checkpoint's weights: tables are concatenated by column, networks are separate members.
+    Reads no weights. Raises InputError for different precisions, and weights that do not match their settings."""
     precision = settings[0][1]
     for checkpoint, (_, other) in zip(checkpoints, settings, strict=True):
         if other != precision:
@@ -371,25 +361,7 @@ def merge_checkpoints(
                 f"{checkpoint.path}: precision {other} does not match {precision} of {checkpoints[0].path}. Use one precision."
             )
     model = EnsembleConfig(models=tuple(alone.replace(embedding_penalty=0.0) for alone, _ in settings))
-    return MergedEnsemble(model, precision, _weight_targets(checkpoints, model, preprocessor=preprocessor, precision=precision))
-
-
-def load_mean_scorer(checkpoints: Sequence[str], *, preprocessor: Preprocessor, device: str) -> ClickScorer:
-    """Load the mean of two or more checkpoints, as written by `rayrec ensemble`. Memory: all weights once, plus one table.
-    Verifies all checksums. Raises InputError for damaged weights and incompatible models."""
-    opened = [Checkpoint(checkpoint) for checkpoint in checkpoints]
-    ensemble = merge_checkpoints(opened, [click_settings(checkpoint) for checkpoint in opened], preprocessor=preprocessor)
-    model = empty_model(ensemble.model, preprocessor=preprocessor, precision=ensemble.precision)
-    weights: dict[str, torch.Tensor] = {}
-    for checkpoint, targets in zip(opened, ensemble.targets, strict=True):
-        for name, tensor in full_tensors(checkpoint, PREFIX):
-            target = targets[name]
-            if tensor.shape == target.shape:
-                weights[target.name] = tensor
-                continue
-            full_tensor = weights.setdefault(target.name, torch.empty(target.shape, dtype=tensor.dtype))
-            full_tensor[:, target.first_column : target.first_column + tensor.shape[1]] = tensor
-    return make_scorer_of(model, weights, device=device)
+    return model, _weight_targets(checkpoints, model, preprocessor=preprocessor, precision=precision)
 
 
 def _weight_targets(

@@ -17,7 +17,7 @@ from rayrec.data.logs.index import LogIndex
 from rayrec.ingest.block_order import BlockOrder
 from rayrec.workloads.base import RunContext, TrainConfig, WarmStart, WorkerContext, WorkerSetup
 from rayrec.workloads.recsys.distillation import RECORD, Teacher, open_teacher
-from rayrec.workloads.recsys.settings import ClickSettings, Prepared, check_grouped, check_sparse, other_preprocessor
+from rayrec.workloads.recsys.settings import ClickSettings, Prepared, check_grouped, check_sparse
 from rayrec.workloads.run_config import DataConfig
 
 if TYPE_CHECKING:
@@ -166,11 +166,11 @@ class ClickWorkload(ClickSettings):
         return preprocessor
 
     def _configured_preprocessor(self, path: str, teacher: Teacher | None) -> Preprocessor | None:
-        """Return the Preprocessor of preprocessed data, teachers or configuration, or None. Raises InputError if they differ."""
-        teachers = () if teacher is None else teacher.checkpoints
+        """Return the Preprocessor of preprocessed data, teacher or configuration, or None. Raises InputError if they differ."""
         of_data = LogSource.at(path).preprocessor()
         folders = {} if of_data is None else {path: of_data}
-        folders |= {checkpoint: storage.join(checkpoint, PREPROCESSOR_FOLDER) for checkpoint in teachers}
+        if teacher is not None:
+            folders[teacher.checkpoint] = storage.join(teacher.checkpoint, PREPROCESSOR_FOLDER)
         if self.preprocessor is not None:
             folders[self.preprocessor] = self.preprocessor
         first, preprocessor = "", None
@@ -178,8 +178,6 @@ class ClickWorkload(ClickSettings):
             other = Preprocessor.load(folder)
             if preprocessor is None:
                 first, preprocessor = source, other
-            elif other.hash() != preprocessor.hash() and {first, source} <= set(teachers):
-                raise InputError(f"teacher.checkpoint: {other_preprocessor(source, first)}")
             elif other.hash() != preprocessor.hash():
                 raise InputError(
                     f"{source}: Preprocessor {other.hash()} does not match {preprocessor.hash()} of {first}. Leave out "
