@@ -6,10 +6,8 @@ import random
 import re
 import shlex
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NoReturn
@@ -19,6 +17,7 @@ from rayrec.cluster.jobs import Job, Jobs, LogFollower, Unreachable, dashboard_u
 from rayrec.cluster.restart_policy import FINISHED, AttemptHistory, AttemptResult, Policy, Quit, SuperviseConfig
 from rayrec.cluster.supervisor_state import State, StateFile, state_path
 from rayrec.config import InputError
+from rayrec.observe.console import handling_signals
 
 RUN_KEY, CONFIG_KEY = "rayrec_run", "rayrec_config"
 """Job metadata: name of the trained run, and hash of its configuration."""
@@ -63,7 +62,7 @@ def supervise(
     state_file = StateFile(config.state or state_path(name), name=name, config_hash=config_hash, note=note)
     try:
         supervisor = _Supervisor(jobs, state_file, arguments, config=config, stop_wait_s=stop_wait_s, show=show)
-        with _signals():
+        with handling_signals(_end):
             try:
                 return supervisor.run()
             except (KeyboardInterrupt, SystemExit) as error:
@@ -73,24 +72,11 @@ def supervise(
         state_file.close()
 
 
-@contextmanager
-def _signals() -> Iterator[None]:
-    """Make SIGTERM and SIGINT raise SystemExit(143) and KeyboardInterrupt, replacing other handlers."""
-
-    def handle(number: int, frame: FrameType | None) -> NoReturn:
-        if number == signal.SIGTERM:
-            raise SystemExit(143)
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle SIGTERM or Ctrl-C."""
+    if number == signal.SIGTERM:
+        raise SystemExit(143)
+    raise KeyboardInterrupt
 
 
 class _Supervisor:

@@ -1,6 +1,7 @@
 """Console output of a run: notes, preparation progress, and a live training panel."""
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -20,6 +21,18 @@ from rayrec.observe.run_summary import RunSummary
 
 PLAIN_INTERVAL_S = 10.0
 """Seconds between progress lines if standard error is not a terminal."""
+
+
+@contextmanager
+def handling_signals(handle: Callable[[int, Any], None]) -> Iterator[None]:
+    """Call `handle` for Ctrl-C and SIGTERM (in the main thread only), replacing other handlers."""
+    numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @final

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import threading
 import time
 import urllib.request
@@ -22,7 +21,7 @@ from rayrec.checkpoint.discovery import check_files
 from rayrec.cluster import connection
 from rayrec.config import InputError
 from rayrec.inference.model import source_of
-from rayrec.observe.console import Console
+from rayrec.observe.console import Console, handling_signals
 from rayrec.serve.config import LOOPBACK, WILDCARDS, ServeConfig, ServerConfig
 from rayrec.serve.control import APPLICATION, Control, end, quieten, swap_model
 from rayrec.serve.deployment import custom_network_class, make_application
@@ -287,15 +286,8 @@ def _until_signal() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         stop_requested.set()
 
-    if threading.current_thread() is not threading.main_thread():
+    with handling_signals(note):
         yield stop_requested
-        return
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop_requested
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Watch:
