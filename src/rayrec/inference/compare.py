@@ -31,7 +31,6 @@ from rayrec.workloads.scoring import PREFIX
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
 
-ENSEMBLE: Final = "ensemble"
 _RAW_FIELDS: Final = (
     "label", "dense", "sparse", "tokens", "lists", "weight", "integers", "optional", "delimiter", "list_delimiter", "nan",
 )  # fmt: skip
@@ -56,15 +55,15 @@ def compare(
 
     Returns:
         JSON values, None if undefined: `rows`, `label_rate`, `resampling`, `models`, `differences` and `failures` (a line per
-        failed gate). `models` has the given models, then ensemble and baselines, each with `name`, `checkpoint`, the metrics of
+        failed gate). `models` has the given models, then baselines, each with `name`, `checkpoint`, the metrics of
         `rayrec.inference.evaluate.evaluate`, their `intervals`, `parameters`, the network's `multiply_adds` per row,
         `rows_per_s`, and for baselines `trained_rows`. `differences` has each pair of models, `model` minus the earlier `other`
         (metric -> difference, low, high, p_value, method)."""
     options, gates, console = options or ComparisonConfig(), gates or ComparisonGates(), console or Console()
     if not checkpoints or len(checkpoints) + len(options.baselines) < 2:
         raise InputError("compare: needs at least two checkpoints, or one and --baselines, and then the path of a labelled log")
-    if len(checkpoints) < 2 and (gates != ComparisonGates() or options.ensemble):
-        raise InputError("compare: gates and --ensemble need at least two checkpoints. Add another one.")
+    if len(checkpoints) < 2 and gates != ComparisonGates():
+        raise InputError("compare: gates need at least two checkpoints. Add another one.")
     _check_schemas(checkpoints, configs)
     # Opens all before scoring the first, so that errors of the last one show up before hours of scoring.
     jobs = [
@@ -85,8 +84,6 @@ def compare(
         elif (len(scored.labels), scored.checksums) != (len(labels), checksums):
             raise InputError(f"{name}: rows or labels do not match {models[0].described['name']}. Compare models of one log.")
         models.append(_Model(scored.logits, _described(name, job, config, scored, seconds)))
-    if options.ensemble:
-        models.append(_ensemble(models))
     last = len(models) - 1
     if baselines is not None:
         models += [_baseline(kind, baselines, path, labels, console) for kind in options.baselines]
@@ -116,7 +113,7 @@ def _names(checkpoints: Sequence[str]) -> list[str]:
     """Return the last component of each path if they differ, else the paths."""
     short = [storage.name_of(checkpoint.rstrip("/")) for checkpoint in checkpoints]
     names = short if len(set(short)) == len(short) else list(checkpoints)
-    if ENSEMBLE in names or len(set(names)) < len(names):
+    if len(set(names)) < len(names):
         return [f"{number}: {name}" for number, name in enumerate(names, start=1)]
     return names
 
@@ -138,23 +135,6 @@ def _described(name: str, job: ScoringJob, config: TrainConfig, scored: ScoredRo
         "multiply_adds": network_multiply_adds(network, inputs, config.workload.model),
         "rows_per_s": scored.rows / seconds if seconds else math.nan,
     }
-
-
-def _ensemble(models: Sequence[_Model]) -> _Model:
-    """Return the mean of the logits, and the summed costs of the models."""
-    logits = (sum((model.logits for model in models), np.zeros(len(models[0].logits))) / len(models)).astype(np.float32)
-    costs = [model.described for model in models]
-    multiply_adds = [cost["multiply_adds"] for cost in costs]
-    return _Model(
-        logits,
-        {
-            "name": ENSEMBLE,
-            "checkpoint": None,
-            "parameters": sum(cost["parameters"] for cost in costs),
-            "multiply_adds": None if None in multiply_adds else sum(multiply_adds),
-            "rows_per_s": 1 / sum(1 / cost["rows_per_s"] for cost in costs),
-        },
-    )
 
 
 def _baseline(kind: Kind, baselines: Baselines, path: str, labels: np.ndarray, console: Console) -> _Model:

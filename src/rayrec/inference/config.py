@@ -84,8 +84,6 @@ class ComparisonConfig(_ResampledConfig):
 
     confidence: float = 0.95
     """Confidence level of intervals."""
-    ensemble: bool = False
-    """Whether to add the mean of the models' logits as another model."""
     baselines: tuple[Literal["lightgbm", "logistic"], ...] = ()
     """Baselines to add, trained on the first model's training rows: lightgbm (gradient-boosted trees on numbers and smoothed
     click rates) and logistic (regression on hashed categories)."""
@@ -100,7 +98,7 @@ class ComparisonConfig(_ResampledConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonGates(Config):
-    """Required gain of the last model, or the ensemble if requested, over the first."""
+    """Required gain of the last model over the first."""
 
     min_auroc_gain: float | None = None
     """Minimum AUROC of the last model minus AUROC of the first. Negative values allow a loss."""

@@ -11,7 +11,6 @@ from rayrec.checkpoint.writer import join
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER
 from rayrec.workloads.recsys.scorer import click_settings, load_preprocessor, merge_checkpoints
-from rayrec.workloads.recsys.settings import other_preprocessor
 from rayrec.workloads.recsys.workload import ClickWorkload
 
 if TYPE_CHECKING:
@@ -34,8 +33,10 @@ def ensemble(checkpoints: Sequence[str], out: str, *, configs: Sequence[TrainCon
     preprocessor = load_preprocessor(opened[0].path)
     for checkpoint in opened[1:]:
         if load_preprocessor(checkpoint.path).hash() != preprocessor.hash():
-            error = other_preprocessor(checkpoint.path, opened[0].path)
-            raise InputError(f"{error} Or average their scores: rayrec compare --ensemble.")
+            raise InputError(
+                f"{checkpoint.path}: Preprocessor does not match {opened[0].path}, so their ids differ. Train all models with "
+                "one (--workload.preprocessor DIR)."
+            )
     model, targets = merge_checkpoints(opened, settings, preprocessor=preprocessor)
     described = configs[0].replace(workload={"model": model})
 

@@ -153,14 +153,6 @@ class ClickSettings(Workload):
         return unpooled_features(self.model, ModelInputs.of(inputs))
 
 
-def other_preprocessor(checkpoint: str, first: str) -> str:
-    """Return the error for combining models with different Preprocessors."""
-    return (
-        f"{checkpoint}: Preprocessor does not match {first}, so their ids differ. Train all models with one "
-        "(--workload.preprocessor DIR)."
-    )
-
-
 def check_sparse(inputs: Schema) -> None:
     """Check that the model inputs have a sparse column. Raises InputError."""
     if not inputs.sparse:
