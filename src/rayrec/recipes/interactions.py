@@ -45,23 +45,9 @@ def two_tower(path: str | None = None, schema: Schema = PLACEHOLDER) -> TrainCon
     """Train user and item vectors on rows of a user and a chosen item: --schema FILE."""
     from rayrec.models.retrieval.two_tower import TwoTowerConfig
 
-    return TrainConfig(
-        recipe="two_tower",
-        workload=ClickWorkload(
-            schema=schema,
-            preset=PRESET,
-            model=TwoTowerConfig(),
-            table_start=TableInit(kind="normal", std=0.02),
-            sparse_optimizer=SparseOptimizerConfig(kind="sparse_adam", learning_rate=0.001),
-            dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
-        ),
-        train_data=DataConfig(path=path),
-        epochs=20,
-        batch_size=1024,
-        eval_batch_size=1024,
-        evaluations_per_epoch=1,
-        early_stopping=EarlyStoppingConfig(patience=3),
-    )
+    workload = {"model": TwoTowerConfig(), "sparse_optimizer": {"kind": "sparse_adam"}}
+    larger = {"epochs": 20, "batch_size": 1024, "eval_batch_size": 1024, "early_stopping": {"patience": 3}}
+    return next_item(path, schema).replace(recipe="two_tower", workload=workload, **larger)
 
 
 RECIPES = (next_item, two_tower)
