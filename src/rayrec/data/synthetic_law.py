@@ -4,11 +4,16 @@ one of the neighbouring values in a slot far out in the tail. Slots also contain
 row costs a few table lookups per column. The constants are rounded statistics of the genuine logs: cardinality, popularity of the
 top tokens, quantiles, missing rates."""
 
+from __future__ import annotations
+
+import json
 import statistics
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import resources
+from typing import Final
 
 import numpy as np
 
@@ -31,109 +36,33 @@ class LogSpec:
     """Constants of one of the two genuine logs."""
 
     label_rate: float
-    dense: tuple[tuple[int, ...], ...]
+    dense: list[list[int]]
     """Values at _QUANTILES of each dense column, without missing and negative values."""
-    negative: dict[int, tuple[tuple[int, float], ...]]
+    negative: dict[int, list[tuple[int, float]]]
     """Dense column -> (negative value, fraction of the values), most negative first."""
-    sparse: tuple[tuple[int, tuple[float, ...], float, float], ...]
+    sparse: list[tuple[int, list[float], float, float]]
     """Cardinality (at most 100,000), fractions of the top tokens, then exponent a and offset q of (rank + q)^-a."""
-    missing: tuple[tuple[float, tuple[int, ...]], ...]
+    missing: list[tuple[float, list[int]]]
     """Rate, and the columns (dense 0-12, sparse 13-38) that are empty together."""
-    linked: tuple[tuple[int, ...], ...]
+    linked: list[list[int]]
     """Sparse columns that name the same thing, so that their common tokens occur together."""
-    interacting: tuple[tuple[int, int], ...]
+    interacting: list[tuple[int, int]]
     """Pairs of sparse columns with few, popular tokens. The dot product of their latent vectors adds to the logit."""
-    shares: tuple[float, float, float]
+    shares: list[float]
     """Fractions of the logit's variance for dense columns, tokens and interactions. With rarer clicks, tokens must contribute
     less for a model to learn them from a million rows."""
     shrinkage_rows: float
     """Occurrences in a million rows at which a token has half its column's strength."""
 
+    @classmethod
+    def all(cls) -> dict[str, LogSpec]:
+        """Read the constants of both logs from synthetic_law.json, which has lists for tuples and text for columns."""
+        laws = json.loads(resources.files(__package__).joinpath("synthetic_law.json").read_text())
+        negative = {name: {int(column): value for column, value in law["negative"].items()} for name, law in laws.items()}
+        return {name: cls(**{**law, "negative": negative[name]}) for name, law in laws.items()}
 
-DIALECTS = {
-    "kaggle": LogSpec(
-        label_rate=0.256,
-        dense=(
-            (0, 0, 0, 0, 0, 0, 0, 1, 1, 3, 4, 10, 17, 45, 130, 560),
-            (0, 0, 0, 0, 1, 1, 2, 5, 15, 34, 81, 260, 670, 2500, 3800, 11000),
-            (0, 1, 1, 1, 2, 3, 5, 7, 11, 18, 31, 64, 110, 370, 2700, 22000),
-            (0, 0, 0, 1, 1, 2, 3, 5, 6, 9, 13, 21, 29, 44, 83, 420),
-            (0, 1, 2, 11, 99, 440, 1400, 2200, 4300, 7400, 15000, 33000, 55000, 330000, 860000, 1500000),
-            (0, 0, 0, 2, 6, 13, 23, 37, 59, 96, 160, 340, 610, 1600, 4200, 14000),
-            (0, 0, 0, 0, 0, 1, 2, 3, 5, 8, 15, 33, 64, 230, 770, 8800),
-            (0, 0, 0, 0, 2, 3, 5, 8, 11, 17, 24, 35, 42, 49, 58, 4600),
-            (0, 0, 1, 2, 7, 15, 26, 41, 62, 95, 160, 320, 550, 1300, 3200, 7500),
-            (0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 3, 4, 6),
-            (0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 3, 6, 10, 24, 60, 100),
-            (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2, 4, 17, 66, 490),
-            (0, 0, 0, 1, 1, 2, 3, 5, 7, 11, 17, 28, 39, 82, 220, 4300),
-        ),
-        negative={1: ((-2, 0.001), (-1, 0.1))},
-        sparse=(
-            (1460, (0.5, 0.17, 0.087), 1.95, 0.43), (583, (0.13, 0.068, 0.04), 2.64, 36),
-            (100_000, (0.037, 0.019, 0.019), 0.89, 0.023), (100_000, (0.056, 0.047, 0.033), 1.02, 2.2),
-            (305, (0.67, 0.16, 0.062), 2.56, 0.34), (24, (0.54, 0.22, 0.13), 8, 0.016),
-            (12517, (0.0099, 0.0095, 0.0082), 1.38, 100), (633, (0.6, 0.17, 0.073), 2.23, 0.35), (3, (0.88, 0.119), 1, 0),
-            (93145, (0.27, 0.0094, 0.009), 1.43, 110), (5683, (0.022, 0.015, 0.012), 1.82, 140),
-            (100_000, (0.037, 0.019, 0.019), 0.91, 0.024), (3194, (0.024, 0.017, 0.014), 1.81, 120),
-            (27, (0.37, 0.34, 0.16), 3.6, 0.23), (14992, (0.021, 0.015, 0.01), 1.82, 110),
-            (100_000, (0.037, 0.019, 0.019), 0.96, 0.057), (10, (0.43, 0.13, 0.13), 1, 1),
-            (5652, (0.054, 0.031, 0.025), 2.02, 60), (2173, (0.58, 0.039, 0.019), 1.58, 19), (4, (0.37, 0.32, 0.309), 1, 0),
-            (100_000, (0.037, 0.019, 0.019), 0.93, 0.028), (18, (0.52, 0.38, 0.043), 6.7, 0.05),
-            (15, (0.44, 0.2, 0.12), 6.4, 0.06), (100_000, (0.071, 0.068, 0.062), 1.16, 1.1),
-            (105, (0.31, 0.19, 0.11), 9.6, 30), (100_000, (0.088, 0.039, 0.025), 1.2, 6.6),
-        ),
-        missing=(
-            (0.44, (0, 9)), (0.19, (2,)), (0.20, (3, 12)), (0.049, (4,)), (0.25, (5,)), (0.047, (6, 8, 10)), (0.001, (7,)),
-            (0.77, (11,)), (0.041, (15, 16, 24, 28, 33, 36)), (0.14, (18,)), (0.42, (31, 32, 37, 38)), (0.81, (34,)),
-        ),
-        linked=((2, 11, 15, 20),),
-        interacting=((0, 13), (7, 16), (13, 22)),
-        shares=(0.55, 0.41, 0.04),
-        shrinkage_rows=8_000,
-    ),
-    "terabyte": LogSpec(
-        label_rate=0.03,
-        dense=(
-            (1, 1, 1, 1, 2, 3, 5, 7, 11, 17, 32, 60, 96, 280, 1500, 3900),
-            (1, 2, 8, 20, 48, 93, 160, 230, 330, 450, 660, 1100, 1700, 3400, 6500, 7200),
-            (0, 0, 0, 1, 1, 2, 3, 4, 5, 7, 10, 18, 25, 38, 80, 110),
-            (0, 0, 1, 3, 8, 16, 27, 38, 56, 89, 150, 330, 510, 1800, 8000, 9500),
-            (1, 1, 1, 1, 1, 2, 4, 5, 7, 11, 21, 41, 80, 240, 1400, 2200),
-            (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 4, 18, 130, 220),
-            (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 14, 29),
-            (0, 0, 0, 0, 1, 2, 5, 13, 31, 57, 110, 290, 560, 2300, 3400, 3500),
-            (0, 0, 0, 0, 0, 1, 2, 4, 6, 9, 13, 24, 33, 45, 49, 49),
-            (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 2, 3, 3),
-            (1, 1, 1, 1, 1, 1, 1, 2, 2, 3, 5, 9, 14, 27, 83, 89),
-            (0, 1, 8, 43, 390, 1300, 2000, 4000, 6500, 11000, 19000, 36000, 89000, 370000, 960000, 1000000),
-            (0, 1, 1, 1, 2, 3, 4, 5, 6, 9, 13, 23, 33, 58, 130, 210),
-        ),
-        negative={7: ((-2, 0.0005), (-1, 0.055))},
-        sparse=(
-            (100_000, (0.38, 0.079, 0.076), 1.16, 0.033), (39060, (0.14, 0.096, 0.055), 1.32, 7.7),
-            (17295, (0.03, 0.026, 0.014), 1.15, 11), (7424, (0.27, 0.088, 0.083), 1.49, 0.57),
-            (20265, (0.21, 0.076, 0.055), 1.45, 2.7), (3, (0.87, 0.129), 1, 0), (7122, (0.032, 0.026, 0.02), 1.25, 13),
-            (1543, (0.14, 0.097, 0.094), 1.64, 3.5), (63, (0.53, 0.12, 0.081), 4.58, 0.11),
-            (100_000, (0.38, 0.079, 0.076), 1.18, 0.038), (100_000, (0.38, 0.16, 0.086), 1.25, 0.068),
-            (100_000, (0.26, 0.005, 0.005), 1.16, 19), (10, (0.34, 0.15, 0.12), 1, 1),
-            (2209, (0.88, 0.033, 0.0056), 2.67, 110), (11938, (0.14, 0.096, 0.058), 1.44, 7.2),
-            (155, (0.88, 0.058, 0.026), 2.78, 0.26), (4, (0.85, 0.076, 0.072), 1, 0), (976, (0.51, 0.18, 0.061), 2.21, 0.94),
-            (14, (0.43, 0.37, 0.048), 4.14, 0.12), (100_000, (0.38, 0.079, 0.076), 1.16, 0.033),
-            (100_000, (0.38, 0.15, 0.079), 1.16, 0.53), (100_000, (0.38, 0.079, 0.076), 1.17, 0.037),
-            (100_000, (0.69, 0.033, 0.03), 2.66, 120), (12973, (0.026, 0.023, 0.014), 1.3, 17),
-            (108, (0.52, 0.2, 0.1), 4.51, 0.11), (36, (0.37, 0.29, 0.12), 3.75, 0.23),
-        ),
-        missing=(
-            (0.23, (0,)), (0.09, (1,)), (0.25, (2, 12)), (0.52, (3,)), (0.44, (4, 10)), (0.088, (5, 9)), (0.031, (6,)),
-            (0.014, (11,)), (0.022, (13, 22, 23, 32, 33, 34)), (0.46, (26, 28, 29, 35)),
-        ),
-        linked=((0, 9, 19, 21), (1, 14)),
-        interacting=((8, 17), (12, 25), (12, 18)),
-        shares=(0.75, 0.23, 0.02),
-        shrinkage_rows=60_000,
-    ),
-}  # fmt: skip
+
+DIALECTS: Final = LogSpec.all()
 
 
 def _hash64(values: np.ndarray, salt: int, purpose: int) -> np.ndarray:
