@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -118,10 +119,14 @@ class Node:
         for command in ("link set p name eth0", f"address add {self.address}/24 dev eth0", "link set eth0 up"):
             self._space.call(f"ip {command}")
 
+    def enter(self, *command: str) -> list[str]:
+        """Return the command that runs `command` in here."""
+        return self._space.command(command)
+
     def start(self, *command: str, **environment: str) -> Session:
         self._commands += 1
         output = self._network.folder / f"{self.name}-{self._commands}"
-        return Session(self._space.command(command), environment={**self.environment, **environment}, output=output)
+        return Session(self.enter(*command), environment={**self.environment, **environment}, output=output)
 
     def run(self, *command: str, **environment: str) -> Session:
         return self.start(*command, **environment).wait()
@@ -197,6 +202,18 @@ class Network(EndsOnExit):
         number = len(self.nodes) + 1
         self.nodes.append(Node(self, f"node{number}", number))
         return self.nodes[-1]
+
+    def ssh(self) -> Path:
+        """Write a stand-in for ssh, which takes the name of a machine and a shell command."""
+        cases = []
+        for node in self.nodes:
+            names = ("HOME", "RAYREC_CACHE", "PYTHONUNBUFFERED", *FREQUENT_CHECKS)
+            variables = [f"{name}={node.environment[name]}" for name in names]
+            cases.append(f'{node.name}) exec {shlex.join(node.enter("env", *variables, "sh", "-c"))} "$2" ;;')
+        script = self.folder / "ssh"
+        script.write_text("\n".join(["#!/bin/bash", 'case "$1" in', *cases, "esac", "exit 255", ""]))
+        script.chmod(0o755)
+        return script
 
     def cluster(self, *nodes: Mapping[str, float], token: str | None = None) -> list[Node]:
         """Starts a Ray cluster on new machines, the first of them its head, and returns them. A mapping names a node's `cpus` and

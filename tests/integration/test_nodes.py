@@ -228,3 +228,34 @@ def test_links_with_delay_and_loss_change_no_weights(click_log: Path, shared: Pa
             worker.disturb(delay_ms=20, loss_percent=2)
         found = summary(head.rayrec(*train_flags(click_log, shared, "disturbed"), timeout_s=500))
     assert found["weights_sha256"] == plain["weights_sha256"]
+
+
+def left(machines: list[Node]) -> list[bytes]:
+    return [Path(f"/proc/{pid}/cmdline").read_bytes() for node in machines for pid in node.processes("ray")]
+
+
+SSH = Path(__file__).parents[2] / "deploy" / "ssh" / "run.sh"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stopped", [False, True])
+def test_ssh_script_trains_on_two_machines(click_log: Path, shared: Path, tmp_path: Path, stopped: bool) -> None:
+    """It ends all that it started, also at SIGTERM, after which the same command resumes."""
+    with Network() as network:
+        machines = [network.add(), network.add()]
+        variables = {"RAYREC_BIN": str(Path(sys.executable).parent), "RAYREC_SSH": str(network.ssh())}
+        variables |= {"RAYREC_HEAD": machines[0].address, "RAYREC_START": "--num-cpus=1 --object-store-memory=80000000"}
+        flags = train_flags(click_log, shared, f"by-ssh-{stopped}", **{**LONG, "scaling.cpus-per-worker": 0.6})
+        words = [word for word in flags if word not in ("--scaling.resources-per-worker", "accelerator", "1")]
+        command = [str(SSH), ",".join(machine.name for machine in machines), *words]
+        session = Session(command, environment={**os.environ, **variables}, output=tmp_path / "first")
+        if stopped:
+            wait_for_step(shared / "by-ssh-True", 60)
+            os.kill(session.process.pid, signal.SIGTERM)
+            assert session.wait().status == 128 + signal.SIGTERM
+            until(lambda: not any(node.processes("ray") for node in machines), timeout_s=30)
+            session = Session(command, environment={**os.environ, **variables}, output=tmp_path / "second")
+        result = summary(session.wait(timeout_s=500))
+        until(lambda: not any(node.processes("ray") for node in machines), timeout_s=30, told=lambda: left(machines))
+    check_no_rows_lost(result)
+    assert result["steps"] == LONG["steps"]
