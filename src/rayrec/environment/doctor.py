@@ -9,14 +9,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from rayrec.config import InputError
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
 from rayrec.environment import installation
 from rayrec.environment.installation import EXTRAS, FBGEMM, PROBED, UNNEEDED, Installed, Machine, Probe
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
 
 _RAY_MEMORY_FRACTION, _RAY_SHM_BYTES = 0.3, 10**10
 """Defaults of Ray's object store: its fraction of free memory, and the size of /dev/shm below which it warns
@@ -91,13 +91,8 @@ def doctor(
     pip: str | None = None,
 ) -> Report:
     """Diagnose this interpreter's installation and this machine. Takes about 15 s, because it imports torch in another process.
-    Arguments replace the detected values; `pip` is the user's command for this environment's pip. Raises InputError if even
-    `packaging`, which parses versions, is not installed."""
+    Arguments replace the detected values; `pip` is the user's command for this environment's pip."""
     pip = pip or _pip()
-    try:
-        import packaging.requirements  # noqa: F401
-    except ModuleNotFoundError:
-        raise InputError(f"rayrec is installed without its dependencies. Run {pip} install packaging, then try again") from None
     installed = installation.installed_distributions() if installed is None else installed
     probes = installation.probe_all(PROBED) if probes is None else probes
     machine = installation.this_machine() if machine is None else machine
@@ -136,8 +131,6 @@ def diagnose(
 def closure(roots: Iterable[Requirement], installed: Mapping[str, Installed]) -> Iterator[tuple[str, Requirement]]:
     """Yield every requirement reachable from `roots`, with the distribution that requires it ("" for the roots). Pure. Does not
     follow missing distributions, and skips UNNEEDED ones. Evaluates markers for this interpreter."""
-    from packaging.requirements import Requirement
-
     waiting = [("", requirement) for requirement in roots]
     seen = set()
     while waiting:
@@ -274,8 +267,6 @@ def _torch_pin(installed: Mapping[str, Installed]) -> str:
 
 def _requirements(installed: Mapping[str, Installed], extra: str = "") -> list[Requirement]:
     """Return rayrec's requirements without extras, or the additional ones of an extra."""
-    from packaging.requirements import Requirement
-
     texts = installed["rayrec"].requires if "rayrec" in installed else ()
     return [each for each in map(Requirement, texts) if _applies(each, extra) and not (extra and each.marker is None)]
 
@@ -285,14 +276,10 @@ def _applies(requirement: Requirement, extra: str) -> bool:
 
 
 def _name(requirement: Requirement) -> str:
-    from packaging.utils import canonicalize_name
-
     return canonicalize_name(requirement.name)
 
 
 def _fits(version: str, specifier: str) -> bool:
-    from packaging.specifiers import SpecifierSet
-
     return SpecifierSet(specifier).contains(version, prereleases=True)
 
 

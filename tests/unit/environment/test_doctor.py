@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders.faults import rejects
 from packaging.requirements import Requirement
 
 from rayrec.environment.doctor import Finding, closure, diagnose, doctor
@@ -174,7 +173,7 @@ def test_transitive_requirements_rayrec_and_machine_are_checked() -> None:
     assert diagnose(CPU, WORKS, replace(MACHINE, shm_bytes=None)) == []
 
 
-def test_report_is_readable_and_missing_packaging_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_is_readable() -> None:
     good = doctor(installed=CPU, probes=WORKS, machine=MACHINE, pip="pip")
     lines = [" ".join(line.split()) for line in good.lines()]
     assert (good.ok, lines[-1]) == (True, "all fits together")
@@ -188,8 +187,6 @@ def test_report_is_readable_and_missing_packaging_raises(monkeypatch: pytest.Mon
     noted = doctor(installed=CPU, probes=WORKS, machine=replace(MACHINE, shm_bytes=0))
     assert noted.ok
     assert any(line.startswith("note: ") for line in noted.lines())
-    monkeypatch.setitem(sys.modules, "packaging.requirements", None)
-    rejects("install packaging", doctor, installed=CPU, probes=WORKS, machine=MACHINE)
 
 
 MODULES = {
