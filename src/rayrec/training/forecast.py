@@ -27,8 +27,6 @@ _TIMEOUT_S: Final = 300.0
 _STEPS_AT_ONCE: Final = 8
 """Steps between two clock readings. The first ones are not measured."""
 _MEASURED_S: Final = 4.0
-_RESERVED_FRACTION: Final = 0.5
-"""Reserved share of a pipeline's CPUs, if it has room for several tasks; see ingest/ray_engine.py."""
 _OPTIONAL: Final = ("memory_gb", "gpu_memory_gb", "gpu_rows_per_s", "network_gbit", "inside_gbit")
 """Optional fields of a cluster."""
 
@@ -359,17 +357,16 @@ def extrapolate(
     placement = allocation.per_worker
     cpus_per_worker = placement.max_cpus or placement.num_cpus
     tasks = max(1, math.floor(cpus_per_worker / placement.num_cpus + 1e-9))
-    at_once = max(1, math.ceil(tasks * _RESERVED_FRACTION))
     gpu_rows_per_s = model / workers if measured_speed.device == "cuda" else None
     return Forecast(
         shape=shape,
         num_workers=workers,
         data_cpus=cpus_per_worker * workers,
         model_rows_per_s=model,
-        data_rows_per_s=workers * at_once / task_s,
+        data_rows_per_s=workers * tasks / task_s,
         cpu_rows_per_s=None
         if gpu_rows_per_s is not None
         else shape.cpus * shape.nodes / (measured_speed.cpu_s_per_row + task_cpu_s),
-        cpus_per_gpu=None if gpu_rows_per_s is None else gpu_rows_per_s * task_s / _RESERVED_FRACTION,
+        cpus_per_gpu=None if gpu_rows_per_s is None else gpu_rows_per_s * task_s,
         measured_speed=measured_speed,
     )

@@ -73,8 +73,8 @@ def test_forecast_includes_network_and_returns_cpus_per_gpu() -> None:
     found = of(replace(MEASURED, device="cuda", num_workers=1, rows_per_s=1_000_000.0), "cpus=16,gpus=1,nodes=2,cpu_nodes=3")
     assert found.model_rows_per_s == pytest.approx(2e6)
     assert found.cpu_rows_per_s is None
-    assert found.cpus_per_gpu == pytest.approx(10.0)  # five at work, and as many that Ray Data keeps in reserve
-    assert "10 CPUs for data tasks keep one GPU busy: 1 CPU node of this size a GPU." in found.text()
+    assert found.cpus_per_gpu == pytest.approx(5.0)
+    assert "5 CPUs for data tasks keep one GPU busy: 1 CPU node of this size a GPU." in found.text()
     assert found.data_cpus == 48.0  # those of the nodes without GPUs
     assert found.bottleneck == "model"
 
@@ -83,7 +83,7 @@ def test_forecast_uses_given_gpu_speed() -> None:
     measured = replace(MEASURED, device="cuda", num_workers=1, rows_per_s=500_000.0, given=True, notes=("Not looked at.",))
     text = of(measured, "cpus=16,gpus=1,nodes=2,gpu_rows_per_s=500000").text()
     assert "  model    1M rows/s in all, by gpu_rows_per_s: given, not measured\n" in text
-    assert "5 CPUs for data tasks keep one GPU busy" in text
+    assert "3 CPUs for data tasks keep one GPU busy" in text
     assert text.endswith("\nNot looked at.")
     assert "given" not in of(replace(measured, given=False), "cpus=16,gpus=1,nodes=2").text()
 
