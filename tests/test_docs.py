@@ -273,6 +273,21 @@ def test_guarantees_name_targets_of_their_tests() -> None:
             assert target == f"make test{runs and '-'}{runs}", name
 
 
+def test_rows_of_five_systems_name_existing_things() -> None:
+    text = (ROOT / "docs" / "five-systems.md").read_text()
+    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", text, re.MULTILINE)
+    rows = [row for row in rows if row[0] not in ("row", "---")]
+    tests = set(re.findall(r"^def (test_\w+)", "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py")), re.MULTILINE))
+    benchmarks = set(script("benchmarks", "run").NAMES)
+    assert len(rows) == 163
+    for row, way, shown_by in rows:
+        named, benchmark = re.fullmatch(r"`(test_\w+)`", shown_by), re.fullmatch(r"`rayrec benchmark (\S+)`", shown_by)
+        is_known = named[1] in tests if named else benchmark[1] in benchmarks if benchmark else "`rayrec plan`" in shown_by
+        assert is_known or ".md#" in shown_by, row
+        for path in re.findall(r"`((?:deploy|examples)/\S+)`", way):
+            assert (ROOT / path).exists(), path
+
+
 def test_pictures_match_their_command() -> None:
     """`make pictures`, from the committed results; the screenshot stays small."""
     assets = ROOT / "docs" / "assets"
