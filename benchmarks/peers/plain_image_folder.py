@@ -71,7 +71,7 @@ class ImageFolder(Dataset):
         log_ratio = torch.log(torch.tensor((3 / 4, 4 / 3)))
         for _ in range(10):
             area = width * height * torch.empty(1).uniform_(0.08, 1.0).item()
-            ratio = torch.exp(torch.empty(1).uniform_(log_ratio[0], log_ratio[1])).item()
+            ratio = torch.exp(torch.empty(1).uniform_(log_ratio[0].item(), log_ratio[1].item())).item()
             w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
             if 0 < w <= width and 0 < h <= height:
                 top, left = torch.randint(0, height - h + 1, (1,)).item(), torch.randint(0, width - w + 1, (1,)).item()

@@ -59,6 +59,7 @@ class SyncCheckpoints(TrainerCallback):
         """Copy the newest intact checkpoint into `args.output_dir` and return its path for
         `Trainer.train(resume_from_checkpoint=...)`, or None if there is none yet. Logs damaged ones. Also copies Trainer's best
         checkpoint. Raises InputError if all are damaged, OSError if the store is unavailable."""
+        assert args.output_dir is not None, "TrainingArguments sets it"
         complete = self._begin().run_on_rank0(self._complete)
         for name in reversed(complete):
             manifest = self._fetched(name, args.output_dir)
@@ -82,6 +83,7 @@ class SyncCheckpoints(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Upload the checkpoint that Trainer has just written."""
+        assert args.output_dir is not None, "TrainingArguments sets it"
         ranks, name = self._begin(), f"checkpoint-{state.global_step}"
         local, target = storage.absolute(os.path.join(args.output_dir, name)), storage.join(self._folder, name)
         listed = ranks.each(lambda: file_sizes(local).keys() - {MANIFEST})

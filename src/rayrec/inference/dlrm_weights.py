@@ -88,7 +88,7 @@ def _converted(state: dict[str, torch.Tensor], path: str) -> tuple[DLRMConfig, d
     if kinds is _V1:  # pairs (1, 0), (2, 0), (2, 1), ...; here (0, 1), (0, 2), ...
         first, second = torch.triu_indices(vectors, vectors, offset=1)
         top[0] = torch.cat([top[0][:, :dim], top[0][:, dim + second * (second - 1) // 2 + first]], dim=1)
-    crossed = {"cross_layers": crosses, "cross_low_rank": weights["down"][0].shape[0]} if crosses else {}
+    crossed: dict[str, Any] = {"cross_layers": crosses, "cross_low_rank": weights["down"][0].shape[0]} if crosses else {}
     model = DLRMConfig(
         interaction="cross" if crosses else "dot",
         embedding_dim=dim,

@@ -289,7 +289,7 @@ class LanguageWorkload(DataParallelWorkload):
         require("transformers", extra="language")
         from rayrec.workloads.language_model import build_model
 
-        model = build_model(storage.read_json(storage.join(checkpoint, CONFIG_FILE)))
+        model: Any = build_model(storage.read_json(storage.join(checkpoint, CONFIG_FILE)))
         model.text_tokenizer = load_tokenizer(storage.join(checkpoint, TOKENIZER_FOLDER))
         return model
 

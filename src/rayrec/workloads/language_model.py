@@ -54,7 +54,8 @@ def continue_prompts(
 ) -> dict[str, list[str]]:
     """Return the columns `prompt` and `text` of a batch, for the model of a checkpoint with its `text_tokenizer`."""
     tokenizer: Any = model.text_tokenizer
-    limits: Any = {"window": model.config.block_size, "max_new_tokens": max_new_tokens, "temperature": temperature}
+    config: Any = model.config
+    limits: Any = {"window": config.block_size, "max_new_tokens": max_new_tokens, "temperature": temperature}
     prompts, lengths = tensors[PROMPTS].cpu().numpy(), tensors[LENGTHS].cpu().numpy()
     texts = continued(model, prompts, lengths, tokenizer=tokenizer, device=tensors[PROMPTS].device, **limits)
     decoded = [tokenizer.decode(row[len(row) - length :].tolist()) for row, length in zip(prompts, lengths, strict=True)]
@@ -188,7 +189,7 @@ def read_config(folder: str, *, vocabulary_size: int, block_size: int) -> tuple[
     values = {name: value for name, value in values.items() if name not in ("auto_map", "quantization_config")}
     try:
         with torch.device("meta"):
-            model = build_model(values)
+            model: Any = build_model(values)
     except Exception as error:  # depends on the model
         raise InputError(f"workload.model.config: {path}: transformers cannot build the model ({one_line(error)})") from None
     if "past_key_values" not in inspect.signature(model.forward).parameters:

@@ -76,7 +76,7 @@ def _column(schema: Schema, rules: Preset, name: str, path: str) -> tuple[Sparse
         raise InputError(f"{path}: IDs must have no gaps, but no value has ID {unused[0]:,}. Number the values consecutively")
     unknown_id = max(stop, (missing_id or 0) + 1) if rules.unknown_id is None else rules.unknown_id
     if missing_id is None:
-        zero = np.flatnonzero(tokens == 0) if rules.missing == "zero" else []
+        zero = np.flatnonzero(tokens == 0) if rules.missing == "zero" else tokens[:0]
         missing_id = first + int(zero[0]) if len(zero) else rules.missing if isinstance(rules.missing, int) else unknown_id
         if not len(zero) and first <= missing_id < stop:
             raise InputError(f"{path}: ID {missing_id} of empty fields ({rules.name}) is a value's. Add an empty value")
