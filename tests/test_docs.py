@@ -277,7 +277,9 @@ def test_rows_of_five_systems_name_existing_things() -> None:
     text = (ROOT / "docs" / "five-systems.md").read_text()
     rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", text, re.MULTILINE)
     rows = [row for row in rows if row[0] not in ("row", "---")]
-    tests = set(re.findall(r"^def (test_\w+)", "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py")), re.MULTILINE))
+    tests = set(
+        re.findall(r"^def (test_\w+)", "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py")), re.MULTILINE)
+    )
     benchmarks = set(script("benchmarks", "run").NAMES)
     assert len(rows) == 163
     for row, way, shown_by in rows:

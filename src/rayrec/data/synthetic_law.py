@@ -159,7 +159,7 @@ def _dense_column(dialect: LogSpec, column: int, strength: float, rng: np.random
 
 
 def _sparse_column(
-    law: tuple[int, tuple[float, ...], float, float], strength: float, shrinkage_rows: float, salt: int
+    law: tuple[int, list[float], float, float], strength: float, shrinkage_rows: float, salt: int
 ) -> _SparseColumn:
     cardinality, top, exponent, offset = law
     tail = (np.arange(len(top), cardinality) + 1.0 + offset) ** -exponent

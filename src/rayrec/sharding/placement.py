@@ -114,8 +114,8 @@ def describe(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -
         for rank, of_rank in sorted(sizes.items())
     ]
     weight_bytes = sum(row.num_embeddings * row.embedding_dim for row in rows) * FLOAT_BYTES
-    size = f"{weight_bytes / 2**30:,.2f} GiB" if weight_bytes >= 2**30 else readable(weight_bytes)
-    total = f"all tables: {size} without optimizer state"
+    total_size = f"{weight_bytes / 2**30:,.2f} GiB" if weight_bytes >= 2**30 else readable(weight_bytes)
+    total = f"all tables: {total_size} without optimizer state"
     return "\n".join([*aligned([head, *lines], left={0, 3, 4}), total, *workers])
 
 
