@@ -319,6 +319,7 @@ NO_ROW = {
 NO_ROW |= {("docs/models.md", "0.8162"), ("docs/models/crosses.md", "0.8162")}  # published by DCNv3's authors
 NO_ROW |= {("docs/from-fuxictr.md", "0.8150"), ("docs/models.md", "0.8146"), ("docs/models.md", "0.8150")}  # by BARS
 NO_ROW |= {("docs/models/towers.md", figure) for figure in ("0.8134", "0.8146", "0.8150")}  # by BARS
+NO_ROW |= {("docs/from-e2eaiok.md", "0.7926")}  # by Intel
 """Figures in prose that are of no row of ours."""
 
 
