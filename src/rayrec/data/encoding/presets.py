@@ -1,9 +1,11 @@
 """Presets: rules for missing values, integers and categories that follow published pipelines."""
 
 import difflib
+import json
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from importlib import resources
+from typing import Final, Literal
 
 import numpy as np
 
@@ -18,10 +20,8 @@ from rayrec.data.logs.splits import Split
 from rayrec.hashing import murmur3
 from rayrec.schema import Schema
 
-TERABYTE_CATEGORIES = (
-    *(227_605_432, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 130_229_467, 3_067_956, 405_282, 10),
-    *(2_209, 11_938, 155, 4, 976, 14, 292_775_614, 40_790_948, 187_188_510, 590_152, 12_973, 108, 36),
-)
+_STORED = json.loads(resources.files(__package__).joinpath("presets.json").read_text())
+TERABYTE_CATEGORIES: Final[tuple[int, ...]] = tuple(_STORED["terabyte_categories"])
 """Number of distinct categories in the 26 columns of Criteo 1TB."""
 MLPERF_NUM_EMBEDDINGS = tuple(min(rows, 40_000_000) for rows in TERABYTE_CATEGORIES)
 """Rows of the 26 tables in MLPerf's benchmarks on Criteo 1TB."""
@@ -260,95 +260,13 @@ def merged(
     return tokens[starts], np.add.reduceat(amounts[order], starts), first_rows
 
 
-RAYREC = Preset()
-"""Default preset: negative numbers keep their values, ids are independent of row order, new and missing categories differ."""
-
-MLPERF_V1 = Preset(
-    name="mlperf-v1",
-    dense="log",
-    dense_lowest=0,
-    dense_standardized=False,
-    ids="first_seen",
-    first_id=0,
-    unknown_id=None,
-    missing="zero",
-    min_count=1,
-    counted="all",
-    split=Split(test_first=True),
-)
-"""Preset of dlrm's data_utils.py: ln(max(x, 0) + 1), dictionaries in order of first appearance over all rows, held-out ones too,
-ids from 0. `token_modulo` is its --max-ind-range. It has no id for new categories; here each table has a row for them."""
-
-TORCHREC = Preset(
-    name="torchrec",
-    dense="log",
-    dense_shift=2.0,
-    dense_from_file_minimum=True,
-    dense_standardized=False,
-    ids="first_seen",
-    unknown_id=1,
-    missing="zero",
-    min_count=3,
-    beyond_limit="modulo",
-    counted="all",
-)
-"""Preset of torchrec.datasets.criteo since June 2025: ln(x - m + 2), where m is the file's smallest integer and missing ones are
-0. Contiguous ids from 2 in order of first appearance over all files, rarer categories 1, then modulo the table size."""
-
-TORCHREC_2024 = TORCHREC.replace(name="torchrec-2024", dense_shift=3.0, dense_from_file_minimum=False)
-"""Preset of torchrec.datasets.criteo before: ln(x + 3), which is -inf at -3 (present in Kaggle) and NaN below."""
-
-RAY_TEMPLATE = Preset(
-    name="ray-template", dense="log", dense_shift=3.0, dense_standardized=False, unknown_id=1, missing="token", min_count=3
-)
-"""Preset of the Ray Train and Ray Data template: ln(x + 3). Categories counted 3 times or more get ids from 2 in the order of its
-value count files, here by falling count (those files are not published), others 1. The empty field is a category."""
-
-NVT = Preset(
-    name="nvt",
-    dense="log",
-    dense_shift=3.0,
-    dense_standardized=False,
-    ids="murmur3",
-    first_id=0,
-    unknown_id=None,
-    missing="zero",
-    min_count=1,
-    num_embeddings=MLPERF_NUM_EMBEDDINGS,
-    counted="all",
-)
-"""Preset of TorchRec's NVTabular scripts from August 2022 to May 2023: ln(x + 3), and cuDF's murmur3 hash of the category modulo
-the table's rows. The hash follows the GPU library's documentation; it was not run on a GPU."""
-
-FUXICTR_X4 = Preset(
-    name="fuxictr-x4",
-    dense="buckets",
-    first_id=1,
-    unknown_id=None,
-    missing="unknown",
-    min_count=10,
-    split=Split(kind="named_files"),
-)
-"""Preset of FuxiCTR 2.1 to 2.3.6 on Criteo_x4: integers become categories, except 0 and the empty field. Id 0 is unused padding,
-ids from 1 by falling count, then category; rarer ones and empty fields share the last row. Splits are files."""
-
-FUXICTR_X1 = Preset(
-    name="fuxictr-x1",
-    dense="identity",
-    dense_standardized=False,
-    first_id=1,
-    unknown_id=None,
-    missing="zero",
-    min_count=1,
-    split=Split(kind="named_files"),
-)
-"""Preset of FuxiCTR 2.1 to 2.3.6 on Criteo_x1: numbers unchanged, ids from 1 by falling count, then category. The published files
-contain scaled numbers and numbered categories; the code that made them is not published."""
-
 ALL: dict[str, Preset] = {
-    preset.name: preset for preset in (RAYREC, MLPERF_V1, TORCHREC, TORCHREC_2024, RAY_TEMPLATE, NVT, FUXICTR_X1, FUXICTR_X4)
+    name: Preset(name=name).updated({field: value for field, value in rules.items() if field != "about"})
+    for name, rules in _STORED["presets"].items()
 }
-"""All presets by name."""
+"""All presets by name. presets.json also tells which program each follows (`about`)."""
+RAYREC, MLPERF_V1, TORCHREC, TORCHREC_2024 = (ALL[name] for name in ("rayrec", "mlperf-v1", "torchrec", "torchrec-2024"))
+RAY_TEMPLATE, NVT, FUXICTR_X1, FUXICTR_X4 = (ALL[name] for name in ("ray-template", "nvt", "fuxictr-x1", "fuxictr-x4"))
 
 
 def by_name(name: str) -> Preset:
