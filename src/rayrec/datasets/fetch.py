@@ -19,9 +19,8 @@ from typing import Any
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.datasets import criteo
 from rayrec.datasets.download import CHUNK_BYTES, Digests, Download, Failed, Partial, RetryConfig, Stopped, Version, writing_to
-from rayrec.datasets.published_files import RemoteFile
+from rayrec.datasets.published_files import PUBLISHED, RemoteFile
 from rayrec.humanize import one_line, size_text
 
 LENGTH_TOLERANCE = 0.25
@@ -173,28 +172,6 @@ def _extract_member(tar: tarfile.TarFile, member: tarfile.TarInfo, file: RemoteF
         with contextlib.suppress(FileNotFoundError):
             os.remove(f"{target}.partial")
     return result_of(file.name, digests, url, "fetched", verified)
-
-
-def _mnist(name: str, size_bytes: int, md5: str, rows: int, unpacked_bytes: int) -> RemoteFile:
-    url, page = f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}", "https://github.com/cvdfoundation/mnist"
-    return RemoteFile(
-        name=name, url=url, page=page, md5=md5, size_bytes=size_bytes, unpacked_about_bytes=unpacked_bytes, rows=rows
-    )
-
-
-PUBLISHED: dict[str, tuple[RemoteFile, ...]] = {
-    "criteo_kaggle": criteo.KAGGLE_FILES,
-    "criteo_small": criteo.SMALL_DAYS,
-    "criteo_full": criteo.FULL_DAYS,
-    # Files in idx format: a big-endian header of 16 or 8 bytes, then one byte per pixel or label.
-    "mnist": (
-        _mnist("train-images-idx3-ubyte.gz", 9_912_422, "f68b3c2dcbeaaa9fbdd348bbdeb94873", 60_000, 16 + 60_000 * 28 * 28),
-        _mnist("train-labels-idx1-ubyte.gz", 28_881, "d53e105ee54ea40749a09fcbcd1e9432", 60_000, 8 + 60_000),
-        _mnist("t10k-images-idx3-ubyte.gz", 1_648_877, "9fb629c4189551a2d022fa330f9573f3", 10_000, 16 + 10_000 * 28 * 28),
-        _mnist("t10k-labels-idx1-ubyte.gz", 4_542, "ec29112dd5afa0611ce80d1b7f02629c", 10_000, 8 + 10_000),
-    ),
-}
-"""Files of every dataset that can be fetched."""
 
 
 def files_of(name: str) -> tuple[RemoteFile, ...]:

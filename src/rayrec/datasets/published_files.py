@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import resources
+from typing import Final
 
 from rayrec import storage
 from rayrec.config import Config, InputError
@@ -54,6 +57,23 @@ class RemoteFile(Config):
     @property
     def published_at(self) -> str:
         return self.page or (self.archive.page if self.archive else "")
+
+
+def _published() -> dict[str, tuple[RemoteFile, ...]]:
+    """Read published_files.json, where the files of a dataset have one archive, or one folder, page and terms."""
+    stored = json.loads(resources.files(__package__).joinpath("published_files.json").read_text())
+    files: dict[str, tuple[RemoteFile, ...]] = {}
+    for dataset, of in stored.items():
+        archive = RemoteFile(**of["archive"]) if "archive" in of else None
+        common = {"archive": archive, "page": of.get("page", ""), "terms": of.get("terms", "")}
+        url = f"{of['folder']}/{{}}" if "folder" in of else ""
+        files[dataset] = tuple(RemoteFile(**file, **common, url=url.format(file["name"])) for file in of["files"])
+    days = files["criteo_full"]
+    return {"criteo_kaggle": files["criteo_kaggle"], "criteo_small": (*days[:4], days[23]), **files}
+
+
+PUBLISHED: Final = _published()
+"""Files of every dataset that can be fetched."""
 
 
 def require_files(
