@@ -220,9 +220,11 @@ class ImageConfig(Config):
             scale = max(1, int(min(w, h) / self.size))
             image.draft(mode, (width // scale, height // scale))  # JPEG decodes at 1/2, 1/4 or 1/8, but not below this size.
             x, y = image.width / width, image.height / height
-            plain, box = image.convert(mode), (left * x, top * y, (left + w) * x, (top + h) * y)
-            pixels = np.asarray(plain.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box))
-        return pixels[:, ::-1] if self.flip and draws is not None and draws[0] < 0.5 else pixels
+            plain = image if image.mode == mode else image.convert(mode)  # convert copies
+            box = (left * x, top * y, (left + w) * x, (top + h) * y)
+            resized = plain.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
+        is_flipped = self.flip and draws is not None and draws[0] < 0.5
+        return np.asarray(resized.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if is_flipped else resized)
 
     def _box(self, width: int, height: int, draws: np.ndarray | None) -> tuple[float, float, float, float]:
         """Return the pixels to use: left, top, width, height. Random crops are those of torchvision's RandomResizedCrop."""

@@ -21,8 +21,9 @@ def normalised(images: torch.Tensor, *, mean: Statistic, std: Statistic) -> torc
     """Return (images / 255 - mean) / std, float32 [rows, channels, height, width], for images [rows, height, width] or [rows,
     height, width, channels] in [0, 255]. Bit-identical to torchvision's ToTensor and Normalize, on CPU and GPU."""
     # Tensors as divisors, because CUDA multiplies by the rounded inverse of a Python number.
-    pixel_range, center, deviation = (torch.tensor(value, device=images.device) for value in (255.0, mean, std))
-    return _planes((images.float() / pixel_range - center) / deviation)
+    values = (torch.tensor(value, device=images.device).reshape(-1, 1, 1) for value in (255.0, mean, std))
+    pixel_range, center, deviation = values
+    return (_planes(images).contiguous().float() / pixel_range - center) / deviation
 
 
 def _planes(images: torch.Tensor) -> torch.Tensor:
