@@ -1,8 +1,10 @@
 """Private names of Ray, torch and TorchRec used by rayrec: `ray_compat` and `torch_compat`. No other module uses any."""
 
 import importlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 
@@ -17,8 +19,10 @@ class PrivateName:
     """Reason why rayrec needs it, in one line."""
 
 
-def index(*names: PrivateName) -> dict[str, PrivateName]:
-    """Return the names by their last component, without leading underscores."""
+def read_names(library: str) -> dict[str, PrivateName]:
+    """Return a library's entries of private_names.json by their last component, without leading underscores."""
+    stored = json.loads(resources.files(__package__).joinpath("private_names.json").read_text())
+    names = [PrivateName(*entry) for entry in stored[library]]
     return {(each.attribute or each.module.rpartition(".")[2]).lstrip("_"): each for each in names}
 
 

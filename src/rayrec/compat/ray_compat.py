@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from rayrec.compat import PrivateName, index, resolve
+from rayrec.compat import read_names, resolve
 
 if TYPE_CHECKING:
     from ray._private import internal_api, services, state
@@ -36,66 +36,7 @@ if TYPE_CHECKING:
 SETUP_HOOK_VARIABLE: Final = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
 """Variable with a runtime environment's `worker_process_setup_hook`. Ray's own constant is slow to import."""
 
-_POLICIES: Final = "ray.data._internal.execution.backpressure_policy"
-
-NAMES: Final = index(
-    PrivateName("ray._private.internal_api", None, "Fill level of the object store; Ray has no public function for it."),
-    PrivateName("ray._private.services", None, "Resolves an address of a cluster as ray.init does."),
-    PrivateName("ray._private.state", None, "Nodes that Ray drains, and the free resources of each node."),
-    PrivateName(
-        "ray._private.authentication.authentication_token_setup",
-        "maybe_enable_token_auth_if_token_available",
-        "Presents the user's token to a cluster at an explicit address; Ray does so for its own addresses only.",
-    ),
-    PrivateName("ray._private.grpc_utils", "init_grpc_channel", "Opens a gRPC channel with Ray's TLS settings and token."),
-    PrivateName("ray._raylet", "PlacementGroupID", "Removes a placement group of which only the id in text is known."),
-    PrivateName("ray.core.generated.common_pb2", None, "Language of a PrestartWorkers request."),
-    PrivateName("ray.core.generated.gcs_service_pb2", None, "CheckAlive request to a head."),
-    PrivateName("ray.core.generated.gcs_service_pb2_grpc", None, "Asks a head whether it is alive, with a deadline."),
-    PrivateName("ray.core.generated.node_manager_pb2", None, "PrestartWorkers request."),
-    PrivateName("ray.core.generated.node_manager_pb2_grpc", None, "Asks a node manager to start idle worker processes."),
-    PrivateName("ray.dashboard.modules.dashboard_sdk", "SubmissionClient", "Base class of Ray's job client, for timeouts."),
-    PrivateName(
-        "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator",
-        None,
-        "Starts Ray Data's coordinator with the driver's environment, before a worker does.",
-    ),
-    PrivateName(
-        "ray.data._internal.stats",
-        "get_or_create_stats_actor",
-        "Starts Ray Data's statistics actor with the driver's environment, before a worker does.",
-    ),
-    PrivateName(_POLICIES, "ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY", "Selects the policies of a Dataset."),
-    PrivateName(f"{_POLICIES}.backpressure_policy", "BackpressurePolicy", "Base class of the limit on tasks and blocks."),
-    PrivateName("ray.data._internal.execution.interfaces", "PhysicalOperator", "Argument type of a backpressure policy."),
-    PrivateName("ray.serve.context", "_get_global_client", "Details of a running Ray Serve without starting one."),
-    PrivateName("ray.serve._private.common", "DeploymentID", "Names a deployment in the next function."),
-    PrivateName(
-        "ray.serve._private.constants", "SERVE_NAMESPACE", "Finds an actor of a deployment from outside of its replicas."
-    ),
-    PrivateName(
-        "ray.serve._private.utils",
-        "get_deployment_actor_name",
-        "Finds an actor of a deployment from outside of its replicas, which alone have a public function for it.",
-    ),
-    PrivateName(
-        "ray.train.v2._internal.constants",
-        "get_env_vars_to_propagate",
-        "Variables that Ray Train adds to its controller, so that prestarted processes match its workers.",
-    ),
-    PrivateName(
-        "ray.train.v2._internal.exceptions",
-        "WorkerGroupStartupTimeoutError",
-        "Recognizes an attempt that had no room for its workers.",
-    ),
-    PrivateName("ray.train.v2._internal.execution.callback", "ControllerCallback", "Base class of a replaced callback."),
-    PrivateName("ray.train.v2._internal.execution.callback", "WorkerGroupCallback", "Base class of a replaced callback."),
-    PrivateName(
-        "ray.train.v2.api.data_parallel_trainer",
-        None,
-        "Runs one attempt without two callbacks of Ray Train, which have no setting.",
-    ),
-)
+NAMES: Final = read_names("ray")
 """All private names of Ray used by rayrec, by their name in this module."""
 
 

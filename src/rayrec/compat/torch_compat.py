@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from rayrec.compat import PrivateName, index, resolve
+from rayrec.compat import read_names, resolve
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -18,17 +18,7 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torchrec.distributed import DistributedModelParallel
 
-_SHARDED: Final = "torch.distributed._shard.sharded_tensor"
-
-NAMES: Final = index(
-    PrivateName("torch.distributed._shard.metadata", "ShardMetadata", "Place of a shard in a state of a column-sharded table."),
-    PrivateName(_SHARDED, "Shard", "Shard of a state of a column-sharded table."),
-    PrivateName(_SHARDED, "ShardedTensor", "Type of TorchRec's sharded tables and their states."),
-    PrivateName(_SHARDED, "ShardedTensorMetadata", "Shape of a state that checkpoints store."),
-    PrivateName(_SHARDED, "TensorProperties", "Dtype of a state that checkpoints store."),
-    PrivateName("torch.distributed.remote_device", "_remote_device", "Device of a shard in a plan for nodes of unequal size."),
-    PrivateName("torch.utils._python_dispatch", "TorchDispatchMode", "Counts operations without torch's compiler."),
-)
+NAMES: Final = read_names("torch")
 """All private names of torch imported by rayrec, by their name in this module."""
 
 
