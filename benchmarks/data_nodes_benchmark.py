@@ -25,7 +25,7 @@ from run_metrics import warm_speed
 from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.training.forecast import ClusterShape, Forecast, extrapolate, forecast
-from rayrec.training.preflight import layout_of
+from rayrec.training.launchers.base import layout_of
 from rayrec.workloads.base import TrainConfig
 
 ROWS, REPEATS, MEASUREMENTS = 1_500_000, 3, 5

@@ -19,7 +19,7 @@ from rayrec.config import InputError
 from rayrec.humanize import duration_text, estimate_text, size_text
 from rayrec.sharding.communication import LinkBandwidth
 from rayrec.trained_rows import TrainedRows
-from rayrec.training.preflight import layout_of
+from rayrec.training.launchers.base import layout_of
 from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig, TrainingRows, WorkerContext
 
 Limit = Literal["model", "network", "data", "cpus"]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rayrec import storage
 from rayrec.checkpoint import SUMMARY, Checkpoint, latest, open_checkpoint
 from rayrec.checkpoint.discovery import check_files
+from rayrec.cluster import connection
 from rayrec.cluster.connection import IN_PROCESS, is_in_process
 from rayrec.cluster.layout import TorchrunEnv
 from rayrec.config import InputError
@@ -26,9 +27,8 @@ from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.timing import Stopwatch
 from rayrec.observe.tracking.tracker import tracking
 from rayrec.training import dataframe_input
-from rayrec.training.launchers.base import Driver, Launcher, PreparedRun
+from rayrec.training.launchers.base import Driver, Launcher, PreparedRun, local_layout
 from rayrec.training.launchers.process_launcher import ProcessLauncher, fitted
-from rayrec.training.preflight import check_settings, preflight
 from rayrec.training.result import CheckpointPath, Result
 from rayrec.training.resume import Changes, changes_since, finished_summary, listed_data, run_hash
 from rayrec.training.stop_monitor import Signals
@@ -110,6 +110,35 @@ def trains_in_process(config: TrainConfig) -> bool:
     if config.cluster.address == IN_PROCESS and reasons:
         raise InputError(f"{reasons[0]}: needs Ray, but --cluster.address is {IN_PROCESS}. Omit one of the two")
     return not reasons and is_in_process(config.cluster.address)
+
+
+def check_settings(config: TrainConfig) -> None:
+    """Check the settings that are independent of the data, such as a storage path that cannot be a folder. Raises InputError."""
+    config.workload.check(config)
+    config.trackers.check(os.environ)
+    if storage.is_url(config.storage_path):
+        storage.resolve(config.storage_path)
+        return
+    existing = storage.absolute(config.storage_path)
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        raise InputError(f"storage_path: must be a folder, got the file {existing}")
+    if not os.access(existing, os.W_OK):
+        raise InputError(f"storage_path: cannot write to {existing}. Choose another folder or change its permissions")
+
+
+def preflight(config: TrainConfig) -> None:
+    """Check that the data is readable and this machine, if no cluster is configured, has room. Raises InputError."""
+    config.workload.check_data(config)
+    if TorchrunEnv.from_environment() is not None:  # its processes are already running
+        return
+    address = config.cluster.address or os.environ.get("RAY_ADDRESS")
+    if address not in (None, "", "local", IN_PROCESS) or connection.is_connected():
+        return  # Ray knows the resources of a running cluster
+    if config.scaling.resources_per_worker:
+        return
+    local_layout(config, cpus=config.cluster.num_cpus or os.cpu_count() or 1)
 
 
 def _drive_torchrun(

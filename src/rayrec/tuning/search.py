@@ -25,7 +25,7 @@ from rayrec.metrics.significance import METRICS, Resampling, compare_models
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
 from rayrec.observe.run_summary import RunSummary
-from rayrec.training.preflight import check_settings, preflight
+from rayrec.training.trainer import check_settings, preflight
 from rayrec.tuning.report import render, table_text
 from rayrec.tuning.space import Space, TuneConfig, with_values
 from rayrec.tuning.trials import InProcessPool, Pool, TrialState, cost, folder_of, run_waves, validations_in, wave_fractions

@@ -1,4 +1,4 @@
-"""Launcher interface: starts and watches a run's worker processes, on Ray or in existing processes."""
+"""Launcher interface: lays out, starts and watches a run's worker processes, on Ray or in existing processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rayrec.checkpoint import write_token
+from rayrec.cluster.layout import Layout, Node, layout
 from rayrec.data.engine import StreamEngine
 from rayrec.observe.timing import Stopwatch
 from rayrec.training.stop_monitor import ControlChannel, GracePeriod, Signals
@@ -17,7 +18,6 @@ from rayrec.workloads.base import TrainConfig, WarmStart
 from rayrec.workloads.run_config import FailureConfig
 
 if TYPE_CHECKING:
-    from rayrec.cluster.layout import Layout
     from rayrec.observe.console import Console
     from rayrec.observe.events import EventWriter
     from rayrec.observe.tracking.config import Makers
@@ -132,3 +132,26 @@ class Launcher(Protocol):
 
     def cause_of(self, error: BaseException) -> str:
         """Describe the error that ended the run in one line."""
+
+
+def local_layout(config: TrainConfig, *, cpus: int) -> Layout:
+    """Allocate `cpus` of this machine to the run. Raises InputError if its workers do not fit."""
+    resources = {"CPU": float(cpus)}
+    if config.scaling.use_gpu:
+        import torch
+
+        resources["GPU"] = float(torch.cuda.device_count())
+    return layout_of(config, [Node("this machine", resources)])
+
+
+def layout_of(config: TrainConfig, nodes: list[Node]) -> Layout:
+    scaling = config.scaling
+    return layout(
+        nodes,
+        num_workers=scaling.num_workers,
+        use_gpu=scaling.use_gpu,
+        cpus_per_worker=scaling.cpus_per_worker,
+        resources_per_worker=scaling.resources_per_worker,
+        data_nodes=config.cluster.data_nodes,
+        task_memory_bytes=config.cluster.data_task_memory_bytes,
+    )

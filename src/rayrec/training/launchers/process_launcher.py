@@ -14,8 +14,7 @@ from rayrec.cluster.layout import Layout, TorchrunEnv
 from rayrec.config import InputError, line_of
 from rayrec.data.engine import StreamEngine, ThreadEngine
 from rayrec.observe.console import Console
-from rayrec.training.launchers.base import Driver, PreparedRun
-from rayrec.training.preflight import local_layout
+from rayrec.training.launchers.base import Driver, PreparedRun, local_layout
 from rayrec.training.stop_monitor import unsaved_cause
 from rayrec.workloads.base import TrainConfig
 

@@ -26,11 +26,10 @@ from rayrec.data.engine import Shared, StreamEngine, Task, ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine, RayShared
 from rayrec.observe.console import Console
 from rayrec.observe.tracking.config import Makers
-from rayrec.training.launchers.base import AttemptContext, Driver, PreparedRun, follow_attempt
+from rayrec.training.launchers.base import AttemptContext, Driver, PreparedRun, follow_attempt, layout_of
 from rayrec.training.launchers.failures import FailurePolicy, cause_of, lacks_resources, worker_failures
 from rayrec.training.launchers.ray_backend import WORKER_MODULE, ProcessGroup, train_worker
 from rayrec.training.launchers.ray_control_channel import StopRequest
-from rayrec.training.preflight import layout_of
 from rayrec.training.profiling import watched_requests, worker_variables
 from rayrec.training.stop_monitor import MORE_WORKERS, NO_DATA_NODES, Signals, unsaved_cause
 from rayrec.workloads.base import TrainConfig
