@@ -1,10 +1,12 @@
 """Flags of commands, from arguments and configuration fields, and the selection of a recipe's help. Imports no parser."""
 
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib import resources
 from typing import Any, Literal, NamedTuple
 
 from rayrec.commands.settings import ALIASES, COMPANIONS, resolve_alias, text_metavar
@@ -183,29 +185,8 @@ class Short(NamedTuple):
 
 
 SHORT = {
-    "train_data.path": Short("Data", "data", "PATH", "training data: file, glob or folder, local or a URL", "required"),
-    "eval_data": Short("Data", "", "PATH", "evaluation data", "rows held out by the recipe"),
-    "workload.schema": Short("Data", "schema", "FILE", "YAML file with the columns of the log, for other logs than Criteo's"),
-    "max_bad_fraction": Short("Data", "", "X", "maximum share of invalid lines in a log"),
-    "steps": Short("Length", "", "N", "number of steps, instead of --epochs"),
-    "epochs": Short("Length", "", "N", "number of passes over the training rows"),
-    "batch_size": Short("Length", "", "N", "rows per worker and step", "by --global-batch-size"),
-    "global_batch_size": Short("Length", "", "N", "rows per step over all workers", "by --batch-size"),
-    "evaluate_every": Short("Length", "", "N", "steps between evaluations", "by --evaluations-per-epoch"),
-    "workload.model": Short("Model", "model", "NAME", "network, such as finalnet; A+B is an ensemble"),
-    "learning_rate": Short("Model", "", "X", "learning rate of network and embedding tables"),
-    "workload.dense_optimizer.learning_rate": Short("Model", "lr", "X", "learning rate of the network"),
-    "workload.optimizer.learning_rate": Short("Model", "lr", "X", "learning rate"),
-    "workload.sparse_optimizer.learning_rate": Short("Model", "table-lr", "X", "learning rate of the embedding tables"),
-    "precision": Short("Model", "", "", "precision of the network"),
-    "seed": Short("Model", "", "N", "seed of initialization and row order"),
-    "init_from": Short("Model", "", "RUN", "run or checkpoint with the initial weights"),
-    "name": Short("Run", "", "NAME", "name of the run; an existing run is resumed", "RECIPE-DATE-TIME"),
-    "storage_path": Short("Run", "", "PATH", "folder or URL for runs"),
-    "checkpoint.every": Short("Run", "", "N", "steps between checkpoints", "with every evaluation"),
-    "scaling.num_workers": Short("Machines", "workers", "N | N M", "number of training processes, or minimum and maximum"),
-    "gpus": Short("Machines", "", "N", "number of GPUs, one per worker"),
-    "cluster.address": Short("Machines", "", "A", "HOST:PORT or auto: a Ray cluster; local: a local Ray; none: this process"),
+    path: Short(*entry)
+    for path, entry in json.loads(resources.files(__package__).joinpath("short_help.json").read_text()).items()
 }
 """Flags in a recipe's help, in order. --help-all shows all settings."""
 

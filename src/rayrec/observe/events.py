@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from importlib import resources
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, final
@@ -23,34 +25,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-KINDS: Final = {
-    "run": "Driver started: recipe, name, config hash, versions, and settings changed by a resume.",
-    "prepared": "Data indexed and Preprocessor completed: seconds, rows, faults, vocabularies.",
-    "attempt": "Workers starting: number of the attempt and of its workers.",
-    "start": "Training started: first step, planned steps, workers, node of each, peak speed, and the resumed checkpoint.",
-    "start_up": "Startup times of the driver or a worker, by stage.",
-    "warm_start": "Weights loaded from the checkpoint of `init_from`: tables, kept rows, new rows.",
-    "step": "Progress, every `log_every` steps: loss, learning rates, rows/s, share of time blocked, seconds per phase.",
-    "data": "Data tasks since the previous data event: rows/s, CPU time and waiting of each stage.",
-    "data_nodes": "Nodes that have run data tasks of this attempt, whenever there is a new one.",
-    "evaluate": "Metrics and seconds of an evaluation, best so far; `counted`: whether early stopping and `plateau` use it.",
-    "plateau": "Learning rates lowered, because evaluations no longer improve.",
-    "early_stop": "Training stopped early: best step and its score; with a target, step, rows and seconds until it was reached.",
-    "checkpoint": "Checkpoint saved: path, bytes, seconds of writing, seconds for which training waited.",
-    "checkpoint_late": "Save skipped or late, because the previous save is in progress or storage fails.",
-    "checkpoint_slow": "Save took longer than `failure.grace_s`. A preempted run could lose it.",
-    "checkpoint_damaged": "Checkpoint skipped on resume: path and cause.",
-    "checkpoint_repaired": "File shared by checkpoints rewritten from its source.",
-    "cpu_contention": "Other processes use a worker's CPUs: rank, node, and the share of time that a thread waited.",
-    "stop": "Workers stopped: step, cause, whether the run ends, and `paused` if planned for a later call.",
-    "failure": "Attempt failed: cause, and `last` if it ends the run.",
-    "finish": "Last step completed: measurements of the worker over its attempt.",
-    "samples": "Sample texts or images of the final model, for the report.",
-    "profile": "Profile recorded with torch.profiler: folder.",
-    "profile_failed": "Profile failed: cause.",
-    "summary": "Run finished: content of summary.json.",
-    INCOMPLETE_LINE: "Previous line incomplete, because a process or the disk failed while writing it.",
-}
+KINDS: Final[dict[str, str]] = json.loads(resources.files(__package__).joinpath("event_kinds.json").read_text())
 """Description of each event kind."""
 
 

@@ -1,9 +1,11 @@
 """Terminal view of a run: console lines for events, the live panel, and `rayrec top`."""
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from importlib import resources
 from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
@@ -23,16 +25,7 @@ from rayrec.observe.timing import PHASES, WORDS
 
 Event = Mapping[str, Any]
 _SHOWN_METRICS: Final = ("auroc", "logloss", "accuracy", "perplexity")
-_NOTES: Final = {
-    "checkpoint_damaged": "skipped: {cause}",
-    "checkpoint_late": "step {step:,}  not saved yet: {cause}",
-    "checkpoint_slow": "step {step:,}  saving took {write_s:.0f} s, longer than failure.grace_s ({grace_s:.0f} s). Raise "
-    "--failure.grace-s and the termination notice of the machines.",
-    "cpu_contention": "rank {rank} on {node}: other processes use its CPUs and slow down training (a thread waited "
-    "{waiting_share:.0%} of the time). Stop them, or lower --scaling.threads-per-worker.",
-    "stop": "step {step:,}  saved, stopping ({cause})",
-    "plateau": "step {step:,}  no improvement: learning rates lowered to {learning_rate_scale:.3g} of the schedule",
-}
+_NOTES: Final[dict[str, str]] = json.loads(resources.files(__package__).joinpath("console_lines.json").read_text())
 """Console lines of events with a fixed form."""
 
 

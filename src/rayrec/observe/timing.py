@@ -1,26 +1,19 @@
 """Time breakdown of a run, summed over its events, and startup stages from the command to the first step."""
 
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any, Final, Self
 
 PHASES: Final = ("data", "host_to_device", "forward", "backward", "optimizer", "collectives", "other")
 """Phases of a worker's training time: waiting for the next batch, copying it to the device, forward pass, backward pass,
 optimizer, waiting for other workers (including the exchange of ids and embeddings), and everything else."""
-WORDS: Final = {
-    "data": "waiting for data",
-    "host_to_device": "copying to the device",
-    "forward": "forward pass",
-    "backward": "backward pass",
-    "optimizer": "optimizer",
-    "collectives": "waiting for other workers",
-    "other": "everything else",
-    "checkpoint": "held up by checkpoints",
-    "evaluation": "evaluation",
-}
+_NAMES: Final[dict[str, dict[str, str]]] = json.loads(resources.files(__package__).joinpath("time_names.json").read_text())
+WORDS: Final = _NAMES["parts"]
 """Display name of each part of a `TimeBreakdown`."""
 
 
@@ -88,28 +81,7 @@ class TimeBreakdown:
 
 # -- the stages of a start
 
-STAGES: Final = {
-    "imports": "interpreter and imports",
-    "checks": "checks of settings and input",
-    "connect": "connecting (starting a local Ray)",
-    "folder": "run folder",
-    "index": "index of the log",
-    "vocabulary": "vocabulary",
-    "prepare": "other preparation",
-    "warm_start": "comparison with the checkpoint to start with",
-    "attempt": "beginning the attempt",
-    "worker_process": "Ray Train's controller, until it starts a worker's process",
-    "process_group": "worker's process, process group",
-    "worker_imports": "worker imports",
-    "speed_probe": "measuring the device's peak",
-    "storage": "check of the storage",
-    "loader": "data pipeline, model imports",
-    "set_up": "model, planner and sharding",
-    "restore": "restoring the checkpoint",
-    "begin": "other set-up of the worker",
-    "first_batch": "first batch",
-    "first_step": "first step",
-}
+STAGES: Final = _NAMES["stages"]
 """Display name of each startup stage, in order. Worker stages are measured on rank 0."""
 
 
