@@ -23,7 +23,7 @@ def normalised(images: torch.Tensor, *, mean: Statistic, std: Statistic) -> torc
     # Tensors as divisors, because CUDA multiplies by the rounded inverse of a Python number.
     values = (torch.tensor(value, device=images.device).reshape(-1, 1, 1) for value in (255.0, mean, std))
     pixel_range, center, deviation = values
-    return (_planes(images).contiguous().float() / pixel_range - center) / deviation
+    return (_planes(images).contiguous() / pixel_range).sub_(center).div_(deviation)
 
 
 def _planes(images: torch.Tensor) -> torch.Tensor:
