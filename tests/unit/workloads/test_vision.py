@@ -269,9 +269,11 @@ def test_read_weights_rejects_damaged_and_unsafe_files(tmp_path: Path, name: str
             path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(8))
             rejects("damaged, must be a complete safetensors file", read_weights, str(path))
     else:
-        for value in ([torch.ones(2)], {"state_dict": {"a": torch.ones(2)}}):
+        for value in ([torch.ones(2)], {"optimizer": {"a": torch.ones(2)}}, {"state_dict": {"a": {}}}):
             torch.save(value, path)
             rejects("must contain only named tensors", read_weights, str(path))
+        torch.save({"epoch": 3, "state_dict": {"a": torch.ones(2)}}, path)
+        assert list(read_weights(str(path))) == ["a"]
     rejects("no such file", read_weights, str(tmp_path / f"gone_{name}"))
 
 
