@@ -1,5 +1,8 @@
 """Supervisor that keeps a run alive from outside its cluster: submits it to Ray Jobs, follows it, and resubmits it."""
 
+from __future__ import annotations
+
+import fcntl
 import json
 import os
 import random
@@ -8,16 +11,17 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
 from typing import Any, NoReturn
 
+from rayrec import storage
 from rayrec.cluster import restart_policy
 from rayrec.cluster.jobs import Job, Jobs, LogFollower, Unreachable, dashboard_url
 from rayrec.cluster.restart_policy import FINISHED, AttemptHistory, AttemptResult, Policy, Quit, SuperviseConfig
-from rayrec.cluster.supervisor_state import State, StateFile, state_path
 from rayrec.config import InputError
 from rayrec.observe.console import handling_signals
+from rayrec.storage import cache
 
 RUN_KEY, CONFIG_KEY = "rayrec_run", "rayrec_config"
 """Job metadata: name of the trained run, and hash of its configuration."""
@@ -362,3 +366,85 @@ def span(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds:.0f} s"
+
+
+# Persistent state and log, from which a supervisor's successor resumes ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class State:
+    """Persistent record of a run's supervision."""
+
+    name: str
+    config_hash: str
+    """Hash of the training configuration. Another hash means another run, even under the same name."""
+    tally: AttemptHistory = field(default_factory=AttemptHistory)
+    submission_id: str | None = None
+    submitted: bool = False
+    """Whether the head is known to have received that job."""
+    running_since: float | None = None
+    """Unix time when it was first seen running."""
+    seen: float | None = None
+    """Unix time when it was last seen running."""
+    stopping: bool = False
+    """Whether a supervisor, possibly interrupted since, requested its stop."""
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds for which the current attempt was seen running."""
+        return 0.0 if self.running_since is None or self.seen is None else max(0.0, self.seen - self.running_since)
+
+
+def state_path(name: str) -> str:
+    """Return the default state file of a run's supervisor, in $RAYREC_CACHE or ~/.cache/rayrec."""
+    return os.path.join(cache.folder(), "supervise", f"{name}.json")
+
+
+class StateFile:
+    """State file and log of one supervisor, locked for exclusive use."""
+
+    def __init__(self, path: str, *, name: str, config_hash: str, note: Callable[[str], None]) -> None:
+        """Lock and read the files. Raises InputError if another supervisor uses them or the file is not a supervisor's."""
+        self.path = path
+        self._note = note
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        self._log = open(f"{os.path.splitext(path)[0]}.log", "a", encoding="utf-8")  # noqa: SIM115  # closed by `close`
+        try:
+            fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._log.close()
+            raise InputError(f"{path}: another supervisor of run {name} is running. End it, or set another --state") from None
+        before = _read_state(path)
+        same = before is not None and (before.name, before.config_hash) == (name, config_hash)
+        self.state = before if before is not None and same else State(name, config_hash)
+
+    def remember(self, **changes: Any) -> None:
+        """Change the state in memory only."""
+        self.state = replace(self.state, **changes)
+
+    def write(self, **changes: Any) -> None:
+        """Change the state in memory and, atomically, on disk."""
+        self.remember(**changes)
+        storage.write_json(self.path, asdict(self.state))
+
+    def report(self, text: str) -> None:
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {self.state.name}  {text}"
+        self._note(line)
+        self.keep(line)
+
+    def keep(self, text: str) -> None:
+        self._log.write(f"{text}\n")
+        self._log.flush()
+
+    def close(self) -> None:
+        self._log.close()
+
+
+def _read_state(path: str) -> State | None:
+    if not storage.exists(path):
+        return None
+    try:
+        fields = storage.read_json(path)
+        return State(**{**fields, "tally": AttemptHistory(**fields["tally"])})
+    except (TypeError, KeyError) as error:
+        raise InputError(f"{path}: must be a supervisor's state file ({error}). Delete it or set another --state") from None

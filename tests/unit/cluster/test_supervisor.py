@@ -28,8 +28,7 @@ from rayrec.cluster.restart_policy import (
     pause_s,
     shell_status,
 )
-from rayrec.cluster.supervisor import CONFIG_KEY, RUN_KEY, Outcome, summary_of
-from rayrec.cluster.supervisor_state import StateFile, state_path
+from rayrec.cluster.supervisor import CONFIG_KEY, RUN_KEY, Outcome, StateFile, state_path, summary_of
 
 SUMMARY = {"name": "run", "steps": 20, "weights_sha256": "00ff", "metrics": {"auroc": 0.75}}
 
