@@ -16,7 +16,7 @@ from ray.train.v2._internal.exceptions import (
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
 from ray.train.v2.api.preemption import PreemptionInfo
 
-from rayrec.training.launchers.failures import FailurePolicy, cause_of, errors_in_code, is_preemption, lacks_resources
+from rayrec.training.launchers.ray_launcher import FailurePolicy, cause_of, errors_in_code, is_preemption, lacks_resources
 from rayrec.workloads.run_config import FailureConfig
 
 DIED, GONE_WITH_ITS_NODE = (
