@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class Accumulator(Protocol):
-    """Accumulator of an evaluation's rows for metrics over all ranks."""
+    """Accumulator of an evaluation's rows for metrics: over all ranks from predictions and labels, or of tables."""
 
     @property
     def rows(self) -> int:
         """Number of rows so far on this rank."""
         ...
 
-    def update(self, predicted: Any, labels: Any) -> None: ...
+    def update(self, *rows: Any, **named: Any) -> None: ...
 
     def compute(self) -> dict[str, float]: ...
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.checkpoint import Checkpoint
 from rayrec.config import Config, InputError
+from rayrec.metrics.means import Accumulator
 
 Device = Literal["cpu", "cuda"]
 
@@ -26,18 +27,6 @@ GROUP = "group:"
 """Column of each row's group key, int64, if a click model's schema has a group."""
 
 
-class Totals(Protocol):
-    """Accumulator of metrics over evaluation tables."""
-
-    @property
-    def rows(self) -> int:
-        """Number of accumulated rows."""
-
-    def update(self, table: pa.Table) -> None: ...
-
-    def compute(self) -> dict[str, float]: ...
-
-
 @dataclass(frozen=True)
 class Scoring:
     """Input rows, ready to be scored in consecutive blocks."""
@@ -47,7 +36,7 @@ class Scoring:
     load: Callable[[Device], Callable[[int], pa.Table]]
     """Load the model, once in each scoring process or thread. Picklable. The result scores a block, given its number. Its table
     has a row for each input row: `row` (0-based position in the input, int64) and the workload's columns."""
-    make_totals: Callable[[], Totals]
+    make_totals: Callable[[], Accumulator]
     """Create totals for these tables, if `evaluating`."""
     described: dict[str, Any]
     """Additional JSON values of a result, besides rows and metrics."""
