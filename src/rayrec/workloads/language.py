@@ -61,17 +61,11 @@ class GPT2Config(Config):
             "model_type": "gpt2",
             "architectures": ["GPT2LMHeadModel"],
             "vocab_size": vocabulary_size,
-            "n_layer": self.n_layer,
-            "n_head": self.n_head,
-            "n_embd": self.n_embd,
-            "n_positions": self.n_positions,
-            "embd_pdrop": self.dropout,
-            "attn_pdrop": self.dropout,
-            "resid_pdrop": self.dropout,
+            **{name: getattr(self, name) for name in ("n_layer", "n_head", "n_embd", "n_positions")},
+            **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), self.dropout),
             # The same function as GPT-2's gelu_new, in one kernel instead of eight.
             "activation_function": "gelu_pytorch_tanh",
-            "bos_token_id": end_of_text,
-            "eos_token_id": end_of_text,
+            **dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text),
         }
 
     def build(self, vocabulary_size: int, *, end_of_text: int | None = None) -> PreTrainedModel:
