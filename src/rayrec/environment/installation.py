@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import metadata, resources
 from pathlib import Path
 
 from rayrec import host_resources
@@ -21,34 +21,13 @@ FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 """Distributions that provide the module fbgemm_gpu."""
 EXTRAS = ("spark", "language", "mlflow", "wandb", "onnx")
 """Functional extras of rayrec. The first distribution of each indicates whether it is installed."""
-UNNEEDED = {
-    "mosaicml-streaming": frozenset(
-        {
-            # Clients of other stores: rayrec.storage fetches the shards.
-            "azure-identity", "azure-storage-blob", "azure-storage-file-datalake", "google-cloud-storage", "oci", "paramiko",
-            "matplotlib",  # for its simulator
-            # for streaming.vision, which data/text/mds.py avoids; pip's build of it fails with a CPU build of torch
-            "torchvision",
-            "numpy",  # pinned below 2.2 for no reason
-        }
-    )
-}  # fmt: skip
-"""Requirements in a distribution's metadata that rayrec does not need. Omitted from the lock, and ignored by the doctor."""
+UNNEEDED: dict[str, dict[str, str]] = json.loads(resources.files(__package__).joinpath("unneeded.json").read_text())
+"""Requirements in a distribution's metadata that rayrec does not need, and why. Not in the lock, and ignored by the doctor."""
 _PROBE_TIMEOUT_S = 120.0
 """Timeout of one process in seconds. A cold import of TorchRec takes 15 s."""
 
 # Runs in a separate process, because importing an incompatible build may crash.
-_PROBE = """
-import importlib, json, sys, time
-for name in sys.argv[1:]:
-    start = time.perf_counter()
-    module = importlib.import_module(name)
-    facts = {"version": str(getattr(module, "__version__", "")), "import_s": time.perf_counter() - start}
-    if name == "torch":
-        facts["cuda_build"] = module.version.cuda
-        facts["cuda_devices"] = module.cuda.device_count()
-    print("\\n" + json.dumps({"module": name, "facts": facts}), flush=True)
-"""
+_PROBE = resources.files(__package__).joinpath("probe.txt").read_text()
 
 
 @dataclass(frozen=True)
