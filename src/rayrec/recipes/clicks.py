@@ -2,11 +2,10 @@
 
 from rayrec.data.encoding.presets import RAYREC
 from rayrec.models.ranking.dlrm import DLRMConfig
-from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
+from rayrec.optim.config import SparseOptimizerConfig
+from rayrec.recipes.criteo import adam_config
 from rayrec.schema import Feature, Schema
 from rayrec.workloads.base import TrainConfig
-from rayrec.workloads.recsys.workload import ClickWorkload
-from rayrec.workloads.run_config import DataConfig, EarlyStoppingConfig
 
 PLACEHOLDER = Schema(label="label", dense=(), sparse=("user", "item"), tokens="any", delimiter=",")
 """Placeholder for the schema from `--schema FILE`."""
@@ -19,30 +18,18 @@ PLACEHOLDER_OF_LISTS = PLACEHOLDER.replace(
 
 def clicks(path: str | None = None, schema: Schema = PLACEHOLDER) -> TrainConfig:
     """Train a DLRM with cross layers on your own log (CSV or Parquet) with columns from a schema file: --schema FILE."""
-    return TrainConfig(
-        recipe="clicks",
-        workload=ClickWorkload(
-            schema=schema,
-            preset=RAYREC,
-            model=DLRMConfig(
-                interaction="cross",
-                embedding_dim=16,
-                bottom_mlp=(64, 16),
-                top_mlp=(128, 64, 1),
-                cross_layers=2,
-                cross_low_rank=64,
-                embedding_penalty=1e-3,
-            ),
-            sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.1, eps=0.005),
-            dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
-            schedule=LearningRateSchedule(decay_fraction=0.8),
-        ),
-        train_data=DataConfig(path=path),
-        epochs=3,
-        batch_size=1024,
-        min_steps_per_epoch=512,
-        early_stopping=EarlyStoppingConfig(patience=3),
+    model = DLRMConfig(
+        interaction="cross",
+        embedding_dim=16,
+        bottom_mlp=(64, 16),
+        top_mlp=(128, 64, 1),
+        cross_layers=2,
+        cross_low_rank=64,
+        embedding_penalty=1e-3,
     )
+    tables = SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.1, eps=0.005)
+    config = adam_config("clicks", path, RAYREC, model, tables, schema=schema)
+    return config.replace(epochs=3, batch_size=1024, min_steps_per_epoch=512)
 
 
 def clicks_din(path: str | None = None, schema: Schema = PLACEHOLDER_OF_LISTS) -> TrainConfig:

@@ -10,6 +10,7 @@ from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.ranking.ensemble import EnsembleConfig
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
+from rayrec.schema import Schema
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.run_config import DataConfig, EarlyStoppingConfig, ScalingConfig
@@ -37,13 +38,19 @@ _TABLES = SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.02)
 
 
 def adam_config(
-    recipe: str, path: str | None, preset: Preset, model: ClickModelConfig, tables: SparseOptimizerConfig = _TABLES
+    recipe: str,
+    path: str | None,
+    preset: Preset,
+    model: ClickModelConfig,
+    tables: SparseOptimizerConfig = _TABLES,
+    *,
+    schema: Schema = SCHEMA,
 ) -> TrainConfig:
-    """Configure a model on Criteo's columns with Adam for the network, falling learning rates and early stopping."""
+    """Configure a click model with Adam for the network, falling learning rates and early stopping."""
     return TrainConfig(
         recipe=recipe,
         workload=ClickWorkload(
-            schema=SCHEMA,
+            schema=schema,
             preset=preset,
             model=model,
             sparse_optimizer=tables,
