@@ -10,8 +10,7 @@ from builders.click_models import Saved
 
 from rayrec.checkpoint.format import seal, sha256_of
 from rayrec.inference.config import ExportConfig
-from rayrec.inference.export.readme import LOADER
-from rayrec.inference.export.write import export
+from rayrec.inference.export.write import LOADER, export
 
 ROWS = 600
 

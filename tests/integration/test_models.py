@@ -21,7 +21,7 @@ from sklearn.metrics import roc_auc_score
 
 import rayrec
 from rayrec import recipes
-from rayrec.inference.export.readme import FROM_RAW, LOADER
+from rayrec.inference.export.write import FROM_RAW, LOADER
 from rayrec.inference.model import open_served
 from rayrec.metrics.binary import auroc, sigmoid
 from rayrec.models.ranking.dlrm import DLRMConfig

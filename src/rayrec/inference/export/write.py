@@ -9,10 +9,12 @@ import os
 import runpy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from jinja2 import Environment, StrictUndefined
 
 from rayrec import hashing, storage
 from rayrec.checkpoint import MANIFEST, Checkpoint, full_tensors, open_checkpoint
@@ -30,8 +32,8 @@ from rayrec.inference.export.manifest import DENSE, ENCODER, FORMAT, PROGRAM, RE
 from rayrec.inference.export.onnx import id_widths, write_repository
 from rayrec.inference.export.parity import Comparison, ParityRows, compare, compare_encoder, parity_rows
 from rayrec.inference.export.read import open_export
-from rayrec.inference.export.readme import readme
 from rayrec.inference.model import open_served, version_of
+from rayrec.models.base import ModelInputs
 from rayrec.models.heads import BinaryHead, LabelHead
 from rayrec.models.scoring_tables import Quantization
 from rayrec.workloads.recsys.scorer import ClickScorer, PlainModel, click_settings, empty_model, flat_values, load_preprocessor
@@ -266,3 +268,41 @@ def _failure(comparisons: dict[str, Comparison], exported: ExportedModel, settin
     quantization: Quantization = "fp32" if exported.quantization == exported.precision == "fp32" else "fp16"
     failure = comparisons["program"].failure(quantization, auroc_limit=settings.auroc_limit, relative=True)
     return failure and f"{failure} by {PROGRAM}"
+
+
+# -- README.md, from the texts in templates/
+
+
+def _text(name: str) -> str:
+    return resources.files(__package__).joinpath("templates", name).read_text()
+
+
+LOADER: Final = _text("score.txt")
+"""Code that scores encoded rows with only PyTorch, NumPy and safetensors."""
+FROM_RAW: Final = _text("from_raw.txt")
+"""Code that follows LOADER and scores raw rows without rayrec."""
+
+
+def readme(exported: ExportedModel) -> str:
+    """Return the text of an export's README.md."""
+    model, inputs = exported.model, ModelInputs.of(exported.preprocessor.inputs)
+    heads = () if model.LABELLED else model.output_heads(inputs)
+    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
+    return environment.from_string(_text("README.md")).render(
+        exported=exported,
+        network=type(exported.model).__name__.removesuffix("Config"),
+        columns=exported.preprocessor.inputs,
+        inputs=inputs,
+        width=model.table_width,
+        gives=" and ".join(f"{head.kind} `{head.name}`" for head in heads),
+        outputs=[name for head in heads for name in head.names],
+        sequences=model.sequences(inputs),
+        tables=model.full_tables(inputs) if model.TRAINS_ON_TABLES else (),
+        listed=_listed,
+        score=LOADER,
+        from_raw=FROM_RAW,
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "none"

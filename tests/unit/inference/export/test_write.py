@@ -36,8 +36,7 @@ from rayrec.inference.export.manifest import read_manifest
 from rayrec.inference.export.onnx import MAX_BATCH_ROWS, config_pbtxt, onnx_inputs
 from rayrec.inference.export.parity import ParityRows, _encoder_failure, compare, compare_encoder, spread
 from rayrec.inference.export.plain_encoder import Encoder
-from rayrec.inference.export.readme import FROM_RAW, LOADER
-from rayrec.inference.export.write import encoder_program, export
+from rayrec.inference.export.write import FROM_RAW, LOADER, encoder_program, export
 from rayrec.inference.model import open_served
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
