@@ -20,7 +20,6 @@ from builders.scored_rows import rows_file, scored, trained
 import rayrec
 from rayrec import recipes
 from rayrec.inference import predict as prediction
-from rayrec.inference import prediction_files
 from rayrec.inference.config import EvaluationConfig, ScoringConfig
 from rayrec.inference.evaluate import evaluate
 from rayrec.inference.result_tables import evaluation_text
@@ -132,8 +131,7 @@ def scores(model: Model, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 
 def _small_parts(patch: pytest.MonkeyPatch) -> None:
-    for module in (prediction_files, prediction):
-        patch.setattr(module, "PART_ROWS", 7000)
+    patch.setattr(prediction, "PART_ROWS", 7000)
 
 
 def test_predict_writes_parquet(whole: Columns, scores: tuple[Path, dict[str, Any]], model: Model) -> None:

@@ -33,11 +33,11 @@ from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.job import JobFolder
 from rayrec.data.log_source import LogSource
-from rayrec.inference import prediction_files as module
+from rayrec.inference import predict as module
 from rayrec.inference.config import EvaluationConfig
 from rayrec.inference.evaluate import ScoredRows, slices_of
 from rayrec.inference.model import open_served
-from rayrec.inference.prediction_files import Parts
+from rayrec.inference.predict import Parts
 from rayrec.inference.result_tables import evaluation_text
 from rayrec.inference.scoring import Pool, plan_pool, scored_tables
 from rayrec.metrics.binary import sigmoid
