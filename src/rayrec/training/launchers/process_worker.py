@@ -20,8 +20,7 @@ from rayrec.cluster.layout import TorchrunEnv
 from rayrec.collectives import group_arguments, use_device
 from rayrec.config import InputError, line_of
 from rayrec.data.engine import STOP_REQUESTED, ThreadEngine
-from rayrec.training.launchers.base import AttemptContext, PreparedRun, follow_attempt
-from rayrec.training.launchers.worker_logs import worker_logs
+from rayrec.training.launchers.base import AttemptContext, PreparedRun, follow_attempt, worker_logs
 from rayrec.training.profiling import watched_requests
 from rayrec.training.stop_monitor import ProfileRequest, Signals
 from rayrec.training.worker import run_worker

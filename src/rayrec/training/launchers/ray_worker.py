@@ -19,9 +19,8 @@ from rayrec.cluster.prestart import preloads_modules, prestart
 from rayrec.collectives import use_device
 from rayrec.ingest.ray_engine import RayEngine
 from rayrec.observe.timing import process_age_s
-from rayrec.training.launchers.base import AttemptContext
+from rayrec.training.launchers.base import AttemptContext, worker_logs
 from rayrec.training.launchers.ray_metrics import ObjectStoreMonitor
-from rayrec.training.launchers.worker_logs import worker_logs
 from rayrec.training.worker import run_worker
 from rayrec.workloads.base import WorkerContext
 from rayrec.workloads.run_config import FailureConfig

@@ -13,8 +13,8 @@ import pytest
 
 from rayrec.data.stage_times import BlockTimes, StageTimes
 from rayrec.training import step_log
-from rayrec.training.launchers import worker_logs as module
-from rayrec.training.launchers.worker_logs import worker_logs
+from rayrec.training.launchers import base
+from rayrec.training.launchers.base import worker_logs
 from rayrec.training.step_log import DataStats, data_fields
 
 
@@ -25,7 +25,7 @@ def test_worker_log_contains_rank_and_is_limited(tmp_path: Path, monkeypatch: py
         warnings.warn("an odd argument", RuntimeWarning, stacklevel=1)
     words = "[rank 3] WARNING torchrec.plan: tables are large|[rank 3] WARNING py.warnings: |RuntimeWarning: an odd argument"
     assert [text for text in words.split("|") if text not in path.read_text()] == []
-    monkeypatch.setattr(module, "_MAX_BYTES", 2000)
+    monkeypatch.setattr(base, "_MAX_BYTES", 2000)
     with worker_logs(str(tmp_path / "limited" / "worker_0.log"), rank=0):
         for number in range(200):
             logging.getLogger("x").info("line %d", number)
