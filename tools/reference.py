@@ -205,17 +205,12 @@ def logged_events() -> Iterator[tuple[str, set[str]]]:
 
 def metrics_page() -> str:
     """Return the page of Prometheus metrics of training and serving."""
-    tree = ast.parse((SOURCE / "training" / "launchers" / "ray_metrics.py").read_text())  # to import it takes a Ray
+    module = SOURCE / "training" / "launchers" / "ray_metrics.py"
     training: list[tuple[object, ...]] = []
-    for node in ast.walk(tree):
+    for kinds, metrics in json.loads(module.with_suffix(".json").read_text()).items():
+        training += [(f"`ray_{name}`", kinds.removesuffix("s"), text, "`run`") for name, text in metrics.items()]
+    for node in ast.walk(ast.parse(module.read_text())):  # to import it takes a Ray
         if (
-            isinstance(node, ast.AnnAssign)
-            and isinstance(node.value, ast.Dict)
-            and ast.unparse(node.target) in ("GAUGES", "COUNTERS")
-        ):
-            kind = "gauge" if ast.unparse(node.target) == "GAUGES" else "counter"
-            training += [(f"`ray_{name}`", kind, text, "`run`") for name, text in ast.literal_eval(node.value).items()]
-        elif (
             isinstance(node, ast.Call)
             and ast.unparse(node.func) in ("Gauge", "Counter")
             and isinstance(node.args[0], ast.Constant)

@@ -1,7 +1,9 @@
 """Metrics of a run in Prometheus, exported by Ray's endpoint on the driver's node; and statistics of Ray's object store."""
 
+import json
 import logging
 import threading
+from importlib import resources
 from typing import Any, Final, final
 
 from ray.util.metrics import Counter, Gauge
@@ -9,27 +11,8 @@ from ray.util.metrics import Counter, Gauge
 from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.tracking.tracker import scalars
 
-GAUGES: Final = {
-    "rayrec_step": "Steps done",
-    "rayrec_goal_steps": "Steps of the whole run",
-    "rayrec_workers": "Training workers of the present attempt",
-    "rayrec_loss": "Training loss, mean of the last logged interval",
-    "rayrec_rows_per_s": "Training rows per second, of all workers",
-    "rayrec_blocked_fraction": "Share of time in which workers waited for data",
-    "rayrec_multiply_adds_per_s": "Multiply-adds per second, of all workers",
-    "rayrec_peak_fraction": "Share of the multiply-adds that the devices can do at most",
-    "rayrec_checkpoint_bytes": "Size of the last checkpoint",
-    "rayrec_checkpoint_write_s": "Seconds in which the last checkpoint was written, in the background",
-}
-"""Gauges with the label run. Ray prefixes each name with `ray_`."""
-COUNTERS: Final = {
-    "rayrec_rows_total": "Rows trained on, those done again after a failure too",
-    "rayrec_steps_total": "Steps trained, those done again after a failure too",
-    "rayrec_steps_redone_total": "Steps to be done again after a failure",
-    "rayrec_checkpoints_total": "Checkpoints saved",
-    "rayrec_checkpoint_stall_s_total": "Seconds in which training waited for saves",
-    "rayrec_failures_total": "Failures of workers, and of the run",
-}
+METRICS: Final[dict[str, dict[str, str]]] = json.loads(resources.files(__package__).joinpath("ray_metrics.json").read_text())
+"""Descriptions of the metrics with the label run, by name: `gauges` and `counters`. Ray prefixes each name with `ray_`."""
 _GAUGE_FIELDS: Final = ("loss", "rows_per_s", "blocked_fraction", "multiply_adds_per_s", "peak_fraction")
 
 
@@ -41,8 +24,8 @@ class PrometheusTracker:
     def __init__(self, run: str, *, since_s: float) -> None:
         tags = {"run": run}
         self._since_s = since_s
-        self._gauges = {name: Gauge(name, description=text, tag_keys=("run",)) for name, text in GAUGES.items()}
-        self._counters = {name: Counter(name, description=text, tag_keys=("run",)) for name, text in COUNTERS.items()}
+        self._gauges = {name: Gauge(name, description=text, tag_keys=("run",)) for name, text in METRICS["gauges"].items()}
+        self._counters = {name: Counter(name, description=text, tag_keys=("run",)) for name, text in METRICS["counters"].items()}
         self._metric = Gauge("rayrec_metric", description="Metrics of the last evaluation", tag_keys=("run", "set", "metric"))
         self._time = Counter(
             "rayrec_time_s_total", description="Seconds of training by what they went to", tag_keys=("run", "phase")
