@@ -289,12 +289,7 @@ def load_scorer(
     stored_bytes = sum(chunk["bytes"] for tensor in tensors.values() for chunk in tensor["chunks"])
     model = empty_model(config, preprocessor=preprocessor, precision=precision, stored_bytes=stored_bytes, where=checkpoint)
     check_weights(checkpoint, expected_weights(model, preprocessor))
-    return make_scorer_of(model, dict(full_tensors(Checkpoint(checkpoint), PREFIX)), device=device)
-
-
-def make_scorer_of(model: PlainModel, weights: Mapping[str, torch.Tensor], *, device: str) -> ClickScorer:
-    """Create a scorer from all weights of a checkpoint by their stored names."""
-    left = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
+    left = {name.removeprefix(PREFIX): tensor for name, tensor in full_tensors(Checkpoint(checkpoint), PREFIX)}
     names = model.table_weights().values()
     tables = {name: left.pop(name) for name in dict.fromkeys(names)}
     arrays = [tables[name] for name in names]
@@ -360,13 +355,8 @@ def merge_checkpoints(
             raise InputError(
                 f"{checkpoint.path}: precision {other} does not match {precision} of {checkpoints[0].path}. Use one precision."
             )
-    model = EnsembleConfig(models=tuple(alone.replace(embedding_penalty=0.0) for alone, _ in settings))
-    return model, _weight_targets(checkpoints, model, preprocessor=preprocessor, precision=precision)
+    config = EnsembleConfig(models=tuple(alone.replace(embedding_penalty=0.0) for alone, _ in settings))
 
-
-def _weight_targets(
-    checkpoints: Sequence[Checkpoint], config: EnsembleConfig, *, preprocessor: Preprocessor, precision: Precision
-) -> tuple[dict[str, TargetSlice], ...]:
     def empty(model: ClickModelConfig) -> PlainModel:
         return empty_model(model, preprocessor=preprocessor, precision=precision)
 
@@ -385,4 +375,4 @@ def _weight_targets(
             )
         all_targets.append(targets)
         first_column += model.table_width
-    return tuple(all_targets)
+    return config, tuple(all_targets)
