@@ -290,8 +290,10 @@ def require_head(address: str, *, source: str) -> None:
     if answer == "token rejected":
         if mode is not None and mode.lower() != "token":
             raise InputError(f"{source}: the Ray cluster requires a token. Unset RAY_AUTH_MODE={mode} to present one")
+        names = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+        origin = next((name for name in names if os.environ.get(name)), "~/.ray/auth_token")
         raise InputError(
-            f"{source}: the Ray cluster rejects the token from {_token_source()}. Copy the cluster's token (`ray get-auth-token` "
+            f"{source}: the Ray cluster rejects the token from {origin}. Copy the cluster's token (`ray get-auth-token` "
             "prints it there) into a file and name the file in RAY_AUTH_TOKEN_PATH"
         )
     if answer == "not Ray":
@@ -351,10 +353,3 @@ def _check_alive(target: str, source: str) -> _Answer:
             f"{source}: the cluster runs Ray {reply.ray_version}, but this environment has Ray {ray.__version__}. Use one version"
         )
     return "alive"
-
-
-def _token_source() -> str:
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        if os.environ.get(name):
-            return name
-    return "~/.ray/auth_token"
