@@ -166,10 +166,10 @@ class StopMonitor:
         while cause is None and not self._closed.wait(POLL_S if self._first else _RANKS_POLL_S):
             with contextlib.suppress(OSError):  # Ray ends the workers of a lost driver
                 cause = channel.stop_reason()
-        if cause is not None and not self._closed.is_set():
-            STOP_REQUESTED.set()
         if self._first:
             self.cause = cause
+        if cause is not None and not self._closed.is_set():
+            STOP_REQUESTED.set()
 
     def poll(self) -> tuple[bool, bool]:
         now_s = time.monotonic()

@@ -62,7 +62,7 @@ class Attempt:
     def told(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the events without clock-dependent fields."""
         timed = {"rows_per_s", "blocked_fraction", "times_s", "multiply_adds_per_s", "peak_fraction", "memory_bytes", "seconds"}
-        kept = [(kind, fields) for kind, fields in self.events if kind != "data"]
+        kept = [(kind, fields) for kind, fields in self.events if kind not in ("data", "data_nodes")]
         return [(kind, {k: v for k, v in fields.items() if k not in timed}) for kind, fields in kept]
 
 
