@@ -21,11 +21,11 @@ from pyarrow import fs
 import rayrec
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.storage import files, filesystems, retry, scratch
+from rayrec.storage import files, filesystems, retry
 from rayrec.storage.azure import AzureLocation
+from rayrec.storage.files import Scratch
 from rayrec.storage.gcs import GcsLocation
 from rayrec.storage.s3 import S3Location
-from rayrec.storage.scratch import Scratch
 
 
 def found_in(*place: Any, **options: Any) -> list[str]:
@@ -426,7 +426,7 @@ def test_glob_matches_same_files_locally_and_at_url(tmp_path: Path) -> None:
 # Temporary folders of killed processes --------------------------------------------------------------------------------
 OWNER = """
 import sys
-from rayrec.storage.scratch import Scratch
+from rayrec.storage.files import Scratch
 print(Scratch("attempt", parent=sys.argv[1]).path, flush=True)
 sys.stdin.read()
 """
@@ -434,7 +434,7 @@ sys.stdin.read()
 
 def sweep(folder: Path) -> list[str]:
     """Clean up like a new process, and return the remaining folders."""
-    scratch._remove_abandoned.cache_clear()
+    files._remove_abandoned.cache_clear()
     with Scratch("later", parent=str(folder)) as own:
         return [str(path) for path in folder.iterdir() if str(path) != own]
 
@@ -470,4 +470,4 @@ def test_abandoned_folder_is_replaced_and_all_use_scratch(tmp_path: Path, monkey
     assert not list(tmp_path.iterdir())
     source = Path(rayrec.__file__).parent
     own = [path for path in source.rglob("*.py") if re.search(r"TemporaryDirectory|mkdtemp", path.read_text())]
-    assert own == [source / "storage" / "scratch.py"]
+    assert own == [source / "storage" / "files.py"]

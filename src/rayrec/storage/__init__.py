@@ -3,11 +3,13 @@
 # ruff: noqa: F401  # what this room is to others
 
 from rayrec.storage.files import (
+    Scratch,
     clone_file,
     copy_file,
     exists,
     json_text,
     locked,
+    make_temporary_folder,
     read_bytes,
     read_into,
     read_json,
@@ -34,7 +36,6 @@ from rayrec.storage.folders import (
     remove_folder,
     writing_folder,
 )
-from rayrec.storage.range_reader import call_in_parallel, in_parallel
+from rayrec.storage.range_reader import in_parallel
 from rayrec.storage.retry import OUTAGE_S, outage_s, retry_timeout
-from rayrec.storage.scratch import Scratch, make_temporary_folder
 from rayrec.storage.urls import absolute, folder_of, is_url, join, name_of

@@ -155,13 +155,13 @@ def unpacked_path(file: storage.File, folder: str) -> str:
     return storage.join(folder, f"{key}-{storage.name_of(file.path).removesuffix('.gz')}")
 
 
-def unpack(file: storage.File, folder: str, progress: Callable[[int], None] | None = None) -> storage.File:
+def unpack(file: storage.File, folder: str) -> storage.File:
     """Decompress a gzip file once, so that it can be split and read from any row. Atomic, and idempotent. A URL target is
     streamed and needs no local disk. Raises InputError for a damaged file or a full disk."""
     target = unpacked_path(file, folder)
     if not storage.exists(target):
         try:
-            storage.write_stream(target, _decompressed(file.path, progress))
+            storage.write_stream(target, _decompressed(file.path))
         except OSError as error:
             if error.errno is None:  # an unavailable store
                 raise
@@ -169,12 +169,9 @@ def unpack(file: storage.File, folder: str, progress: Callable[[int], None] | No
     return storage.list_files(target)[0]
 
 
-def _decompressed(path: str, progress: Callable[[int], None] | None) -> Iterator[bytes]:
+def _decompressed(path: str) -> Iterator[bytes]:
     try:
-        for data in gunzip(storage.read_stream(path)):
-            yield data
-            if progress:
-                progress(len(data))
+        yield from gunzip(storage.read_stream(path))
     except zlib.error as error:
         raise InputError(f"{path}: damaged gzip file ({error}). Download it again") from None
     except EOFError:

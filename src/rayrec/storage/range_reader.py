@@ -59,11 +59,6 @@ def in_order(
     return results()
 
 
-def call_in_parallel(calls: Sequence[Callable[[], _Result]], *, of: str) -> Iterator[_Result]:
-    """Return the results of the calls, in order; see `in_parallel`."""
-    return in_parallel(lambda call: call(), calls, of=of)
-
-
 def read_url(path: str, start: int, buffer: np.ndarray) -> int:
     """Read bytes from `start` into a uint8 array with one GET request, and return their number. Thread-safe. Opens each file,
     with a HEAD request, once per process. Raises FileNotFoundError."""

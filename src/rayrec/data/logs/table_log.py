@@ -118,10 +118,12 @@ def _chunks(part: ParquetPart, segment_bytes: int) -> Iterator[tuple[Chunk, int]
 def _check_task(chunks: Sequence[Chunk], *, schema: Schema) -> pa.Table:
     rows, sums, faults = [], [], Faults()
     ranges_of_parts = [(part, start, stop) for part, ranges in chunks for start, stop in ranges]
-    reads = [functools.partial(read_rows, part.path, start, stop, schema) for part, start, stop in ranges_of_parts]
-    for (part, start, _), (table, sum_) in zip(
-        ranges_of_parts, storage.call_in_parallel(reads, of=ranges_of_parts[0][0].path), strict=True
-    ):
+
+    def read(part_range: tuple[ParquetPart, int, int]) -> tuple[pa.Table, int]:
+        return read_rows(part_range[0].path, *part_range[1:], schema)
+
+    tables = storage.in_parallel(read, ranges_of_parts, of=ranges_of_parts[0][0].path)
+    for (part, start, _), (table, sum_) in zip(ranges_of_parts, tables, strict=True):
         raw, new_faults = parse_table(table, schema, path=part.source, first_row=part.first_row + start)
         rows.append(raw.rows)
         sums.append(sum_)
@@ -132,7 +134,7 @@ def _check_task(chunks: Sequence[Chunk], *, schema: Schema) -> pa.Table:
 def read_tables(segments: Sequence[Segment], schema: Schema) -> RawBlock:
     """Read segments of one log sequentially, skipping their invalid rows. Raises InputError if a segment no longer has the rows
     it was indexed with."""
-    tables = storage.call_in_parallel([functools.partial(_read_table, each, schema) for each in segments], of=segments[0].path)
+    tables = storage.in_parallel(functools.partial(_read_table, schema=schema), segments, of=segments[0].path)
     blocks = []
     for segment in segments:
         with stage("read"):

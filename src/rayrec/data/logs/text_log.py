@@ -1,6 +1,5 @@
 """Tab-separated logs: segmenting, indexing and reading."""
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -101,9 +100,7 @@ def read_segments(segments: Sequence[Segment], schema: Schema) -> RawBlock:
     it was indexed with."""
     sizes = [segment.stop - segment.start for segment in segments]
     parser = TextParser(schema, sum(max_rows_in(schema, size) for size in sizes))
-    texts = storage.call_in_parallel(
-        [functools.partial(read_text, segment) for segment in segments], of=segments[0].path if segments else ""
-    )
+    texts = storage.in_parallel(read_text, segments, of=segments[0].path if segments else "")
     for segment, size in zip(segments, sizes, strict=True):
         with stage("read"):
             text = next(texts)
