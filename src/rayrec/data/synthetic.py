@@ -6,10 +6,9 @@ import datetime
 import itertools
 import json
 import os
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -99,55 +98,36 @@ def _truth(plan: GroundTruth, logits: np.ndarray, labels: np.ndarray, starts: li
     }
 
 
-class _NewFiles:
-    """Files written under temporary names, then renamed all together, or removed without a trace."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._suffix = f".{uuid.uuid4().hex[:12]}.partial"
-        self._names: list[str] = []
-        self._named: list[str] = []
-        self._folders: set[str] = set()
-        self._made: list[str] = []
-
-    @contextlib.contextmanager
-    def open(self, name: str) -> Iterator[BinaryIO]:
-        """Open a new file that is on the disk when the context ends; `publish` gives it its name."""
-        parent = os.path.dirname(os.path.join(self._folder, name))
-        if not os.path.isdir(parent):
-            os.makedirs(parent)
-            self._made.append(parent)
-        self._names.append(name)
-        with open(self._temporary(name), "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-
-    def publish(self) -> None:
-        """Rename the files written so far to their names."""
-        while self._names:
-            name = self._names[0]
-            path = os.path.join(self._folder, name)
-            self._folders.add(os.path.dirname(path))
-            if os.path.lexists(path):  # Appeared while this log was written
-                raise InputError(f"{path}: exists already and is never overwritten; name another folder")
-            os.rename(self._temporary(name), path)
-            self._named.append(path)
-            del self._names[0]
-        for folder in (self._folder, *self._folders):
-            storage.sync(folder)
-
-    def discard(self) -> None:
-        for path in [*self._named, *map(self._temporary, self._names)]:
+@contextlib.contextmanager
+def _new_files(folder: str, names: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Yield temporary paths for new files. At the end, they get their names in this order, or are removed without a trace."""
+    named: list[str] = []
+    made: list[str] = []
+    try:
+        with storage.Scratch("generate", parent=folder) as temporary:
+            paths = {name: os.path.join(temporary, str(number)) for number, name in enumerate(names)}
+            yield paths
+            for path in paths.values():
+                storage.sync(path)
+            for name, path in paths.items():
+                target = os.path.join(folder, name)
+                if not os.path.isdir(parent := os.path.dirname(target)):
+                    os.makedirs(parent)
+                    made.append(parent)
+                if os.path.lexists(target):  # Appeared while this log was written
+                    raise InputError(f"{target}: exists already and is never overwritten; name another folder")
+                os.rename(path, target)
+                named.append(target)
+        for parent in {folder, *map(os.path.dirname, named)}:
+            storage.sync(parent)
+    except BaseException:
+        for path in named:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
-        for folder in self._made:
+        for parent in made:
             with contextlib.suppress(OSError):  # Contains another log
-                os.rmdir(folder)
-
-    def _temporary(self, name: str) -> str:
-        folder, base = os.path.split(os.path.join(self._folder, name))
-        return os.path.join(folder, f".{base}{self._suffix}")
+                os.rmdir(parent)
+        raise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,8 +210,7 @@ def generate(
         return _block_text(plan, block, block_spans(block, starts=starts), logits, labels)
 
     os.makedirs(out, exist_ok=True)
-    files = _NewFiles(out)
-    try:
+    with _new_files(out, [*names, "truth.json"]) as paths:
         numbers = range(-(-rows // BLOCK_ROWS))
         blocks = in_order(make, numbers, name="generate", num_threads=num_threads, prefetch=num_threads)
         with contextlib.closing(blocks), contextlib.ExitStack() as stack:
@@ -241,18 +220,14 @@ def generate(
                     index = min(day, len(names) - 1)
                     if index != current:
                         stack.close()
-                        current, file = index, stack.enter_context(files.open(names[index]))
+                        current, file = index, stack.enter_context(open(paths[names[index]], "xb"))
                     assert file is not None
                     file.write(text)
                 if progress is not None:
                     progress(min((block + 1) * BLOCK_ROWS, rows), rows)
         truth = _truth(plan, logits, labels, starts)
-        with files.open("truth.json") as file:
-            file.write((json.dumps(truth, indent=2, allow_nan=False) + "\n").encode())
-        files.publish()
-    except BaseException:
-        files.discard()
-        raise
+        with open(paths["truth.json"], "x", encoding="utf-8") as truth_file:
+            truth_file.write(json.dumps(truth, indent=2, allow_nan=False) + "\n")
     return truth
 
 
