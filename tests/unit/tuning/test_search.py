@@ -28,7 +28,6 @@ from rayrec.training import trainer
 from rayrec.tuning import search as of_searches
 from rayrec.tuning import trials
 from rayrec.tuning import trials as of_trials
-from rayrec.tuning.report import render, table_text
 from rayrec.tuning.space import Space, TuneConfig, with_values
 from rayrec.workloads.base import TrainConfig
 
@@ -468,7 +467,7 @@ def search_result(**changes: Any) -> dict[str, Any]:
 
 
 def test_search_table_and_page_show_trials() -> None:
-    lines = table_text(search_result()).splitlines()
+    lines = of_searches.table_text(search_result()).splitlines()
     assert lines[0].split() == ["trial", "dropout", "batch_size", "auroc", "step", "rows", "seconds", "state"]
     assert lines[1].split() == ["1", "0.25", "512", "0.75000", "20", "2,000", "3", "finished"]
     assert lines[2].split()[:4] == ["0", "recipe", "recipe", "0.74000"]
@@ -478,15 +477,15 @@ def test_search_table_and_page_show_trials() -> None:
     assert lines[5] == "Trained 13.5% of the rows of these trials: weak trials were stopped early."
     assert "On 1,428 test rows, its AUROC differs by +0.01200 from" in lines[6]
     assert "(+0.00200 to +0.02200, p = 0.0123)" in lines[6]
-    text = table_text(
+    text = of_searches.table_text(
         search_result(best={"number": 0, "values": {}, "auroc": 0.74, "checkpoint": "c"}, compared=None, trained_share=1.0)
     )
     assert "It has the settings of the recipe." in text
     assert "differs by" not in text
     assert "stopped early" not in text
     nothing = dict.fromkeys(("difference", "low", "high", "p_value"))
-    assert "1,428 test rows are too few" in table_text(search_result(compared={"auroc": nothing}))
-    page = render("first", search_result())
+    assert "1,428 test rows are too few" in of_searches.table_text(search_result(compared={"auroc": nothing}))
+    page = of_searches.render("first", search_result())
     words = ["Search first", "Validation auroc", "auroc by workload.model.dropout", "InputError: &lt;too&gt; large"]
     assert [text for text in words if text not in page] == []
     assert "<script" not in page
