@@ -30,9 +30,8 @@ from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.batches import BatchSlicer, ClickBatches
-from rayrec.ingest.block_order import Block, BlockOrder
+from rayrec.ingest.block_order import BatchSharding, Block, BlockOrder
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.order import BatchSharding
 from rayrec.ingest.ray_engine import (
     ITEMS_A_TASK,
     ConcurrencyLimits,

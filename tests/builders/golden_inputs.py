@@ -27,9 +27,8 @@ from rayrec.data.materialized.writer import preprocess
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.ingest.batches import ArrayBatches, ClickBatches
-from rayrec.ingest.block_order import BlockOrder
+from rayrec.ingest.block_order import BatchSharding, BlockOrder
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.order import BatchSharding
 from rayrec.ingest.row_order import RowOrder
 from rayrec.ingest.stream import MappedSource, TaskSource
 from rayrec.observe.console import Console

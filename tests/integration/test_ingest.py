@@ -28,9 +28,8 @@ from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.text_parser import parse
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.batches import ClickBatches
-from rayrec.ingest.block_order import BlockOrder
+from rayrec.ingest.block_order import BatchSharding, BlockOrder
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.order import BatchSharding
 from rayrec.ingest.ray_engine import RayEngine
 from rayrec.ingest.stream import TaskSource
 

@@ -28,8 +28,8 @@ from rayrec.checkpoint import Checkpoint, committed, weights_sha256
 from rayrec.cluster import fork_server, forked_worker
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.synthetic import generate
+from rayrec.ingest.block_order import spread
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.order import spread
 from rayrec.layers import kernel_threads
 from rayrec.training.forecast import ClusterShape, Forecast, forecast
 from rayrec.training.result import Result

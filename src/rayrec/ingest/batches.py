@@ -18,8 +18,7 @@ from rayrec.data.engine import StreamEngine
 from rayrec.data.logs.index import Block
 from rayrec.data.numbered_rows import EpochRows, RowSource
 from rayrec.data.stage_times import StageTimes
-from rayrec.ingest.block_order import BlockPlan, BlockRange
-from rayrec.ingest.order import BatchSharding, EpochPlan, Plans
+from rayrec.ingest.block_order import BatchSharding, BlockPlan, BlockRange, EpochPlan, Plans
 from rayrec.ingest.row_order import RowPlan
 from rayrec.ingest.stream import ITEM_BYTES, MappedSource, NumberedArrays, NumberedSource, Prefetcher, RowStream, TaskSource
 from rayrec.schema import Schema

@@ -6,7 +6,7 @@ from typing import Any, Generic, final
 from rayrec.batch import Batch
 from rayrec.data.stage_times import StageTimes
 from rayrec.ingest.batches import BatchReader
-from rayrec.ingest.order import BatchSharding, EpochOrder, Plan, PositionT
+from rayrec.ingest.block_order import BatchSharding, EpochOrder, Plan, PositionT
 from rayrec.trained_rows import TrainedRows
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rayrec.config import InputError
-from rayrec.ingest.order import BatchSharding, spread
+from rayrec.ingest.block_order import BatchSharding, spread
 from rayrec.trained_rows import RowNumbers, TrainedRows
 
 

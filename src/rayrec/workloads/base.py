@@ -287,7 +287,7 @@ class WorkerSetup:
     """Callback before each step, with the step (from 0) and the total steps. Sets learning rates and random seeds."""
     eval_batches: dict[str, Callable[..., Iterator[Any]]]
     """Evaluation sets by name. Each call returns this worker's batches: every row once over all workers, equally many batches on
-    each. With `Workload.SHORT_EVALUATIONS`, the argument is the maximum number of rows (`rayrec.ingest.order.spread`)."""
+    each. With `Workload.SHORT_EVALUATIONS`, the argument is the maximum number of rows (`rayrec.ingest.block_order.spread`)."""
     make_metrics: Callable[[], Metrics]
     described: dict[str, Any]
     """Description of the model for reports: tables, sharding, sizes."""

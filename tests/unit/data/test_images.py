@@ -22,8 +22,8 @@ import rayrec
 from rayrec.data.engine import InProcess, StreamEngine, TaskPlacement, ThreadEngine
 from rayrec.data.images import ImageConfig, ImageIndex, ImageRows, index_images
 from rayrec.ingest import batches, ray_engine
+from rayrec.ingest.block_order import BatchSharding
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.order import BatchSharding
 from rayrec.ingest.row_order import RowOrder
 from rayrec.recipes.mnist import image_folder
 from rayrec.workloads.base import TrainConfig

@@ -19,9 +19,17 @@ from rayrec.config import InputError
 from rayrec.data.logs.index import Block, Segment, SegmentRange
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.ingest.batches import ArrayBatches
-from rayrec.ingest.block_order import BlockOrder, BlockRange, Position, full_epoch, shard_block_ranges, skip_rows
+from rayrec.ingest.block_order import (
+    BatchSharding,
+    BlockOrder,
+    BlockRange,
+    Position,
+    full_epoch,
+    shard_block_ranges,
+    skip_rows,
+    spread,
+)
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.order import BatchSharding, spread
 from rayrec.ingest.row_order import RowOrder
 
 

@@ -33,9 +33,8 @@ from rayrec.data.logs.text_log import read_segments
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest import stream as stream_module
 from rayrec.ingest.batches import BatchSlicer, ClickBatches
-from rayrec.ingest.block_order import BlockOrder, BlockPlan, BlockRange, Position
+from rayrec.ingest.block_order import BatchSharding, BlockOrder, BlockPlan, BlockRange, Position
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.order import BatchSharding
 from rayrec.ingest.stream import STOP_REQUESTED, EncodedBlock, Prefetcher, RowStream, TaskSource, encoded_block
 from rayrec.schema import Schema
 from rayrec.trained_rows import TrainedRows

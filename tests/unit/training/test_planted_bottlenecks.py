@@ -24,9 +24,8 @@ from rayrec.data.logs.text_parser import TextParser
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.batches import ClickBatches
-from rayrec.ingest.block_order import BlockOrder
+from rayrec.ingest.block_order import BatchSharding, BlockOrder
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.order import BatchSharding
 from rayrec.ingest.stream import TaskSource
 from rayrec.observe.bottleneck import Diagnosis, diagnose
 from rayrec.observe.run_summary import RunSummary

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rayrec.batch import Batch, StepOutput
 from rayrec.data.numbered_rows import RowSource
 from rayrec.ingest.batches import ArrayBatches
+from rayrec.ingest.block_order import BatchSharding
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.order import BatchSharding
 from rayrec.ingest.row_order import RowOrder, RowPlan, RowPosition
 from rayrec.layers.operation_count import counted
 from rayrec.metrics.means import RowMetrics

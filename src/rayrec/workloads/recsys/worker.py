@@ -27,9 +27,8 @@ from rayrec.checkpoint.communicator import Communicator
 from rayrec.compat.torch_compat import move_wrapped_module
 from rayrec.config import InputError
 from rayrec.ingest.batches import ClickBatches
-from rayrec.ingest.block_order import BlockOrder, BlockPlan, Position
+from rayrec.ingest.block_order import BatchSharding, BlockOrder, BlockPlan, Position
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.order import BatchSharding
 from rayrec.ingest.stream import MappedSource, TaskSource
 from rayrec.models.base import ModelInputs, table_key
 from rayrec.models.cost import network_multiply_adds
