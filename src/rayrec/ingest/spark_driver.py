@@ -10,21 +10,13 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from importlib import resources
 from typing import Any
 
 import pyarrow as pa
 
 from rayrec.config import InputError
 
-_LOGGING = """
-rootLogger.level = warn
-rootLogger.appenderRef.file.ref = file
-appender.file.type = File
-appender.file.name = file
-appender.file.fileName = {path}
-appender.file.layout.type = PatternLayout
-appender.file.layout.pattern = %d{{yy/MM/dd HH:mm:ss}} %p %c{{1}}: %m%n%ex
-"""
 _OPENED = (
     "java.lang", "java.lang.invoke", "java.lang.reflect", "java.io", "java.net", "java.nio", "java.math", "java.text",
     "java.util", "java.util.concurrent", "java.util.concurrent.atomic", "sun.nio.ch", "sun.nio.cs",
@@ -92,7 +84,8 @@ def start(job: dict[str, Any]) -> tuple[Any, Callable[[], None]]:
     os.makedirs(os.path.join(job["folder"], "local"), exist_ok=True)
     logging = os.path.join(job["folder"], "log4j2.properties")
     with open(logging, "w") as file:
-        file.write(_LOGGING.format(path=os.path.join(job["folder"], "spark.log")))
+        properties = resources.files("rayrec.ingest").joinpath("log4j2.properties").read_text()
+        file.write(f"{properties}appender.file.fileName = {job['folder']}/spark.log\n")
     conf = settings(job, logging=logging)
     if job["ray_address"] is not None:
         return _start_on_ray(job, conf)
