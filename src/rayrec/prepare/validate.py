@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from rayrec.data.arrow import arrow_numbers, json_of, json_reply, numpy_of
 from rayrec.data.encoding.counts import Counts, count_log, filled
-from rayrec.data.encoding.derivation import Derivation
+from rayrec.data.encoding.encoder import Derivation
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, Preset, merged
 from rayrec.data.engine import Engine, grouped

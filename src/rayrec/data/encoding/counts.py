@@ -17,7 +17,7 @@ from rayrec import host_resources
 from rayrec.data.arrow import arrow_bytes
 from rayrec.data.encoded_rows import JaggedIds
 from rayrec.data.encoding.category_counter import NO_ROW, Items, Spill, TokenCounter, count_columns, frequent_items, narrow
-from rayrec.data.encoding.derivation import Derivation, file_key
+from rayrec.data.encoding.encoder import Derivation, file_key
 from rayrec.data.engine import Engine
 from rayrec.data.logs.index import SegmentRange
 from rayrec.data.logs.reading import read_raw

@@ -16,8 +16,7 @@ import numpy as np
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows
-from rayrec.data.encoding.derivation import Derivation
-from rayrec.data.encoding.encoder import DENSE_KINDS, Encoder, MultiHot, build_slots, id_type, num_slots
+from rayrec.data.encoding.encoder import DENSE_KINDS, Derivation, Encoder, MultiHot, build_slots, id_type, num_slots
 from rayrec.data.encoding.rules import MIN_INTEGER, DenseColumn, SparseColumn
 from rayrec.data.engine import Shared, StreamEngine
 from rayrec.data.raw_block import RawBlock, category_type

@@ -11,8 +11,7 @@ import numpy as np
 
 from rayrec.config import Config, InputError
 from rayrec.data.encoding.counts import CountingJob, Counts, mean_and_variance
-from rayrec.data.encoding.derivation import Derivation
-from rayrec.data.encoding.encoder import MultiHot
+from rayrec.data.encoding.encoder import Derivation, MultiHot
 from rayrec.data.encoding.known_categories import ENDS, frequency_ends
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import MIN_INTEGER, DenseColumn, SparseColumn
@@ -87,18 +86,13 @@ class Preset(Config):
             raise InputError(f"preset: unknown_id and missing must be below first_id {self.first_id}")
 
     @property
-    def first_rows(self) -> bool:
-        """True if counting must record the first row of each category."""
-        return self.ids == "first_seen"
-
-    @property
     def derivation(self) -> Derivation:
         """Derivation applied to raw rows before counting."""
         return Derivation(buckets=self.dense == "buckets", modulo=self.token_modulo)
 
     def counting(self, schema: Schema) -> CountingJob:
         """Return the counting job for a log of `schema`."""
-        return CountingJob(schema, derivation=self.derivation, first_rows=self.first_rows)
+        return CountingJob(schema, derivation=self.derivation, first_rows=self.ids == "first_seen")
 
     def check(self, schema: Schema) -> None:
         """Check that the rules can be applied to a log of `schema`. Raises InputError."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from rayrec import storage
 from rayrec.config import InputError, json_hash
-from rayrec.data.encoding.derivation import file_key
+from rayrec.data.encoding.encoder import file_key
 from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
 from rayrec.data.engine import Engine, StreamEngine
 from rayrec.data.job import ResumableJob, resumable_job

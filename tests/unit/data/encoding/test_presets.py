@@ -17,8 +17,7 @@ from builders.torchrec_scripts import torchrec_criteo
 from rayrec.config import InputError
 from rayrec.data.encoding import presets
 from rayrec.data.encoding.counts import Counts
-from rayrec.data.encoding.derivation import Derivation
-from rayrec.data.encoding.encoder import MLPERF_SIZES, MultiHot
+from rayrec.data.encoding.encoder import MLPERF_SIZES, Derivation, MultiHot
 from rayrec.data.encoding.extension import extend
 from rayrec.data.encoding.known_categories import OOVCounter, bucket_names, buckets_of
 from rayrec.data.encoding.preprocessor import Preprocessor

@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding import encoder, presets
-from rayrec.data.encoding.derivation import Derivation
-from rayrec.data.encoding.encoder import MultiHot, build_slots, c_dense_column, find_ids, num_slots
+from rayrec.data.encoding.encoder import Derivation, MultiHot, build_slots, c_dense_column, find_ids, num_slots
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, Preset, make_preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn, bucket_tokens, expand_bag
