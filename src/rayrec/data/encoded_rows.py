@@ -107,7 +107,7 @@ def to_arrow(rows: EncodedRows) -> pa.Table:
     for s, ids in enumerate(rows.ids):
         arrays[f"id_{s}"] = ids_to_arrow(ids)
         if isinstance(ids, JaggedIds) and ids.weights is not None:
-            arrays[f"of_{s}"] = weights_to_arrow(ids)
+            arrays[f"of_{s}"] = ids_to_arrow(ids, ids.weights)
     for name, values in (
         *((f"label:{name}", values) for name, values in rows.labels.items()),
         ("weight", rows.weights),
@@ -120,17 +120,12 @@ def to_arrow(rows: EncodedRows) -> pa.Table:
     return pa.table(arrays)
 
 
-def ids_to_arrow(ids: Ids) -> pa.Array:
-    """Convert the ids of one column to integers, or lists of them."""
+def ids_to_arrow(ids: Ids, weights: np.ndarray | None = None) -> pa.Array:
+    """Convert the ids of one column to integers, or lists of them. `weights` replaces the ids in lists."""
     if isinstance(ids, JaggedIds):
-        return pa.LargeListArray.from_arrays(arrow_numbers(ids.offsets()), arrow_numbers(ids.values))
+        values = ids.values if weights is None else weights
+        return pa.LargeListArray.from_arrays(arrow_numbers(ids.offsets()), arrow_numbers(values))
     return arrow_rows(ids)
-
-
-def weights_to_arrow(bags: JaggedIds) -> pa.Array:
-    """Convert the weights of ids to one list of float32 per row."""
-    assert bags.weights is not None
-    return pa.LargeListArray.from_arrays(arrow_numbers(bags.offsets()), arrow_numbers(bags.weights))
 
 
 def from_arrow(table: pa.Table) -> list[EncodedRows]:
@@ -148,7 +143,7 @@ def _from_batch(batch: pa.RecordBatch) -> EncodedRows:
 
 
 def ids_from_arrow(column: pa.Array, weights: pa.Array | None = None) -> Ids:
-    """Invert `ids_to_arrow` and, for lists with weights, `weights_to_arrow`."""
+    """Invert `ids_to_arrow`, for lists with weights given both results."""
     if pa.types.is_large_list(column.type):
         lengths = np.diff(numpy_of(column.offsets)).astype(np.int32)
         return JaggedIds(numpy_of(column.flatten()), lengths, None if weights is None else numpy_of(weights.flatten()))

@@ -108,17 +108,14 @@ class ThreadEngine:
         return float(self.num_threads)
 
     def run(self, name: str, function: Task, items: Sequence[Any], *, block_bytes: int = 16 << 20) -> Iterator[pa.Table]:
-        return self._tables(name, function, items, prefetch=self.num_threads)
+        return self.stream(name, function, items, block_bytes=block_bytes, prefetch_blocks=self.num_threads)
 
     def stream(self, name: str, function: Task, items: Iterable[Any], *, block_bytes: int, prefetch_blocks: int) -> Tables:
-        return self._tables(name, function, items, prefetch=prefetch_blocks)
+        with contextlib.nullcontext() if self.max_outage_s is None else storage.retry_timeout(self.max_outage_s):
+            return in_order(function, items, name=name, num_threads=self.num_threads, prefetch=prefetch_blocks)
 
     def share(self, value: _Value) -> Shared[_Value]:
         return InProcess(value)
-
-    def _tables(self, name: str, function: Task, items: Iterable[Any], *, prefetch: int) -> Tables:
-        with contextlib.nullcontext() if self.max_outage_s is None else storage.retry_timeout(self.max_outage_s):
-            return in_order(function, items, name=name, num_threads=self.num_threads, prefetch=prefetch)
 
 
 def grouped(items: Iterable[_Item], size_of: Callable[[_Item], int], *, max_bytes: int, max_items: int) -> list[list[_Item]]:

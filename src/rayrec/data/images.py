@@ -24,7 +24,7 @@ from rayrec.bounds import Count, Fraction
 from rayrec.config import Config, InputError
 from rayrec.data.arrow import arrow_rows, arrow_texts, numpy_rows
 from rayrec.data.engine import Engine, Shared
-from rayrec.data.numbered_rows import IMAGES, LABELS
+from rayrec.data.numbered_rows import IMAGES, LABELS, RowSource
 from rayrec.storage import cache
 from rayrec.storage.cache import version_key
 from rayrec.storage.filesystems import with_retries
@@ -243,7 +243,7 @@ class ImageConfig(Config):
 
 @final
 @dataclass
-class ImageRows:
+class ImageRows(RowSource):
     """Decoded images of an index. Picklable, and may be read by several threads. Implements `EpochRows`."""
 
     index: Shared[ImageIndex]
@@ -297,9 +297,3 @@ class ImageRows:
                     f"{path}: cannot be decoded, like {number:,} images before it in this epoch, more than max_bad_fraction "
                     "allows. Replace them (the log names each), or raise --max-bad-fraction."
                 )
-
-    def will_read(self, indices: np.ndarray) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

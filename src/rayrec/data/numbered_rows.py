@@ -29,9 +29,11 @@ class RowSource(Protocol):
 
     def will_read(self, indices: np.ndarray) -> None:
         """Hint that these rows will be read soon; returns at once."""
-        ...
+        return
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release the rows."""
+        return
 
 
 @runtime_checkable
@@ -48,7 +50,7 @@ class EpochRows(Protocol):
 
 
 @final
-class ArrayRows:
+class ArrayRows(RowSource):
     """Rows in memory: named arrays [rows, ...] of equal length."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -65,12 +67,6 @@ class ArrayRows:
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         return {name: array[indices] for name, array in self._arrays.items()}
-
-    def will_read(self, indices: np.ndarray) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 IMAGES, LABELS = "images", "labels"

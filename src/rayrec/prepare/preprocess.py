@@ -127,7 +127,7 @@ def _amounts(old: int, appended: int, left_out: int) -> str:
 
 
 def counting_indexer(config: PreparationConfig, rules: Preset) -> CountingIndexer:
-    """Create an indexer of text logs that also counts training rows (or all rows, if the preset does), for `count`."""
+    """Create an indexer of text logs that also counts training rows (or all rows, if the preset does)."""
     return CountingIndexer(
         rules.counting(config.schema), lambda index: _counted_rows(index, config, rules), memory_bytes=config.memory_bytes
     )
@@ -141,14 +141,6 @@ def _counted_rows(index: LogIndex, config: PreparationConfig, rules: Preset) -> 
 def sets_of(index: LogIndex, config: PreparationConfig) -> dict[str, tuple[int, int]] | None:
     """Return the row ranges of the sets, or None if no rows are held out."""
     return None if config.split == "none" else config.rules.split.rows(index)
-
-
-def count(
-    index: LogIndex, counting: CountingIndexer, config: PreparationConfig, engine: Engine, console: Console
-) -> Preprocessor:
-    """Create the Preprocessor from the rows selected by `counting`, reading those that it did not count while indexing."""
-    with _counted(index, counting, config, config.rules, engine, console) as counts:
-        return make_preprocessor(config.rules, config.schema, counts)
 
 
 @contextmanager
@@ -191,12 +183,8 @@ def preprocess(
         reject_options(rows, RowOutput(format="mds"), why)
         return preprocess_text(path, out=out, text=text, config=config, console=console)
     reject_options(text, TextConfig(), f"an option for text (--format mds), not for --format {rows.format}")
-    return _preprocess_log(path, out, rows, config, console)
-
-
-def _preprocess_log(path: str, out: str, output: RowOutput, config: PreparationConfig, console: Console) -> dict[str, Any]:
     config = config.adapted(path)
-    preprocessor = load_matching_preprocessor(output.preprocessor, config.schema)
+    preprocessor = load_matching_preprocessor(rows.preprocessor, config.schema)
     if preprocessor is None:
         config.rules.check(config.schema)
     with (
@@ -210,19 +198,22 @@ def _preprocess_log(path: str, out: str, output: RowOutput, config: PreparationC
         index_text = counting.index if preprocessor is None else index_log
         index = raw_index(path, config, running, console, labelled=labelled, index_text=index_text)
         sets = sets_of(index, config)
-        used = preprocessor or count(index, counting, config, running, console)
+        used = preprocessor
+        if used is None:
+            with _counted(index, counting, config, config.rules, running, console) as counts:
+                used = make_preprocessor(config.rules, config.schema, counts)
         result = writing.preprocess(
             index,
             preprocessor=used,
             out=out,
-            format=output.format,
+            format=rows.format,
             engine=running,
             sets=sets,
             segments_per_task=config.segments_per_block,
-            shuffle=output.shuffle,
-            seed=output.seed,
+            shuffle=rows.shuffle,
+            seed=rows.seed,
             labelled=labelled,
-            progress=lambda rows: console.progress("preprocess (rows)", rows, index.rows),
+            progress=lambda done: console.progress("preprocess (rows)", done, index.rows),
             note=console.note,
         )
     return {**result, "preprocessor": used.hash(), "bad_rows": index.faults.total}

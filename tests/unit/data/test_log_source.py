@@ -336,7 +336,9 @@ def test_labels_of_text_are_named(tmp_path: Path) -> None:
 
 
 def test_faults_of_several_tasks_name_all_labels() -> None:
-    total = Faults.merged(parse(TEXT, f"{label}\t3\t0000000a\n".encode())[1] for label in (5, 10, 9, 5))
+    total = Faults()
+    for label in (5, 10, 9, 5):
+        total.add(parse(TEXT, f"{label}\t3\t0000000a\n".encode())[1])
     assert total.labels == {"click": ["5", "9", "10"]}
     total.add(Faults({"too few columns": 5}))  # most lines have another fault
     assert total.wrong_labels() is None

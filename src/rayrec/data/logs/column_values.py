@@ -61,12 +61,6 @@ def text_tokens(array: pa.Array, out: np.ndarray, *, booleans: bool = True) -> n
     return Text.of(array).call("rayrec_text_tokens" if booleans else "rayrec_plain_text_tokens", out)
 
 
-def text_integers(array: pa.Array, out: np.ndarray) -> np.ndarray:
-    """Write the tokens of an Arrow array of text with 64-bit integers in any form (7, 07, +7, 7.0) and return their status.
-    Blanks around a number are ignored, true and false are 1 and 0, `nan` is a missing value; the rest is REJECTED."""
-    return Text.of(array).call("rayrec_text_whole", out)
-
-
 def integer_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
     """Write the tokens of an Arrow array with integers of any width, or booleans (0 and 1), and return their status."""
     if types.is_boolean(array.type):

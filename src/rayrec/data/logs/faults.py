@@ -56,13 +56,6 @@ class Faults:
         for column, values in other.labels.items():
             self.labels[column] = distinct_labels([*self.labels.get(column, ()), *values])
 
-    @classmethod
-    def merged(cls, parts: Iterable[Faults]) -> Faults:
-        total = cls()
-        for part in parts:
-            total.add(part)
-        return total
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
         labels = {"labels": self.labels} if self.labels else {}

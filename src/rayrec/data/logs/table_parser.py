@@ -24,7 +24,6 @@ from rayrec.data.logs.column_values import (
     numbers_of,
     plain_array,
     resolved,
-    text_integers,
     text_tokens,
     times_of,
     type_error,
@@ -238,7 +237,8 @@ class _TableParser:
             array = pc.cast(pc.cast(array, pa.date32()), pa.large_string())
         if is_text(array.type):
             if name in schema.integers:
-                return text_integers(array, out), NOT_INTEGRAL
+                # 64-bit integers in any form: 7, 07, +7, 7.0, between blanks, true and false as 1 and 0, `nan` if missing.
+                return Text.of(array).call("rayrec_text_whole", out), NOT_INTEGRAL
             return text_tokens(array, out, booleans=schema.category_rules >= 2), NOT_UTF8
         if types.is_integer(array.type) or types.is_boolean(array.type):
             return integer_tokens(array, out), NOT_INTEGRAL

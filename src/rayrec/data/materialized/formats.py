@@ -16,7 +16,7 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import arrow_numbers, numpy_of
-from rayrec.data.encoded_rows import EncodedRows, JaggedIds, ids_from_arrow, ids_to_arrow, weights_to_arrow
+from rayrec.data.encoded_rows import EncodedRows, JaggedIds, ids_from_arrow, ids_to_arrow
 from rayrec.data.encoding.encoder import c_dense_column
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.raw_block import RawBlock
@@ -267,7 +267,7 @@ def named_columns(rows: EncodedRows, schema: Schema) -> pa.Table:
     for name, ids in zip(schema.sparse, rows.ids, strict=True):
         columns[name] = ids_to_arrow(ids)
         if isinstance(ids, JaggedIds) and ids.weights is not None:
-            columns[schema.feature(name).weights or ""] = weights_to_arrow(ids)
+            columns[schema.feature(name).weights or ""] = ids_to_arrow(ids, ids.weights)
     columns |= {name: arrow_numbers(values) for name, values in rows.labels.items() if name != schema.label}
     if rows.timestamps is not None:
         assert schema.timestamp

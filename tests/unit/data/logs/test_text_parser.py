@@ -211,7 +211,7 @@ def test_only_first_faults_have_details() -> None:
     raw, faults = parse(SCHEMA, b"x\n" * 25)
     assert (raw.rows, faults.total) == (0, 25)
     assert [fault.byte for fault in faults.first] == list(range(0, 20, 2))
-    more = Faults.merged([faults, faults])
-    assert (more.total, len(more.first)) == (50, 10)
-    assert "50 x too few columns" in more.describe()
+    faults.add(faults)
+    assert (faults.total, len(faults.first)) == (50, 10)
+    assert "50 x too few columns" in faults.describe()
     assert Faults().describe() == "no invalid rows"
