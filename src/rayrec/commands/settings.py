@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING
+from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rayrec.config import CLASS, TEXT, Config, InputError, nest
@@ -15,21 +17,10 @@ if TYPE_CHECKING:
 
 Settings = TypeVar("Settings", bound=Config)
 
-ALIASES = {
-    "data": ("train_data.path",),
-    "schema": ("workload.schema",),
-    "model": ("workload.model",),
-    "lr": ("workload.dense_optimizer.learning_rate", "workload.optimizer.learning_rate"),
-    "table_lr": ("workload.sparse_optimizer.learning_rate",),
-    "workers": ("scaling.num_workers",),
-    "learning_rate": ("workload.dense_optimizer.learning_rate",),
-    "gpus": ("scaling.num_workers",),
-}
+_SHORT_NAMES = json.loads(resources.files(__package__).joinpath("short_names.json").read_text())
+ALIASES: dict[str, list[str]] = _SHORT_NAMES["paths"]
 """Short names of a recipe's settings. The first existing path is used."""
-COMPANIONS: dict[str, dict[str, Any]] = {
-    "learning_rate": {"workload.sparse_optimizer.learning_rate": None},
-    "gpus": {"scaling.use_gpu": True},
-}
+COMPANIONS: dict[str, dict[str, Any]] = _SHORT_NAMES["companions"]
 """Further settings of a short name, with their value. None: the value of the short name."""
 _TEXT_METAVARS = {"Schema": "FILE", "ClickModelConfig": "NAME", "DataConfig": "PATH"}
 
