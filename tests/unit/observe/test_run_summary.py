@@ -10,11 +10,10 @@ import pytest
 from builders import run_events
 from builders.faults import rejects
 
-from rayrec.observe.attempts import Restart
 from rayrec.observe.bottleneck import diagnose
 from rayrec.observe.data_side import PipelineStats
 from rayrec.observe.events import metrics_dataframe
-from rayrec.observe.run_summary import Price, RunSummary
+from rayrec.observe.run_summary import Price, Restart, RunSummary
 from rayrec.observe.timing import PHASES, Interval, Stopwatch, in_order, process_age_s
 
 Described = tuple[float, str, dict[str, Any]]
