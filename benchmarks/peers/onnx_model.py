@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import onnxruntime
 
+from rayrec.inference.export.manifest import open_export
 from rayrec.inference.export.onnx import DENSE, IDS, OUTPUT, write_onnx
-from rayrec.inference.export.read import open_export
 
 
 def load(export: str, *, num_threads: int = 0) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:

@@ -15,7 +15,7 @@ from rayrec.checkpoint.reader import check_extra_files
 from rayrec.config import InputError, json_hash
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
-from rayrec.inference.export.read import is_export, open_export
+from rayrec.inference.export.manifest import is_export, open_export
 from rayrec.workloads.recsys.scorer import ClickScorer, click_settings, load_preprocessor, load_scorer
 from rayrec.workloads.scoring import PREFIX, Device
 

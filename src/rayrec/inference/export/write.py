@@ -17,9 +17,8 @@ import torch
 from jinja2 import Environment, StrictUndefined
 
 from rayrec import hashing, storage
-from rayrec.checkpoint import MANIFEST, Checkpoint, full_tensors, open_checkpoint
+from rayrec.checkpoint import Checkpoint, full_tensors, open_checkpoint
 from rayrec.checkpoint.discovery import reject_pickles
-from rayrec.checkpoint.format import seal, sha256_of
 from rayrec.checkpoint.safetensors import header, write_weights
 from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows
@@ -28,10 +27,9 @@ from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER
 from rayrec.imports import require
 from rayrec.inference.config import ExportConfig
 from rayrec.inference.export import plain_encoder
-from rayrec.inference.export.manifest import DENSE, ENCODER, FORMAT, PROGRAM, README, REPORT, TABLES, VERSION, ExportedModel
+from rayrec.inference.export.manifest import DENSE, ENCODER, PROGRAM, README, REPORT, TABLES, ExportedModel, open_export, seal_all
 from rayrec.inference.export.onnx import id_widths, write_repository
 from rayrec.inference.export.parity import Comparison, ParityRows, compare, compare_encoder, parity_rows
-from rayrec.inference.export.read import open_export
 from rayrec.inference.model import open_served, version_of
 from rayrec.models.base import ModelInputs
 from rayrec.models.heads import BinaryHead, LabelHead
@@ -104,13 +102,13 @@ def export_clicks(checkpoint: Checkpoint, out: str, *, config: TrainConfig, sett
     del served, score  # Frees memory for the weights of the export
     _write_program(_write_weights(checkpoint, out, exported), storage.join(out, PROGRAM), preprocessor.num_embeddings)
     storage.write_bytes(storage.join(out, README), readme(exported).encode())
-    files = _seal(out, exported, {})
+    files = seal_all(out, exported, {})
     _, scorer = open_export(out, own=type(model))
     report = {**_compare(out, exported, scorer, rows, reference, settings), "encoder_parity": encoder_parity}
     if settings.triton:
         report["triton"] = write_repository(exported, scorer, storage.join(out, "triton"), rows=rows)
     storage.write_json(storage.join(out, REPORT), report)
-    _seal(out, exported, files)
+    seal_all(out, exported, files)
     return report
 
 
@@ -199,20 +197,6 @@ def _write_program(model: PlainModel, path: str, num_embeddings: Sequence[int]) 
     if of_sequences:
         shapes = (*shapes, tuple(of_sequences))
     torch.export.save(torch.export.export(model, tuple(examples), dynamic_shapes=shapes), path)
-
-
-def _seal(out: str, exported: ExportedModel, sealed_files: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Write the manifest of all files in the folder. Returns size and checksum of every file, without reading `sealed_files`."""
-    files = dict(sealed_files)
-    for inside, _, names in os.walk(out):
-        for name in names:
-            path = os.path.join(inside, name)
-            relative = os.path.relpath(path, out).replace(os.sep, "/")
-            if relative not in sealed_files and relative != MANIFEST:
-                files[relative] = {"bytes": os.path.getsize(path), "sha256": sha256_of(path)}
-    manifest = {"format": FORMAT, "version": VERSION, "model": exported.described, "files": dict(sorted(files.items()))}
-    storage.write_json(storage.join(out, MANIFEST), seal(manifest))
-    return files
 
 
 def _compare(
