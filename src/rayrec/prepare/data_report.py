@@ -1,9 +1,11 @@
 """Data report as JSON and text, with gates that a log must pass, and warnings."""
 
 import io
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -376,7 +378,7 @@ class Report:
         content = self.content
         tables = [_table(content["path"], [], _overview(content))]
         tables.append(_table(f"by {content['slices_by']}", _SLICE_HEADS, [_slice_row(row) for row in content["slices"]]))
-        for kind, heads in (("dense", _DENSE_HEADS), ("sparse", _SPARSE_HEADS)):
+        for kind, heads in _HEADS.items():
             rows = [
                 [name, *(_format_value(values.get(key), key) for key in heads.values())] for name, values in content[kind].items()
             ]
@@ -399,15 +401,8 @@ class Report:
 
 
 _SLICE_HEADS = ["name", "rows", "label rate", "most missing", "", "largest drift", ""]
-_DENSE_HEADS = {
-    **{"missing": "missing_rate", "min": "min", "max": "max", "negative": "negative_rate", "zero": "zero_rate"},
-    **{"mean log": "log_mean", "deviation": "log_deviation", "drift": "drift", "AUROC": "auroc"},
-}
-_SPARSE_HEADS = {
-    **{"missing": "missing_rate", "distinct": "distinct", "top 1": "top_1_rate", "top 10": "top_10_rate"},
-    **{"top 100": "top_100_rate", "once": "once_rate", "unknown": "unknown_rate", "collide": "collision_rate"},
-    **{"drift": "drift", "AUROC": "auroc"},
-}
+_HEADS: dict[str, dict[str, str]] = json.loads(resources.files(__package__).joinpath("report_heads.json").read_text())
+"""Head and key of each cell of dense and sparse columns."""
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib import resources
 from typing import Any, Final
 
 LABEL_FAULT: Final = "label is not 0 or 1"
@@ -109,24 +111,14 @@ def distinct_labels(values: Iterable[str]) -> list[str]:
 
 HEAD_BYTES = 64 << 10
 """Bytes at the start of a file that reveal its kind."""
-_MAGIC = {
-    b"\xff\xfe": "it is UTF-16; convert it (iconv -f UTF-16 -t UTF-8)",
-    b"\xfe\xff": "it is UTF-16; convert it (iconv -f UTF-16 -t UTF-8)",
-    b"\xef\xbb\xbf": "it starts with a byte order mark; remove these 3 bytes",
-    b"PAR1": "it is Parquet; give it a name that ends in .parquet",
-    b"\x28\xb5\x2f\xfd": "it is compressed with zstd; unpack it",
-    b"BZh": "it is compressed with bzip2; unpack it",
-    b"\xfd7zXZ": "it is compressed with xz; unpack it",
-    b"PK\x03\x04": "it is a zip archive; unpack it",
-    b"\x1f\x8b": "it is compressed with gzip; unpack it",
-    b"ARROW1": "it is an Arrow file; write it as Parquet",
-}
+_MAGIC: Final[dict[str, str]] = json.loads(resources.files(__package__).joinpath("file_starts.json").read_text())
+"""First bytes of files that are no text logs, in hexadecimal digits, and what to do with such a file."""
 
 
 def likely_cause(head: bytes) -> str:
     """Return a sentence on why many lines of a text log are invalid, with the fix, from its first bytes; empty if unknown."""
     for magic, cause in _MAGIC.items():
-        if head.startswith(magic):
+        if head.startswith(bytes.fromhex(magic)):
             return cause
     if b"\0" in head:
         return "it is a binary file or UTF-16, not text; convert it"
