@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Annotated, Any, Final, Literal
 
 from annotated_types import Gt, Le
@@ -20,19 +22,7 @@ Kind = Literal["grid", "choice", "uniform", "loguniform", "integers"]
 _LISTS: Final = ("grid", "choice")
 _KINDS: Final = (*_LISTS, "uniform", "loguniform", "integers")
 _EXPONENT: Final = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
-_SHARED: Final = {
-    "train_data": "all trials read the same rows",
-    "eval_data": "all trials are compared on the same rows",
-    "workload.schema": "all trials read the same rows",
-    "workload.preset": "all trials share one Preprocessor",
-    "workload.preprocessor": "all trials share one Preprocessor",
-    "workload.teacher": "all trials share one Preprocessor, and a teacher has its own",
-    "name": "a trial's name is its number",
-    "storage_path": "trials are kept in the search's folder",
-    "cluster": "a trial trains in one process of the search's Ray",
-    "scaling": "a trial trains in one process",
-    "recipe": "trials are of one recipe",
-}
+_SHARED: Final[dict[str, str]] = json.loads(resources.files(__package__).joinpath("shared_fields.json").read_text())
 """Fields shared by all trials, and the reasons."""
 
 
