@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import resources
 from typing import Any, Literal
 
 from rayrec.config import Config, InputError
@@ -232,15 +234,7 @@ class Schema(Config):
         return cls(label=None, dense=("-",)).updated({"tokens": "hexadecimal", **stored, "category_rules": rules})
 
 
-_ADDED: dict[str, Any] = {
-    "integers": [],
-    "optional": [],
-    "nan": "fault",
-    "features": [],
-    "labels": [],
-    "timestamp": None,
-    "category_rules": 1,
-}
+_ADDED: dict[str, Any] = json.loads(resources.files(__package__).joinpath("added_schema_fields.json").read_text())
 """Fields added in later versions, with their values in older schemas."""
 
 
