@@ -98,7 +98,7 @@ def test_page_shows_key_figures_and_charts_of_step_events(finished: str) -> None
     wanted += ["2026-09-21 14:13:21 UTC", "0:00:02", "20repeated steps"]  # The first attempt began at 0:00:02.
     assert _lacking(_Page(finished).text, *wanted) == []
     log = (Path(rayrec.__file__).parent / "training" / "step_log.py").read_text()
-    for title, name in STEP_CHARTS:
+    for title, name in STEP_CHARTS.items():
         assert f'"{name}"' in log, title
 
 

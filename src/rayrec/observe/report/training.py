@@ -1,7 +1,9 @@
 """Report sections about training: curves, time, attempts, checkpoints, cost. Pure."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import resources
 from itertools import pairwise
 from typing import Any, Final
 
@@ -23,14 +25,7 @@ _NUM_PARTS = 5
 """Number of run parts with separate time breakdowns."""
 
 
-STEP_CHARTS: Final = (
-    ("Rows per second", "rows_per_s"),
-    ("Share of time blocked on data", "blocked_fraction"),
-    ("Share of the device's measured peak (a lower bound)", "peak_fraction"),
-    ("Learning rate", "learning_rate"),
-    ("Memory of the largest worker (bytes)", "memory_bytes"),
-    ("Peak GPU memory of tensors (bytes)", "device_memory_bytes"),
-)
+STEP_CHARTS: Final[dict[str, str]] = json.loads(resources.files(__package__).joinpath("step_charts.json").read_text())
 """Title and step-event field of each chart over time."""
 
 
@@ -47,7 +42,7 @@ def curves(sums: RunSummary, events: Sequence[Event], summary: Mapping[str, Any]
         line = Line(name.removeprefix(VALIDATION), points(rows, name))
         figures.append(line_chart(f"Validation {line.name}", [line], x_label="step", marks=by_step))
     steps = [event for event in events if event["kind"] in ("step", "start")]  # A start breaks the line.
-    for title, name in STEP_CHARTS:
+    for title, name in STEP_CHARTS.items():
         if any(name in event for event in steps):
             line = Line(title, [((event["time"] - events[0]["time"]) / unit_s, event.get(name)) for event in steps])
             figures.append(line_chart(title, [line], x_label=f"time ({unit})", marks=by_time, from_zero=True))
