@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any, final
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, final
 
 import torch
 from torch import distributed
@@ -15,6 +15,7 @@ from rayrec.compat.torch_compat import call_at_end_of_backward
 from rayrec.observe.timing import PHASES
 
 OTHER = "other"
+T = TypeVar("T")
 
 
 class StepTimer:
@@ -213,6 +214,16 @@ class TimedOptimizer:
     def step(self) -> None:
         with self._clock.phase("optimizer"):
             self._optimizer.step()
+
+
+def timed(method: Callable[..., T], phase: str) -> Callable[..., T]:
+    """Return a method of a class with a `_clock` that attributes its time to a phase."""
+
+    def call(self: Any, *arguments: Any) -> T:
+        with self._clock.phase(phase):
+            return method(self, *arguments)
+
+    return call
 
 
 def time_forward(model: torch.nn.Module, clock: StepTimer) -> None:

@@ -44,7 +44,7 @@ from rayrec.workloads.recsys.distillation import load_targets
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, count_correct, counted_columns
 from rayrec.workloads.recsys.planning import build_model
 from rayrec.workloads.recsys.settings import ClickSettings, Prepared
-from rayrec.workloads.step_timer import StepTimer, TimedOptimizer, make_step_timer, time_forward, time_gradient_exchange
+from rayrec.workloads.step_timer import StepTimer, TimedOptimizer, make_step_timer, time_forward, time_gradient_exchange, timed
 from rayrec.workloads.worker_setup import memory_errors, step_start
 
 _MEMORY_WAIT_S: Final = 60.0
@@ -324,17 +324,9 @@ class TimedBase(TrainPipelineBase):
         super().__init__(model, TimedOptimizer(optimizer, clock), device)  # type: ignore[arg-type]  # only step and zero_grad are used
         self._clock = clock
 
-    def _wait_for_batch(self, cur_batch: Any) -> None:
-        with self._clock.phase("host_to_device"):
-            super()._wait_for_batch(cur_batch)
-
-    def _copy_batch_to_gpu(self, cur_batch: Any) -> None:
-        with self._clock.phase("host_to_device"):
-            super()._copy_batch_to_gpu(cur_batch)
-
-    def _backward(self, losses: torch.Tensor) -> None:
-        with self._clock.phase("backward"):
-            super()._backward(losses)
+    _wait_for_batch = timed(TrainPipelineBase._wait_for_batch, "host_to_device")
+    _copy_batch_to_gpu = timed(TrainPipelineBase._copy_batch_to_gpu, "host_to_device")
+    _backward = timed(TrainPipelineBase._backward, "backward")
 
 
 @final
@@ -343,25 +335,14 @@ class TimedSparseDist(TrainPipelineSparseDist):
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, device: torch.device, clock: StepTimer) -> None:
         time_forward(model, clock)
-        timed: Any = TimedOptimizer(optimizer, clock)
-        super().__init__(model, timed, device, execute_all_batches=True)
+        timed_optimizer: Any = TimedOptimizer(optimizer, clock)
+        super().__init__(model, timed_optimizer, device, execute_all_batches=True)
         self._clock = clock
 
-    def _wait_for_batch(self) -> None:
-        with self._clock.phase("host_to_device"):
-            super()._wait_for_batch()
-
-    def copy_batch_to_gpu(self, dataloader_iter: Any) -> Any:
-        with self._clock.phase("host_to_device"):  # Waiting for the batch is a nested phase
-            return super().copy_batch_to_gpu(dataloader_iter)
-
-    def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
-        with self._clock.phase("collectives"):
-            super().start_sparse_data_dist(batch, context)
-
-    def wait_sparse_data_dist(self, context: Any) -> None:
-        with self._clock.phase("collectives"):
-            super().wait_sparse_data_dist(context)
+    _wait_for_batch = timed(TrainPipelineSparseDist._wait_for_batch, "host_to_device")
+    copy_batch_to_gpu = timed(TrainPipelineSparseDist.copy_batch_to_gpu, "host_to_device")  # waiting is a nested phase
+    start_sparse_data_dist = timed(TrainPipelineSparseDist.start_sparse_data_dist, "collectives")
+    wait_sparse_data_dist = timed(TrainPipelineSparseDist.wait_sparse_data_dist, "collectives")
 
     def _backward(self, losses: torch.Tensor) -> None:
         time_gradient_exchange(self._clock, losses)
