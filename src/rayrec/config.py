@@ -162,8 +162,7 @@ class Config:
 
     def updated(self, changes: Mapping[str, Any], *, where: str = "") -> Self:
         """Return a copy updated with `changes`. Nested mappings update nested configurations. A `class` changes the class, if
-        `of_class` allows it. Raises InputError, with the closest match, for an unknown name, and for a `class` that is not
-        allowed here."""
+        `of_class` allows it. Raises InputError, with the closest match, for an unknown name, and a `class` not allowed."""
         stored = changes.get(CLASS)
         if stored is not None:
             changes = {name: value for name, value in changes.items() if name != CLASS}

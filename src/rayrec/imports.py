@@ -1,5 +1,4 @@
-"""Imports that may fail: optional packages, and user functions named FILE.py:FUNCTION. Only runs code that the user passed, never
-code named by a stored file."""
+"""Imports of optional packages, and of user functions FILE.py:FUNCTION. Runs code that the user passed, never a stored file's."""
 
 import importlib.util
 import os

@@ -30,8 +30,8 @@ class RowNumbers:
 class TrainedRows:
     """Multiset of (epoch, row number), stored as counts and checksums, independent of the row order. `counts` has the additions
     by row number modulo `RESIDUES`. Two checksums modulo 2^64 identify the rows: the sums of w(r + 1) and w(r + 1)^2 over all
-    rows r, with a fixed odd number w per epoch. For ranges of rows, both have closed forms, so computing the expected tally of a
-    log is cheap."""
+    rows r, with a fixed odd number w per epoch. For ranges of rows, both have closed forms, so a log's expected tally is
+    cheap."""
 
     def __init__(self) -> None:
         self.counts = np.zeros(RESIDUES, np.int64)

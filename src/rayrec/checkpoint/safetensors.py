@@ -40,9 +40,8 @@ def header(entries: Sequence[tuple[str, torch.dtype, Sequence[int], int, int]]) 
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
-    """Read named tensors from a .safetensors file or a `torch.save` state dict (.pt, .pth), also one below the key state_dict or
-    model, by path or URL. Executes nothing in the file. Raises InputError if it is missing, damaged or has anything but named
-    tensors."""
+    """Read named tensors from a .safetensors file or a `torch.save` state dict (.pt, .pth), also below key state_dict or model,
+    by path or URL. Executes nothing in it. Raises InputError if it is missing, damaged or has anything but named tensors."""
     data = bytearray(storage.read_bytes(path))
     return _safetensors(data, path) if storage.name_of(path).endswith(".safetensors") else _state_dict(data, path)
 

@@ -65,8 +65,7 @@ class Saver:
         """Create a saver and start its thread. `lease` is None on all ranks except 0. `extra_files` are stored with the weights,
         by name: content, or path of a constant file, copied by rank 0. The run fails after a storage outage of `max_outage_s`
         seconds. The thread also calls `log`, and removes uncommitted saves of earlier attempts if `clean_uncommitted` is set.
-        `damaged` are steps of damaged checkpoints that were skipped at the start, on rank 0. They are removed after the first
-        later save."""
+        `damaged`: steps of damaged checkpoints skipped at the start, on rank 0. The first later save removes them."""
         self.last: Checkpoint | None = None
         """Newest checkpoint committed by this saver."""
         self.written_bytes = 0
@@ -105,8 +104,7 @@ class Saver:
 
     def begin(self, step: int, tensors: dict[str, Any], *, state: dict[str, Any], score: float | None) -> bool:
         """Start a save, and return once `tensors` may change; collective. `score` is None if these weights were not evaluated;
-        see `rayrec.checkpoint.save`. Returns False, without saving, if a save is still running on some rank. Raises the failure
-        of the previous save."""
+        see `rayrec.checkpoint.save`. Returns False if a save still runs on some rank. Raises the failure of the previous save."""
         with self._stall():
             busy = not self._idle.is_set()
             ready, failure = (None, None) if busy else attempt(lambda: self._ready(tensors, state))

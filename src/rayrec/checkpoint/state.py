@@ -75,9 +75,9 @@ def all_tensors(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def restore_all(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any) -> None:
-    """Restore weights and optimizer state, saved under any plan and number of workers; collective. Raises the errors of
-    `rayrec.checkpoint.restore`, and InputError for stored tensors that this model or optimizer does not have. The run is then
-    partly restored."""
+    """Restore weights and optimizer state, saved under any plan and by any workers; collective. Raises the errors of
+    `rayrec.checkpoint.restore`, and InputError for stored tensors that model or optimizer lack. The run is then partly
+    restored."""
     start_from(checkpoint, {}, model, optimizer)
 
 
@@ -88,9 +88,8 @@ def restore_model(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
 
 
 def start_from(checkpoint: Checkpoint, row_maps: Mapping[str, RowMap], model: torch.nn.Module, optimizer: Any) -> None:
-    """Initialize weights and optimizer state from another run's checkpoint, or only weights, if it has no more; collective.
-    `row_maps` maps the rows of tables; rows without a source keep their initial values and an empty state. Raises the errors of
-    `restore_all`."""
+    """Initialize weights and optimizer state from another run's checkpoint, as far as it has them; collective. `row_maps` maps
+    the rows of tables; rows without a source keep initial values and an empty state. Raises the errors of `restore_all`."""
     stored, only_weights = Communicator.all().run_on_rank0(
         lambda: (list(checkpoint.manifest()["tensors"]), checkpoint.has_only_weights())
     )
@@ -130,8 +129,7 @@ def _weight_of(name: str, weights: Collection[str]) -> str:
 
 def make_state(optimizer: Any) -> None:
     """Create the optimizer state that first exists after a step (Adam's), to be filled by a restore. Steps such an optimizer with
-    zero gradients, which may move its weights, so restore them afterwards. Optimizers of embedding tables always have state and
-    take no step."""
+    zero gradients, which may move its weights, so restore them after. Optimizers of tables always have state and take no step."""
     parts = getattr(optimizer, "optimizers", None)
     if parts is not None:  # TorchRec's CombinedOptimizer
         for _, part in parts:
@@ -290,10 +288,9 @@ def _overlap(one: Columns, other: Columns) -> int:
 
 def restore_rows(checkpoint: Checkpoint, tensors: Mapping[str, tuple[Any, RowMap]]) -> None:
     """Copy stored rows into `tensors` in place according to their row maps, under any plan and number of workers. Rows without a
-    source are unchanged. Dimension 0 of a tensor or ShardedTensor matches its map. Collective if a process group is initialized.
-    Each rank reads the row ranges for its shards, 64 MiB at a time. Additional memory: 24 bytes for each row of its largest
-    shard. Raises on all ranks DamagedError if any rank found a damaged file, InputError for a missing tensor or a wrong shape.
-    Tensors may then be partly filled."""
+    source are unchanged. Dimension 0 of a tensor or ShardedTensor matches its map. Collective in a process group. Each rank reads
+    the row ranges for its shards, 64 MiB at a time. Memory: 24 bytes per row of its largest shard. Raises on all ranks
+    DamagedError for a damaged file, InputError for a missing tensor or a wrong shape. Tensors may then be partly filled."""
     ranks = Communicator.all()
     manifest = ranks.run_on_rank0(checkpoint.manifest)
     ranks.run_on_all_ranks(lambda: _fill_all(checkpoint, manifest, tensors))

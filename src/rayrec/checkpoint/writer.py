@@ -40,9 +40,9 @@ _NUM_THREADS: Final = 8
 @final
 class ExtraFiles:
     """Writer of the same extra files into successive checkpoints. Reads each source once to hash it and once to copy it into the
-    first checkpoint. Later checkpoints share the bytes of the previous one (see `storage.clone_file`): a vocabulary of gigabytes
-    is not copied for every save, and later changes of the source have no effect. A failed copy is detected by its size, or by its
-    hash when it is read."""
+    first checkpoint. Later checkpoints share the bytes of the previous one (see `storage.clone_file`): a large vocabulary is not
+    copied for every save, and later changes of the source have no effect. Its size, or its hash when read, tells a failed
+    copy."""
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
         """Create a writer for sources by file name."""
@@ -54,8 +54,7 @@ class ExtraFiles:
     def write(self, folder: str) -> Described:
         """Write the files into a checkpoint folder. The caller checks the sizes of the copies. Raises InputError if a source is
         missing, OSError if storage is unavailable. Keeps files of a complete checkpoint in the same folder that have different
-        content: until the next manifest is written, a resume would use that checkpoint. An earlier attempt of the run saved it,
-        possibly with other settings."""
+        content: until the next manifest is written, a resume would use that checkpoint. An earlier attempt saved it."""
         new = [name for name in self._sources if name not in self._described]
         self._described |= zip(new, _threaded(_describe, [self._sources[name] for name in new]), strict=True)
         before = _recorded(folder) if self._sources else {}
@@ -82,9 +81,8 @@ class ExtraFiles:
 
 
 def repair(folder: str, sources: Mapping[str, Source]) -> list[str]:
-    """Restore missing or damaged files of a complete checkpoint from sources with the recorded content, and return their names.
-    Checkpoints of one attempt share these files, so damage to one affects all. Does nothing if the manifest is damaged. Raises
-    OSError if storage is unavailable."""
+    """Restore missing or damaged files of a checkpoint from sources with the recorded content; return their names. Checkpoints of
+    an attempt share these files. Does nothing if the manifest is damaged. Raises OSError if storage is unavailable."""
     recorded = _recorded(folder)
     damaged = [name for name in sources if name in recorded and not _is(storage.join(folder, name), recorded[name])]
     repaired = [name for name in damaged if has_content(sources[name], recorded[name])]

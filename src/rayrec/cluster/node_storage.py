@@ -116,9 +116,8 @@ def store_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 def require_reachable(paths: Iterable[str | None]) -> None:
     """Check that every node that can run tasks reaches the object stores of `paths`. Ignores None and local paths, and returns at
-    once if this process started Ray, whose processes inherit its environment. Raises InputError within seconds, naming the first
-    node that fails, if this process itself reaches the store. Skips stores that this process cannot reach, and nodes that start
-    no task in 60 s."""
+    once if this process started Ray, whose processes inherit its environment. Raises InputError with the first node that fails,
+    if this process reaches the store. Skips stores that this process cannot reach, and nodes that start no task in 60 s."""
     urls = sorted({_folder(path) for path in paths if path is not None and in_object_store(path)})
     node = ray_compat.local_node()
     if not urls or node is None or node.is_head():

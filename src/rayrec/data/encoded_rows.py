@@ -98,9 +98,8 @@ class EncodedRows:
 
 
 def to_arrow(rows: EncodedRows) -> pa.Table:
-    """Convert rows to a table without copies. Columns: `dense`, fixed-size lists of float32, absent without dense columns.
-    `id_s`, integers or lists of them, for sparse column s, and `of_s`, the weights of its ids. `label:NAME`, `weight`, `row`,
-    `group` and `time` if present."""
+    """Convert rows to a table without copies. Columns: `dense`, fixed-size lists of float32, if any. `id_s`, integers or lists,
+    for sparse column s, `of_s`, its weights. `label:NAME`, `weight`, `row`, `group` and `time` if present."""
     arrays: dict[str, pa.Array] = {}
     if rows.dense.shape[1]:
         arrays["dense"] = arrow_rows(rows.dense)

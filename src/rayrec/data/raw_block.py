@@ -164,9 +164,8 @@ class RawBlock:
         )
 
     def group_keys(self, rows: np.ndarray | None = None) -> np.ndarray:
-        """Return the group keys of `rows` (int64; None: all), int64 [rows]. Equal values of column `schema.group` have equal
-        keys, different values different keys, missing values 0. Keys come from raw values, so that categories too rare for the
-        vocabulary are separate groups."""
+        """Return the group keys of `rows` (int64; None: all), int64 [rows]. Values of column `schema.group` have equal keys if
+        equal, missing ones 0. Keys come from raw values, so rare categories are separate groups."""
         name = self.schema.group
         assert name is not None
         categories, missing = self.column(name), self.is_missing(name)

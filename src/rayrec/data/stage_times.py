@@ -109,9 +109,8 @@ class StageTimes:
         "new_nodes",
         *(f"{name}_{kind}" for name in STAGES for kind in ("wall_s", "cpu_s", "queue_s")),
     )
-    """Values that `take` returns: CPUs of the pipeline; rows and blocks used; seconds that rows and blocks waited after
-    completion, summed over them; seconds of each stage. Waiting seconds divided by an interval are its mean backlog. `new_nodes`
-    counts additions to `nodes`."""
+    """Values that `take` returns: CPUs of the pipeline; rows and blocks used; seconds that they waited after completion, in sum;
+    seconds of each stage. Waiting seconds per interval are the mean backlog. `new_nodes` counts additions to `nodes`."""
 
     def __init__(self, *, cpus: float) -> None:
         """Start with zero sums. `cpus` is the number of CPUs that may produce this worker's rows at once."""

@@ -1,6 +1,5 @@
 """Resumable HTTP download with retries, which never joins two versions of a file. Bytes go to NAME.partial. NAME.partial.json
-identifies their file version (RFC 9110: `Range` with `If-Range`), so that a later process can resume, or restart if the file
-changed."""
+identifies their file version (RFC 9110: `Range` with `If-Range`), so that a later process can resume or restart."""
 
 import base64
 import binascii

@@ -98,8 +98,7 @@ class ConcurrencyLimits:
 @final
 class _LimitPolicy(BackpressurePolicy):
     """Backpressure policy that limits an operator's tasks and blocks by number. The default policy limits them by a resource
-    budget, which is zero in the first second of a Dataset, because Ray 2.60 polls it once per second. Until then only one task
-    runs at a time."""
+    budget, which is zero in a Dataset's first second, because Ray 2.60 polls it once per second. Until then one task runs."""
 
     def __init__(self, data_context: Any, topology: Any, resource_manager: Any, *, limits: ConcurrencyLimits) -> None:
         super().__init__(data_context, topology, resource_manager)
@@ -124,8 +123,7 @@ def tasks_dataset(
 ) -> ray.data.Dataset:
     """Create a Dataset with one block per item, in order. `function` is picklable and called in data tasks. `block_bytes` is the
     expected block size. `limits` keep tasks from filling the object store ahead of a slow reader; None submits all tasks at once.
-    `environment` has environment variables of the task processes. `dataset_id` names the Dataset in Ray's metrics and dashboard;
-    None for a random id."""
+    `environment` has variables of the tasks. `dataset_id` names the Dataset in Ray's metrics and dashboard, None at random."""
     if placement.max_outage_s is not None:
         function = functools.partial(_run_with_retry, placement.max_outage_s, function)
     # With `ray start`, usage statistics of Ray Data 2.60 are an actor, and in each process a thread that logs failed connections

@@ -51,9 +51,8 @@ _COMPLETE = "complete"
 
 
 def environment(name: str, *, folder: str, note: Callable[[str], None]) -> str:
-    """Return the interpreter of environment `name`, and create the environment below `folder` if needed. It contains the
-    distributions of NAME.lock in this package, and its folder name has their hash. Safe to call from several processes. Raises
-    InputError if pip fails."""
+    """Return the interpreter of environment `name`, and create the environment below `folder` if needed. It has the distributions
+    of NAME.lock; its folder's name has their hash. Several processes may call it. Raises InputError if pip fails."""
     lock = resources.files("rayrec.ingest").joinpath(f"{name}.lock").read_text()
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     key = hashlib.sha256(f"{sys.executable}\0{version}\0{lock}".encode()).hexdigest()[:12]

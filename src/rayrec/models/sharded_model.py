@@ -28,8 +28,7 @@ _NETWORK = "head.network."
 
 
 class ClickModel(nn.Module):
-    """Network with its tables. `state_dict` has the tables under `embeddings.` and the network's weights without prefix, because
-    scoring uses the network alone."""
+    """Network with its tables. `state_dict` has the tables under `embeddings.` and the network's without prefix, for scoring."""
 
     def __init__(
         self,
@@ -104,8 +103,7 @@ class ClickModel(nn.Module):
 
 
 class _Head(nn.Module):
-    """Path from pooled embeddings to the loss. TorchRec does not trace it because it is not sharded, so networks may run any
-    code."""
+    """Path from pooled embeddings to the loss. TorchRec does not trace it, so networks may run any code."""
 
     def __init__(
         self, network: nn.Module, inputs: ModelInputs, heads: Sequence[Head], *, dim: int, penalty: float, one_by_one: set[str]

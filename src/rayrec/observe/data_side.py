@@ -119,8 +119,7 @@ class DataSums:
 
     def side(self) -> PipelineStats | None:
         """Return the statistics, or None without data events. Skips the first event after each start, which measures startup,
-        unless no other event contains rows. Events without a consumed block count with their time, because the next block was
-        made in it."""
+        unless no other has rows. Events without a consumed block count with their time, as the next was made in it."""
         used = self._warm if self._warm.rows else self._all
         if not used.count:
             return None

@@ -80,8 +80,7 @@ def redact_secrets(text: str) -> str:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Join arguments into a shell command line, with *** for secret values of flags and URL parameters, and for values of
-    environment variables."""
+    """Join arguments into a shell command line, with *** for secrets of flags and URLs, and values of variables."""
     shown, follows_secret, sets_variables = [], False, False
     for argument in arguments:
         is_flag, flag = argument.startswith("-"), argument.partition("=")[0]

@@ -43,9 +43,8 @@ class _Part:
 
 @final
 class EventUploader:
-    """Background uploader of one writer's lines, as objects FOLDER/WRITER-000001.jsonl, FOLDER/WRITER-000002.jsonl, ... `append`
-    never waits for the store. Calls `on_loss(count, cause)` when closing drops lines, and `on_outage(cause)` for each failed
-    upload, which is retried."""
+    """Background uploader of one writer's lines, as objects FOLDER/WRITER-000001.jsonl, ... `append` never waits for the store.
+    Calls `on_loss(count, cause)` when closing drops lines, and `on_outage(cause)` for each failed upload, which is retried."""
 
     def __init__(self, folder: str, *, on_loss: Callable[[int, str], None], on_outage: Callable[[str], None]) -> None:
         self._folder: Final = folder

@@ -192,8 +192,7 @@ def follow(
 
 def merge_events(path: str | Path) -> None:
     """Merge the event parts at a URL into one file. No-op for local files. Call it after all writers are closed: events uploaded
-    at the same time may be lost. An interrupted merge or later writers cause no duplicates, because readers drop repeated
-    events."""
+    at the same time may be lost. An interrupted merge or later writers cause no duplicates, as readers drop them."""
     url = _url(path)
     if not url:
         return

@@ -292,8 +292,7 @@ def set_learning_rates(
 ) -> None:
     """Set the learning rate of step `step` (from 0) in each parameter group of a torch, keyed or combined optimizer. `base_rates`
     has one base learning rate per group, from `learning_rates` of a new optimizer (after a restore the groups have scheduled
-    ones). Call this before `zero_grad` of the same step: there a fused optimizer passes the learning rate to its kernel, which
-    updates in the backward pass."""
+    ones). Call this before `zero_grad` of the same step: there a fused optimizer passes the learning rate to its kernel."""
     for group, base in zip(optimizer.param_groups, base_rates, strict=True):
         group["lr"] = schedule.learning_rate(step, base=base)  # type: ignore[index]
 

@@ -65,8 +65,7 @@ class DataParallelTableOptimizer(torch.optim.Optimizer):
         table.index_add_(0, touched, gradient * (rates if self._kind == "adagrad" else rates.unsqueeze(1)), alpha=-1)
 
     def _update_all(self, table: torch.Tensor, gradient: torch.Tensor, *, learning_rate: float, eps: float) -> None:
-        """Update without finding the touched rows: on a GPU, this would make the host wait once per table and step. Does not
-        change rows without a gradient."""
+        """Update without finding touched rows, for which a GPU's host would wait. Rows without a gradient stay."""
         if self._kind == "sgd":
             table.add_(gradient, alpha=-learning_rate)
             return

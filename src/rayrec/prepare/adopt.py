@@ -335,8 +335,7 @@ def adopt_tokens(path: str, *, out: str | None, config: AdoptionConfig, console:
     """Write manifest.json and the tokenizer into a folder of MDS shards, local or a URL, or into the new folder `out`. `out` has
     links to the sets, or their URLs. The shards have one index.json, or one in train/ and one in validation/, val/, valid/, eval/
     or test/. Data tasks read every shard once; none is copied or changed. Raises InputError for no or damaged shards, `out` at a
-    URL with local shards, and a folder with a manifest. Also for sets without a token column, unsuitable row lengths, and IDs
-    unknown to the tokenizer."""
+    URL with local shards, and a folder with a manifest. Also for sets without tokens, unsuitable row lengths, and unknown IDs."""
     start_s = time.perf_counter()
     require("tokenizers", extra="language")
     if config.tokenizer is None:

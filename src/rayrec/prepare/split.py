@@ -113,9 +113,8 @@ class RowSplit(Config):
 def split(path: str, *, out: str, rows: RowSplit, config: PreparationConfig, console: Console) -> dict[str, Any]:
     """Write the valid rows of a raw log atomically into folder `out`, as files train-*, validation-* and test-* for the split
     kind `named_files`. Resumes an interrupted call. Text stays text, Parquet stays Parquet with all columns, and CSV becomes
-    Parquet with text fields. Rows keep their bytes and, within a part, their order. Returns the content of split.json: rows,
-    fraction and files of each part, invalid rows, and rows without a group. Raises InputError for an unusable log, an empty part,
-    or if `out` exists."""
+    Parquet with text fields. Rows keep bytes and, within a part, order. Returns split.json: rows, fraction and files of each
+    part, invalid rows, and those without a group. Raises InputError for an unusable log, an empty part, or if `out` exists."""
     reject_options(config, PreparationConfig(), "not an option of a split", but=_READS)
     out = storage.absolute(out).rstrip("/")
     source = LogSource.at(path, config.files)

@@ -1,7 +1,6 @@
 """Model changes of a running server: all replicas load the new model, then all switch to it, or the change is rejected. The
 process that requests a change calls all replicas at once. No model answers before every replica has loaded it. The register, an
-actor of the deployment, stores the accepted state. Replicas report to it every two seconds, so that new replicas and those that
-missed a call catch up."""
+actor of the deployment, stores the accepted state. Replicas report to it every two seconds, so that new ones catch up."""
 
 from __future__ import annotations  # Evaluated ones would be pickled with Register, and need rayrec
 

@@ -48,8 +48,7 @@ def make_application(
     started_serve: bool = False,
 ) -> Application:
     """Build the application for `serve.run`. It loads `model`, which `user_config` can change later. `autoscaling`, Ray Serve's
-    autoscaling_config, replaces `config.replicas`. `started_serve`: whether Ray Serve was started for this server and ends with
-    it."""
+    autoscaling_config, replaces `config.replicas`. `started_serve`: whether Ray Serve was started for it."""
     from ray import serve
     from ray.serve.schema import LoggingConfig
 

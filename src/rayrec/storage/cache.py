@@ -43,8 +43,7 @@ class ShardCache:
     def __init__(
         self, source: str, *, index: bytes, sizes_bytes: Mapping[str, int], folder: str, limit_bytes: int | None = None
     ) -> None:
-        """Create a cache for the URL `source` in `folder`. `index` identifies the version of the files. Raises InputError for a
-        limit that is too low."""
+        """Create a cache for URL `source` in `folder`. `index` identifies the version. Raises InputError for too low a limit."""
         largest = max(sizes_bytes.values())
         if limit_bytes is not None and limit_bytes < MIN_FILES * largest:
             raise InputError(
@@ -179,8 +178,7 @@ def _decompressed(path: str) -> Iterator[bytes]:
 
 
 def gunzip(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Decompress gzip data into pieces of at most GUNZIP_BYTES, at any compression ratio. Raises zlib.error for damaged data,
-    EOFError if it is truncated."""
+    """Decompress gzip data into pieces of at most GUNZIP_BYTES. Raises zlib.error for damaged data, EOFError if truncated."""
     engine = zlib.decompressobj(wbits=31)
     is_started = False
     for data in chunks:

@@ -42,9 +42,8 @@ def location_of(path: str) -> StoreLocation:
 
 
 def resolve(path: str) -> tuple[arrow_fs.FileSystem, str]:
-    """Return the filesystem of a path, and the path within it. Raises InputError for an unsupported URL. The filesystem retries
-    with doubling delays while an object store is unavailable: S3 and Google Cloud Storage for at least `OUTAGE_S`, Azure for
-    about 6 s."""
+    """Return the filesystem of a path, and the path within it. Raises InputError for an unsupported URL. It retries with doubling
+    delays while a store is unavailable: S3 and Google Cloud Storage for at least `OUTAGE_S`, Azure for about 6 s."""
     return retry(path, lambda: _resolve(path, patient=True), hint=lambda: endpoint_hint(path))
 
 

@@ -214,8 +214,8 @@ def remove_folder(path: str) -> None:
 
 
 def copy_files(source: str, target: str) -> None:
-    """Copy the files of a folder and its subfolders into another folder, which is created if necessary. Raises InputError if the
-    folder does not exist."""
+    """Copy the files of a folder and its subfolders into another, created if necessary. Raises InputError if it does not
+    exist."""
     info = info_of(source)
     if info.type != arrow_fs.FileType.Directory:
         raise missing(source, "no such folder")

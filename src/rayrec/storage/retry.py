@@ -185,9 +185,9 @@ def no_bucket(path: str, hint: str) -> InputError:
 
 
 def retry(path: str, call: Callable[[], _Result], *, hint: Callable[[], str]) -> _Result:
-    """Call a function and return its result, retrying with growing random delays while the store of `path` is unavailable. `call`
-    must be idempotent. Raises FileNotFoundError unchanged, and the errors of `explained`: InputError at once, OSError after an
-    outage longer than `outage_s`."""
+    """Call a function and return its result, retrying with growing random delays in outages of `path`'s store. `call` must be
+    idempotent. Raises FileNotFoundError unchanged, and the errors of `explained`: InputError at once, OSError after
+    `outage_s`."""
     start, wait_s, limit_s = time.monotonic(), _FIRST_WAIT_S, outage_s()
     warned = False
     while True:

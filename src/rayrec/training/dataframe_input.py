@@ -31,8 +31,7 @@ _FILE_ROWS = 64 * _GROUP_ROWS
 
 def with_paths(config: TrainConfig, folder: str, tables: Mapping[str, Table]) -> TrainConfig:
     """Return the configuration of a run in `folder` that reads the `given` data (keys "train_data" and "eval_data") from the
-    output of `write`. Raises InputError if a path is set as well, for other data types, and for a recipe that does not train on
-    tables."""
+    output of `write`. Raises InputError if a path is set as well, for other data types, and a recipe without tables."""
     for field, data in tables.items():
         if not is_frame(data) and not is_dataset(data):
             raise InputError(f"{field}: must be a pandas DataFrame or a ray.data.Dataset, got {type(data).__name__}")

@@ -32,8 +32,8 @@ class SegmentEnd:
 
 
 def next_segment_end(step: int, end: int, *, evaluate_every: int, save_every: int | None) -> SegmentEnd:
-    """Return the end of the segment that begins at `step`. Without a save interval, each evaluation also saves; the run's end
-    always evaluates and saves. Pure."""
+    """Return the end of the segment from `step`. Without a save interval, each evaluation saves; the run's end does both.
+    Pure."""
     steps_left = [evaluate_every - step % evaluate_every, end - step]
     if save_every is not None:
         steps_left.append(save_every - step % save_every)
@@ -160,8 +160,7 @@ def drain(pipeline: Any, batches: Iterator[Any]) -> None:
 
 class EvaluationWatch:
     """Polls between the batches of one evaluation. Ends it after a stop request, and saves its step if it takes long or a node of
-    the run is about to be preempted. Decisions use numbers shared by all workers, so that all workers decide alike at the same
-    batch."""
+    the run is about to be preempted. Decisions use numbers shared by all workers, so that all decide alike at the same batch."""
 
     def __init__(self, stop_signal: StopSignal, *, save: Callable[[], None] | None, save_after_s: float) -> None:
         """Start the watch. `save`: collective save of the evaluated step after `save_after_s` seconds, or None."""
@@ -192,8 +191,7 @@ class EvaluationWatch:
 def evaluate(
     setup: WorkerSetup, name: str, watch: EvaluationWatch | None = None, *, max_rows: int | None = None
 ) -> dict[str, float] | None:
-    """Score each row of an evaluation set once, or `max_rows` rows; return the metrics, or None if `watch` ended the evaluation;
-    collective."""
+    """Score each row of an evaluation set once, or `max_rows`; return the metrics, or None if `watch` ended it; collective."""
     setup.model.eval()
     batches_of = setup.eval_batches[name]
     metrics, source = setup.make_metrics(), batches_of() if max_rows is None else batches_of(max_rows)

@@ -157,8 +157,7 @@ def meet_target(progress: Progress, workload: Workload) -> None:
 
 
 def target_fields(progress: Progress, workload: Workload) -> dict[str, Any]:
-    """Return the event fields on the target: its value and metric, and step, rows and seconds until it was reached, or None.
-    Empty without a target."""
+    """Return event fields on the target: value, metric, and step, rows and seconds until reached, or None. Empty without one."""
     if progress.target is None or not progress.metrics:
         return {}
     metric, *_ = workload.objective_value(progress.metrics)

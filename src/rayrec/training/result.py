@@ -92,8 +92,7 @@ class Result:
         return [(CheckpointPath(saved.path), metrics.get(saved.step, {})) for saved in committed(self.folder)]
 
     def get_best_checkpoint(self, metric: str, mode: str) -> CheckpointPath:
-        """Return the kept checkpoint with the best validation metric. `mode` is min or max. Raises InputError for another mode,
-        and for an unknown metric."""
+        """Return the checkpoint with the best metric. `mode` is min or max. Raises InputError for another mode or metric."""
         if mode not in ("min", "max"):
             raise InputError(f"mode: must be min or max, got {mode!r}")
         pairs = self.best_checkpoints

@@ -272,8 +272,7 @@ class StepAccounting:
         return {"loss": loss, **accuracy}
 
     def _poll(self) -> bool:
-        """Poll between two logs and return whether the cut changed; collective. Exchanges three numbers. NCCL then waits for the
-        device, once every `_POLL_S`."""
+        """Poll between logs; return whether the cut changed; collective. Exchanges three numbers. NCCL waits for the device."""
         (elapsed_s, *_), (_, stop_requested, poll_preemption) = over_workers(
             time.perf_counter() - self._start_s, *self._stop_signal.poll()
         )

@@ -70,8 +70,7 @@ _MARGIN_S: Final = 2.0
 
 @final
 class GracePeriod:
-    """Time for workers to save after a stop request: failure.grace_s, restarted by each poll with newly written bytes, and
-    failure.max_grace_s in total."""
+    """Time to save after a stop request: failure.grace_s, restarted by polls with new bytes, failure.max_grace_s in all."""
 
     def __init__(self, failure: FailureConfig, *, now_s: float) -> None:
         self._grace_s = failure.grace_s
@@ -138,9 +137,8 @@ class PreemptionInfo(Protocol):
 
 
 class StopMonitor:
-    """Stop detection of a worker; implements `rayrec.training.progress.StopSignal`. Only worker 0 acts on the channel and the
-    clock, so that all workers act at the same step. Other workers also read the channel, so that they do not wait for data tasks
-    that never run."""
+    """Stop detection of a worker; implements `rayrec.training.progress.StopSignal`. Only worker 0 acts on channel and clock, so
+    that all workers act at the same step. Other workers also read the channel, so as not to wait for data tasks forever."""
 
     def __init__(
         self, channel: ControlChannel | None, *, rank: int, preemption: Callable[[], PreemptionInfo | None] = lambda: None

@@ -276,8 +276,8 @@ def _checked(
 
 
 def _start_checkpoint(config: TrainConfig, folder: str) -> Checkpoint | None:
-    """Return the checkpoint of `init_from`; None without `init_from`, or if the run has its own checkpoint. Raises InputError if
-    it is not found or incomplete."""
+    """Return the checkpoint of `init_from`, None without one, or if the run has its own. Raises InputError if it is
+    incomplete."""
     if config.init_from is None or latest(folder) is not None:
         return None
     checkpoint = open_checkpoint(config.init_from)

@@ -384,8 +384,7 @@ def finish(
     """Run the final test with the weights to use (with early stopping, the best ones) and report the result; collective. Returns
     None after a stop request during an evaluation: everything is saved by then, and the next attempt starts here. `metrics` are
     computed on the test rows, or without these, on the validation rows. `evaluated_step`: step of the weights that this process
-    evaluated last, or None. With `eval_rows`, computes `validation` again, on all rows. Raises InputError if the weights to use
-    are damaged."""
+    evaluated last, or None. With `eval_rows`, computes `validation` again, on all rows. Raises InputError for damaged weights."""
     config = attempt.config
     step, validation = progress.step, progress.metrics
     if config.early_stopping.patience and progress.best_step is not None:

@@ -87,8 +87,7 @@ class Space:
 
     def trials(self, count: int, seed: int) -> list[dict[str, Any]]:
         """Return the values of each trial by field; the first is empty, for the recipe's own settings. Combines each grid point
-        with as many draws of the other fields as `count` allows, at least one. Without such fields, uses each grid point once.
-        Pure."""
+        with as many draws of the other fields as `count` allows, at least one. Without these, uses each grid point once. Pure."""
         grids = [domain for domain in self.domains if domain.kind == "grid"]
         random_domains = [domain for domain in self.domains if domain.kind != "grid"]
         combinations = [

@@ -112,8 +112,7 @@ def validations_in(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def selected_metric(evaluations: Sequence[Mapping[str, Any]], config: TrainConfig, metric: str) -> float | None:
     """Return the metric of the weights selected if the run ended here, or None if absent or not finite. Pure. These are the
-    weights of the last evaluation, or of the best one with early stopping. Earlier pauses, which early stopping does not count,
-    kept no weights."""
+    weights of the last evaluation, or of the best one with early stopping. Earlier pauses kept no weights."""
     candidates = [*(event for event in evaluations[:-1] if event.get("counted", True)), *evaluations[-1:]]
 
     def score(event: Mapping[str, Any]) -> float:
@@ -160,9 +159,8 @@ class Pool(Protocol):
 
 
 def wave_fractions(options: TuneConfig) -> tuple[float, ...]:
-    """Return the share of a trial's steps at the end of each wave; the last is 1. Each is `keep_fraction` of the next. Uses the
-    fewest waves for which the cost without rounding, `keep**n * (1 + n * (1 - keep))` for n waves before the last, is at most
-    a sixth. Pure."""
+    """Return the share of a trial's steps at each wave's end; the last is 1. Each is `keep_fraction` of the next. Uses the fewest
+    waves whose cost without rounding, `keep**n * (1 + n * (1 - keep))` for n waves before the last, is at most a sixth. Pure."""
     if not options.stop_early:
         return (1.0,)
     keep = options.keep_fraction

@@ -153,9 +153,8 @@ def num_slots(num_tokens: int) -> int:
 
 
 def build_slots(categories: np.ndarray, ids: np.ndarray, out: np.ndarray) -> bool:
-    """Fill the zeroed table `out` so that category i has id ids[i] (int32, 0 or more); return False for a repeated category.
-    `out` has a power of two of slots, more than categories: uint64 [slots] for uint32, uint64 [slots, 2] for uint64
-    categories."""
+    """Fill the zeroed table `out` so that category i has id ids[i] (int32, 0 or more); return False for a repeated one. `out` has
+    a power of two of slots, more than categories: uint64 [slots] for uint32, uint64 [slots, 2] for uint64."""
     wide = categories.dtype == np.uint64
     assert categories.dtype in (np.uint32, np.uint64)
     assert (out.dtype, out.ndim) == (np.uint64, 1 + wide)

@@ -47,8 +47,7 @@ _MARGIN: Final = 0.03
 @final
 class CountingIndexer:
     """Indexer of a text log that counts most of the chosen rows in the same pass. Must be closed. Only the index determines the
-    chosen rows exactly, so the pass estimates them from file sizes. `counts` adds missed rows, or counts again if there were too
-    many."""
+    chosen rows exactly, so the pass estimates them from file sizes. `counts` adds missed rows, or counts again if too many."""
 
     def __init__(
         self,

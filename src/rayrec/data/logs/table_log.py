@@ -132,8 +132,7 @@ def _check_task(chunks: Sequence[Chunk], *, schema: Schema) -> pa.Table:
 
 
 def read_tables(segments: Sequence[Segment], schema: Schema) -> RawBlock:
-    """Read segments of one log sequentially, skipping their invalid rows. Raises InputError if a segment no longer has the rows
-    it was indexed with."""
+    """Read segments of one log in turn, without invalid rows. Raises InputError if a segment no longer has its indexed rows."""
     tables = storage.in_parallel(functools.partial(_read_table, schema=schema), segments, of=segments[0].path)
     blocks = []
     for segment in segments:

@@ -315,9 +315,8 @@ def check_types(table_schema: pa.Schema, schema: Schema, *, path: str) -> None:
 
 
 def parse_table(table: pa.Table, schema: Schema, *, path: str = "", first_row: int = 0) -> tuple[RawBlock, Faults]:
-    """Parse a table with the schema's columns to its valid rows, and its faults, with rows numbered from `first_row`. Null and
-    empty text are missing values; such items of a list are dropped. An absent column has missing values only. Raises InputError
-    for an unusable type."""
+    """Parse a table with the schema's columns to its valid rows, and its faults, numbered from `first_row`. Null and empty text
+    are missing; such list items are dropped. An absent column is all missing. Raises InputError for an unusable type."""
     parser = _TableParser(table, schema, path)
     return parser.parse(), parser.faults(first_row)
 

@@ -96,8 +96,7 @@ def index_chunk(chunk: Chunk, schema: Schema, segment_bytes: int) -> tuple[list[
 
 
 def read_segments(segments: Sequence[Segment], schema: Schema) -> RawBlock:
-    """Read and parse segments sequentially, skipping their invalid lines. Raises InputError if a segment no longer has the rows
-    it was indexed with."""
+    """Read and parse segments in turn, without invalid lines. Raises InputError if a segment no longer has its indexed rows."""
     sizes = [segment.stop - segment.start for segment in segments]
     parser = TextParser(schema, sum(max_rows_in(schema, size) for size in sizes))
     texts = storage.in_parallel(read_text, segments, of=segments[0].path if segments else "")

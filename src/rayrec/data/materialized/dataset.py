@@ -1,6 +1,5 @@
-"""Preprocessed click log: written once by `preprocess`, then read instead of the raw log, with the same batches. Its index has
-the segments of the raw log, with the same rows, file grouping and sort order. Blocks, epoch orders and positions are therefore
-identical."""
+"""Preprocessed click log: written once by `preprocess`, read instead of the raw log, with the same batches. Its index has the
+segments of the raw log, with the same rows, file grouping and sort order. Blocks, epoch orders and positions are identical."""
 
 import functools
 import hashlib

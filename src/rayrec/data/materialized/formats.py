@@ -198,8 +198,7 @@ def stored(
     format: str, raw: RawBlock, preprocessor: Preprocessor, start: int, stop: int, *, path: str, first_row: int
 ) -> pa.Table:
     """Encode rows [start, stop) of `raw` into a table: one fixed-size list column per matrix, or named columns for parquet.
-    Raises InputError if the format cannot store a number. `first_row` is the row number of `raw` in file `path`, for this
-    error."""
+    Raises InputError if the format cannot store a number. `first_row` is its number in file `path`, for errors."""
     rows = preprocessor.encode(raw, np.arange(start, stop, dtype=np.int64))
     if format == "parquet":
         return named_columns(rows, preprocessor.inputs)

@@ -1,5 +1,4 @@
-"""Writer of preprocessed datasets: a resumable job whose tasks encode segments and write rows at their final positions. The last
-file it writes is dataset.json."""
+"""Writer of preprocessed datasets: a resumable job whose tasks encode segments to their places. dataset.json comes last."""
 
 from __future__ import annotations
 
@@ -49,10 +48,9 @@ def preprocess(
     note: Callable[[str], None] = lambda text: None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Write a log to the new folder `out` and return rows, out, format, hash, bytes, seconds and rows_per_s. The output bytes do
-    not depend on the engine or on interruptions. `settings` are fields of Output. Calls `progress` with the number of finished
-    rows, `note` with messages. Raises InputError for an unsuitable format, an existing `out`, an unfinished job with other
-    inputs, or a small disk."""
+    """Write a log to the new folder `out` and return rows, out, format, hash, bytes, seconds and rows_per_s. The bytes do not
+    depend on engine or interruptions. `settings` are fields of Output. `progress` takes finished rows, `note` messages. Raises
+    InputError for an unsuitable format, an existing `out`, an unfinished job with other inputs, or a small disk."""
     start_s = time.perf_counter()
     out, output = storage.absolute(out).rstrip("/"), Output(**settings)
     _check_target(index, out, output)

@@ -355,8 +355,7 @@ class TokenRows:
         raise TypeError("TokenRows cannot be pickled: create it in the process that reads")
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Read rows by number, in the given order, with LENGTHS if padded (with 0). Raises InputError for a damaged or missing
-        shard, OSError in a long outage."""
+        """Read rows in the given order, with LENGTHS if 0-padded. Raises InputError for a bad shard, OSError in an outage."""
         padded = self._column.layout == "pad"
         rows = np.empty((len(indices), self.block_size + padded), np.int64)
         shards = self._shards_of(indices)
@@ -466,8 +465,8 @@ def shard_content(folder: str, shard: Shard) -> Iterator[bytes]:
 
 @contextmanager
 def opened_shard(folder: str, shard: Shard) -> Iterator[tuple[mmap.mmap, str]]:
-    """Map a shard of a folder, local or at a URL, packed or plain, after a check, and yield it with its path. Raises InputError
-    if it is missing or damaged."""
+    """Check, map and yield a shard of a folder or URL, packed or plain, with its path. Raises InputError if missing or
+    damaged."""
     path = storage.join(folder, shard.packed.name if shard.packed else shard.name)
     if not storage.exists(path):
         raise InputError(f"{path}: file not found. Copy it there")

@@ -58,8 +58,7 @@ class TokenFolder:
 
 def sets_of_shards(path: str) -> dict[str, str]:
     """Find the sets of MDS shards in a folder: {train: folder, validation: folder}, relative to `path`. The folder itself is
-    train (""), or it contains train and possibly one of validation, val, valid, eval and test. Returns an empty dict if there are
-    no shards."""
+    train (""), or it contains train and possibly one of validation, val, valid, eval and test. Empty without shards."""
     if storage.exists(storage.join(path, INDEX)):
         return {"train": ""}
     if not storage.exists(storage.join(path, "train", INDEX)):

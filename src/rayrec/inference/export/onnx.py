@@ -135,8 +135,7 @@ def onnx_inputs(rows: EncodedRows) -> dict[str, np.ndarray]:
 MODEL_NAME: Final = "click_model"
 MAX_BATCH_ROWS: Final = 8192
 _LARGEST_DIFFERENCE: Final = 1e-4
-"""Maximum logit difference from the export, relative to max(1, |logit|), because runtimes add up in different orders. bf16 models
-are allowed 100 times as much."""
+"""Maximum difference of logits from the export, relative to max(1, |logit|), as orders of sums differ. For bf16 100 times it."""
 
 
 def write_repository(exported: ExportedModel, scorer: ClickScorer, folder: str, *, rows: ParityRows) -> dict[str, Any]:

@@ -81,8 +81,7 @@ class ParityRows:
 def parity_rows(config: TrainConfig, preprocessor: Preprocessor, *, settings: ExportConfig, cache: str) -> ParityRows:
     """Read the rows to compare an export on: from `settings.parity_path`, else from the run's evaluation log (--eval-data.path,
     or the test rows if there are enough). If the log is unreadable and `settings.ignore_parity` is set, returns random rows with
-    a `fault`. Folder `cache` stores the index. Raises InputError if there are no rows, or parity_path is unusable or has no
-    labels."""
+    a `fault`. Folder `cache` stores the index. Raises InputError without rows, or if parity_path is unusable or unlabelled."""
     if settings.parity_path is not None:
         path = settings.parity_path
         if not LogSource.at(path).is_labelled(preprocessor.schema):
@@ -163,8 +162,7 @@ def _random_lengths(rng: np.random.Generator, schema: Schema, rows: int) -> Call
 
 def compare_encoder(encoder: Any, preprocessor: Preprocessor, rows: ParityRows) -> dict[str, Any]:
     """Compare the Encoder of an export's `encode.py` with the Preprocessor, on the raw values of `rows`, or on random values if
-    there are no raw ones, as in preprocessed data. Returns `rows`, `origin`, and `failure`: the first difference, None without
-    one."""
+    there are no raw ones, as in preprocessed data. Returns `rows`, `origin`, and `failure`: the first difference or None."""
     is_random = not rows.parts or rows.parts[0].segment.format not in ("text", "table")
     random = [_as_table_rows(_random_table(preprocessor), preprocessor.schema)] if is_random else []
     batches = random or _raw_rows(rows.parts, encoder, preprocessor)

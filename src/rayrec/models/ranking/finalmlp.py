@@ -113,8 +113,7 @@ class _Gate(nn.Module):
 
 
 class _ConstantGate(nn.Module):
-    """Gates from 0 to 2 that are equal for all rows, float32 [count * dim]. FuxiCTR has an MLP of a constant 0 instead, in which
-    only the last bias has gradients."""
+    """Gates from 0 to 2, equal for all rows, float32 [count * dim]. FuxiCTR's MLP of a constant 0 trains only its last bias."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

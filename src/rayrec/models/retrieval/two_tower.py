@@ -116,8 +116,7 @@ class TwoTower(nn.Module):
         self.register_buffer("item_counts", torch.zeros(_BUCKETS))
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
-        """Return the vectors `user` and `item` [rows, vector], the item's `ids` [rows], and in evaluations the item `table`, if
-        `full_tables` has it."""
+        """Return vectors `user` and `item` [rows, vector], the item's `ids` [rows], and the item `table`, if in `full_tables`."""
         features = torch.cat([dense, *(embedded[name] for name in self._users)], dim=1)
         first = self._items[0]
         outputs = {

@@ -177,8 +177,7 @@ _logger = logging.getLogger(__name__)
 @contextlib.contextmanager
 def worker_logs(path: str, *, rank: int) -> Iterator[None]:
     """Write this process's Python logs and warnings to a local file of the run within the context; to standard error if `path` is
-    a URL or cannot be opened. Existing handlers still receive their records. Output of native code always goes to standard
-    error."""
+    a URL or cannot be opened. Existing handlers still receive their records. Native code always writes to standard error."""
     handler, error = _handler(path)
     handler.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"))
     root, loggers = logging.getLogger(), [logging.getLogger(name) for name in _LOGGERS]

@@ -73,8 +73,7 @@ def wait_for_resources(config: TrainConfig, note: Callable[[str], None], *, free
 
 def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
     """Run attempts until the run finishes, and return worker 0's result, or None after a signal. Raises InputError if the user
-    can fix the problem (never retried), and the last attempt's error after failure.max_failures, which is not recorded as an
-    event here."""
+    can fix the problem (never retried), and the last attempt's error after failure.max_failures, not recorded as an event."""
     number, is_shared = 0, False
     config, events, signals = run.config, driver.events, driver.signals
     tolerance = FailurePolicy(config.failure)

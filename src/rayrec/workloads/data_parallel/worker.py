@@ -177,8 +177,7 @@ class RowPipeline:
         return output
 
     def reset(self) -> None:
-        """Discard prefetched batches and broadcast buffers that differ per worker (batch norm statistics) from worker 0, as DDP
-        does before each forward pass."""
+        """Discard prefetched batches and broadcast buffers (batch norm statistics) from worker 0, as DDP does."""
         self._next = None
         if self._world_size > 1:
             for buffer in self._model.buffers():

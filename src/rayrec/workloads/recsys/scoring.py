@@ -48,9 +48,8 @@ _OUTPUT = "output:"
 
 
 def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
-    """Open a log for scoring. See `Workload.open_scoring`. Columns are `score` and `logit` (float32) and, for labeled logs,
-    `label`. Each further label L has `score_L`, `logit_L` and `label_L`, other heads have `Head.columns`. Invalid lines count as
-    input positions but have no score."""
+    """Implement `Workload.open_scoring`. Columns are `score` and `logit` (float32) and, for labeled logs, `label`. Further labels
+    L have `score_L`, `logit_L`, `label_L`, other heads `Head.columns`. Invalid lines count as positions without a score."""
     preprocessor = load_preprocessor(context.checkpoint)
     group = workload.schema.group if context.evaluating else None
     if group is not None:

@@ -102,9 +102,8 @@ def require_same_inputs(checkpoint: Checkpoint, old: Preprocessor, new: Preproce
 def remap_table(
     old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_tokens: np.ndarray, *, where: str
 ) -> TableRemap:
-    """Map rows of the new to the old table by token, and reserved rows (unknown, missing, below the first category) too. Raises
-    InputError, prefixed with `where`, if rows have no counterpart: hashed columns with different row counts, and columns whose
-    categories share rows differently."""
+    """Map rows of the new to the old table by token, reserved rows (unknown, missing, below the first) too. Raises InputError,
+    from `where`, for rows without counterpart: hashed columns of other sizes, and categories that share rows differently."""
     if old.token_modulo != new.token_modulo or (old.num_tokens is None) != (new.num_tokens is None):
         raise InputError(f"{where}: hashing does not match the checkpoint. Use the rules of its Preprocessor.")
     if old.num_tokens is None:
