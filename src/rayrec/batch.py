@@ -67,8 +67,8 @@ class Batch:
                 ids.record_stream(stream)
 
     def parts(self, count: int) -> list[Batch]:
-        """Split the tensors into exactly `count` near-equal parts, so that all workers make equally many passes. Too few rows are
-        completed with fillers. Not for click logs."""
+        """Split the tensors into `count` near-equal parts, for equally many passes of all workers, with fillers. Not for click
+        logs."""
         assert self.sparse_features is None
         if count == 1:
             return [self]

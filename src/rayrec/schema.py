@@ -216,8 +216,7 @@ class Schema(Config):
         return self.replace(label=None, weight=None, labels=(), timestamp=None)
 
     def describe(self) -> dict[str, Any]:
-        """Return the fields that decide how a log is read, as JSON values, without newer fields that have no effect, so that the
-        hashes of earlier schemas stay the same."""
+        """Return the fields that decide how a log is read, as JSON values, without newer ones of no effect, to keep hashes."""
         plain = self.to_dict()
         del plain["group"]
         for feature in plain["features"]:

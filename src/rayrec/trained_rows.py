@@ -30,8 +30,7 @@ class RowNumbers:
 class TrainedRows:
     """Multiset of (epoch, row number), stored as counts and checksums, independent of the row order. `counts` has the additions
     by row number modulo `RESIDUES`. Two checksums modulo 2^64 identify the rows: the sums of w(r + 1) and w(r + 1)^2 over all
-    rows r, with a fixed odd number w per epoch. For ranges of rows, both have closed forms, so a log's expected tally is
-    cheap."""
+    rows r, with a fixed odd number w per epoch. For ranges of rows, both have closed forms, so a log's tally is cheap."""
 
     def __init__(self) -> None:
         self.counts = np.zeros(RESIDUES, np.int64)
@@ -89,9 +88,8 @@ class TrainedRows:
         return tally
 
     def lost_and_repeated(self, expected: TrainedRows) -> tuple[int, int]:
-        """Return how many rows of `expected` are missing here, and how many are repeated here. Exact if rows were only lost or
-        only repeated. If both happened, a lost and a repeated row with equal numbers modulo `RESIDUES` are not counted. Returns
-        one of each if only the checksums differ."""
+        """Return how many rows of `expected` are missing and repeated here. Exact if rows were only lost or only repeated. If
+        both, rows with equal numbers modulo `RESIDUES` are not counted. Returns one of each if only the checksums differ."""
         surplus = self.counts - expected.counts
         lost, repeated = int(-surplus[surplus < 0].sum()), int(surplus[surplus > 0].sum())
         if not (lost or repeated) and self.checksums != expected.checksums:

@@ -80,8 +80,8 @@ def latest(run_folder: str) -> Checkpoint | None:
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-    """Open a checkpoint by its folder, or by its run folder: the step that the summary names, else the newest. Raises InputError
-    if no complete checkpoint is found."""
+    """Open a checkpoint by its folder or its run's: the summary's step, else the newest. Raises InputError without a complete
+    one."""
     if storage.exists(storage.join(path, MANIFEST)):
         return Checkpoint(storage.absolute(path))
     summary = storage.join(path, SUMMARY)

@@ -42,9 +42,8 @@ _WINDOW_BYTES = 64 * 2**20
 
 def restore(checkpoint: Checkpoint, tensors: dict[str, Any]) -> None:
     """Load `tensors` in place from a checkpoint, each rank its own shards, for any plan and world size. For a URL, one rank
-    fetches each tensor that all ranks share, so that every byte is downloaded once. Collective in a process group. Raises on all
-    ranks DamagedError for a damaged file (rank 0 also checks the extra files), and InputError for a missing tensor or a wrong
-    shape. Tensors may then be partly filled."""
+    fetches each tensor that all share, so every byte is downloaded once. Collective in a process group. Raises on all ranks
+    DamagedError for a damaged file (rank 0 also checks the extra files), and InputError for a missing tensor or a wrong shape."""
     ranks = Communicator.all()
     manifest = ranks.run_on_rank0(checkpoint.manifest)
     shared = assign_readers(tensors, ranks) if storage.is_url(checkpoint.path) else {}

@@ -75,7 +75,7 @@ def all_tensors(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def restore_all(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any) -> None:
-    """Restore weights and optimizer state, saved under any plan and by any workers; collective. Raises the errors of
+    """Restore weights and optimizer state, saved under any plan and by any workers; collective. Raises as
     `rayrec.checkpoint.restore`, and InputError for stored tensors that model or optimizer lack. The run is then partly
     restored."""
     start_from(checkpoint, {}, model, optimizer)
@@ -290,7 +290,7 @@ def restore_rows(checkpoint: Checkpoint, tensors: Mapping[str, tuple[Any, RowMap
     """Copy stored rows into `tensors` in place according to their row maps, under any plan and number of workers. Rows without a
     source are unchanged. Dimension 0 of a tensor or ShardedTensor matches its map. Collective in a process group. Each rank reads
     the row ranges for its shards, 64 MiB at a time. Memory: 24 bytes per row of its largest shard. Raises on all ranks
-    DamagedError for a damaged file, InputError for a missing tensor or a wrong shape. Tensors may then be partly filled."""
+    DamagedError for a damaged file, InputError for a missing tensor or a wrong shape."""
     ranks = Communicator.all()
     manifest = ranks.run_on_rank0(checkpoint.manifest)
     ranks.run_on_all_ranks(lambda: _fill_all(checkpoint, manifest, tensors))

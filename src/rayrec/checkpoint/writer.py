@@ -39,10 +39,9 @@ _NUM_THREADS: Final = 8
 
 @final
 class ExtraFiles:
-    """Writer of the same extra files into successive checkpoints. Reads each source once to hash it and once to copy it into the
-    first checkpoint. Later checkpoints share the bytes of the previous one (see `storage.clone_file`): a large vocabulary is not
-    copied for every save, and later changes of the source have no effect. Its size, or its hash when read, tells a failed
-    copy."""
+    """Writer of the same extra files into successive checkpoints. Reads each source to hash it and to copy it into the first
+    checkpoint. Later checkpoints share the bytes of the previous one (see `storage.clone_file`): a large vocabulary is not copied
+    for every save, and later changes of the source have no effect. Its size, or its hash when read, tells a failed copy."""
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
         """Create a writer for sources by file name."""

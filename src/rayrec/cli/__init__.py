@@ -165,8 +165,8 @@ def _fail(message: str, *, status: int = 2) -> int:
 
 
 def show(shown: Shown, *, as_json: bool, quiet: bool, out: IO[str]) -> int:
-    """Print a result and return the exit status. Text in addition to JSON goes to standard error. Raises InputError if the result
-    contains an error, such as a failed gate."""
+    """Print a result and return the exit status. Text beside JSON goes to standard error. Raises InputError for an error in
+    it."""
     text = shown.value if isinstance(shown.value, str) else shown.text
     to_people = not as_json and (shown.as_text or out.isatty())
     if text is not None and (isinstance(shown.value, str) or to_people):

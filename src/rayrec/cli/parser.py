@@ -203,8 +203,7 @@ def _reject_unknown(prog: str, flags: Iterable[Flag], word: str) -> NoReturn:
 
 
 def _is_similar(flag: str, unknown: str) -> bool:
-    """Return whether each word of the unknown flag resembles one of the known, equal if short: pin-memory is no typo of
-    no-memory."""
+    """Return whether each word of a flag resembles one of a known, equal if short: pin-memory is no typo of no-memory."""
     words, unknown_words = re.findall(r"\w+", flag), re.findall(r"\w+", unknown)
     if len(unknown_words) == 1:
         return True

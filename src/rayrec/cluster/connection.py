@@ -103,8 +103,7 @@ def _connection() -> tuple[str, str]:
 
 
 def require_direct(address: str | None) -> None:
-    """Check that the connection to Ray, or the address (None: RAY_ADDRESS), does not use Ray's client server, which provides no
-    node of the cluster. Raises InputError."""
+    """Raise InputError if the connection to Ray, or the address (None: RAY_ADDRESS), uses Ray's client server, not a node."""
     named, source = _named(address)
     if is_connected():
         from ray.util.client import ray as client

@@ -66,9 +66,8 @@ def python_of_a_job() -> str:
 
 
 def unsupported_reason(context: dict[str, Any], environment: Mapping[str, str]) -> str:
-    """Return the reason why a process with this runtime environment cannot be forked, or "" if it can. Pure.
-    `context` is the runtime environment, as resolved by Ray's agent. A running Ray has already added the runtime environment's
-    variables to `environment`."""
+    """Return why a process with this runtime environment cannot be forked, or "" if it can. Pure. `context` is the runtime
+    environment, as resolved by Ray's agent. A running Ray has added its variables to `environment`."""
     if any(context.get(name) for name in ("command_prefix", "override_worker_entrypoint", "java_jars")):
         return "its runtime environment has a custom command"
     if context.get("py_executable", sys.executable) not in (sys.executable, python_of_a_job()):

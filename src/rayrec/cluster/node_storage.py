@@ -101,8 +101,8 @@ def job_environment(config: RuntimeEnvConfig, environment: Mapping[str, str]) ->
 
 
 def store_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the store settings to send, none unless `RAYREC_SEND_CREDENTIALS` is 1. Raises InputError for other values, and
-    without settings to send."""
+    """Return store settings to send, none unless `RAYREC_SEND_CREDENTIALS` is 1. Raises InputError for others, and without
+    any."""
     setting = environment.get(SEND, "")
     if setting in ("", "0"):
         return {}

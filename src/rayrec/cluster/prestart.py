@@ -1,7 +1,6 @@
-"""Idle Python processes that Ray prestarts for future workers, with a worker's modules imported. Importing torch, TorchRec and
-Ray Train takes some 5 s of CPU per worker process, most of the wait in a start or restart. Ray's node manager prestarts processes
-on request (`PrestartWorkers`) and assigns them to the next actors or tasks of the same job and runtime environment. A setup hook
-in the environment imports the modules."""
+"""Idle Python processes that Ray prestarts for future workers, with a worker's modules imported. Imports take some 5 s of CPU per
+worker, most of the wait in a start. Ray's node manager prestarts processes on request (`PrestartWorkers`) and assigns them to the
+next actors or tasks of the same job and runtime environment. A setup hook in the environment imports the modules."""
 
 import json
 import logging

@@ -58,10 +58,9 @@ def supervise(
     note: Callable[[str], None],
     show: Callable[[str], None] | None,
 ) -> Outcome:
-    """Run `rayrec train ARGUMENTS`, for the run `name`, on a cluster until it finishes or the policy is exhausted. A stopped job
-    has `stop_wait_s` seconds to end. `note` is called with each event, a line, and `show` with the job's output. SIGTERM and
-    Ctrl-C (in the main thread) stop the job, unless `config` detaches, before SystemExit(143) or KeyboardInterrupt. Raises
-    InputError if the user can fix the problem."""
+    """Run `rayrec train ARGUMENTS`, for the run `name`, on a cluster until it finishes or the policy ends it. A stopped job has
+    `stop_wait_s` seconds to end. `note` gets each event, a line, `show` the job's output. SIGTERM and Ctrl-C stop the job, unless
+    `config` detaches, before SystemExit(143) or KeyboardInterrupt. Raises InputError if the user can fix the problem."""
     jobs = Jobs(dashboard_url(config.address))
     state_file = StateFile(config.state or state_path(name), name=name, config_hash=config_hash, note=note)
     try:

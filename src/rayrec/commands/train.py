@@ -242,8 +242,7 @@ def configuration(recipe: TrainConfig | Recipe | str, settings: Mapping[str, Any
 
 
 def require_files(config: TrainConfig, *, note: Callable[[str], None]) -> None:
-    """Check that the data folder of a published data set is complete. Raises InputError with names, sizes and source of missing
-    files. Logs files of an unlikely size."""
+    """Check that the folder of a published data set is complete. Raises InputError with missing files. Logs unlikely sizes."""
     from rayrec import recipes
     from rayrec.data.log_source import LogSource
     from rayrec.datasets import fetch as fetching

@@ -187,10 +187,9 @@ def _block_text(plan: GroundTruth, block: int, spans: list[tuple[int, int]], log
 def generate(
     out: str, *, parallelism: int | None = None, progress: Callable[[int, int], None] | None = None, **settings: Any
 ) -> dict[str, Any]:
-    """Write a synthetic click log and `truth.json`, the best quality that any model could reach on it; return the latter.
-    `settings` are the fields of SyntheticLog. The files appear complete or not at all, `truth.json` last. `parallelism` is the
-    number of threads (default: available CPUs). `progress(rows done, rows)` is called after every block. Raises InputError for
-    invalid settings and existing files."""
+    """Write a synthetic click log and `truth.json`, the best quality any model could reach; return it. `settings` are the fields
+    of SyntheticLog. The files appear complete or not at all, `truth.json` last. `parallelism`: threads (default: available CPUs).
+    `progress(rows done, rows)` is called after every block. Raises InputError for invalid settings and existing files."""
     out = os.fspath(out)
     if "://" in out:
         raise InputError(f"{out}: must be a local folder; generate the log there, then copy it")

@@ -1,8 +1,7 @@
 """Distribution of a synthetic log: its columns, and the ground truth of its clicks. Every number in a row comes from one 32-bit
 draw. The upper 16 bits choose one of 65,536 equally likely slots of the column's inverse distribution. The lower 16 bits choose
 one of the neighbouring values in a slot far out in the tail. Slots also contain the value's contribution to the true logit, so a
-row costs a few table lookups per column. The constants are rounded statistics of the genuine logs: cardinality, popularity of the
-top tokens, quantiles, missing rates."""
+row costs a few table lookups per column. The constants are rounded statistics of the genuine logs."""
 
 from __future__ import annotations
 
@@ -179,9 +178,8 @@ def _sparse_column(
 
 
 def _identities(column: _SparseColumn, day: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token at each rank on a day, and its key: a token may swap its rank or be replaced by a new one. Every 8 days, a
-    quarter of the pairs of ranks (r, r with its second highest bit flipped) are swapped. Each day, 1/32 of the rare tokens are
-    replaced. Each rank has a separate phase."""
+    """Return the token at each rank on a day, and its key. Every 8 days, a quarter of the pairs of ranks (r, r with its second
+    highest bit flipped) are swapped. Each day, 1/32 of the rare tokens are replaced. Each rank has a separate phase."""
     cardinality = len(column.popularity)
     ranks = np.arange(cardinality, dtype=np.int64)
     flip = np.zeros(cardinality, dtype=np.int64)

@@ -149,8 +149,7 @@ class _Measured:
 
 @final
 class ScoredRows:
-    """Scores of a click model for a log. Memory per row: 5 bytes, 13 with groups, 4 per key (8 for numbers), and distinct
-    texts."""
+    """Scores for a log. Memory per row: 5 bytes, 13 with groups, 4 per key (8 for numbers), and distinct texts."""
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
         self._logits: list[np.ndarray] = []
@@ -213,10 +212,9 @@ class RowSlice:
 
 
 def slices_of(by: str, values: pa.ChunkedArray, *, max_values: int) -> list[RowSlice]:
-    """Assign each row, by its value in `values`, to a slice; return nonempty ones. Memory: 12 bytes per row. day: the log's files
-    or sevenths, in order. COLUMN: the `max_values` values with most rows (of equal ones the first), then OTHER_VALUES and
-    MISSING. frequency:COLUMN: values counted in 1, 2-9, 10-99, ... rows of the vocabulary's data, unknown values, then
-    MISSING."""
+    """Assign each row, by its value, to a slice; return nonempty ones. Memory: 12 bytes per row. day: the log's files or
+    sevenths, in order. COLUMN: the `max_values` values with most rows (of equal ones the first), then OTHER_VALUES and MISSING.
+    frequency:COLUMN: values counted in 1, 2-9, 10-99, ... rows of the vocabulary's data, unknown values, then MISSING."""
     codes, names = _encoded(values)
     if by == DAY or by.startswith(FREQUENCY):
         return _grouped(np.where(codes < 0, len(names), codes), [*names, MISSING])

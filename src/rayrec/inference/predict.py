@@ -183,8 +183,8 @@ def _write_parquet(tables: Iterator[pa.Table], path: str) -> None:
 
 @final
 class _Journal:
-    """Local file of tables, readable after a kill, with an entry per table: byte count, CRC-32, and the table as an Arrow stream.
-    An incomplete entry ends the journal."""
+    """Local file of tables, readable after a kill, with byte count, CRC-32 and Arrow stream per table. An incomplete one ends
+    it."""
 
     def __init__(self, path: str) -> None:
         self.path, self.rows = path, 0

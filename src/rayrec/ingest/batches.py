@@ -38,8 +38,7 @@ class BatchReader(Protocol[Plan_contra]):
     """Time per reading stage."""
 
     def batches(self, plans: Plans[Plan_contra], sharding: BatchSharding) -> Iterator[Batch]:
-        """Read and return one batch per step. At an epoch's end, workers may get fewer rows or none; `loss_weight`
-        compensates."""
+        """Return one batch per step. At an epoch's end, some get fewer rows or none; `loss_weight` compensates."""
 
     def stop(self) -> None:
         """Stop reading."""
@@ -201,9 +200,8 @@ class BatchSlicer:
         pin_constants: bool = False,
     ) -> None:
         """Configure the slicer for a stream of encoded rows and the model's input columns. `targets` computes the first label;
-        None keeps it. `unpooled` names the sparse columns for `Batch.sequence_features`, and `tables` additional keys there, with
-        the number of ids (0, 1, ...) in their first row. `pin_constants` pins lengths and offsets equal in all batches only
-        once."""
+        None keeps it. `unpooled` names the sparse columns for `Batch.sequence_features`, and `tables` more keys there, with the
+        number of ids (0, 1, ...) in their first row. `pin_constants` pins lengths and offsets equal in all batches only once."""
         self._rows, self._targets, self._pin_constants = rows, targets, pin_constants
         self._num_dense, self._keys, self._labels = len(inputs.dense), inputs.sparse, inputs.label_names
         self._weighted = bool(inputs.list_weights)

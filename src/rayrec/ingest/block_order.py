@@ -145,9 +145,8 @@ class BlockOrder:
 
     @cached_property
     def identity(self) -> str:
-        """Hash of the rows and their order, as 16 hex digits. A position is valid only for an equal hash. Files are known by
-        names, row counts and checksums of segments, not by folder: a log can be moved. Takes less than 2 s for a million
-        parts."""
+        """Hash of the rows and their order, as 16 hex digits. A position needs an equal hash. Files are known by names, row
+        counts and checksums of segments, not by folder: a log can be moved. Takes less than 2 s for a million parts."""
         return self._identity(checksums=True)
 
     def _identity(self, *, checksums: bool) -> str:

@@ -218,8 +218,7 @@ class MappedSource:
 
 @dataclass(frozen=True)
 class NumberedSource:
-    """Source of numbered rows from engine tasks, or without an engine from one thread. Items are (row numbers, epoch), and become
-    (row numbers, arrays)."""
+    """Source of numbered rows from engine tasks, or one thread. Items (row numbers, epoch) become (row numbers, arrays)."""
 
     rows: RowSource
     """Rows to read. With an engine, picklable, and readable by several threads."""

@@ -14,9 +14,8 @@ from rayrec.layers.tower import Dice, xavier_linear
 
 @final
 class AttentionPooling(nn.Module):
-    """Sum of a sequence's embeddings, weighted by a network that takes each embedding and the row's target. The network's input
-    is the concatenated target, embedding, difference and product. The weights are not normalized, so that the sum shows how
-    strong an interest is."""
+    """Sum of a sequence's embeddings, weighted by a network of each embedding and the row's target. Its input is the concatenated
+    target, embedding, difference and product. The weights are not normalized, so the sum shows an interest's strength."""
 
     def __init__(self, dim: int, sizes: Sequence[int], *, precision: Precision = "fp32") -> None:
         super().__init__()

@@ -195,8 +195,7 @@ def _can_shorten_waits(num_threads: int) -> bool:
 @final
 class _ShortWaits:
     """Switch for short waits of all OpenMP threads in this process. GNU's library spins 100 instead of 300,000 times if it has
-    more threads than CPUs (`gomp_throttled_spin_count_var` in libgomp's env.c). A thread of ours keeps as many idle OpenMP
-    threads as there are CPUs."""
+    more threads than CPUs (`gomp_throttled_spin_count_var`). A thread of ours keeps an idle OpenMP thread per CPU."""
 
     def __init__(self) -> None:
         self._released: threading.Event | None = None

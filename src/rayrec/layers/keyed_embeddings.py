@@ -66,9 +66,8 @@ def _absent(feature: str) -> torch.Tensor:
 @final
 class KeyedEmbeddings(Mapping[str, torch.Tensor]):
     """Embeddings of a batch: the sum of each feature's id embeddings, float32 [rows, dim], by name. `sequences` has the unpooled
-    embeddings of `ClickModelConfig.sequences`. In training, embeddings come from other workers. Their first use waits for them,
-    so a network that starts with its dense features overlaps this with the exchange. The sharding plan determines their order,
-    which only `pooled_unordered` exposes."""
+    embeddings of `ClickModelConfig.sequences`. In training, embeddings come from other workers. Their first use waits, so a
+    network that starts with dense features overlaps it with the exchange. Only `pooled_unordered` exposes the plan's order."""
 
     def __init__(
         self,
@@ -80,8 +79,8 @@ class KeyedEmbeddings(Mapping[str, torch.Tensor]):
         ids: Callable[[str], torch.Tensor] = _absent,
         table: Callable[[str], torch.Tensor] = _absent,
     ) -> None:
-        """`deliver` returns the features that `sequences` does not return. Each is called once, on first use. `ids` and `table`
-        implement the methods with these names."""
+        """`deliver` returns features that `sequences` does not. Each is called once, on first use. `ids`, `table`: the
+        methods."""
         self.features, self.dim = features, dim
         self._ids, self._table = ids, table
         self._deliver: Callable[[], Delivery] | None = deliver
@@ -147,8 +146,7 @@ class KeyedEmbeddings(Mapping[str, torch.Tensor]):
         return self._ids(feature)
 
     def table(self, feature: str) -> torch.Tensor:
-        """Return a feature's full table, with gradient in training, float32 [num_embeddings, dim]. Raises KeyError for features
-        outside `ClickModelConfig.full_tables`."""
+        """Return a full table, with gradient in training, float32 [num_embeddings, dim]. Raises KeyError for others."""
         return self._table(feature)
 
     def has_table(self, feature: str) -> bool:

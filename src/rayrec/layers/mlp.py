@@ -175,8 +175,7 @@ def linear_stack(
     float_last: bool = False,
 ) -> torch.Tensor:
     """Apply a sequence of linear layers to `inputs` [rows, in_features]. `parameters` alternates float32 weights [out, in] and
-    biases (or None). Products and activations have `dtype`. With `float_last` the last product is float32, as logits need more
-    than bfloat16's eight bits."""
+    biases (or None). Products and activations have `dtype`. With `float_last` the last product is float32, as logits need."""
     # torch.export and torch.compile fuse themselves and need plain operators. Check them first: reading the row count would make
     # it a constant in their result.
     plain = torch.compiler.is_compiling() or (not torch.is_grad_enabled() and inputs.shape[0] <= _FEW_ROWS)
@@ -210,8 +209,7 @@ class UninitializedLinear(nn.Linear):
 class MLP(nn.Module):
     """Linear layers with ReLU between them, [rows, in_features] to [rows, sizes[-1]]. With `final_activation` the last layer also
     has a ReLU, and the output has the precision's dtype. Otherwise the last layer is float32. Initial weights are N(0, sqrt(2 /
-    (in + out))) and biases N(0, sqrt(1 / out)), from torch's global generator (Naumov et al., DLRM, 2019,
-    `dlrm_s_pytorch.py`)."""
+    (in + out))) and biases N(0, sqrt(1 / out)), from torch's generator (Naumov et al., DLRM, 2019)."""
 
     def __init__(
         self,

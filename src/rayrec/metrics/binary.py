@@ -175,10 +175,9 @@ def _metrics(of_ranks: Sequence[Sequence[float]], twice_u: int) -> dict[str, flo
 def distributed_binary_metrics(logits: Any, labels: Any, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
     """Return `binary_metrics` over the rows of all ranks, equal on every rank. Collective. Every rank of the group (default: all)
     passes its rows, possibly none. AUROC is exact and bit-identical to one process, and float64 sums agree to about 1e-15
-    relative. Invalid rows on one rank raise InputError on every rank, so that no rank waits. In addition to the input, a rank
-    needs about 12 bytes per row of its share (more with very many ties, because equal logits go to one rank). Without
-    torch.distributed, this is the local `binary_metrics`. Method: sample sort (Frazer & McKellar 1970) of the keys, one key range
-    per rank, then rank sums per range."""
+    relative. Invalid rows on one rank raise InputError on every rank, so that no rank waits. A rank also needs about 12 bytes per
+    row of its share (more with very many ties). Without torch.distributed, this is the local `binary_metrics`. Method: sample
+    sort (Frazer & McKellar 1970) of the keys, one key range per rank, then rank sums per range."""
     if num_workers(process_group) == 1:
         return binary_metrics(logits, labels)
 

@@ -61,8 +61,8 @@ class LabelsAccumulator:
             accumulator.update(flat_array(logits[name])[has_label], values[has_label])
 
     def compute(self) -> dict[str, float]:
-        """Return the metrics over the rows of all ranks. Collective. Metrics of other labels L are named `L.auroc` etc., with
-        `L.rows` for the rows with this label."""
+        """Return the metrics over all ranks. Collective. Those of other labels L are `L.auroc` etc., with `L.rows` for their
+        rows."""
         metrics = self._main.compute()
         if self._ranking is not None:
             metrics.update(self._ranking.compute())
@@ -84,8 +84,8 @@ class SumsAccumulator(ABC):
         self.rows += len(terms[0])
 
     def compute(self, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
-        """Return the metrics, NaN without rows, and `rows`. Collective, but local without torch.distributed. Raises InputError on
-        every rank if any prediction is NaN."""
+        """Return the metrics, NaN without rows, and `rows`. Collective if distributed. Raises InputError on every rank for a
+        NaN."""
         of_ranks = Collectives(process_group).gather_floats([self.rows, *self._sums.tolist()])
         rows, *sums = (math.fsum(values) for values in zip(*of_ranks, strict=True))
         reject_nan(int(math.isnan(sums[0])), int(rows))

@@ -167,8 +167,7 @@ class _Sums:
 @final
 class RankingAccumulator:
     """Accumulator of an evaluation's groups, logits and labels for `ranking_metrics` over all ranks. Rows take 13 bytes each in
-    memory, up to `memory_rows`. Then all rows move to a temporary file, by a hash of their groups, and 1 in 256 parts is read at
-    a time. This only changes the order of sums."""
+    memory, up to `memory_rows`. Then all move to a temporary file, by a hash of groups, read in 256 parts."""
 
     def __init__(self, ks: Sequence[int] = DEFAULT_KS, *, memory_rows: int = MEMORY_ROWS) -> None:
         check_ks(ks)
@@ -231,9 +230,8 @@ class RankingAccumulator:
         return _concatenate([(spilled["group"], spilled["logit"], spilled["label"]), in_memory])
 
     def compute(self, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
-        """Return the metrics over all ranks. Collective, but local without torch.distributed. Each group's rows go to one rank,
-        by a hash of its key, so the result equals one process except for the order of a sum. Raises InputError on every rank if
-        any logit is NaN, so that no rank waits."""
+        """Return the metrics over all ranks. Collective if distributed. Each group's rows go to one rank, by a hash of its key,
+        so the result equals one process except for the order of a sum. Raises InputError on every rank if any logit is NaN."""
         sums = _Sums(self._ks)
         if num_workers(process_group) == 1:
             reject_nan(self._missing, self._total)

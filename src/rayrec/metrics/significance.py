@@ -74,8 +74,8 @@ def intervals(logits: Any, labels: Any, resampling: Resampling) -> dict[str, tup
 
 
 def compare(logits: Any, other_logits: Any, labels: Any, resampling: Resampling) -> dict[str, Difference]:
-    """Compare each metric of two models on the same rows with `compare_models`. NaN for undefined metrics. As in `intervals`, too
-    few rows have no interval or p-value."""
+    """Compare two models on the same rows with `compare_models`. NaN for undefined metrics and, as in `intervals`, too few
+    rows."""
     return compare_models([logits, other_logits], labels, resampling).differences[0, 1]
 
 

@@ -202,8 +202,8 @@ class VectorHead(Head):
 
 @dataclass(frozen=True)
 class ItemsHead(Head):
-    """Best categories of a feature, in descending order. Their ids are in a tensor with the head's name, int64 [rows, k], and
-    their scores in `scores`, float32 [rows, k]."""
+    """Best categories of a feature in order: ids in a tensor with the head's name, int64, and `scores`, float32 [rows, k]
+    both."""
 
     kind = "items"
     dtypes = ("int64", "float32")

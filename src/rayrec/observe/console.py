@@ -37,8 +37,7 @@ def handling_signals(handle: Callable[[int, Any], None]) -> Iterator[None]:
 
 @final
 class _StandardError:
-    """The current standard error as a file that never raises: output to a full disk, broken pipe or closed stream is lost. On a
-    broken pipe, rich would end the process."""
+    """Standard error as a file that never raises, for which rich would end: output to a full disk or closed pipe is lost."""
 
     @property
     def _stream(self) -> Any:

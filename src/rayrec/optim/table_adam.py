@@ -247,8 +247,7 @@ class TableAdam(KeyedOptimizer):
 
 
 def disable_fused_update(tables: torch.nn.Module, config: SparseOptimizerConfig) -> None:
-    """Disable state and updates of the fused kernels for kinds with `has_custom_update`. Call before sharding `tables`, after
-    applying `SparseOptimizerConfig.build`."""
+    """Disable the fused kernels' updates for kinds with `has_custom_update`. Call after `build`, before sharding `tables`."""
     if config.has_custom_update:
         set_optimizer_in_backward(tables.parameters(), torch.optim.SGD, {"lr": 0.0})
 

@@ -85,8 +85,7 @@ class SplitJob:
 
 
 class Tables:
-    """All rows of a table's range, including invalid ones, with all columns of the file and the schema's partition columns. CSV
-    has text columns and the column FAULT."""
+    """All rows of a table's range, also invalid, with all columns of file and partitions. CSV has text columns and FAULT."""
 
     def __init__(self, task: SplitTask, schema: Schema) -> None:
         self._task, self._schema = task, schema

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Build a Ray Serve application that scores over HTTP. Use it as `import_path: rayrec.serve:build` in a Serve config file, or
+    """Build a Ray Serve application that scores over HTTP. Use `import_path: rayrec.serve:build` in a Serve config file, or
     `serve run rayrec.serve:build model=PATH`. `args` has `model` (checkpoint, run or export), optionally `shadow` and
     `autoscaling` (Ray Serve's autoscaling_config), and fields of `rayrec.serve.config.ServeConfig`. Raises InputError for invalid
     ones."""

@@ -54,8 +54,8 @@ class ShardingConfig(Config):
 def embedding_sharders(
     config: ShardingConfig | None = None, *, device: Literal["cpu", "cuda"] = "cpu"
 ) -> list[ModuleSharder[Any]]:
-    """Return the sharders of embedding modules for the planner and DistributedModelParallel. Raises InputError if the device does
-    not support the exchange precision."""
+    """Return the sharders of embeddings for planner and DistributedModelParallel. Raises InputError for an unsupported
+    precision."""
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder

@@ -214,8 +214,7 @@ def remove_folder(path: str) -> None:
 
 
 def copy_files(source: str, target: str) -> None:
-    """Copy the files of a folder and its subfolders into another, created if necessary. Raises InputError if it does not
-    exist."""
+    """Copy files of a folder and its subfolders into another, made if missing. Raises InputError if it does not exist."""
     info = info_of(source)
     if info.type != arrow_fs.FileType.Directory:
         raise missing(source, "no such folder")

@@ -159,8 +159,7 @@ def cause_of(error: Exception) -> str:
 
 
 def explained(path: str, error: Exception, *, waited_s: float, hint: str) -> Exception:
-    """Return a one-line error for the store of `path`: InputError if the user can fix it, else OSError. `hint` describes
-    endpoint and credentials of the store."""
+    """Return an error line for `path`'s store: InputError if the user can fix it, else OSError. `hint`: its settings."""
     bucket, scheme = bucket_of(path), _KINDS.get(scheme_of(path), "s3")
     cause = cause_of(error)
     match classify_error(error):
@@ -185,9 +184,8 @@ def no_bucket(path: str, hint: str) -> InputError:
 
 
 def retry(path: str, call: Callable[[], _Result], *, hint: Callable[[], str]) -> _Result:
-    """Call a function and return its result, retrying with growing random delays in outages of `path`'s store. `call` must be
-    idempotent. Raises FileNotFoundError unchanged, and the errors of `explained`: InputError at once, OSError after
-    `outage_s`."""
+    """Return a function's result, retrying with growing delays in outages of `path`'s store. `call` must be idempotent. Raises
+    FileNotFoundError unchanged, and the errors of `explained`: InputError at once, OSError after `outage_s`."""
     start, wait_s, limit_s = time.monotonic(), _FIRST_WAIT_S, outage_s()
     warned = False
     while True:

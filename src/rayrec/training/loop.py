@@ -32,8 +32,7 @@ class SegmentEnd:
 
 
 def next_segment_end(step: int, end: int, *, evaluate_every: int, save_every: int | None) -> SegmentEnd:
-    """Return the end of the segment from `step`. Without a save interval, each evaluation saves; the run's end does both.
-    Pure."""
+    """Return the segment's end from `step`. Without save interval, each evaluation saves; the run's end does both. Pure."""
     steps_left = [evaluate_every - step % evaluate_every, end - step]
     if save_every is not None:
         steps_left.append(save_every - step % save_every)
@@ -170,8 +169,7 @@ class EvaluationWatch:
         self.saved = False
 
     def stopped(self) -> bool:
-        """Return whether the evaluation must end; called after each batch. Collective if a poll is due: after 1, 2, 4, ...
-        batches, then about every two seconds."""
+        """Return whether to end, after each batch. Collective if a poll is due: after 1, 2, 4, ..., then every 2 s."""
         self._batches += 1
         if self._batches < self._poll_at:
             return False

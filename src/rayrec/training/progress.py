@@ -16,8 +16,7 @@ from rayrec.trained_rows import RowNumbers, TrainedRows
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup, Workload
 
 FirstStep = Callable[[float, float], None]
-"""Callback after the first step of an attempt, with the seconds waited for batches by then (the pipeline may pull several) and
-the seconds since the attempt began."""
+"""Callback after an attempt's first step, with the seconds waited for batches by then and those since the attempt began."""
 Cut = Literal["none", "save", "stop"]
 """Event in a segment: none, a save that cannot wait, or a request to save and end."""
 

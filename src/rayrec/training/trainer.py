@@ -276,8 +276,7 @@ def _checked(
 
 
 def _start_checkpoint(config: TrainConfig, folder: str) -> Checkpoint | None:
-    """Return the checkpoint of `init_from`, None without one, or if the run has its own. Raises InputError if it is
-    incomplete."""
+    """Return the checkpoint of `init_from`, None without, or if the run has one. Raises InputError if incomplete."""
     if config.init_from is None or latest(folder) is not None:
         return None
     checkpoint = open_checkpoint(config.init_from)
@@ -308,8 +307,8 @@ def _record_failure(events: EventWriter, signals: Signals, launcher: Launcher) -
 
 @contextlib.contextmanager
 def _finalize_run(folder: str, *, note: Callable[[str], None]) -> Iterator[None]:
-    """Merge the run's events into one file and write its report, regardless of how it ends. Errors of these are only noted. After
-    a failure, the wait for a store is short."""
+    """Merge the run's events into one file and write its report, however it ends; errors are noted. Waits little after a
+    failure."""
     patience_s = min(_PATIENCE_S, storage.outage_s())
     try:
         yield

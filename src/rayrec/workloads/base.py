@@ -383,8 +383,7 @@ class Workload(Config, abc.ABC):
     def probe_speed(
         self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool, train: LocalTrainer
     ) -> MeasuredSpeed:
-        """Measure a slice of the real stages on this machine, training with `local_workers` of the target's workers by `train`.
-        Raises InputError if that is not possible."""
+        """Measure a slice of the stages here, training with `local_workers` of the target's by `train`. May raise InputError."""
         raise InputError(f"plan: recipe {config.recipe} cannot be measured before training. Only click models can.")
 
     def checkpoint_files(self, prepared: Any) -> dict[str, bytes | str]:

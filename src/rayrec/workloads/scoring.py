@@ -1,5 +1,4 @@
-"""Scoring interface between inference and workloads, shared by click, image and text models, and checks of a checkpoint that a
-run scores with or starts from."""
+"""Scoring interface between inference and workloads, of all kinds, and checks of checkpoints to score with or start from."""
 
 from __future__ import annotations
 
@@ -133,8 +132,8 @@ def stored_settings(checkpoint: Checkpoint) -> dict[str, Any]:
 def require_same_optimizer(
     checkpoint: Checkpoint, stored: Mapping[str, Any], group: str, optimizer: Config, *, fields: Iterable[str]
 ) -> None:
-    """Check that the optimizer settings in `fields`, which determine its state, match the checkpoint. Raises InputError. `group`
-    is the field of the workload."""
+    """Raise InputError if optimizer settings `fields`, which determine state, differ from the checkpoint. `group`: their
+    field."""
     current = optimizer.to_dict()
     previous = {**type(optimizer)().to_dict(), **(stored["workload"].get(group) or {})}
     for field in fields:

@@ -1,5 +1,5 @@
-"""Known categories of a Preprocessor, and their frequencies. Ids are in order of falling frequency, so a few numbers per column
-determine the frequency of each id."""
+"""Known categories of a Preprocessor, and their frequencies. Ids fall in frequency, so a few numbers per column give each
+id's."""
 
 from dataclasses import replace
 from itertools import pairwise, takewhile

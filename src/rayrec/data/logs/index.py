@@ -23,8 +23,7 @@ _MAX_INDICES = 64
 """Maximum number of indices per folder."""
 
 Format = Literal["text", "table", "random", "binary", "npy", "npz", "parquet"]
-"""File format. text: lines of a raw log; table: a raw log in Parquet or CSV; random: rows without a file (random_log.py); others:
-preprocessed data (data/materialized)."""
+"""File format. text: lines; table: Parquet or CSV; random: rows without a file; others: preprocessed data (data/materialized)."""
 MAPPED = ("binary", "npy", "npz")
 """Memory-mapped formats, in which single rows are read and written."""
 VERSION = 2
@@ -222,8 +221,8 @@ def source_of(path: str) -> tuple[str, str]:
 
 
 def sources_in_order(paths: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the sources (see `source_of`) of segments in log order, sorted by path, or by name if some are in the cache folder,
-    whose paths depend on the log's folder."""
+    """Return the sources (see `source_of`) of segments in log order, sorted by path, or by name if some are in the cache
+    folder."""
     sources = list(dict.fromkeys(map(source_of, dict.fromkeys(paths))))
     if all(storage.name_of(key) == name.rpartition("/")[2] for key, name in sources):
         return sorted(sources)

@@ -88,8 +88,7 @@ def _leaves(metadata: pq.FileMetaData, names: Sequence[str]) -> list[int]:
 
 
 def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str) -> list[ParquetPart]:
-    """Return the Parquet files to read for `file`: itself, or rewritten ones in `folder`, created if absent. Raises InputError
-    for a missing column or an unusable type."""
+    """Return the Parquet files for `file`: itself, or rewritten ones in `folder`. Raises InputError for unusable columns."""
     if is_parquet(file.path):
         with open_parquet(file.path) as parquet:
             names = [*parquet.schema_arrow.names, *missing_partitions(file.path, parquet.schema_arrow.names)]
@@ -254,8 +253,8 @@ def _version(path: str) -> tuple[int, int] | None:
 def read_rows(path: str, start: int, stop: int, schema: Schema, *, columns: Sequence[str] | None = None) -> tuple[pa.Table, int]:
     """Return rows [start, stop), which are full row groups, and the checksum of their bytes in the file. The columns are
     `schema.columns`, or `columns` among them, without optional ones that the file lacks, and FAULT if present. Partition columns
-    come from the file's path. Neighbouring column chunks are one request to a store. Raises InputError for an unreadable file, a
-    missing column, or other row groups."""
+    come from the file's path. Neighbouring column chunks are one request to a store. Raises InputError for unreadable or changed
+    files."""
     version = _version(path)
     footer = _footer(path, version)
     groups = _groups(footer, start, stop)

@@ -71,9 +71,9 @@ class Day:
 
 def find_days(folders: Sequence[str], *, ids: IdFiles | None, names: Sequence[str]) -> list[Day]:
     """Find the days stored in the folders and read the headers of their files. Returns the days in the order of `names`, or all
-    in natural order (day_2 before day_10) if it is empty. `ids` selects the id files; None takes the only kind present. Raises
-    InputError if no id files are found, several kinds are present, a file is missing, truncated or unlike those of TorchRec's
-    scripts, or the columns of the days differ."""
+    in natural order if it is empty. `ids` selects the id files; None takes the only kind present. Raises InputError if no or
+    several kinds of ids are found, a file is missing, truncated or unlike those of TorchRec's scripts, or the columns of the days
+    differ."""
     files_by_stem, folder_names = _named_files(folders), " and ".join(folders)
     kinds = [kind for kind in _ID_FILES if any(kind in files for files in files_by_stem.values())]
     if not kinds:

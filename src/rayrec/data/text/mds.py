@@ -150,8 +150,8 @@ class Index:
         return TokenColumn(COLUMN, np.dtype(match[1]).newbyteorder("<").str, int(match[2]))
 
     def find_column(self, name: str | None, path: str) -> tuple[str, str]:
-        """Find (name, encoding) of the token column: `name`, else tokens, else input_ids, else the only column. Raises InputError
-        if it is not found or has another type."""
+        """Find (name, encoding) of the token column: `name`, tokens, input_ids, or the only one. Raises InputError without
+        one."""
         encodings = {column: encoding for column, encoding, _ in self.columns}
         guesses = [guess for guess in (COLUMN, "input_ids") if guess in encodings]
         selected = name or (guesses[0] if guesses else next(iter(encodings)) if len(encodings) == 1 else None)
@@ -465,8 +465,7 @@ def shard_content(folder: str, shard: Shard) -> Iterator[bytes]:
 
 @contextmanager
 def opened_shard(folder: str, shard: Shard) -> Iterator[tuple[mmap.mmap, str]]:
-    """Check, map and yield a shard of a folder or URL, packed or plain, with its path. Raises InputError if missing or
-    damaged."""
+    """Check, map and yield a shard, packed or plain, with its path. Raises InputError if missing or damaged."""
     path = storage.join(folder, shard.packed.name if shard.packed else shard.name)
     if not storage.exists(path):
         raise InputError(f"{path}: file not found. Copy it there")

@@ -1,5 +1,4 @@
-"""Tokenizers: a HuggingFace tokenizer folder, a byte-level BPE trained on a text, or one token per character. Tokenizers load
-from their folder only, never from a hub."""
+"""Tokenizers: a HuggingFace folder, a byte-level BPE trained on a text, or one token per character. Never loads from a hub."""
 
 import hashlib
 import json

@@ -71,9 +71,8 @@ class _FullModel(nn.Module):
 
 
 def write_onnx(preprocessor: Preprocessor, scorer: ClickScorer, path: str) -> None:
-    """Write an export's model to local file `path`, and its weights to `path`.data (a graph is limited to 2 GiB). Memory: two
-    more copies of the weights. Raises InputError if the extra `onnx` is not installed, and for models with list columns, which
-    inputs of fixed width cannot represent."""
+    """Write an export's model to local file `path`, and its weights to `path`.data. Memory: two more copies of the weights.
+    Raises InputError if the extra `onnx` is not installed, and for models with list columns."""
     require(extra="onnx")
     import torch.onnx
 

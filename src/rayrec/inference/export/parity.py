@@ -280,8 +280,7 @@ class Comparison:
         return json_values({**vars(self), "auroc_difference": self.auroc_difference})
 
     def failure(self, quantization: Quantization, *, auroc_limit: float, relative: bool = False) -> str | None:
-        """Describe the first exceeded limit, None if there is none. `relative` admits larger differences of large logits, which
-        depend on the order of float32 sums. Pure."""
+        """Describe the first exceeded limit, or None. `relative` admits larger differences of large logits. Pure."""
         if not math.isfinite(self.max_logit_difference):
             return "logits that are not finite"
         largest = self.max_relative_difference if relative else self.max_logit_difference

@@ -116,8 +116,8 @@ class SASRec(nn.Module):
         return total / (outputs["lengths"] - 1).clamp(min=1)
 
     def measures(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
-        """Return NDCG and recall at k of each list's last item among all items, given the items before it. NaN for lists of one
-        item. float32 [rows] each."""
+        """Return NDCG and recall at k of each list's last item among all, given those before, NaN for one alone, float32
+        [rows]."""
         del batch
         last = (outputs["lengths"] - 1).clamp(min=1)
         logits = self._logits(self._after(outputs["hidden"], last - 1), outputs["table"])

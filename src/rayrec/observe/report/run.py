@@ -59,8 +59,7 @@ def write(folder: str, *, out: str | None = None, price: Price | None = None) ->
 
 
 def save(page: str, out: str) -> str:
-    """Write the page to file `out`, or to report.html in folder `out` (without an extension, made if missing); return the
-    path."""
+    """Write the page to file `out`, or to report.html in folder `out` (no extension, made if missing); return the path."""
     is_file = storage.name_of(out).endswith((".html", ".htm")) or storage.size_of(out) is not None
     path = storage.absolute(out if is_file else storage.join(out, "report.html"))
     storage.write_bytes(path, page.encode())

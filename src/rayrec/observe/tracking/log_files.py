@@ -19,10 +19,9 @@ Type = Literal["POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"]
 @final
 class MlLogTracker:
     """Writer of RUN/mllog.log in the format of mlperf-logging 6. Each line is `:::MLLOG ` and a JSON object with namespace,
-    time_ms, event_type, key, value and metadata. Uses MLPerf's format but is not a submission: submission_org is rayrec,
-    submission_division open, and other rules for submissions (cleared caches) are not checked. Repeated evaluations of a step
-    appear once. eval_start is the time of the previous log, because evaluation follows it immediately. run_stop is a success if
-    the run reached its target or has none."""
+    time_ms, event_type, key, value and metadata. It is not a submission: submission_org is rayrec, submission_division open, and
+    other rules are not checked. Repeated evaluations of a step appear once. eval_start is the time of the previous log, because
+    evaluation follows it immediately. run_stop is a success if the run reached its target or has none."""
 
     def __init__(self, folder: str, *, config: Mapping[str, Any]) -> None:
         self._file = AppendFile(storage.join(folder, "mllog.log"))

@@ -22,8 +22,7 @@ _STATUSES: Final = {"run": "RUNNING", "start": "RUNNING", "finish": "FINISHED", 
 
 @final
 class MlflowTracker:
-    """MLflow tracker. Sends each measure once, in batches of up to 1000, and skips steps that were sent before or are repeated,
-    because MLflow cannot delete points."""
+    """MLflow tracker. Sends each measure once, in batches of 1000, as MLflow cannot delete points: repeated steps are skipped."""
 
     def __init__(self, uri: str | None, *, experiment: str, config: Mapping[str, Any]) -> None:
         # MLflow rejects folders without this setting. It prefers databases, but its client-only package has no drivers for them.

@@ -217,6 +217,5 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
 
 
 def run_identity(name: str, begin_s: float) -> str:
-    """Return 16 hex digits that identify a run: the same for all its drivers, different for a new run with the same name.
-    `begin_s` is the time of its first event."""
+    """Return 16 hex digits that identify a run for all its drivers, not just by name. `begin_s`: time of its first event."""
     return hashlib.sha256(f"{name} {begin_s:.6f}".encode()).hexdigest()[:16]

@@ -19,8 +19,7 @@ _STEP: Final = "step"
 @final
 class WandbTracker:
     """Weights & Biases tracker. Sends each measure once, under its step. Skips repeated steps. A resuming driver continues the
-    online run: each series continues after the step stored in the W&B summary. Offline, it rewrites the run from its events and
-    replaces the previous copy in RUN/wandb."""
+    online run: each series after the step in W&B's summary. Offline, it rewrites the run from its events in RUN/wandb."""
 
     def __init__(self, folder: str, *, project: str, offline: bool, config: Mapping[str, Any]) -> None:
         self._folder, self._project, self._offline, self._config = folder, project, offline, config

@@ -18,8 +18,7 @@ _GAUGE_FIELDS: Final = ("loss", "rows_per_s", "blocked_fraction", "multiply_adds
 
 @final
 class PrometheusTracker:
-    """Updates live metrics from events. Ignores events before `since_s`, of earlier drivers. Counters start at 0, and all metrics
-    disappear with the driver's process."""
+    """Updates live metrics from events after `since_s`. Counters start at 0, and all disappear with the driver's process."""
 
     def __init__(self, run: str, *, since_s: float) -> None:
         tags = {"run": run}

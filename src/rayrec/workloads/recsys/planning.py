@@ -88,8 +88,7 @@ def memory_of_target(config: TrainConfig, target: Target) -> tuple[int, list[str
 
 
 def local_memory(config: TrainConfig, *, workers: int) -> int:
-    """Return the memory limit of each worker on this machine in bytes: its GPU, or a share of free host memory, minus Ray's
-    object store and the worker process."""
+    """Return each worker's memory limit here in bytes: its GPU, or a share of free memory, minus object store and process."""
     if config.scaling.use_gpu:
         import torch
 
