@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings
-from rayrec.layers.mlp import Precision, UninitializedLinear, compute_dtype
-from rayrec.layers.tower import Dice, xavier_linear
+from rayrec.layers.mlp import Dice, Precision, UninitializedLinear, compute_dtype, xavier_linear
 
 
 @final

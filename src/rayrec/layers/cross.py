@@ -6,8 +6,7 @@ from typing import Literal, Unpack, final
 import torch
 from torch import nn
 
-from rayrec.layers.mlp import Precision, compute_dtype, init_values, linear_stack
-from rayrec.layers.tower import LogitTower, Tower, TowerSettings, xavier_linear
+from rayrec.layers.mlp import LogitTower, Precision, Tower, TowerSettings, compute_dtype, init_values, linear_stack, xavier_linear
 
 Structure = Literal["parallel", "stacked", "stacked_parallel"]
 

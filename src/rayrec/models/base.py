@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rayrec.layers.mlp import Precision
-    from rayrec.layers.tower import TowerSettings
+    from rayrec.layers.mlp import Precision, TowerSettings
     from rayrec.models.heads import Head
     from rayrec.schema import Label, Schema
 

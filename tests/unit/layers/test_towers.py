@@ -19,8 +19,7 @@ from rayrec.layers import dots, kernel_threads
 from rayrec.layers.dots import _indices, _OperatorDots, pairwise_dots
 from rayrec.layers.kernel_threads import CpuWatch, WaitPolicy, waiting_share
 from rayrec.layers.keyed_embeddings import Delivery, KeyedEmbeddings
-from rayrec.layers.mlp import MLP, GlobalBatchNorm, Precision, linear_stack, relu_backward_
-from rayrec.layers.tower import Tower
+from rayrec.layers.mlp import MLP, GlobalBatchNorm, Precision, Tower, linear_stack, relu_backward_
 
 
 def reference(mlp: MLP, *, final_activation: bool) -> nn.Sequential:

@@ -9,8 +9,7 @@ from rayrec.bounds import Count, Share, Sizes
 from rayrec.config import InputError
 from rayrec.layers.attention import FieldAttention
 from rayrec.layers.keyed_embeddings import FieldsAndLinear, KeyedEmbeddings, fields, number_vectors, width_with_weight
-from rayrec.layers.mlp import Precision
-from rayrec.layers.tower import LogitTower, xavier_linear
+from rayrec.layers.mlp import LogitTower, Precision, xavier_linear
 from rayrec.models.base import MLPConfig, ModelInputs
 
 

@@ -12,8 +12,7 @@ from rayrec.bounds import Count, Share
 from rayrec.collectives import global_means
 from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
-from rayrec.layers.mlp import GlobalBatchNorm, Precision, compute_dtype, init_values
-from rayrec.layers.tower import xavier_linear
+from rayrec.layers.mlp import GlobalBatchNorm, Precision, compute_dtype, init_values, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
 

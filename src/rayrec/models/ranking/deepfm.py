@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from rayrec.layers.keyed_embeddings import FieldsAndLinear, KeyedEmbeddings, width_with_weight
-from rayrec.layers.mlp import Precision
-from rayrec.layers.tower import LogitTower
+from rayrec.layers.mlp import LogitTower, Precision
 from rayrec.models.base import MLPConfig, ModelInputs
 
 

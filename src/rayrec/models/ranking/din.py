@@ -9,8 +9,7 @@ from rayrec.bounds import Share, Sizes
 from rayrec.config import InputError
 from rayrec.layers.attention import AttentionPooling
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings, number_vectors
-from rayrec.layers.mlp import Precision
-from rayrec.layers.tower import Tower, xavier_linear
+from rayrec.layers.mlp import Precision, Tower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
 

@@ -9,8 +9,7 @@ from torch import nn
 from rayrec.bounds import Share, Sizes, SomeSizes
 from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
-from rayrec.layers.mlp import Precision, init_values
-from rayrec.layers.tower import Tower, xavier_linear
+from rayrec.layers.mlp import Precision, Tower, init_values, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
 NUMBERS: Final = "numbers"

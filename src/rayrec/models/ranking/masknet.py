@@ -10,8 +10,7 @@ from torch.nn import functional
 from rayrec.bounds import Count, Share, Sizes
 from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
-from rayrec.layers.mlp import Precision, UninitializedLinear, compute_dtype, linear_stack
-from rayrec.layers.tower import LogitTower, xavier_linear
+from rayrec.layers.mlp import LogitTower, Precision, UninitializedLinear, compute_dtype, linear_stack, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
 

@@ -10,8 +10,7 @@ from torch import nn
 
 from rayrec.bounds import Count, Share, Sizes, SomeSizes
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
-from rayrec.layers.mlp import Precision
-from rayrec.layers.tower import Experts, Gate, LogitTower, TowerSettings
+from rayrec.layers.mlp import Experts, Gate, LogitTower, Precision, TowerSettings
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
 

@@ -7,8 +7,7 @@ from torch import nn
 
 from rayrec.bounds import Count, Share, Sizes
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
-from rayrec.layers.mlp import Precision, compute_dtype, init_values, linear_stack
-from rayrec.layers.tower import LogitTower, Tower, xavier_linear
+from rayrec.layers.mlp import LogitTower, Precision, Tower, compute_dtype, init_values, linear_stack, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
 

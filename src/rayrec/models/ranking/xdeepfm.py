@@ -9,8 +9,7 @@ from torch.nn import functional
 
 from rayrec.bounds import Sizes, SomeSizes
 from rayrec.layers.keyed_embeddings import FieldsAndLinear, KeyedEmbeddings, width_with_weight
-from rayrec.layers.mlp import Precision, UninitializedLinear, compute_dtype
-from rayrec.layers.tower import LogitTower, xavier_linear
+from rayrec.layers.mlp import LogitTower, Precision, UninitializedLinear, compute_dtype, xavier_linear
 from rayrec.models.base import MLPConfig, ModelInputs
 
 

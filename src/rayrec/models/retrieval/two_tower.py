@@ -15,8 +15,7 @@ from rayrec.bounds import Count, Positive, Share, Sizes
 from rayrec.collectives import gathered_rows
 from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings
-from rayrec.layers.mlp import Precision
-from rayrec.layers.tower import Tower, xavier_linear
+from rayrec.layers.mlp import Precision, Tower, xavier_linear
 from rayrec.metrics.ranking import rank_measures
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import Head, VectorHead

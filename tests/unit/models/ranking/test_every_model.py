@@ -24,7 +24,7 @@ from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.ingest.batches import sparse_features
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings, width_with_weight
-from rayrec.layers.tower import Dice
+from rayrec.layers.mlp import Dice
 from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
 from rayrec.models.cost import network_cost, network_multiply_adds
 from rayrec.models.ensemble import build_network

@@ -13,8 +13,7 @@ from torch import nn
 from rayrec import models
 from rayrec.batch import Batch
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
-from rayrec.layers.mlp import MLP, GlobalBatchNorm
-from rayrec.layers.tower import Dice, LogitTower, Tower
+from rayrec.layers.mlp import MLP, Dice, GlobalBatchNorm, LogitTower, Tower
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import label_heads
 from rayrec.models.ranking.dcnv3 import DCNv3Config
