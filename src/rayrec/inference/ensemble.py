@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 def ensemble(checkpoints: Sequence[str], out: str, *, configs: Sequence[TrainConfig]) -> dict[str, Any]:
     """Write a checkpoint whose logit is the mean over two or more click models, atomically into folder `out`. The models may
     differ in kind and width, but not in Preprocessor and precision. The checkpoint has no optimizer state. Memory: a few blocks
-    of 16 MiB. `configs` has the configuration of each checkpoint. Returns JSON values:
-    `out`, `checkpoints` (folders), `models` (kinds), `weight_bytes`. Raises InputError if models do not fit together or are
-    damaged, or `out` exists."""
+    of 16 MiB. `configs`: of each checkpoint. Returns JSON values: `out`, `checkpoints` (folders), `models` (kinds),
+    `weight_bytes`. Raises InputError for unlike or damaged models, or an existing `out`."""
     if len(checkpoints) < 2:
         raise InputError("ensemble: needs at least two checkpoints")
     opened = [open_checkpoint(checkpoint) for checkpoint in checkpoints]

@@ -67,9 +67,8 @@ def intervals(logits: Any, labels: Any, resampling: Resampling) -> dict[str, tup
     """Return the percentile bootstrap interval (low, high) of each of METRICS. Arguments as in `metrics.binary_metrics`. NaN for
     undefined metrics and with too few rows (MIN_ROWS, MIN_CLASS_ROWS). A resample weights each row by a Poisson(1) number, which
     for some hundred rows or more is equivalent to drawing rows with replacement (Chamandy et al. 2012, "Estimating Uncertainty
-    for Massive Data Streams"), and its metrics are exact. It takes about 20 ns per row of one core. Resamples run on all cores,
-    limited to 4 GiB of working memory with 32 bytes per row each. Total memory: in addition about 40 bytes per row. Method: Efron
-    & Tibshirani 1993, chapter 13."""
+    for Massive Data Streams"), and its metrics are exact. It takes 20 ns per row and core. Resamples run on all cores, limited to
+    4 GiB, 32 bytes per row each. In addition, 40 bytes per row. Method: Efron & Tibshirani 1993, chapter 13."""
     return compare_models([logits], labels, resampling).intervals[0]
 
 
@@ -94,8 +93,7 @@ def compare_models(models: Sequence[Any], labels: Any, resampling: Resampling) -
     `models` contains the logits of each model, [rows]. `labels` as in `metrics.binary_metrics`. AUROC uses DeLong, DeLong &
     Clarke-Pearson 1988 ("Comparing the Areas under Two or More Correlated Receiver Operating Characteristic Curves"), computed by
     ranks as in Sun & Xu 2014. Other metrics use the bootstrap of `intervals` with equal weights for all models, so that the
-    difficulty of rows cancels. Cost per model as in `intervals`. Memory: about 70 bytes per row and model, and 32 per row and
-    concurrent resample."""
+    difficulty of rows cancels. Memory: about 70 bytes per row and model, and 32 per row and concurrent resample."""
     checked_models = [checked(logits, labels) for logits in models]
     flat_labels = checked_models[0][1]
     sorted_models = [_Model(flat_logits, flat_labels) for flat_logits, _ in checked_models]

@@ -15,8 +15,7 @@ def names(*families: str) -> list[str]:
 
 
 def config_class(name: object) -> type[Any] | None:
-    """Return a model's configuration class from its name (`finalnet`) or stored class path, or None if rayrec has no such model.
-    Only imports files in the families' folders."""
+    """Return a model's class from its name (`finalnet`) or stored path, None if unknown. Only imports the families' files."""
     families = _families()
     if name in families:
         module = importlib.import_module(f"{__name__}.{families[str(name)]}.{name}")

@@ -50,8 +50,8 @@ class Ensemble(nn.Module):
         return outputs
 
     def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Return the mean of the members' row losses, float32 [rows]. Its gradient is the gradient of their sum, so the number of
-        members does not change how each one learns."""
+        """Return the mean of the members' row losses, float32 [rows]. Its gradient is that of their sum: members learn as if
+        alone."""
         losses = []
         for number, member_loss in enumerate(self._losses):
             prefix = _name(number, "")

@@ -45,11 +45,10 @@ def _file(info: arrow_fs.FileInfo, path: str) -> File:
 
 def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
     """Return the files of a path, glob or folder, in natural order (day_2 before day_10). If the path is a folder, `names`
-    selects files, in that order, with or without an extension such as .gz or .parquet. Lists the first level of a folder, and
-    folders named KEY=VALUE (Hive partitions) below it. In a glob, local or URL, `*`, `?` and `[...]` match within one name and
-    `**` matches any number of folders; matching folders named KEY=VALUE are replaced by their files. Skips names that start with
-    `.` or `_` or end in `.json` or `.partial` (left over from a killed writer). Raises InputError if no file is found, or if one
-    of `names` is missing or ambiguous."""
+    selects files, in that order, with or without an extension such as .gz. Lists the first level of a folder, and folders named
+    KEY=VALUE (Hive partitions) below it. In a glob, local or URL, `*`, `?` and `[...]` match within one name and `**` matches any
+    number of folders; matching folders named KEY=VALUE are replaced by their files. Skips names that start with `.` or `_` or end
+    in `.json` or `.partial`. Raises InputError if no file is found, or if one of `names` is missing or ambiguous."""
     info = info_of(path)
     files = _list_files(path, info)
     if not names or info.type != arrow_fs.FileType.Directory:

@@ -1,7 +1,7 @@
 """Trials of a search: runs trained in parts, with pauses, and synchronous successive halving (Jamieson and Talwalkar,
 "Non-stochastic Best Arm Identification and Hyperparameter Optimization", AISTATS 2016). Trials train in waves. All trials of a
-wave train to the same share of their steps and pause. When all have paused, the best of them continue with the next wave, so the
-selection does not depend on timing."""
+wave train to the same share of their steps and pause. When all have paused, the best continue with the next wave, whatever the
+timing."""
 
 from __future__ import annotations
 

@@ -157,9 +157,8 @@ _POSITION = "rayrec.place"  # Run file column with the shuffled position of each
 
 
 class Permutation:
-    """Pseudorandom permutation of [0, size), computed row by row from the seed without a table. A Feistel network over pairs
-    (left, right) of [0, a) x [0, b), a b >= size, with cycle walking until the value is below `size` (Black and Rogaway, "Ciphers
-    with Arbitrary Finite Domains", 2002)."""
+    """Pseudorandom permutation of [0, size), computed row by row from the seed. A Feistel network over pairs of [0, a) x [0, b),
+    a b >= size, with cycle walking below `size` (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002)."""
 
     def __init__(self, size: int, *, seed: int) -> None:
         self.size = size
