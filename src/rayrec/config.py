@@ -38,7 +38,6 @@ def field_types(cls: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=1024)
 def _checked_types(cls: Any) -> dict[str, Any]:
-    """Return the field types with their bounds."""
     return typing.get_type_hints(cls, include_extras=True)
 
 

@@ -178,7 +178,6 @@ def export(checkpoint: Checkpoint, *, out: NewFolder, recipe: CustomRecipe = Non
 
 
 def _config_of(checkpoint: str, recipe: Any) -> TrainConfig:
-    """Load the configuration of a checkpoint."""
     from rayrec import storage
     from rayrec.checkpoint import open_checkpoint
     from rayrec.recipes import find, load_config

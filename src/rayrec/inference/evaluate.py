@@ -118,7 +118,6 @@ class _Measured:
 
     logits: np.ndarray
     other_logits: np.ndarray | None
-    """Logits of the other checkpoint."""
     labels: np.ndarray
     groups: np.ndarray | None
     options: EvaluationConfig

@@ -265,7 +265,6 @@ def split_table(table: pa.Table) -> Iterator[pa.Table]:
 
 
 def _groups(items: Iterable[Any]) -> Iterator[Sequence[Any]]:
-    """Group the items by Dataset."""
     source = iter(items)
     for size in chain(_ITEMS_A_DATASET, repeat(_ITEMS_A_DATASET[-1])):
         group = list(islice(source, size))

@@ -31,7 +31,6 @@ def config_class(name: object) -> type[Any] | None:
 
 @cache
 def _families() -> dict[str, str]:
-    """Return the family of each model."""
     families: dict[str, str] = {}
     for family in FAMILIES:
         folder = importlib.import_module(f"{__name__}.{family}")

@@ -124,7 +124,6 @@ def build_sequences(
 def _table_settings(
     num_embeddings: Sequence[int], table_of: Mapping[str, str], *, embedding_dim: int, seed: int, start: TableInit | None
 ) -> list[dict[str, Any]]:
-    """Return TorchRec's settings of each table."""
     tables: dict[str, dict[str, Any]] = {}
     for (feature, vocabulary), rows in zip(table_of.items(), num_embeddings, strict=True):
         if vocabulary in tables:

@@ -37,7 +37,6 @@ class _Part:
     number: int
     lines: bytearray = field(default_factory=bytearray)
     num_waiting: int = 0
-    """Number of lines not uploaded yet."""
     waiting_bytes: int = 0
 
 

@@ -202,7 +202,6 @@ class TableAdam(KeyedOptimizer):
         )
 
     def _gathered(self) -> list[list[RowGradients]]:
-        """Return the gradients of each table's parts."""
         return [[part.gradients() for part in parts] for _, parts in self._tables.values()]
 
     @property

@@ -144,7 +144,6 @@ def drift_of(stats: ColumnStats, schema: Schema) -> Drift:
 
 
 def _max_drift(name: str, drift: Drift) -> dict[str, float | None]:
-    """Return the largest distance of a column."""
     distance, by_chance = max((distances for slice_drift in drift if (distances := slice_drift.get(name))), default=(None, None))
     return {"drift": distance, "drift_by_chance": by_chance}
 

@@ -73,7 +73,6 @@ def vocabulary(
 
 
 def _written(preprocessor: Preprocessor, out: str) -> dict[str, Any]:
-    """Write the Preprocessor and return its report."""
     with storage.writing_folder(out) as folder:
         preprocessor.save(folder)
     return {

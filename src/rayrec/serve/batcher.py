@@ -88,7 +88,6 @@ class Batcher:
         self._at_work = False
 
     def _next(self) -> list[_Job]:
-        """Pop the jobs of the next batch."""
         jobs: list[_Job] = []
         rows = num_bytes = 0
         while self._waiting:

@@ -108,7 +108,6 @@ def tune(
 def _train(
     configs: Sequence[TrainConfig], cluster: ClusterConfig, options: TuneConfig, console: Console
 ) -> dict[int, TrialState]:
-    """Train the trials and return their final states."""
     with contextlib.ExitStack() as stack:
 
         @functools.cache

@@ -305,7 +305,6 @@ class LanguageWorkload(DataParallelWorkload):
 
 
 def _rows(folder: TokenFolder, name: str, data: DataConfig) -> RowSource:
-    """Open the blocks of a set."""
     from rayrec.data.text.mds import TokenRows
 
     return TokenRows(folder.set_path(name), column=folder.columns.get(name), cache_bytes=data.cache_bytes)

@@ -219,7 +219,6 @@ class _Footer:
 
     metadata: pq.FileMetaData
     names: tuple[str, ...]
-    """Column names."""
     starts: tuple[int, ...]
     """First row of each row group, and the row count."""
     size_bytes: int

@@ -139,7 +139,6 @@ class Split(SplitParts):
         return {name: split[name] for name in NAMES if not (absent and name == "test")}
 
     def _boundary(self, index: LogIndex) -> int:
-        """Return the first held-out row."""
         if self.kind == "sevenths":
             return index.rows - index.rows // 7
         unit = _partition if self.kind == "last_partition" else source_of

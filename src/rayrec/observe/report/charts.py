@@ -104,7 +104,6 @@ def line_chart(title: str, lines: Sequence[Line], *, x_label: str, marks: Sequen
 
 
 def _describe(line: _PlottedLine) -> str:
-    """Describe a line in words."""
     values = [y for _, y in line.points]
     first, minimum, maximum, last = map(number_text, (values[0], min(values), max(values), values[-1]))
     return f"{line.name} from {first} to {last}, lowest {minimum}, highest {maximum}"
@@ -120,7 +119,6 @@ def _point_rows(plotted: Sequence[_PlottedLine]) -> list[list[str]]:
 
 
 def _split_at_breaks(points: Iterable[tuple[float, float | None]]) -> list[list[Point]]:
-    """Split the points at breaks."""
     segments: list[list[Point]] = [[]]
     for x, y in points:
         if y is not None and math.isfinite(y):

@@ -47,7 +47,6 @@ def render(runs: Sequence[Run], *, price: Price | None = None) -> str:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """Return a unique name for each run."""
     plain = [str(run.run_event.get("name") or "run") for run in runs]
     return [name if plain.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(plain, start=1)]
 

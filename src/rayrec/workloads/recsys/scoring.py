@@ -294,7 +294,6 @@ class _LogBlock:
         return columns
 
     def _values(self, name: str) -> pa.Array:
-        """Return the original values of a log column."""
         assert self._opened.raw is not None, "open_scoring rejects preprocessed logs"
         return values_of(self._scored.block, self._opened.raw, name, self._schema)
 
