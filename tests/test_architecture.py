@@ -19,7 +19,7 @@ from rayrec.environment.installation import installed_distributions
 
 HOUSE = {
     # count: (at most, margin); a bound that is more than the margin above the count fails too
-    "files": (318, 3),
+    "files": (309, 3),
     "lines": (55_500, 300),
     "crowded folders": (1, 0),
     "circles": (0, 0),

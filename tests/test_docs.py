@@ -291,7 +291,6 @@ def test_rows_of_five_systems_name_existing_things() -> None:
 
 
 def test_pictures_match_their_command() -> None:
-    """`make pictures`, from the committed results; the screenshot stays small."""
     assets = ROOT / "docs" / "assets"
     drawn = script("tools", "pictures").files()
     assert {path.name for path in assets.glob("*.svg")} == set(drawn)
@@ -350,7 +349,6 @@ def test_figures_in_prose_have_rows() -> None:
 
 
 def test_tables_of_benchmarks_have_rows() -> None:
-    """But for those of sections whose rows were not kept."""
     scale, memory = "Scale: many files, row groups and categories", "Memory: forecasts of `rayrec plan`"
     not_kept = ("Metrics within groups", "Shuffling", memory, scale)
     head, *sections = re.split(r"^## ", (ROOT / "docs" / "benchmarks.md").read_text(), flags=re.MULTILINE)
@@ -411,7 +409,6 @@ def test_benchmarks_page_names_every_benchmark() -> None:
 
 
 def test_example_categories_are_in_demo_log(tmp_path: Path) -> None:
-    """A request of the pages scores a category that the model of the quickstart knows."""
     rayrec.generate(str(tmp_path), rows=2000)
     rows = [line.split("\t") for line in (tmp_path / "train.txt").read_text().splitlines()]
     shown = {found for page in PAGES for found in re.findall(r'"cat_(\d+)": "(\w+)"', page.read_text())}
@@ -438,7 +435,6 @@ def test_dlrm_command_matches_settings() -> None:
 
 
 def test_table_of_disk_has_published_sizes() -> None:
-    """Gigabytes of download, text and rows of 160 bytes."""
     page = (ROOT / "docs" / "prepare.md").read_text()
     for recipe, files in (("criteo_small", SMALL_DAYS), ("criteo_full", FULL_DAYS), ("criteo_kaggle", KAGGLE_FILES[:1])):
         (row,) = re.findall(rf"^\| `{recipe}`.* \| (\d+), (\d+), (\d+);", page, re.MULTILINE)
@@ -455,7 +451,6 @@ def test_verdicts_advise_existing_flags(flags: dict[str, set[str]]) -> None:
 
 
 def test_named_tests_exist() -> None:
-    """A name that ends in `...` is the beginning of one."""
     files = list((ROOT / "tests").rglob("test_*.py"))
     functions = "\n".join(file.read_text() for file in files if file.name != "test_docs.py")
     known = {file.name for file in files} | set(re.findall(r"^ *(?:async )?def (test_\w+)", functions, re.MULTILINE))
@@ -520,7 +515,6 @@ def test_opening_check_reports_each_fault() -> None:
 
 
 def test_index_lists_each_page_once() -> None:
-    """In a table below a heading, from which the site's navigation comes."""
     listed = re.findall(r"^\| \[[^\]]+\]\(([^)#]+)\) \|", INDEX.read_text(), re.MULTILINE)
     assert sorted(INDEX.parent / name for name in [*listed, INDEX.name]) == PAGES[len(ROOT_PAGES) :]
 

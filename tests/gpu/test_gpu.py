@@ -51,7 +51,6 @@ def clicks(log: str, folder: Path, name: str = "run", **changes: Any) -> dict[st
 
 @pytest.mark.parametrize("name", ["dlrm", "finalnet", "dcnv2"])
 def test_losses_match_cpu(log: str, tmp_path: Path, name: str) -> None:
-    """Sums are added in another order, and these differences grow with the steps."""
     model: Any = criteo_demo().workload.model  # type: ignore[attr-defined]
     workload = {"model": model if name == "dlrm" else model.of_class(name)}
     for gpu in (False, True):
@@ -95,7 +94,6 @@ def same_weights(found: Path, expected: Path) -> None:
 
 
 def test_checkpoint_round_trips_through_gpu_bitwise(log: str, tmp_path: Path) -> None:
-    """Nothing learns, so every save has the weights and states that the one before had."""
     still = {"sparse_optimizer": {"learning_rate": 0.0}, "dense_optimizer": {"kind": "sgd", "learning_rate": 0.0}}
     moves = {5: False, 10: True, 15: False}
     found = [clicks(log, tmp_path, steps=steps, gpu=gpu, workload=still) for steps, gpu in moves.items()]
@@ -112,7 +110,6 @@ def test_run_continues_without_lost_rows(log: str, tmp_path: Path) -> None:
 
 
 def test_killed_run_resumes_without_lost_rows(log: str, tmp_path: Path) -> None:
-    """The whole process group and its CUDA context go, as when a machine does."""
     recipe = config(criteo_demo(log), tmp_path, steps=200, checkpoint={"every": 20}, early_stopping={"patience": 0})
     with Run(recipe, tmp_path / "commands", cache=tmp_path / "cache").start() as run:
         run.session.until(lambda: committed(run.path))
@@ -124,7 +121,6 @@ def test_killed_run_resumes_without_lost_rows(log: str, tmp_path: Path) -> None:
 
 
 def test_scores_match_cpu(log: str, tmp_path: Path) -> None:
-    """In an evaluation and in a server, without HTTP, which is the same on any device."""
     clicks(log, tmp_path)
     run, found = str(tmp_path / "run"), []
     raw, _ = parse(SCHEMA, b"".join(Path(log).read_bytes().splitlines(keepends=True)[:300]))
@@ -140,7 +136,6 @@ def test_scores_match_cpu(log: str, tmp_path: Path) -> None:
 
 
 def test_profile_and_events_show_gpu(log: str, tmp_path: Path) -> None:
-    """Kernels in the trace, and the memory of the device."""
     clicks(log, tmp_path, profile={"steps": "5:8"})
     traces = sorted((tmp_path / "run" / "profile").rglob("trace.json.gz"))
     kinds = {event.get("cat") for event in json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"]}

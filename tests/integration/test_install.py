@@ -77,7 +77,6 @@ def test_source_archive_builds_working_wheel(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tool", ["pip", "uv"])
 def test_clean_environment_trains_from_wheels(tool: str, tmp_path: Path) -> None:
-    """`make wheel`, then what docs/install.md says, from the package index."""
     _run("make", "wheel", cwd=ROOT)
     files = sorted(map(str, (ROOT / "dist").glob("*.whl")))
     venv = tmp_path / "venv"

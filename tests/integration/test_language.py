@@ -170,7 +170,6 @@ def test_run_resumes_with_other_loop_and_worker_count(tokens: Path, tmp_path: Pa
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("local_ray")
 def test_124_million_parameters_start_and_step(tmp_path: Path) -> None:
-    """The recipe as it is, but for what a machine without GPUs cannot have."""
     write_text(tmp_path / "text.txt", sentences=2000, seed=0)
     tokens = preprocessed(tmp_path, vocabulary_size=257, block_size=1024)  # every byte, a block of them
     fields: dict[str, Any] = {"batch_size": 1, "eval_batch_size": 1, "log_every": 1, "cluster": {"num_cpus": 2}}

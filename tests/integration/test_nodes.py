@@ -87,7 +87,6 @@ def refusal(done: Session) -> str:
 
 
 def test_uneven_workers_match_three_on_one_machine(cluster: list[Node], click_log: Path, shared: Path) -> None:
-    """The driver reaches a cluster that asks for a token by an explicit address."""
     head = cluster[0]
     spread = summary(head.rayrec(*train_flags(click_log, shared, "spread")))
     whole = summary(head.rayrec(*train_flags(click_log, shared, "whole", "whole")))
@@ -160,7 +159,6 @@ ray.get(held)
 
 @pytest.mark.exhaustive
 def test_busy_cluster_prints_only_result_to_stdout(cluster: list[Node], click_log: Path, shared: Path) -> None:
-    """What Ray prints while others hold all CPUs goes to standard error."""
     head = cluster[0]
     summary(head.rayrec(*train_flags(click_log, shared, "measured", "whole")))
     hog = head.start(sys.executable, "-c", HOG, "60", RAY_ADDRESS="10.77.0.1:6379", RAY_AUTH_MODE="token")
@@ -189,7 +187,6 @@ def test_loss_of_worker_machine_resumes(loss: str, undisturbed: str, click_log: 
 
 @pytest.mark.exhaustive
 def test_killed_worker_and_stopped_driver_resume(undisturbed: str, click_log: Path, shared: Path) -> None:
-    """One after the other: the same command resumes the run."""
     with Network() as network:
         head, *workers = network.cluster({"cpus": 2}, *[{"cpus": 1, "accelerator": 1}] * 2, token=TOKEN)
         flags = train_flags(click_log, shared, "resumed", **LONG)

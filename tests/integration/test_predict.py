@@ -147,7 +147,6 @@ def test_predict_writes_parquet(whole: Columns, scores: tuple[Path, dict[str, An
 
 
 def test_killed_predict_resumes(scores: tuple[Path, dict[str, Any]], model: Model, tmp_path: Path, monkeypatch: Any) -> None:
-    """Bytes are equal, and complete rows are not scored again."""
     _small_parts(monkeypatch)
     out, tables, begun = tmp_path / "out", ScoringJob.tables, []
 

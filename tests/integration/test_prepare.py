@@ -69,7 +69,6 @@ def test_preprocessed_data_trains_same_weights(log: Path, raw_run: Any, tmp_path
 
 @pytest.mark.exhaustive
 def test_full_shuffle_is_applied_on_request(log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """The same rows in another order; data that is not mixed so is refused."""
     preprocessed(log, tmp_path / "mixed", run=raw_run[0], split="sevenths", shuffle="full", seed=1, **BLOCKS)
     full, raw = {"train_data": {"shuffle": "full"}}, raw_run[1]
     mixed = trained(tmp_path / "mixed", tmp_path, name="mixed", **full)
@@ -79,7 +78,6 @@ def test_full_shuffle_is_applied_on_request(log: Path, raw_run: tuple[Path, dict
 
 
 def test_preprocessed_log_with_faulty_rows_is_scored(log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """Its rows are numbered as they stand there."""
     lines = log.read_bytes().splitlines(keepends=True)[:300]
     (tmp_path / "train.txt").write_bytes(b"".join([*lines[:100], b"no row\n", *lines[100:]]))
     preprocessed(tmp_path / "train.txt", tmp_path / "ready", run=raw_run[0], max_bad_fraction=0.1)
@@ -87,7 +85,6 @@ def test_preprocessed_log_with_faulty_rows_is_scored(log: Path, raw_run: tuple[P
 
 
 def test_labels_match_their_files(log: Path, tmp_path: Path) -> None:
-    """Kaggle's folder: test.txt, which has none, comes first by name."""
     folder = tmp_path / "kaggle"
     folder.mkdir()
     lines = log.read_bytes().splitlines(keepends=True)[:300]
@@ -106,7 +103,6 @@ def test_preprocessor_of_other_log_is_rejected(log: Path, tmp_path: Path) -> Non
 
 
 def test_unlabelled_log_is_preprocessed_and_scored(log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """As Kaggle's test.txt: 39 columns."""
     lines = log.read_bytes().splitlines(keepends=True)[:500]
     (tmp_path / "test.txt").write_bytes(unlabelled(lines))
     (tmp_path / "labelled.txt").write_bytes(b"".join(lines))

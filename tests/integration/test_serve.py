@@ -221,7 +221,6 @@ def _served_replicas(application: str = "clicks", field: str = "replica_id") -> 
 
 @pytest.mark.usefixtures("shared_serve")
 def test_server_is_reachable_by_each_ingress(tmp_path: Path) -> None:
-    """The network is not one of rayrec's."""
     network, port = OwnConfig(embedding_dim=4), free_ports(1)
     model = make_model(config=network)
     place = save_checkpoint(tmp_path / "run", 10, model, network=network)

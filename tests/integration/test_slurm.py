@@ -31,7 +31,6 @@ def slurm(tmp_path: Path) -> Iterator[SlurmCluster]:
 def test_job_survives_two_slurm_interruptions(
     file: str, slurm: SlurmCluster, click_log: Path, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
-    """First by a signal to its script, then for a job of more priority."""
     config = small_run(click_log, tmp_path, steps=undisturbed["steps"], cluster={}, name=None)
     config = config.replace(checkpoint={"every": 10_000})  # what the notice saves, or nothing
     (tmp_path / "config.yaml").write_text(config.to_yaml())

@@ -84,7 +84,6 @@ def test_killed_job_resumes_to_same_bytes(text: Path, alone: Path, tmp_path: Pat
 
 @pytest.mark.exhaustive
 def test_text_in_s3_is_prepared_and_read(bucket: str, s3_server: S3Store, text: Path, alone: Path, tmp_path: Path) -> None:
-    """By the standard variables alone; the store may go and come back meanwhile."""
     storage.copy_file(str(text), f"{bucket}/text/words.txt")
     with here():
         made = prepared(f"{bucket}/text", f"{bucket}/tokens")

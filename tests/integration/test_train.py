@@ -139,7 +139,6 @@ def test_cpu_contention_is_logged_and_keeps_bits(alone: Trained, tmp_path: Path,
 
 
 def test_finished_run_can_be_extended(click_log: Path, tmp_path: Path) -> None:
-    """It resumes at the next row and ends like a run with this length from the start."""
     # A learning rate that decays towards the end would tell the two apart.
     changes = {"evaluate_every": 4, "log_every": 1, "workload": {"schedule": {"decay_fraction": 0.0}}}
     config = small(click_log, tmp_path, name="grown", steps=4, **changes)
@@ -228,7 +227,6 @@ def test_separate_data_nodes_keep_weights(finished: Trained, tmp_path: Path) -> 
 
 @pytest.mark.extended
 def test_torchrun_matches_weights_after_killed_process(finished: Trained, tmp_path: Path) -> None:
-    """Two processes without Ray, both restarted by torchrun, resume."""
     summary = torchrun(tmp_path, "run", f"{finished[1].folder}/config.yaml", kill=True)
     check_same_run(summary, finished[1].summary, restarts=1)
 
@@ -331,7 +329,6 @@ def test_other_worker_count_resumes_without_loss(click_log: Path, tmp_path: Path
 
 
 def test_kaggle_recipe_trains_two_steps(click_log: Path, tmp_path: Path) -> None:
-    """See test_prepare.py for other recipes."""
     log = {"path": str(click_log / "train.txt")}
     summary = train(short_run(recipes.criteo_kaggle(), tmp_path, 2, train_data=log, batch_size=64, precision="bf16")).summary
     assert summary["steps"] == 2
@@ -528,6 +525,5 @@ def test_demo_forecast_matches_measured_speed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", SIZES)
 @pytest.mark.exhaustive
 def test_planned_memory_matches_measured_peak(rows: int) -> None:
-    """Of a CPU worker, against that of a process that trains and saves."""
     found = measured(rows)
     assert found["forecast"] == pytest.approx(found["peak"], rel=0.15)

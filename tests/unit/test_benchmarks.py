@@ -249,7 +249,6 @@ def test_rows(capsys: pytest.CaptureFixture[str], with_lightgbm: bool) -> None:
 
 
 def test_row_prints_once_both_sides_are_known(capsys: pytest.CaptureFixture[str]) -> None:
-    """A peer that ended with signal 6 leaves all other rows."""
     found = found_by(4.0, trainings=tuple(start.TRAININGS))
     found[start.PLAIN[2]] = measuring.Failed("RuntimeError: ended with signal 6")
     report, new = report_of(with_lightgbm=False), []

@@ -247,7 +247,6 @@ def test_old_flag_sets_field_and_model_flag_selects_model() -> None:
 
 @pytest.mark.usefixtures("own_cache")
 def test_quiet_prints_only_results(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """-q may be at any position."""
     monkeypatch.chdir(tmp_path)
     for words in (
         "generate -q log --rows 3000",
@@ -404,8 +403,6 @@ def settings(cls: type[Config], options: dict[str, Any], given: dict[str, Any]) 
 
 
 def test_command_lines_match_golden_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file is a schema or configuration, and each recipe file has `clicks`."""
-
     def text(place: str) -> str:
         return SCHEMA if any(word in place for word in ("schema", "labels", "columns")) else CONFIG
 

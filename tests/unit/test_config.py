@@ -154,7 +154,6 @@ def own(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_recipe_is_attribute_with_name_and_yaml_round_trip() -> None:
-    """Includes recipes with the name of their file, such as `clicks`."""
     for name, recipe in recipes.ALL.items():
         config = recipe()
         assert config.recipe == name
@@ -203,7 +202,6 @@ def test_recipe_file_error_propagates(own: Path) -> None:
 
 @pytest.mark.parametrize("name", ["json", "zipapp"])
 def test_recipe_file_shadows_no_module(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Covers modules imported before and after."""
     monkeypatch.delitem(sys.modules, "zipapp", raising=False)
     for folder in (tmp_path / "one", tmp_path / "other"):
         folder.mkdir()

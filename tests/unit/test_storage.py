@@ -369,7 +369,6 @@ def test_listed_files_keep_url_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_same_store_requires_same_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another endpoint has other objects under the same name."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://a:1")
     other = "?endpoint_override=b:1&scheme=http"
     assert files.same_store("s3://one/x", "s3://two/y")
@@ -381,7 +380,6 @@ def test_same_store_requires_same_endpoint(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("size_mib", "answers", "streams"), [(1, 0, 1), (1, 1, 2), (20, 0, 0), (20, 1, 1)])
 def test_outage_leaks_only_one_stream(monkeypatch: pytest.MonkeyPatch, size_mib: int, answers: int, streams: int) -> None:
-    """The store answers the first requests only."""
     requests, opened = iter(range(answers)), []
 
     def answer(path: str = "") -> fs.FileInfo:
@@ -455,7 +453,6 @@ def test_folders_of_killed_process_are_removed(tmp_path: Path) -> None:
 
 
 def test_abandoned_folder_is_replaced_and_all_use_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removed by another process between its creation and its lock."""
     make, made = tempfile.mkdtemp, []
 
     def mkdtemp(prefix: str, dir: str) -> str:

@@ -156,7 +156,6 @@ def test_unreadable_only_checkpoint_raises(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_truncated_file_raises_instead_of_crashing(tmp_path: Path, scheme: str) -> None:
-    """Truncated during the read, which would raise SIGBUS in a memory map."""
     path = checkpoint.folder_of(f"{scheme}{tmp_path}", 1)
     checkpoint.save(path, {"a": torch.ones(100_000)}, state={})
     tensors = checkpoint.full_tensors(checkpoint.open_checkpoint(f"{scheme}{tmp_path}"))
@@ -312,7 +311,6 @@ def test_equal_columns_are_restored_and_parts_weighted_by_width() -> None:
 
 
 def test_restore_rejects_another_optimizer_and_makes_state_once(tmp_path: Path) -> None:
-    """Restoring only the rest would drop it silently."""
     model = torch.nn.Linear(8, 3)
     adam = DenseOptimizerConfig(kind="adam").build_keyed(dict(model.named_parameters()))
     make_state(adam)
@@ -390,7 +388,6 @@ def test_restore_returns_saved_tensors(tmp_path: Path) -> None:
 
 
 def test_undefined_metric_keeps_checkpoint_valid(tmp_path: Path) -> None:
-    """AUROC of a single class is NaN, which JSON lacks."""
     progress = {"step": 12, "metrics": {"auroc": float("nan"), "logloss": 0.5}, "best_metrics": {}}
     saved = save_files(tmp_path, 12, state={"progress": progress})
     assert checkpoint.latest_valid_checkpoint(str(tmp_path), log=lambda *_: pytest.fail("it is not damaged")) == saved
@@ -555,7 +552,6 @@ def test_restore_rejects_another_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [1, 3])
 def test_manifest_rejects_another_version(tmp_path: Path, version: int) -> None:
-    """Another version is not damage: resuming from an older checkpoint would discard it."""
     saved = save_files(tmp_path)
     manifest = {**saved.manifest(), "version": version}
     sealed = {key: manifest[key] for key in manifest if key != "checksum"} if version == 1 else seal(manifest)

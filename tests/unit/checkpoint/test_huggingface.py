@@ -88,7 +88,6 @@ def test_prune_keeps_newest_and_best(tmp_path: Path) -> None:
 
 
 def test_only_newest_training_uploads(saved: Path, tmp_path: Path) -> None:
-    """The older one leaves the checkpoint of the newer one whole, also at the same step."""
     older, newer = SyncCheckpoints(str(saved)), SyncCheckpoints(str(saved))
     for sync in (older, newer):
         sync.fetch(arguments(tmp_path / "out"))

@@ -346,7 +346,6 @@ def test_extra_files_are_copied_without_hard_links(run: Run, source: Path, monke
 
 @pytest.mark.parametrize("largest", [1 << 30, 2])
 def test_store_copies_extra_files_internally(source: Path, monkeypatch: pytest.MonkeyPatch, largest: int) -> None:
-    """Files that are too large for the store to copy come from their source."""
     store = SlowStore(latency_s=0).installed(monkeypatch)
     monkeypatch.setattr(storage.files, "same_store", lambda *urls: all(url.startswith("slow://") for url in urls))
     monkeypatch.setattr(storage.files, "_LARGEST_COPY_BYTES", largest)
@@ -525,7 +524,6 @@ def test_full_disk_delays_save_then_raises(hurried: Run, small_disk: Path) -> No
 
 
 def test_file_size_limit_delays_save(hurried: Run) -> None:
-    """Fails in the middle of a write, like a quota."""
     saver = hurried.saver()
     save(saver, 1, many(1, num=10_000))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -65,7 +65,6 @@ def test_data_tasks_separate_if_other_nodes_suffice() -> None:
 
 
 def test_fewer_workers_need_fewer_nodes_which_data_tasks_avoid() -> None:
-    """An elastic run decides by the number of workers that fit."""
     nodes: tuple[dict[str, float], ...] = ({"CPU": 16.0}, *GPU_NODES)
     assert not shared(*nodes, num_workers=(1, 32), use_gpu=True).workers_only
     assert shared(*nodes[:1], {"CPU": 96.0, "GPU": 4.0}, num_workers=(1, 32), use_gpu=True).workers_only == {"1"}
@@ -116,7 +115,6 @@ def test_layout_rejects_unfit_workers() -> None:
 
 
 def test_draining_nodes_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray places nothing on draining nodes, although they are alive."""
     nodes = [{"NodeID": name, "Alive": name != "dead", "Resources": {"CPU": 4.0}} for name in ("one", "leaving", "dead", "two")]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     free, draining = {"one": {"CPU": 1.0}, "leaving": {"CPU": 4.0}}, SimpleNamespace(get_draining_nodes=lambda: {"leaving": 0})
@@ -174,7 +172,6 @@ def test_python_of_workers_depends_on_job(fields: dict[str, object] | None, *, f
 
 
 def test_train_environment_matches_ray_train_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise Ray would not assign prestarted processes to workers."""
     monkeypatch.setattr(connection, "is_local_ray", lambda: True)
     assert connection.train_environment() == {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
     monkeypatch.setattr(connection, "is_local_ray", lambda: False)
@@ -447,7 +444,6 @@ def test_invalid_address_is_rejected() -> None:
 
 @pytest.mark.usefixtures("user")
 def test_commands_reject_ray_client_server(click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Even if the server is reachable, before anything is read or started."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     log, out = str(click_log / "train.txt"), str(tmp_path / "out")

@@ -94,7 +94,6 @@ def test_processes_with_same_modules_share_template(server: ForkServer, program:
 
 @pytest.mark.parametrize("added", [{}, {MODULES: "sndhdr,no_such_module"}])
 def test_forked_processes_have_high_oom_score(server: ForkServer, program: Path, added: dict[str, str], monkeypatch: Any) -> None:
-    """Linux then kills them first, like processes started by Ray's node manager."""
     own = int(Path("/proc/self/oom_score_adj").read_text())
     found, _ = started(program, server.address, added=added)
     assert found["oom_score"] == 1000
@@ -133,7 +132,6 @@ def test_fork_server_survives_failed_fork(program: Path, tmp_path: Path, added: 
 
 
 def test_replaced_modules_with_same_time_are_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some packages give all files one time."""
     file = tmp_path / "replaced_module.py"
     file.write_text("A = 1")
     os.utime(file, (0, 0))
@@ -255,7 +253,6 @@ def test_node_keeps_newest_servers_or_uses_python_of_ray(tmp_path: Path, node_ma
 
 
 def test_python_paths_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also characters with a meaning in Ray's shell."""
     folder = tmp_path / "a b $(touch ran) 'c'"
     folder.mkdir()
     own, rays = folder / "python", folder / "echo"
@@ -282,7 +279,6 @@ def test_insecure_fork_server_folder_is_rejected(node_manager: NodeManager, tmp_
 
 
 def test_workers_in_other_languages_start_normally(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through Ray's program, with the node manager's arguments."""
     java = tmp_path / "java"
     java.write_text('#!/bin/sh\necho "$A $@"\n')
     java.chmod(0o755)

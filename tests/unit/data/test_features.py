@@ -223,7 +223,6 @@ def test_shared_vocabulary_returns_same_ids(encoded: tuple[Preprocessor, Encoded
 
 
 def test_shared_vocabulary_counts_and_forms_keep_every_column(tmp_path: Path, encoded: tuple[Preprocessor, EncodedRows]) -> None:
-    """20 occurs once as an item and twice in a history: only the sum reaches three."""
     job = Preset(min_count=3).counting(SCHEMA)
     counts, merged = job.empty(), job.empty()
     counts.add_rows(parsed(), 0)

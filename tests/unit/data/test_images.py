@@ -263,7 +263,6 @@ def test_unusable_input_is_rejected(tmp_path: Path, files: list[str], changes: d
 
 @pytest.mark.extended
 def test_images_are_read_from_store(folder: Path, bucket: str, tmp_path: Path) -> None:
-    """Class folders and shards at a URL have the rows of local ones, read by ranges."""
     index = index_of(folder / "train")
     write_shards(tmp_path / "shards", index, rows=25)
     rayrec.storage.copy_files(str(folder), f"{bucket}/images")

@@ -102,7 +102,6 @@ def test_partial_folder_is_kept_after_first_task(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["", "file://"])
 def test_job_without_finished_tasks_restarts(tmp_path: Path, place: str) -> None:
-    """The state after a kill before the first task is finished."""
     work = tmp_path / ("out" if place else "out.partial")
     (work / "_job" / "keys").mkdir(parents=True)
     (work / "half").mkdir()
@@ -126,7 +125,6 @@ def test_job_rejects_foreign_folder(tmp_path: Path, place: str) -> None:
 
 @pytest.mark.parametrize("killed_at", ["rename", "remove"])
 def test_kill_while_folder_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str) -> None:
-    """The same call finds either all that it needs to resume, or the folder."""
     out, killed = tmp_path / "out", _begun(str(tmp_path / "out"))
     with monkeypatch.context() as patch:
         patch.setattr(*{"rename": (os, "rename"), "remove": (storage, "remove_folder")}[killed_at], raising(KeyboardInterrupt()))
@@ -301,8 +299,6 @@ def test_closing_stream_ends_threads() -> None:
 
 @pytest.mark.parametrize(("max_outage_s", "expected"), [(7.5, 7.5), (None, 12.0)])
 def test_tasks_apply_engine_outage_limit(max_outage_s: float | None, expected: float) -> None:
-    """None: the caller's limit at the time of the call, whatever it does while reading."""
-
     def task(item: int) -> pa.Table:
         return table(storage.outage_s())
 

@@ -299,7 +299,6 @@ def test_allowed_fraction_of_wrong_labels_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("good", [0, 2000], ids=["from the start", "later"])
 def test_commands_name_labels_and_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, good: int) -> None:
-    """Includes labels beyond the first rows; no message suggests skipping more rows."""
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     (tmp_path / "schema.yaml").write_text("{label: rating, sparse: [user], tokens: any, delimiter: ','}")
     write(tmp_path, [1, 2, 3, 4, 5], "csv", good=good)

@@ -146,7 +146,6 @@ def test_unlabelled(click_log: Path, tmp_path: Path, format: str, preprocessor: 
     ("format", "rows"), [*((format, 2**31) for format in WRITABLE_FORMATS), ("npy", 2**40), ("parquet", 2**40)]
 )
 def test_large_ids(days: LogIndex, tmp_path: Path, format: str, rows: int) -> None:
-    """Beyond those that floats hold, and beyond 32 bits."""
     large = hashed(SCHEMA, rows)
     assert large.id_dtype == (np.int32 if rows == 2**31 else np.int64)
     dataset = write(days, large, tmp_path / "out", format)
@@ -158,7 +157,6 @@ def test_large_ids(days: LogIndex, tmp_path: Path, format: str, rows: int) -> No
 
 @pytest.mark.parametrize("format", ["binary", "npy"])
 def test_wide_table_ids_fit(days: LogIndex, tmp_path: Path, format: str, preprocessor: Preprocessor) -> None:
-    """A table may be larger than its ids need."""
     first, *others = preprocessor.sparse
     changed = replace(preprocessor, sparse=(replace(first, num_embeddings=2**32), *others))
     assert changed.id_dtype == np.int64
@@ -230,7 +228,6 @@ def test_binary_rejects_wide_numbers(days: LogIndex, tmp_path: Path, click_log: 
 
 
 def test_binary_rows_are_labels_integers_and_ids(days: LogIndex, tmp_path: Path) -> None:
-    """The published dlrm's layout and rules: int32[40] a row, negatives 0, missing 0."""
     v1 = learn(days, SCHEMA, ALL["mlperf-v1"])
     write(days, v1, tmp_path / "out", "binary")
     rows = np.fromfile(tmp_path / "out" / "day_2.bin", np.int32).reshape(-1, 40)
@@ -507,7 +504,6 @@ def test_rows_outside_sets_are_stored(log: Path, tmp_path: Path) -> None:
 
 
 def test_preprocess_writes_to_urls_and_small_disk_raises(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """file:// stands for any URL: parquet goes straight below it, dataset.json last."""
     out = f"file://{tmp_path}/remote"
     for format in ("binary", "npy"):
         rejects(rf"remote: format {format} is written in place.*a folder and copy it", run, log, out, format=format)
@@ -683,7 +679,6 @@ def orders_of_days(shuffle: str, *, days: int, segments: int, rows: int, segment
 
 
 def test_shuffles_mix_days() -> None:
-    """Seven days of 200 segments of 100 rows in batches of 256."""
     size = {"days": 7, "segments": 200, "rows": 100}
     found = {
         (shuffle, per_block): unevenness(orders_of_days(shuffle, **size, segments_per_block=per_block), 256)
@@ -698,7 +693,6 @@ def test_shuffles_mix_days() -> None:
 
 
 def test_gather_reads_needed_pages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The column of places is searched where it is mapped."""
     rows = 500_000
     places = np.random.default_rng(0).permutation(rows)
     path = str(tmp_path / "run.arrow")

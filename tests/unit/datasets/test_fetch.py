@@ -294,7 +294,6 @@ def test_fetch_rejects_unpublished_content(server: Server, tmp_path: Path, known
 
 
 def test_proxy_of_environment_is_used(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy receives the full URL of the request."""
     url = "http://logs.invalid/a.gz"
     server.files[url] = Served()
     monkeypatch.setenv("no_proxy", "")

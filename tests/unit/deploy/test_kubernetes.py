@@ -98,7 +98,6 @@ def test_pods(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["RayCluster", "RayJob"])
 def test_leaving_trainer_has_time_for_notice(kind: str) -> None:
-    """Ray ends the node before Kubernetes kills it, and the run ends before Ray does."""
     spec = dict(_pods(kind))["trainers"]["template"]["spec"]
     (variable,) = spec["containers"][0]["env"]
     assert variable["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
@@ -134,7 +133,6 @@ def test_serve_configuration_and_service_names_are_valid() -> None:
 
 @pytest.mark.parametrize("kind", FILES)
 def test_pods_run_restricted(kind: str) -> None:
-    """As the restricted Pod Security Standard asks."""
     restricted = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     specs = {name: group["template"]["spec"] for name, group in _pods(kind)}
     if kind == "RayJob":
@@ -178,7 +176,6 @@ def test_network_policies_open_known_ports() -> None:
 
 
 def test_minio_has_matching_ports_labels_and_secret() -> None:
-    """Only Ray's pods reach it. It runs restricted, like these."""
     stateful, service, policy = (
         yaml.safe_load((FOLDER / "minio" / f"{name}.yaml").read_text()) for name in ("statefulset", "service", "network")
     )
@@ -262,7 +259,6 @@ def test_instructions_are_read_and_image_runs_demo_unprivileged() -> None:
 
 
 def test_mode_selects_recipe_data_and_output(tmp_path: Path) -> None:
-    """The script runs with a `rayrec` that prints its arguments."""
     (tmp_path / "rayrec").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "rayrec").chmod(0o755)
     script = ROOT / "deploy" / "run-mode.sh"

@@ -81,7 +81,6 @@ def test_what_is_requeued(status: int, restarts: str, state: str, requeued: bool
 
 @pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM])
 def test_notice_saves_and_requeues(sent: signal.Signals, tmp_path: Path) -> None:
-    """The second notice, while the run saves, changes nothing."""
     srun = 'trap "sleep 0.3; exit 143" TERM; echo $$ >begun; while :; do sleep 0.05; done'
     started = Started(tmp_path, commands={"srun": srun})
     until(lambda: started.read("begun"))
@@ -127,7 +126,6 @@ esac""",
 
 
 def test_preemption_of_ray_saves_and_requeues(tmp_path: Path) -> None:
-    """The run saves while Ray is still there."""
     job = str(free_ports(1) - 20_000)
     started = Started(tmp_path, commands=_ON_RAY, file=FILES[0], SLURM_JOB_ID=job)
     with started.process as script:

@@ -140,7 +140,6 @@ def metadata() -> Iterator[dict[str, str]]:
 
 @pytest.mark.parametrize(("cloud", "left_s"), [("aws", 120), ("google", 30), ("azure", 120)])
 def test_notice_reaches_ray(cloud: str, left_s: int, metadata: dict[str, str], tmp_path: Path) -> None:
-    """`ray` is a stand-in, which fails the first time."""
     (tmp_path / "ray").write_text('#!/bin/bash\nprintf "%s\\n" "$@" >called\n[ -e once ] || { touch once; exit 1; }\n')
     (tmp_path / "ray").chmod(0o755)
     variables = {**metadata, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "RAY_ADDRESS": "head:6379"}
@@ -163,7 +162,6 @@ def test_notice_stops_command_until_machine_ends(metadata: dict[str, str]) -> No
 
 
 def test_scheduled_runs_have_dated_names() -> None:
-    """With one name for every night, the second night trains nothing."""
     root, named = FOLDER.parent, []
     for path in [*FOLDER.rglob("*"), *(root / "docs").rglob("*.md"), root / "README.md"]:
         if path.is_file():

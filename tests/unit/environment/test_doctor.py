@@ -125,7 +125,6 @@ NO_DEVICE = "fbgemm-gpu is the CUDA build, which does not import without a CUDA 
 def test_problem_names_fix(
     changes: dict[str, Installed | str], failing: tuple[str, ...], machine: Machine, text: str, commands: tuple[str, ...]
 ) -> None:
-    """`changes` are installed distributions, or other versions of those in CPU."""
     changed = {name: replace(CPU[name], version=each) if isinstance(each, str) else each for name, each in changes.items()}
     probes = {**WORKS_ON_CUDA, **dict.fromkeys(failing, Probe(ok=False, error="SIGILL"))}
     installed = changed if "rayrec" in changed else {**CPU, **changed}
@@ -200,7 +199,6 @@ MODULES = {
 
 
 def test_failed_import_fails_only_its_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules that import, raise, crash and hang."""
     for name, source in MODULES.items():
         (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

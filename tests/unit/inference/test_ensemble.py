@@ -89,7 +89,6 @@ def test_ensemble_is_nested_and_exported(models: Any, together: str, click_log: 
 
 
 def test_ensemble_keeps_list_inputs(tmp_path: Path) -> None:
-    """The other model's summed table has the name that the ensemble assigns."""
     schema = ANY.replace(sparse=("item", "seen"), lists=("seen",), features=(Feature(name="seen", vocabulary="item"),))
     preprocessor = hashed_preprocessor([30, 30], schema)
     din = DINConfig(embedding_dim=4, attention=(8,), mlp=(8,))
@@ -312,7 +311,6 @@ def test_invalid_comparison_is_rejected_first(compared: list, log: Path, tmp_pat
 
 
 def test_different_rows_are_rejected(compared: list[Saved], log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the log changed between two models."""
     numbers = itertools.count()
 
     def changed(job: ScoringJob, console: Console) -> ScoredRows:

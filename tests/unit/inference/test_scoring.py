@@ -300,7 +300,6 @@ def test_bytes_are_independent_of_table_sizes(tmp_path: Path, expected: dict[str
 @pytest.mark.parametrize("killed_after", [0, 1, 2, 3, 4, 6])
 @pytest.mark.parametrize("cut_bytes", [0, 1, 5, 400])
 def test_interrupted_writer_resumes(tmp_path: Path, expected: dict[str, bytes], killed_after: int, cut_bytes: int) -> None:
-    """Killed after some tables of 400 rows, with bytes of the last one missing on disk."""
     folder = tmp_path / "work"
     folder.mkdir()
     killed = Parts(JobFolder(str(folder)))
@@ -338,7 +337,6 @@ def test_resumes_after_kill_between_file_and_journal(tmp_path: Path, expected: A
 
 
 def test_resumes_after_kill_behind_last_file(tmp_path: Path, expected: dict[str, bytes]) -> None:
-    """The last file has fewer rows than the others."""
     _complete(tmp_path)
     assert _complete(tmp_path, start=ROWS) == expected
 

@@ -111,7 +111,6 @@ def test_spark_start_timeout_names_ray_error(
 
 
 def test_spark_on_ray_rejects_missing_java(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray starts `java` by its name, so JAVA_HOME does not do."""
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setenv("JAVA_HOME", "/usr/lib/jvm/java-17")
     starting = spark_engine.SparkEngine.started(SparkConfig(), ray_address="127.0.0.1:6379", cache_folder="", note=print)

@@ -269,7 +269,6 @@ def test_skip_rows_drops_first_rows(block_ranges: list[BlockRange], rows: int) -
     moves=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=6),
 )
 def test_every_row_once_across_reshards(shuffle: str, sizes: list[int], moves: list[tuple[int, int, int]]) -> None:
-    """3 workers for some steps, then 2, then 5 ...: no row lost, none twice."""
     blocks = make_order(sizes, shuffle).blocks(0)
     position, used = Position(), []
     for world_size, batch_size, wanted in [*moves, (1, 1, 10_000)]:

@@ -273,7 +273,6 @@ def test_console_survives_full_disk_closed_and_missing_stream(stream: Stream, mo
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_console_survives_broken_pipe(unbuffered: str) -> None:
-    """Standard output and the exit status do not change."""
     code = "from rayrec.observe.console import Console; console = Console()\n"
     code += "[console.note(f'note {number}') for number in range(3)]; print('the result')\n"
     read, write = os.pipe()

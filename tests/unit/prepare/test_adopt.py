@@ -153,7 +153,6 @@ def test_adopt_splits_last_day_like_torchrec(arrays: Path, adopted: Path) -> Non
 
 
 def test_adopt_reads_mixed_types_and_takes_large_ids_modulo(adopted: Path, npy: Path, tmp_path: Path) -> None:
-    """IDs of the last day have 64 bits, the others 32."""
     order = np.random.default_rng(0).permutation(sum(ROWS))
     rows, ordered = read(adopted), read(adopted, order)
     assert ordered.ids[0].dtype == np.int32
@@ -233,7 +232,6 @@ def test_adopted_scores_match_raw_scores(runs: tuple[Path, Path], adopted: Path,
 
 
 def test_adopt_reuses_preprocessor_of_run_and_plans_tables(runs: Any, arrays: Path, adopted: Path, tmp_path: Path) -> None:
-    """IDs missing from the run's tables are taken modulo their rows."""
     folder = shutil.copytree(arrays, tmp_path / "more", ignore=shutil.ignore_patterns("day_[01]*"))
     assert adopt(str(folder), out=str(tmp_path / "own"))["preprocessor"]
     rejects(r"adopt it with the model's: --preprocessor RUN --out DIR", rayrec.evaluate, str(runs[0]), str(tmp_path / "own"))
@@ -356,8 +354,6 @@ def test_adopt_command_returns_summary(arrays: Path, tmp_path: Path, capsys: pyt
 
 
 def test_adopt_rejects_ids_above_table_limit(folder: Path) -> None:
-    """IDs up to the limit can be written and read."""
-
     def put_id(value: int) -> None:
         changed(folder, "day_0_sparse.npy", lambda ids: np.where(np.indices(ids.shape).sum(0), ids.astype(np.int64), value))
 

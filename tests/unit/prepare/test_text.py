@@ -82,7 +82,6 @@ def test_transformers_loads_tokenizer(beer: Path, tmp_path: Path) -> None:
 
 
 def test_custom_tokenizer_is_used(beer: Path, tmp_path: Path) -> None:
-    """Reads a folder, also in GPT-2's older form, and copies no other files."""
     first = prepared(beer, tmp_path / "first")
     own = tmp_path / "first" / "tokenizer"
     (own / "model.safetensors").write_bytes(b"weights")
@@ -116,7 +115,6 @@ def test_ids_above_16_bits_are_stored(beer: Path, tmp_path: Path) -> None:
 
 
 def test_files_are_separated_by_end_tokens(beer: Path, tmp_path: Path) -> None:
-    """Plain and gzip files, by folder, glob and names."""
     prepared(beer, tmp_path / "one")
     folder = tmp_path / "many"
     folder.mkdir()

@@ -130,7 +130,6 @@ def test_schemas_of_python_and_yaml_have_same_defaults_for_plain_csv(tmp_path: P
 
 
 def test_schema_without_tokens_reads_headerless_text(tmp_path: Path) -> None:
-    """Its preprocessed data too. A schema that cannot match such text is rejected."""
     log_path = tmp_path / "day_0"
     log_path.write_text("".join(f"{n % 2}\t{n}\t{n % 7:08x}\n" for n in range(60)))
     made = []
@@ -192,7 +191,6 @@ def test_config_rejects_threads_with_address(address: str) -> None:
 
 
 def test_recipe_supplies_rules(click_log: Path, tmp_path: Path) -> None:
-    """Also rules that no preset with a name has, such as bags."""
     log = str(click_log / "train.txt")
     named = vocabulary(log, out=str(tmp_path / "named"), config=PreparationConfig(min_count=2, split="sevenths"))
     made = rayrec.vocabulary(log, out=str(tmp_path / "made"), recipe="criteo_demo", console=QUIET)

@@ -79,7 +79,6 @@ def test_unknown_categories_are_counted_and_named(app: ScoringApp) -> None:
 
 
 def test_missing_category_is_not_unknown_unlike_hashed_and_bags() -> None:
-    """Even if both have the same id, and known tokens have it too."""
     columns = tuple(SparseColumn(NUM_TOKENS, NUM_TOKENS, first_id=0, unknown_id=2, missing_id=2) for _ in SCHEMA.sparse)
     shared = make_model(make_preprocessor(sparse=columns))
     assert post(make_app(shared), TEXT).json()["unknown"] == post(make_app(MODEL), TEXT).json()["unknown"]
@@ -185,7 +184,6 @@ def test_csv_header_is_optional() -> None:
 
 @pytest.mark.parametrize("text", [b"a\n\nb\n", b"a\n\n", b"\na\n", b"\n", b"a\r\n\r\nb"])
 def test_empty_line_is_rejected(text: bytes) -> None:
-    """Otherwise the number of scores would differ from the number of lines."""
     for name, line in (("one", b"a"), ("one hexadecimal", b"0000000a")):
         error = error_of(post(APPS[name], text.replace(b"a", line).replace(b"b", line)), 400)
         assert error["row"] == (0 if text.startswith(b"\n") else 1)
@@ -197,7 +195,6 @@ def test_empty_line_is_rejected(text: bytes) -> None:
 
 
 def test_quoted_line_ends_stay_and_rounded_floats_fail() -> None:
-    """For any field length, also in a header."""
     good = b'u,"a ""\n\nb""","' + b"x" * 140_000 + b'\n"\n'
     assert csv_reply("texts", good * 3).json()["unknown"] == [3] * 3
     for text in (good + b"\n" + good, good + b"u,i,t\n\n\n" + good):
@@ -272,7 +269,6 @@ def _as_text(rows: list[dict[str, Any]], schema: Schema, *, header: bool) -> byt
 @given(bodies())
 @example(("one", [{"shop": " "}, {"shop": ""}, {"shop": "a "}], [2, 0, 1]))
 def test_every_row_is_scored_separately(body: tuple[str, list[dict[str, Any]], list[int]]) -> None:
-    """Scores are in the order of the rows, in all formats."""
     name, rows, order = body
     schema, app = SCHEMAS[name], APPS[name]
     alone = [post(app, {"rows": [row]}).json() for row in rows]
@@ -295,7 +291,6 @@ def test_every_row_is_scored_separately(body: tuple[str, list[dict[str, Any]], l
 
 # -- refusals
 def test_invalid_json_is_rejected(app: ScoringApp) -> None:
-    """test_golden_replies.py has other errors and their messages."""
     for content in (
         b'{"rows": [{"int_0": ' + b"9" * 5000 + b"}]}",
         b'{"rows": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
@@ -353,7 +348,6 @@ def test_nonfinite_scores_return_422(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- limits
 def test_content_types_and_request_sizes_are_checked(app: ScoringApp) -> None:
-    """test_golden_replies.py has other types."""
     error_of(post(app, TEXT, headers={"content-encoding": "gzip"}), 415)
     assert post(app, TEXT, media_type="Text/Tab-Separated-Values; charset=UTF-8").status == 200
     app = make_app(MODEL, max_body_bytes=2000, max_rows=3)
@@ -485,7 +479,6 @@ def test_chunked_and_late_bodies_and_bearer_tokens() -> None:
 
 
 def test_token_may_end_in_blank_byte_and_other_host_is_rejected(tmp_path: Path, monkeypatch: Any, app: ScoringApp) -> None:
-    """Such as the last byte of à in UTF-8."""
     token = "voilà \u0085".encode()
     (tmp_path / "token").write_bytes(token + b"\n")
     monkeypatch.setitem(os.environb, b"TOKEN", b"\xff" + token)

@@ -139,7 +139,6 @@ async def test_failure_reaches_its_batch_only(model: Model) -> None:
 
 
 def test_limits_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Full queue and exceeded time limit, then normal answers again."""
     go_on, app = threading.Event(), make_app(make_model(), time_limit_s=1.0, max_waiting_requests=2)
     answer = app._batcher._score
     monkeypatch.setattr(app._batcher, "_score", lambda bodies: go_on.wait(60) and answer(bodies))

@@ -370,7 +370,6 @@ def test_counters_outlive_replica(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_register_pickles_without_rayrec() -> None:
-    """Ray Serve's controller, which may not have rayrec, unpickles it."""
     actor = ray_compat.shared_actor(REGISTER, Register, started_serve=True)["deployment_actors"][0]
     code = "import pickle, sys; pickle.loads(sys.stdin.buffer.read()); assert 'rayrec' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], input=actor._serialized_actor_class, check=True, timeout=120)

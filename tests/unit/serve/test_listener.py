@@ -127,7 +127,6 @@ def test_endless_requests_are_cut(listen: Callable[..., int]) -> None:
 
 
 def test_idle_connection_is_closed(listen: Callable[..., int]) -> None:
-    """Also within a head, and within the body of a rejected request."""
     port = listen(keep_alive_s=0.6)
     cases = list(itertools.product([b"", REQUEST, REQUEST * 3, REFUSED], [b"", b"\r\n", b"P"]))
     with ThreadPoolExecutor(len(cases)) as clients:
@@ -227,7 +226,6 @@ def test_malformed_request_is_answered(listen: Callable[..., int], malformed: by
     ids=["long", "short"],
 )
 def test_invalid_http_is_rejected(sent: bytes, listen: Callable[..., int]) -> None:
-    """The next request is answered."""
     port = listen()
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         connection.sendall(sent)
@@ -267,7 +265,6 @@ def test_proxies_use_bounded_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_proxy_without_application_answers_503(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A 404 of rayrec stays."""
     monkeypatch.setattr(uvicorn.config, "HTTP_PROTOCOLS", dict(uvicorn.config.HTTP_PROTOCOLS))
     (middleware,) = sole_proxy()
 

@@ -207,7 +207,6 @@ def test_finished_run_rejects_other_data(finished: Path, capsys: pytest.CaptureF
 
 
 def test_finished_run_with_same_data_prints_summary_only(finished: Path, capsys: Any, monkeypatch: Any) -> None:
-    """At its old or another path; other readers of the folder do not matter."""
     (finished / "log" / "_SUCCESS").write_text("")
     assert train(finished) == 0
     summary = json.loads(capsys.readouterr().out)
@@ -312,7 +311,6 @@ def test_train_accepts_split_files_without_test(csv_folder: Path, capsys: pytest
 
 
 def test_best_auroc_uses_same_test_rows(own_cache: None, tmp_path: Path, capsys: Any) -> None:
-    """A generated log knows the best AUROC only for its own test rows."""
     synthetic.generate(str(tmp_path / "log"), rows=3_000, seed=1, parallelism=1)
     common = ["--train-data.path", str(tmp_path / "log" / "train.txt"), "--storage-path", str(tmp_path), "-q"]
     short = ["--steps", "1", "--batch-size", "200", "--evaluate-every", "1", "--scaling.num-workers", "1"]

@@ -400,7 +400,6 @@ def slow_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
 @pytest.mark.parametrize("ahead", [1, 3])
 @pytest.mark.parametrize(("step_s", "seen_at"), [(0.001, 16), (1.0, 13), (10.0, 10)])
 def test_stop_request_is_seen_between_logs(slow_run: Callable[..., Run], ahead: int, step_s: float, seen_at: int) -> None:
-    """Polls come after steps 1, 2, 4 and so on, but at most 5 s or one step apart."""
     run = slow_run(step_s, ahead=ahead, stop_at=10)
     assert not run.run()
     stopped = seen_at + ahead - 1
@@ -412,7 +411,6 @@ def test_stop_request_is_seen_between_logs(slow_run: Callable[..., Run], ahead: 
 
 @pytest.mark.parametrize(("notice", "stopped"), [({}, 16), ({"preempt_at": 4}, 12)])
 def test_preemption_notice_shortens_poll_interval(slow_run: Callable[..., Run], notice: dict[str, int], stopped: int) -> None:
-    """Otherwise the run could end 5 s before the deadline."""
     run = slow_run(0.5, ahead=1, evaluate_every=20, stop_at=12, **notice)
     assert not run.run()
     assert run.saved()[-1] == stopped
@@ -443,7 +441,6 @@ def test_polls_change_neither_logs_nor_saves(slow_run: Callable[..., Run], monke
 
 
 def test_preemption_notice_at_segment_end_saves() -> None:
-    """Segments as short as the log interval see a notice only there."""
     for config, expected in [
         # Where an evaluation is due it may take long: saved before, and with its score after.
         ({"evaluate_every": 4}, [(12, None, True), (12, 0.62, False)]),
@@ -472,7 +469,6 @@ def test_stop_ends_evaluation_and_next_attempt_repeats(ahead: int) -> None:
 
 
 def test_workers_end_evaluation_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only worker 0 sees a signal."""
     run = Run(ahead=1, evaluation=100)
 
     def over_workers(*values: float) -> tuple[list[float], list[float]]:

@@ -188,7 +188,6 @@ def stored(config: TrainConfig) -> dict[str, Any]:
 
 
 def test_compare_settings_classifies_changes() -> None:
-    """Rejected changes have values, accepted ones do not."""
     for changes, expected in (
         ({}, []),
         ({"name": "b", "storage_path": "s3://b/runs", "cluster": {"address": "a:1"}}, []),

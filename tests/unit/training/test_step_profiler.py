@@ -219,7 +219,6 @@ def test_profile_request_rejects_invalid_steps(tmp_path: Path, steps: int) -> No
 
 
 def test_profile_request_reports_worker_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a full disk on rank 1, the caller and the events get the error at once."""
     full = at_first([OSError(28, "No space left on device")], storage.writing_folder, end="rank_1")
     monkeypatch.setattr(storage, "writing_folder", full)
     place, config = tmp_path / "events.jsonl", recipes.criteo_demo("none")

@@ -198,7 +198,6 @@ def test_rejected_settings_change_no_file(tmp_path: Path, failing: Failing, monk
 
 
 def test_finished_run_of_earlier_version_returns_or_extends(tmp_path: Path) -> None:
-    """Stored settings, and their hash, lack the fields that were added since."""
     config = data_parallel.config(1).replace(storage_path="", steps=20)
     settings = config.to_dict()
     del settings["global_batch_size"], settings["workload"]["parallel_options"], settings["checkpoint"]["keep_every"]

@@ -84,7 +84,6 @@ def test_tune_compares_best_trial_with_recipe(found: dict[str, Any], config: Tra
 
 
 def test_paused_trial_matches_uninterrupted_run(found: dict[str, Any], config: TrainConfig, tmp_path: Path) -> None:
-    """The uninterrupted run reads the raw log instead of the preprocessed rows."""
     rate = {"dense_optimizer": {"learning_rate": 0.004}}
     alone = config.replace(storage_path=str(tmp_path), name="alone", **ALONE, workload=rate)
     place = Path(found["folder"], "trials", "trial_0001")
@@ -209,7 +208,6 @@ def test_search_matches_training_from_raw_rows(tmp_path: Path, monkeypatch: Any,
 
 @pytest.mark.extended
 def test_search_in_s3_resumes_and_matches_local_search(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first search is interrupted while it writes the rows."""
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     log = own_log(str(tmp_path / "log.csv"))
     here, there = (own_config(log, ONE_LABEL, path) for path in (str(tmp_path / "runs"), f"{bucket}/runs"))
@@ -351,7 +349,6 @@ def test_failed_trial_records_retry(
 
 
 def test_selected_metric_skips_earlier_pauses() -> None:
-    """The weights of these pauses are not kept."""
     config = recipes.criteo_demo("log").replace(early_stopping={"patience": 2})
     events = [{"auroc": value, "logloss": 0.5, "counted": value != 0.8} for value in (0.7, 0.74, 0.8, 0.75, 0.74, 0.74)]
     assert trials.selected_metric(events, config, "auroc") == 0.75

@@ -140,13 +140,11 @@ def test_one_worker_matches_plain_torch_and_evaluates(alone: tuple[Path, list[di
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_workers_match_one(kind: str, alone: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
-    """FSDP uses three accumulation parts of 8 rows, so only the order of sums differs."""
     run_ranks(getattr(data_parallel, kind), 2, str(tmp_path))
     assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
 
 
 def test_parallel_options_keep_training(alone: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
-    """bf16 changes the weights: its rounding is 0.4 %, and learning rates are 0.02."""
     run_ranks(data_parallel.parallel_options, 2, str(tmp_path))
     expected = _tensors(alone[0] / "12")
     for name in ("graph", "unused", "unsharded"):

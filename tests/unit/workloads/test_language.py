@@ -141,7 +141,6 @@ def test_greedy_text_matches_transformers_and_without_cache() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_continuation_is_independent_of_padding(temperature: float) -> None:
-    """Includes generation past the window, which continues from the latter half."""
     model = model_of()
     chances = torch.rand(3, 40, generator=torch.Generator().manual_seed(1))
     rows = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [2]]

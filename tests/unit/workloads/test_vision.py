@@ -131,7 +131,6 @@ def test_shifts_are_pixels_and_measures_cross_entropy_and_hits() -> None:
 
 @pytest.mark.parametrize("fields", [{"max_rotation_degrees": 20.0}, {"max_scale": 0.2}])
 def test_rotation_and_scaling_are_centered(fields: dict[str, float]) -> None:
-    """Uses non-square images: the aspect ratio must not affect the angle."""
     middle = torch.tensor([11.5, 23.5])
     across = centres(moved(spots(400, (11, 33)), **fields)) - middle
     up = centres(moved(spots(400, (3, 23)), **fields)) - middle
@@ -440,7 +439,6 @@ def test_forward_matches_explicit_network(training: bool) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_batch_norm_accepts_one_row(rows: int) -> None:
-    """Torch rejects a single value per channel, as in the last stage on small images."""
     model = built().train()
     before = model.layer4[1].bn2.running_var.clone()
     model(torch.randn(rows, 1, 28, 28)).sum().backward()

@@ -292,7 +292,7 @@ class Unwrapped(DataParallelWrapper):
 def gradient_exchange(context: WorkerContext) -> DataParallelWrapper | None:
     """Return the wrapper that averages the replicated part's gradients, or None for TorchRec's default. On CPU, sums do not
     change when a run restarts. By default, DDP rebuilds its buckets after the first step in the order of gradients, and the
-    position in a bucket decides the order of sums of three or more. It keeps its buckets with `find_unused_parameters`."""
+    position in a bucket decides how three or more add up. It keeps its buckets with `find_unused_parameters`."""
     if context.world_size == 1:
         return Unwrapped()
     if context.world_size == 2 or context.device.type == "cuda":  # bit-identical results are guaranteed only on CPU

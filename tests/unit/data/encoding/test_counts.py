@@ -403,7 +403,6 @@ def test_problems_of_counted_rows() -> None:
 
 @pytest.mark.parametrize("changes", [{"missing": "zero"}, {"missing": "zero", "token_modulo": 2**31}])
 def test_counting_memory_is_bounded_for_all_presets(changes: dict[str, Any], tmp_path: Path) -> None:
-    """Rare tokens are not gathered, and an empty field still counts as token 0."""
     schema = Schema(tokens="hexadecimal", label=None, sparse=("s",))
     preset = RAYREC.replace(min_count=3, **changes)
     raw = block_of(schema, {"s": [*range(299_994), None, None, 7, 7, 7, 7]})  # 0 and all others once

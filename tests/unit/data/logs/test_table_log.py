@@ -145,7 +145,6 @@ def test_any_log_comes_out_alike_of_parquet_and_csv(tmp_path: Path, seed: int) -
 
 @pytest.mark.parametrize(("written", "declared"), [*[(c, c) for c in ";\t^ :"], (",", "\t")])
 def test_delimiters(tmp_path: Path, written: str, declared: str) -> None:
-    """The default, a tab, also accepts a comma."""
     rows = movies(30)
     (tmp_path / "a.csv").write_bytes(as_csv(rows, written))
     check_movies(read([tmp_path / "a.csv"], MOVIES.replace(delimiter=declared), tmp_path)[0], rows)
@@ -220,7 +219,6 @@ def test_criteo_s_columns_come_out_as_of_text(tmp_path: Path, labelled: bool) ->
 
 
 def test_criteo_s_numbers_may_be_floats_with_gaps(tmp_path: Path) -> None:
-    """Pandas stores integers with gaps as floats."""
     values = [1.0, None, -3.0, 2.0**40, 0.5, math.inf, math.nan, 1e18]
     table = pa.table({"d": pa.array(values, pa.float64()), "s": ["0000000a"] * 8})
     raw, faults = parse_table(table, Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=("s",)), path="p")
@@ -375,7 +373,6 @@ def test_numbers_in_text(cells: list[str]) -> None:
 
 
 def test_hexadecimal_tables_match_text_and_other_column_counts(tmp_path: Path) -> None:
-    """Every byte inside a valid cell, and invalid cells."""
     schema = Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=("s",))
     others = [b for b in range(256) if b not in b"\t\n\r"]
     for name, cells in (
@@ -788,7 +785,6 @@ def test_two_stray_quotes_lose_two_rows(tmp_path: Path, read_bytes: int) -> None
 
 @pytest.mark.parametrize(("text", "starts"), [("a,b\r\n1,2\r\n\r\n3,4", [0, 5, 12, 15]), ('a\n"x\ny"\nz', [0, 2, 5, 8, 9])])
 def test_row_start_returns_next_line(tmp_path: Path, text: str, starts: list[int]) -> None:
-    """Includes quoted fields: the caller compares it with the end of the previous rows."""
     (tmp_path / "a.csv").write_bytes(text.encode())
     for place in range(1, len(text)):
         expected = next(start for start in [*starts, len(text)] if start >= place or start == len(text))

@@ -146,7 +146,6 @@ def test_empty_rows_fit_capacity(schema: Schema) -> None:
 
 
 def test_parse_stops_at_length_appends_rows_and_has_positions() -> None:
-    """Text beyond the end is not used, not even digits."""
     rng = random.Random(3)
     rows = [valid_row(SCHEMA, rng) + b"\n" for _ in range(20)]
     text = b"".join(rows)

@@ -291,7 +291,6 @@ def test_missing_shards_raise_one_line(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_cache_accepts_any_shard_name(tmp_path: Path) -> None:
-    """Even that of the lock under which a limited cache makes room."""
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "room").write_bytes(b"shard")
     limits: dict[str, Any] = {"sizes_bytes": {"room": 5}, "limit_bytes": 5 * MIN_FILES}

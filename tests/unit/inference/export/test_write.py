@@ -69,7 +69,6 @@ def exported(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 @pytest.mark.parametrize(("quantization", "tolerance"), [("fp32", 1e-6), ("fp16", 2e-3), ("int8", 0.03), ("int4", 0.5)])
 def test_export_scores_match_checkpoint(saved: Saved, exported: Any, quantization: Quantization, tolerance: float) -> None:
-    """So do the scores of the README's program."""
     folder = exported(quantization)
     served, checkpoint = open_served(str(folder)), open_served(str(saved.run))
     assert (served.kind, served.scorer.quantization) == ("export", quantization)
@@ -412,7 +411,6 @@ def test_foreign_files_are_rejected(copied: Path, damage: Callable[[Path], objec
 
 
 def test_links_in_export_are_followed(copied: Path) -> None:
-    """As in a mounted ConfigMap, or if the folder is a link."""
     (copied / "README.md").rename(copied / "data")
     (copied / "README.md").symlink_to("data")
     (copied.parent / "alias").symlink_to(copied)
@@ -570,7 +568,6 @@ def _varied_criteo() -> Preprocessor:
 
 
 def test_encoder_error_has_row_number(tmp_path: Path) -> None:
-    """test_golden_outputs.py has the encoded values."""
     _varied_criteo().save(str(tmp_path))
     encoder = Encoder(str(tmp_path))
     rejected = (([{}, {"x": "12"}], "row 1: x must be 8 hexadecimal digits"), ([{"a": 1.5}], "row 0: a must be a number"))
@@ -580,7 +577,6 @@ def test_encoder_error_has_row_number(tmp_path: Path) -> None:
 
 
 def test_encoder_reads_all_category_types(tmp_path: Path) -> None:
-    """Texts of all lengths, several number formats, lists, also empty ones."""
     sparse = ("user", "tags", "shop")
     schema = Schema(
         label="click", dense=("age",), sparse=sparse, lists=("tags",), integers=("shop",), tokens="any", delimiter=","

@@ -289,7 +289,6 @@ def measured(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", models.names("ranking"))
 def test_default_settings_keep_weights(name: str) -> None:
-    """Regenerate with RAYREC_WRITE_GOLDEN=1 after intended changes."""
     found = measured(name)
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
     if os.environ.get("RAYREC_WRITE_GOLDEN"):

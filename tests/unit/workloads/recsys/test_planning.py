@@ -67,7 +67,6 @@ def test_plan_for_absent_gpus_needs_no_log() -> None:
     [("torchrec_dlrm_mlperf", 8, 97.36), ("torchrec_dlrm_mlperf_x2", 16, 174.03), ("torchrec_dlrm_full", 80, 420.94)],
 )
 def test_torchrec_recipes_have_published_table_sizes(name: str, gpus: int, gib: float) -> None:
-    """They fit 40 GB GPUs, 8 a node, with the global batch of torchrec_dlrm's results."""
     config = recipes.ALL[name]()
     nodes = f"cpus=96,gpus=8,nodes={gpus // 8},gpu_memory_gb=40,memory_gb=1152"
     assert f"all tables: {gib} GiB without optimizer state" in rayrec.plan(config, cluster=nodes).splitlines()
