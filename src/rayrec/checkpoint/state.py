@@ -179,7 +179,6 @@ class _Part:
     """Column part of a table's row-wise state on this worker."""
 
     name: str
-    """Name of the state of full rows."""
     table: torch.Tensor
     """Weights, [rows, columns]. Not a ShardedTensor if every worker has all of it."""
     columns: Columns

@@ -121,7 +121,6 @@ def _groups(flags: Sequence[tuple[str, Flag]]) -> Iterator[str]:
 
 
 def _default(flag: Flag) -> str:
-    """Format the default value of a flag."""
     if flag.value is MISSING:
         return "(required)" if flag.name else ""
     if flag.value is None or flag.value is False or flag.value == ():

@@ -369,12 +369,10 @@ class BlockPlan:
         return self.order.rows if block_ranges is None else sum(block_range.rows for block_range in block_ranges)
 
     def _worker_rows_until(self, step: int) -> int:
-        """Count the rows of this worker since sharding."""
         min_rows, larger = divmod(self._rows, self.start.world_size)
         return min((self.start.step_in_deal + step) * self.start.batch_size, min_rows + (self.rank < larger))
 
     def _sharded_rows(self, step: int) -> int:
-        """Count the rows of all workers since sharding."""
         workers, until = self.start.world_size, (self.start.step_in_deal + step) * self.start.batch_size
         min_rows, larger = divmod(self._rows, workers)
         return larger * min(until, min_rows + 1) + (workers - larger) * min(until, min_rows)

@@ -191,7 +191,6 @@ def _count_below(sorted_values: Floats, values: Floats) -> tuple[npt.NDArray[np.
 
 
 def _unsorted(rows: npt.NDArray[np.int64], values: Array) -> Array:
-    """Return the values by ascending row."""
     return values[np.argsort(rows, kind="stable")]
 
 

@@ -65,7 +65,6 @@ class _Sums:
     seconds: float = 0.0
     rows: int = 0
     cpus: float = 0.0
-    """Value of the last event."""
     possible_s: float = 0.0
     """CPU-seconds available. The number of CPUs may differ between attempts."""
     backlog: float = 0.0

@@ -216,9 +216,7 @@ class _Steps(TrainerCallback):
     losses: list[torch.Tensor]
     stop: int
     finished: bool = False
-    """Result of `run`."""
     ended: bool = False
-    """Whether `course` has ended training."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         state.global_step = self.progress.step

@@ -303,7 +303,6 @@ def _chunks_of(metadata: pq.FileMetaData, groups: Sequence[int], columns: Sequen
 
 
 def _spans(chunks: Iterable[Range]) -> list[Range]:
-    """Join chunks with small gaps."""
     spans: list[Range] = []
     for start, stop in sorted(chunks):
         if spans and start - spans[-1][1] <= _GAP_BYTES:

@@ -146,7 +146,6 @@ class Split(SplitParts):
         return next((s.first_row for s in index.segments if unit(s.path) == last), 0)
 
     def _sizes_of_days(self, days: Sequence[Slice]) -> dict[str, int]:
-        """Return the row counts of the held-out parts."""
         first, second = (self.test_days, self.validation_days) if self.test_first else (self.validation_days, self.test_days)
         if len(days) < first + second + 1:
             raise InputError(

@@ -88,7 +88,6 @@ class MlflowTracker:
         return run_id
 
     def _last_step(self, key: str) -> int:
-        """Return the last step sent for a metric, or -1."""
         assert self._run_id is not None
         try:
             history = self._client.get_metric_history(self._run_id, key)

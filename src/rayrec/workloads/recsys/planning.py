@@ -269,7 +269,6 @@ class _Slice:
 
     index: LogIndex
     rows_of_log: int
-    """Approximate row count of the log."""
     preprocessor: Preprocessor
     sampled_vocabulary: bool
 

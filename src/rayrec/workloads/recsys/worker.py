@@ -323,8 +323,14 @@ class TimedBase(TrainPipelineBase):
         super().__init__(model, TimedOptimizer(optimizer, clock), device)  # type: ignore[arg-type]  # only step and zero_grad are used
         self._clock = clock
 
-    _wait_for_batch = timed(TrainPipelineBase._wait_for_batch, "host_to_device")
-    _copy_batch_to_gpu = timed(TrainPipelineBase._copy_batch_to_gpu, "host_to_device")
+    def _wait_for_batch(self, cur_batch: Any) -> None:
+        with self._clock.phase("host_to_device"):
+            super()._wait_for_batch(cur_batch)
+
+    def _copy_batch_to_gpu(self, cur_batch: Any) -> None:
+        with self._clock.phase("host_to_device"):
+            super()._copy_batch_to_gpu(cur_batch)
+
     _backward = timed(TrainPipelineBase._backward, "backward")
 
 
@@ -338,7 +344,10 @@ class TimedSparseDist(TrainPipelineSparseDist):
         super().__init__(model, timed_optimizer, device, execute_all_batches=True)
         self._clock = clock
 
-    _wait_for_batch = timed(TrainPipelineSparseDist._wait_for_batch, "host_to_device")
+    def _wait_for_batch(self) -> None:
+        with self._clock.phase("host_to_device"):
+            super()._wait_for_batch()
+
     copy_batch_to_gpu = timed(TrainPipelineSparseDist.copy_batch_to_gpu, "host_to_device")  # waiting is a nested phase
     start_sparse_data_dist = timed(TrainPipelineSparseDist.start_sparse_data_dist, "collectives")
     wait_sparse_data_dist = timed(TrainPipelineSparseDist.wait_sparse_data_dist, "collectives")
