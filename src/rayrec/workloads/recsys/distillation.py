@@ -59,7 +59,9 @@ def open_teacher(config: TeacherConfig, *, run: str) -> Teacher | None:
     record = storage.join(run, RECORD)
     recorded = storage.read_json(record) if storage.exists(record) else None
     if isinstance(recorded, list):  # Written by an earlier version
-        (recorded,) = recorded
+        if len(recorded) > 1:
+            raise InputError(f"{run}: has {len(recorded)} teachers. Join them with `rayrec ensemble`, and start a new run.")
+        recorded = recorded[0]
     checkpoint = open_checkpoint(recorded["checkpoint"] if recorded else config.checkpoint)
     current = {"checkpoint": checkpoint.path, "weights": json_hash(checkpoint.manifest())}
     if recorded is None:

@@ -342,6 +342,8 @@ def test_resumed_run_keeps_teacher_with_weight_and_checkpoint(both: tuple[Saved,
     record = json.loads((student / RECORD).read_text())
     (student / RECORD).write_text(json.dumps([record]))  # as an earlier version wrote it
     assert open_teacher(config, run=str(student)) == teacher
+    (student / RECORD).write_text(json.dumps([record, record]))
+    rejects(r"has 2 teachers\. Join them with `rayrec ensemble`", open_teacher, config, run=str(student))
     (student / RECORD).write_text(json.dumps({**record, "weights": "0" * 16}))
     rejects("the teacher's weights changed since", open_teacher, config, run=str(student))
     assert open_teacher(TeacherConfig(), run=str(student)) is None
