@@ -20,6 +20,9 @@ PROJECT = {"Contributing": "CONTRIBUTING.md", "Changelog": "CHANGELOG.md", "Secu
 
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
+PICTURE = re.compile(r'<picture><source [^>]* srcset="([^"]+)"><img alt="([^"]+)" src="([^"]+)"></picture>')
+"""A picture with a dark version, as GitHub shows it. The site's own switch of dark and light needs two images."""
+
 
 def groups(index: str) -> dict[str, list[tuple[str, str]]]:
     """Return title and path of the pages in each group of docs/index.md: the links in the first table column."""
@@ -71,7 +74,9 @@ def from_the_root(text: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Turn links to files outside of docs/ into links to the repository, if `repo_url` names it; else only their text stays."""
+    """Turn links to files outside of docs/ into links to the repository, if `repo_url` names it; else only their text stays.
+    Pictures follow the site's switch of dark and light."""
+    markdown = PICTURE.sub(r"![\2](\3#only-light)![\2](\1#only-dark)", markdown)
     depth = page.file.src_uri.count("/") + 1
 
     def outside(link: re.Match[str]) -> str:
