@@ -16,6 +16,7 @@ The site (mkdocs.yml) is built from the same pages, and from the code.
 import ast
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -27,13 +28,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from builders.faults import fails_with
 from builders.scripts import ROOT, script
+from hosts.browser import SCHEMES, WIDTHS, chromium, opened
 
 import rayrec
 from rayrec import models, recipes
@@ -602,6 +606,26 @@ def test_searches_find_their_page_first(site: Path) -> None:
 
 
 @pytest.mark.slow
+def test_site_is_readable_in_browser(site: Path) -> None:
+    """Pictures follow the site's own switch of dark and light, and the search answers."""
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=site)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, chromium() as browser:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        names = ("index", "faults", "observe", "life-of-a-batch", "reference/configuration")
+        for name, scheme, width in itertools.product(names, SCHEMES, WIDTHS):
+            url = f"http://127.0.0.1:{server.server_port}/{name}.html"
+            with opened(browser, url, width=width, scheme="light") as page:
+                if scheme == "dark":
+                    page.click("label[title=Dark]")
+                shown = page.evaluate("[...document.images].filter(image => image.offsetWidth).map(image => image.src)")
+                assert all(f"-{scheme}.svg" in source for source in shown)
+                assert shown or name.startswith("reference")
+        with opened(browser, url, width=1280, scheme="light") as page:
+            page.fill(".md-search__input", "hyperparameter")
+            assert "tune.html" in page.wait_for_selector(".md-search-result__link").get_attribute("href")
+        server.shutdown()
+
+
 def test_site_loads_no_external_resources(site: Path) -> None:
     loaded = re.compile(r"<(?:script|img|iframe)[^>]+src=\"(https?:[^\"]+)|<link[^>]+href=\"(https?:[^\"]+)")
     assert not [match[0] for page in site.rglob("*.html") for match in loaded.finditer(page.read_text())]
