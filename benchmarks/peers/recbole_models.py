@@ -76,7 +76,7 @@ def settings_of(task: str) -> dict[str, Any]:
 
 
 def main(model: str, folder: str, task: str) -> None:
-    import recbole.model.sequential_recommender
+    import recbole.model.sequential_recommender  # noqa: F401
     from recbole.quick_start import run_recbole
 
     torch.autograd.set_detect_anomaly(False)  # importing RecBole's SINE turns it on for all models

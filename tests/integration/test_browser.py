@@ -35,7 +35,7 @@ def test_report_is_readable(browser: Browser, tmp_path: Path, scheme: str, width
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_serving_page_scores_its_example(browser: Browser, scheme: str, width: int) -> None:
+def test_serving_page_scores_example(browser: Browser, scheme: str, width: int) -> None:
     port = free_ports(1)
     listener = Listener(make_app(make_model()), host="127.0.0.1", port=port, max_body_bytes=1 << 20, end_s=5)
     with opened(browser, f"http://127.0.0.1:{port}", width=width, scheme=scheme) as page:
