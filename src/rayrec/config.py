@@ -14,6 +14,7 @@ import typing
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from importlib import resources
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 if TYPE_CHECKING:
@@ -238,6 +239,11 @@ def settings_hash(settings: Mapping[str, Any]) -> str:
     """Return the first 16 hex digits of the SHA-256 over the canonical JSON of plain settings."""
     canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def packaged_json(package: str, name: str) -> Any:
+    """Load a JSON file of a package, such as a table of constants."""
+    return json.loads(resources.files(package).joinpath(name).read_text())
 
 
 def json_hash(value: Any) -> str:

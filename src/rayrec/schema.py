@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import resources
 from typing import Any, Literal
 
-from rayrec.config import Config, InputError
+from rayrec.config import Config, InputError, packaged_json
 
 MAX_COLUMNS = 64
 """Maximum feature columns of a log with hexadecimal tokens: its mask of missing values has 64 bits per row."""
@@ -233,7 +231,7 @@ class Schema(Config):
         return cls(label=None, dense=("-",)).updated({"tokens": "hexadecimal", **stored, "category_rules": rules})
 
 
-_ADDED: dict[str, Any] = json.loads(resources.files(__package__).joinpath("added_schema_fields.json").read_text())
+_ADDED: dict[str, Any] = packaged_json(__package__, "added_schema_fields.json")
 """Fields added in later versions, with their values in older schemas."""
 
 

@@ -1,16 +1,14 @@
 """Flags of commands, from arguments and configuration fields, and the selection of a recipe's help. Imports no parser."""
 
 import dataclasses
-import json
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from importlib import resources
 from typing import Any, Literal, NamedTuple
 
 from rayrec.commands.settings import ALIASES, COMPANIONS, resolve_alias, text_metavar
-from rayrec.config import Config, InputError, default_of, field_docs, field_types
+from rayrec.config import Config, InputError, default_of, field_docs, field_types, packaged_json
 
 SWITCHES = {
     "--json": "print JSON instead of tables (default into a pipe)",
@@ -184,10 +182,7 @@ class Short(NamedTuple):
     """Description of the behavior if the setting is None."""
 
 
-SHORT = {
-    path: Short(*entry)
-    for path, entry in json.loads(resources.files(__package__).joinpath("short_help.json").read_text()).items()
-}
+SHORT = {path: Short(*entry) for path, entry in packaged_json(__package__, "short_help.json").items()}
 """Flags in a recipe's help, in order. --help-all shows all settings."""
 
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING
-from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rayrec.config import CLASS, TEXT, Config, InputError, nest
+from rayrec.config import CLASS, TEXT, Config, InputError, nest, packaged_json
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
 
 Settings = TypeVar("Settings", bound=Config)
 
-_SHORT_NAMES = json.loads(resources.files(__package__).joinpath("short_names.json").read_text())
+_SHORT_NAMES = packaged_json(__package__, "short_names.json")
 ALIASES: dict[str, list[str]] = _SHORT_NAMES["paths"]
 """Short names of a recipe's settings. The first existing path is used."""
 COMPANIONS: dict[str, dict[str, Any]] = _SHORT_NAMES["companions"]

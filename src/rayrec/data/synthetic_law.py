@@ -5,17 +5,16 @@ row costs a few table lookups per column. The constants are rounded statistics o
 
 from __future__ import annotations
 
-import json
 import statistics
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
 from typing import Final
 
 import numpy as np
 
+from rayrec.config import packaged_json
 from rayrec.hashing import GOLDEN, mix64
 
 VERSION = 1  # Raised whenever the same arguments produce other bytes
@@ -56,7 +55,7 @@ class LogSpec:
     @classmethod
     def all(cls) -> dict[str, LogSpec]:
         """Read the constants of both logs from synthetic_law.json, which has lists for tuples and text for columns."""
-        laws = json.loads(resources.files(__package__).joinpath("synthetic_law.json").read_text())
+        laws = packaged_json(__package__, "synthetic_law.json")
         negative = {name: {int(column): value for column, value in law["negative"].items()} for name, law in laws.items()}
         return {name: cls(**{**law, "negative": negative[name]}) for name, law in laws.items()}
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Final
 
 from rayrec import storage
-from rayrec.config import Config, InputError
+from rayrec.config import Config, InputError, packaged_json
 from rayrec.humanize import size_text
 
 
@@ -61,7 +59,7 @@ class RemoteFile(Config):
 
 def _published() -> dict[str, tuple[RemoteFile, ...]]:
     """Read published_files.json, where the files of a dataset have one archive, or one folder, page and terms."""
-    stored = json.loads(resources.files(__package__).joinpath("published_files.json").read_text())
+    stored = packaged_json(__package__, "published_files.json")
     files: dict[str, tuple[RemoteFile, ...]] = {}
     for dataset, of in stored.items():
         archive = RemoteFile(**of["archive"]) if "archive" in of else None

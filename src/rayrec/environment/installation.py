@@ -13,6 +13,7 @@ from importlib import metadata, resources
 from pathlib import Path
 
 from rayrec import host_resources
+from rayrec.config import packaged_json
 from rayrec.observe.event_json import command_line
 
 PROBED = ("torch", "fbgemm_gpu", "torchrec", "ray")
@@ -21,7 +22,7 @@ FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 """Distributions that provide the module fbgemm_gpu."""
 EXTRAS = ("spark", "language", "mlflow", "wandb", "onnx")
 """Functional extras of rayrec. The first distribution of each indicates whether it is installed."""
-UNNEEDED: dict[str, dict[str, str]] = json.loads(resources.files(__package__).joinpath("unneeded.json").read_text())
+UNNEEDED: dict[str, dict[str, str]] = packaged_json(__package__, "unneeded.json")
 """Requirements in a distribution's metadata that rayrec does not need, and why. Not in the lock, and ignored by the doctor."""
 _PROBE_TIMEOUT_S = 120.0
 """Timeout of one process in seconds. A cold import of TorchRec takes 15 s."""

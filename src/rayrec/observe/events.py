@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from importlib import resources
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
 from rayrec import storage
-from rayrec.config import InputError
+from rayrec.config import InputError, packaged_json
 from rayrec.observe.event_json import INCOMPLETE_LINE, encode_event, events_in
 from rayrec.observe.event_upload import CLOSE_S, EventUploader, RemoteEvents, parts_folder
 from rayrec.observe.run_summary import RunSummary
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-KINDS: Final[dict[str, str]] = json.loads(resources.files(__package__).joinpath("event_kinds.json").read_text())
+KINDS: Final[dict[str, str]] = packaged_json(__package__, "event_kinds.json")
 """Description of each event kind."""
 
 

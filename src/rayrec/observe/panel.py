@@ -1,11 +1,9 @@
 """Terminal view of a run: console lines for events, the live panel, and `rayrec top`."""
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from importlib import resources
 from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
@@ -16,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rayrec import storage
-from rayrec.config import InputError
+from rayrec.config import InputError, packaged_json
 from rayrec.humanize import duration_text, number_text, size_text
 from rayrec.observe.bottleneck import diagnose
 from rayrec.observe.events import follow, read_events
@@ -25,7 +23,7 @@ from rayrec.observe.timing import PHASES, WORDS
 
 Event = Mapping[str, Any]
 _SHOWN_METRICS: Final = ("auroc", "logloss", "accuracy", "perplexity")
-_NOTES: Final[dict[str, str]] = json.loads(resources.files(__package__).joinpath("console_lines.json").read_text())
+_NOTES: Final[dict[str, str]] = packaged_json(__package__, "console_lines.json")
 """Console lines of events with a fixed form."""
 
 

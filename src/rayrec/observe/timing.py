@@ -1,18 +1,18 @@
 """Time breakdown of a run, summed over its events, and startup stages from the command to the first step."""
 
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any, Final, Self
+
+from rayrec.config import packaged_json
 
 PHASES: Final = ("data", "host_to_device", "forward", "backward", "optimizer", "collectives", "other")
 """Phases of a worker's training time: waiting for the next batch, copying it to the device, forward pass, backward pass,
 optimizer, waiting for other workers (including the exchange of ids and embeddings), and everything else."""
-_NAMES: Final[dict[str, dict[str, str]]] = json.loads(resources.files(__package__).joinpath("time_names.json").read_text())
+_NAMES: Final[dict[str, dict[str, str]]] = packaged_json(__package__, "time_names.json")
 WORDS: Final = _NAMES["parts"]
 """Display name of each part of a `TimeBreakdown`."""
 

@@ -1,11 +1,9 @@
 """Data report as JSON and text, with gates that a log must pass, and warnings."""
 
 import io
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from rayrec.bounds import Fraction
-from rayrec.config import Config, InputError
+from rayrec.config import Config, InputError, packaged_json
 from rayrec.data.encoding.counts import mean_and_variance
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import SparseColumn
@@ -400,7 +398,7 @@ class Report:
 
 
 _SLICE_HEADS = ["name", "rows", "label rate", "most missing", "", "largest drift", ""]
-_HEADS: dict[str, dict[str, str]] = json.loads(resources.files(__package__).joinpath("report_heads.json").read_text())
+_HEADS: dict[str, dict[str, str]] = packaged_json(__package__, "report_heads.json")
 """Head and key of each cell of dense and sparse columns."""
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rayrec.config import packaged_json
 from rayrec.environment.installation import versions
 from rayrec.serve.row_readers import MAX_INTEGER, MAX_NUMBER
 
@@ -23,7 +22,7 @@ _MISSING = "Absent or null: missing."
 def document(model: ServedModel, *, config: ServeConfig, with_token: bool) -> dict[str, Any]:
     """Return the document as JSON values: openapi.json, completed for a model. `with_token`: whether requests need a token."""
     schema = model.preprocessor.schema
-    result: dict[str, Any] = json.loads(resources.files(__package__).joinpath("openapi.json").read_text())
+    result: dict[str, Any] = packaged_json(__package__, "openapi.json")
     score, metrics = result["paths"]["/v1/score"]["post"], result["paths"]["/metrics"]["get"]
     components, answers = result["components"], result["components"]["schemas"]
     result["info"]["version"] = versions()["rayrec"]

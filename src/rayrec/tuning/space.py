@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Annotated, Any, Final, Literal
 
 from annotated_types import Gt, Le
 
 from rayrec.bounds import Amount, Count
-from rayrec.config import Config, InputError, nest
+from rayrec.config import Config, InputError, nest, packaged_json
 from rayrec.workloads.base import TrainConfig
 
 Kind = Literal["grid", "choice", "uniform", "loguniform", "integers"]
 _LISTS: Final = ("grid", "choice")
 _KINDS: Final = (*_LISTS, "uniform", "loguniform", "integers")
 _EXPONENT: Final = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
-_SHARED: Final[dict[str, str]] = json.loads(resources.files(__package__).joinpath("shared_fields.json").read_text())
+_SHARED: Final[dict[str, str]] = packaged_json(__package__, "shared_fields.json")
 """Fields shared by all trials, and the reasons."""
 
 

@@ -1,15 +1,13 @@
 """Presets: rules for missing values, integers and categories that follow published pipelines."""
 
 import difflib
-import json
 import math
 from dataclasses import dataclass, field
-from importlib import resources
 from typing import Final, Literal
 
 import numpy as np
 
-from rayrec.config import Config, InputError
+from rayrec.config import Config, InputError, packaged_json
 from rayrec.data.encoding.counts import CountingJob, Counts, mean_and_variance
 from rayrec.data.encoding.encoder import Derivation, MultiHot
 from rayrec.data.encoding.known_categories import ENDS, frequency_ends
@@ -19,7 +17,7 @@ from rayrec.data.logs.splits import Split
 from rayrec.hashing import murmur3
 from rayrec.schema import Schema
 
-_STORED = json.loads(resources.files(__package__).joinpath("presets.json").read_text())
+_STORED = packaged_json(__package__, "presets.json")
 TERABYTE_CATEGORIES: Final[tuple[int, ...]] = tuple(_STORED["terabyte_categories"])
 """Number of distinct categories in the 26 columns of Criteo 1TB."""
 MLPERF_NUM_EMBEDDINGS = tuple(min(rows, 40_000_000) for rows in TERABYTE_CATEGORIES)

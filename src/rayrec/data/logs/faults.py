@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib import resources
 from typing import Any, Final
+
+from rayrec.config import packaged_json
 
 LABEL_FAULT: Final = "label is not 0 or 1"
 LABEL_LETTERS: Final = 24
@@ -111,7 +111,7 @@ def distinct_labels(values: Iterable[str]) -> list[str]:
 
 HEAD_BYTES = 64 << 10
 """Bytes at the start of a file that reveal its kind."""
-_MAGIC: Final[dict[str, str]] = json.loads(resources.files(__package__).joinpath("file_starts.json").read_text())
+_MAGIC: Final[dict[str, str]] = packaged_json(__package__, "file_starts.json")
 """First bytes of files that are no text logs, in hexadecimal digits, and what to do with such a file."""
 
 

@@ -1,14 +1,13 @@
 """Report sections about training: curves, time, attempts, checkpoints, cost. Pure."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib import resources
 from itertools import pairwise
 from typing import Any, Final
 
 from markupsafe import Markup
 
+from rayrec.config import packaged_json
 from rayrec.humanize import TIME_UNITS, clock_text, duration_text, number_text, size_text
 from rayrec.observe.data_side import PipelineStats
 from rayrec.observe.panel import console_line
@@ -25,7 +24,7 @@ _NUM_PARTS = 5
 """Number of run parts with separate time breakdowns."""
 
 
-STEP_CHARTS: Final[dict[str, str]] = json.loads(resources.files(__package__).joinpath("step_charts.json").read_text())
+STEP_CHARTS: Final[dict[str, str]] = packaged_json(__package__, "step_charts.json")
 """Title and step-event field of each chart over time."""
 
 

@@ -1,17 +1,16 @@
 """Metrics of a run in Prometheus, exported by Ray's endpoint on the driver's node; and statistics of Ray's object store."""
 
-import json
 import logging
 import threading
-from importlib import resources
 from typing import Any, Final, final
 
 from ray.util.metrics import Counter, Gauge
 
+from rayrec.config import packaged_json
 from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.tracking.tracker import scalars
 
-METRICS: Final[dict[str, dict[str, str]]] = json.loads(resources.files(__package__).joinpath("ray_metrics.json").read_text())
+METRICS: Final[dict[str, dict[str, str]]] = packaged_json(__package__, "ray_metrics.json")
 """Descriptions of the metrics with the label run, by name: `gauges` and `counters`. Ray prefixes each name with `ray_`."""
 _GAUGE_FIELDS: Final = ("loss", "rows_per_s", "blocked_fraction", "multiply_adds_per_s", "peak_fraction")
 
