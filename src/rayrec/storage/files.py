@@ -249,19 +249,13 @@ def clone_file(source: str, target: str) -> bool:
 
 
 def _linked(source: str, target: str) -> bool:
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    temporary = partial_of(target)
     try:
-        os.link(source, temporary)
-        os.replace(temporary, target)
-        sync(os.path.dirname(target))
+        with _appearing(target) as temporary:
+            os.link(source, temporary)
     except OSError as error:
         if error.errno not in _NO_LINK:
             raise
         return False
-    finally:
-        with suppress(FileNotFoundError):
-            os.remove(temporary)  # still exists if `target` was already a link to the same file
     return True
 
 
@@ -298,7 +292,8 @@ def locked(path: str, busy: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def _appearing(target: str) -> Iterator[str]:
-    """Yield a temporary path next to `target`, then sync and rename it. Removes it after an error."""
+    """Yield a temporary path next to `target`, then sync and rename it. Removes it after an error, and if both were already links
+    to the same file, which a rename leaves unchanged."""
     folder = os.path.dirname(target)
     os.makedirs(folder, exist_ok=True)
     temporary = partial_of(target)
