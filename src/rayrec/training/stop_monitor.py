@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any, Final, Protocol, Self, final
 
 from rayrec.data.engine import STOP_REQUESTED
+from rayrec.observe.console import handling_signals
 from rayrec.workloads.run_config import FailureConfig
 
 
@@ -20,7 +21,7 @@ class Signals:
         self._stop_event = stop_event or threading.Event()
         self._noted: str | None = None
         self._deferred = False
-        self._before: dict[int, Any] = {}
+        self._handlers = contextlib.ExitStack()
 
     @property
     def cause(self) -> str | None:
@@ -32,15 +33,11 @@ class Signals:
         self._noted = noted
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._handle)
+        self._handlers.enter_context(handling_signals(self._handle))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-        self._before = {}
+        self._handlers.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         first = self._noted is None

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from logging.handlers import RotatingFileHandler
-from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from rayrec import storage
 from rayrec.checkpoint import write_token
@@ -171,7 +171,7 @@ _MAX_BYTES: Final = 64 << 20
 _LOGGERS: Final = ("torchrec", "fbgemm_gpu", "ray.data", "torch", "torch.distributed", "transformers", "accelerate")
 """Loggers with their own handlers."""
 
-_logger = logging.getLogger(__name__)
+_logger, _warnings_logger = logging.getLogger(__name__), logging.getLogger("py.warnings")
 
 
 @contextlib.contextmanager
@@ -191,7 +191,8 @@ def worker_logs(path: str, *, rank: int) -> Iterator[None]:
     for logger in loggers:
         logger.handlers, logger.propagate = [], True
     shown = warnings.showwarning
-    warnings.showwarning = _log_warning  # logging.captureWarnings would not restore the caller's function
+    # As logging.captureWarnings, which would not restore the caller's function.
+    warnings.showwarning = lambda *warning: _warnings_logger.warning("%s", warnings.formatwarning(*warning[:4], *warning[5:]))
     if error is not None:
         _logger.warning("Cannot open %s, logging to standard error instead (%s)", path, error)
     try:
@@ -205,18 +206,6 @@ def worker_logs(path: str, *, rank: int) -> Iterator[None]:
         for logger, its_handlers, propagate in before:
             logger.handlers, logger.propagate = its_handlers, propagate
         handler.close()
-
-
-def _log_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """Replace `warnings.showwarning`, with the logger name of `logging.captureWarnings`."""
-    logging.getLogger("py.warnings").warning("%s", warnings.formatwarning(message, category, filename, lineno, line))
 
 
 def _handler(path: str) -> tuple[logging.Handler, OSError | None]:
