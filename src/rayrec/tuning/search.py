@@ -261,17 +261,10 @@ def _conclude(
 
 def _compare(configs: Sequence[TrainConfig], best: Trial, baseline: Trial, console: Console) -> dict[str, Any]:
     """Compute test-set differences of the best trial minus the recipe's own settings."""
-    scored = [_score_test_rows(configs[trial.number], str(trial.checkpoint), console) for trial in (baseline, best)]
-    result = compare_models([rows.logits for rows in scored], scored[0].labels, Resampling()).differences[0, 1]
-    return {
-        name: {
-            "difference": 0 - result[name].difference,
-            "low": 0 - result[name].high,
-            "high": 0 - result[name].low,
-            "p_value": result[name].p_value,
-        }
-        for name in METRICS
-    }
+    scored = [_score_test_rows(configs[trial.number], str(trial.checkpoint), console) for trial in (best, baseline)]
+    differences = compare_models([rows.logits for rows in scored], scored[0].labels, Resampling()).differences[0, 1]
+    fields = ("difference", "low", "high", "p_value")
+    return {metric: {name: getattr(differences[metric], name) for name in fields} for metric in METRICS}
 
 
 def _score_test_rows(config: TrainConfig, checkpoint: str, console: Console) -> ScoredRows:
