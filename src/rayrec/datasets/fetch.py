@@ -45,21 +45,18 @@ def check_offer(file: RemoteFile, version: Version) -> None:
 
 def check_bytes(file: RemoteFile, digests: Digests, version: Version | None) -> str:
     """Check a complete file with the best information available, and return its kind. Raises Failed on a mismatch."""
-    size, sha256, md5 = digests.size_bytes, digests.sha256, digests.md5
+    size = digests.size_bytes
     if file.size_bytes is not None and size != file.size_bytes:
         raise Failed(f"size must be {file.size_bytes:,} bytes as published, got {size:,}")
-    if file.sha256:
-        if sha256 != file.sha256:
-            raise Failed(f"sha256 must be {file.sha256} as published, got {sha256}")
-        return "published sha256"
-    if file.md5:
-        if md5 != file.md5:
-            raise Failed(f"md5 must be {file.md5} as published, got {md5}")
-        return "published md5"
-    if version and version.md5:
-        if md5 != version.md5:
-            raise Failed(f"md5 must be {version.md5} by the server, got {md5}")
-        return "md5 the server gives"
+    for name, expected, actual, source, kind in (
+        ("sha256", file.sha256, digests.sha256, "as published", "published sha256"),
+        ("md5", file.md5, digests.md5, "as published", "published md5"),
+        ("md5", version and version.md5, digests.md5, "by the server", "md5 the server gives"),
+    ):
+        if expected and actual != expected:
+            raise Failed(f"{name} must be {expected} {source}, got {actual}")
+        if expected:
+            return kind
     has_length = file.size_bytes is not None or (version is not None and version.size_bytes is not None)
     return "length" if has_length else "nothing"
 
