@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import functools
 import gc
 import inspect
 import os
@@ -119,7 +120,7 @@ def _run(command: Command, words: list[str]) -> int:
     if "started" in parameters:
         keywords["started"] = lambda served: print_json(served, out)
     if "show" in parameters:
-        keywords["show"] = None if quiet else _to_stderr
+        keywords["show"] = None if quiet else functools.partial(print, end="", file=sys.stderr, flush=True)
     # Only results reach standard output. Output of Ray and other libraries goes to standard error.
     with contextlib.nullcontext() if command.prints else contextlib.redirect_stdout(sys.stderr):
         result = command.function(*call.arguments, **keywords)
@@ -152,11 +153,6 @@ def _is_first(command: Command) -> bool:
 
     torchrun = TorchrunEnv.from_environment()
     return torchrun is None or torchrun.rank == 0
-
-
-def _to_stderr(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
 
 
 def _fail(message: str, *, status: int = 2) -> int:

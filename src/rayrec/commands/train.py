@@ -175,10 +175,7 @@ def tune(
     from rayrec.tuning.search import tune as run
     from rayrec.tuning.space import Space, TuneConfig
 
-    if isinstance(search, str):
-        space = Space.read(storage.read_text(search), source=search)
-    else:
-        space = Space.of(search, source="search")
+    space = Space.read(storage.read_text(search), source=search) if isinstance(search, str) else Space.of(search, source="search")
     return run(configuration(config, {}), space, options=TuneConfig().updated(options), console=_console(console))
 
 
@@ -234,10 +231,7 @@ def supervise(
 
 def configuration(recipe: TrainConfig | Recipe | str, settings: Mapping[str, Any]) -> TrainConfig:
     """Return a recipe's configuration with settings applied. See `train`."""
-    if isinstance(recipe, str):
-        config = named_configuration(recipe)
-    else:
-        config = recipe() if callable(recipe) else recipe
+    config = named_configuration(recipe) if isinstance(recipe, str) else recipe() if callable(recipe) else recipe
     return updated(config, settings_of(config, settings)) if settings else config
 
 
