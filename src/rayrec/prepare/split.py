@@ -21,9 +21,9 @@ from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, numbered
 from rayrec.data.logs.table_log import is_table
 from rayrec.observe.console import Console
+from rayrec.prepare import split_tasks
 from rayrec.prepare.config import PreparationConfig, engine, raw_index, reject_options
-from rayrec.prepare.events import DigitTask, UsersTask, count_digits, key_path, mark_last
-from rayrec.prepare.split_tasks import PARTS, By, SplitJob, SplitTask, cut_files, examine, table_tasks, text_tasks, time_of, write
+from rayrec.prepare.split_tasks import PARTS, By, DigitTask, SplitJob, SplitTask, UsersTask, key_path
 from rayrec.schema import Schema
 
 MANIFEST: Final = "split.json"
@@ -91,8 +91,8 @@ class RowSplit(Config):
         """Start of validation and test in microseconds, or None for fractions."""
         if self.validation_from is None:
             return None
-        test = None if self.test_from is None else time_of(self.test_from, "test_from")
-        return time_of(self.validation_from, "validation_from"), test
+        test = None if self.test_from is None else split_tasks.time_of(self.test_from, "test_from")
+        return split_tasks.time_of(self.validation_from, "validation_from"), test
 
     def columns_of(self, schema: Schema) -> Schema:
         """Return the schema with the columns that the split reads. Raises InputError for an unusable column."""
@@ -172,8 +172,8 @@ class _Work:
             if not labelled:
                 self.job = replace(self.job, schema=self.config.schema.unlabelled())
             self.index = raw_index(self.path, self.config, self.engine, self.console, labelled=labelled)
-            return text_tasks(self.index.segments, self.task_bytes)
-        tasks, markers = self._examined(table_tasks(self.files, self._cuts()))
+            return split_tasks.text_tasks(self.index.segments, self.task_bytes)
+        tasks, markers = self._examined(split_tasks.table_tasks(self.files, self._cuts()))
         faults, first = Faults(), dict.fromkeys((file.path for file in self.files), 0)
         for task, marker in zip(tasks, markers, strict=True):
             of_task = Faults.from_dict(marker["faults"])
@@ -198,7 +198,7 @@ class _Work:
         if storage.exists(path):
             return storage.read_json(path)
         groups = [self.files[start : start + _CUT_FILES] for start in range(0, len(self.files), _CUT_FILES)]
-        cut = functools.partial(cut_files, task_bytes=self.task_bytes)
+        cut = functools.partial(split_tasks.cut_files, task_bytes=self.task_bytes)
         cuts = [of_file for table in self.engine.run("cut", cut, groups, block_bytes=1 << 16) for of_file in json_of(table)]
         with self.running.folder.disk_errors():
             storage.write_json(path, cuts)
@@ -206,7 +206,7 @@ class _Work:
 
     def _examined(self, tasks: list[SplitTask]) -> tuple[list[SplitTask], list[dict[str, Any]]]:
         """Return the results of `examine` and the tasks, adjusted to start at the end of the previous one in the same file."""
-        task = functools.partial(examine, job=self.job)
+        task = functools.partial(split_tasks.examine, job=self.job)
         markers = list(self._run("examine", task, tasks))
         for number, (before, item) in enumerate(pairwise(tasks), start=1):
             if item.is_row_start or before.file != item.file:
@@ -230,7 +230,7 @@ class _Work:
                         of_partition.append((key_path(self.job.folder, "keys", task.number), begin, count, task.first_row))
                     begin += count
         users = [UsersTask(number, tuple(each), starts) for number, each in enumerate(events)]
-        markers = self._run("marks", functools.partial(mark_last, folder=self.job.folder), users)
+        markers = self._run("marks", functools.partial(split_tasks.mark_last, folder=self.job.folder), users)
         edges = [marker["edges"] for marker in markers]
         return [
             replace(task, marks=tuple((of[index], of[index + 1] - of[index]) for of in edges)) for index, task in enumerate(tasks)
@@ -260,7 +260,7 @@ class _Work:
                 if task.rows
             ]
             counts = np.zeros((len(positions), 1 << 16), np.int64)
-            for table in self.engine.run("times", count_digits, items, block_bytes=len(positions) << 19):
+            for table in self.engine.run("times", split_tasks.count_digits, items, block_bytes=len(positions) << 19):
                 counts += numpy_of(table.column("counts")).reshape(counts.shape)
             for number, of_prefix in enumerate(np.cumsum(counts, axis=1)):
                 digit = int(np.searchsorted(of_prefix, remaining[number], side="right"))
@@ -271,7 +271,7 @@ class _Work:
     def write(self, tasks: Sequence[SplitTask]) -> dict[str, dict[str, Any]]:
         """Write all rows. Return rows, fraction and files of each part."""
         rows, files = np.zeros(len(PARTS), np.int64), list[str]()
-        for marker in self._run("write", functools.partial(write, job=self.job), tasks):
+        for marker in self._run("write", functools.partial(split_tasks.write, job=self.job), tasks):
             rows += marker["rows"]
             files += marker["files"]
             self.missing += marker["missing"]

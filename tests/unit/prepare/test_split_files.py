@@ -27,8 +27,8 @@ from rayrec.data.engine import ThreadEngine
 from rayrec.data.logs.splits import Split
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.observe.console import Console
-from rayrec.prepare import events, split_tasks
 from rayrec.prepare import split as splitting
+from rayrec.prepare import split_tasks
 from rayrec.schema import Schema
 
 CONSOLE = Console(quiet=True)
@@ -43,7 +43,7 @@ def small_tasks(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitting, "_PARTITION_BYTES", 1 << 13)
     monkeypatch.setattr(split_tasks, "GROUP_BYTES", 1 << 14)
     monkeypatch.setattr(split_tasks, "BATCH_ROWS", 64)
-    monkeypatch.setattr(events, "CHUNK_ROWS", 100)
+    monkeypatch.setattr(split_tasks, "CHUNK_ROWS", 100)
 
 
 def one_thread(*_: Any, **__: Any) -> nullcontext[ThreadEngine]:
@@ -167,7 +167,7 @@ def test_split_last_out_holds_out_last_rows_of_users(tmp_path: Path) -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=12))
 def test_split_last_out_keeps_training_row(rows: list[tuple[int, int]]) -> None:
     users, times = np.array(rows, np.int64).reshape(-1, 2).T
-    marks = events.last_rows(users, times, np.arange(len(rows)))
+    marks = split_tasks.last_rows(users, times, np.arange(len(rows)))
     expected = {}
     for user in set(users.tolist()):
         of_user = sorted((int(times[row]), row) for row in range(len(rows)) if users[row] == user)
@@ -232,8 +232,8 @@ def test_split_cuts_large_csv_between_rows(tmp_path: Path, monkeypatch: pytest.M
         lines.append(f"{note},{7 if number in (900, 1500) else number % 2},{number},0.5,u{number % 40},{number % 9}")
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "day.csv").write_text("\r\n".join(lines) + "\r\n")
-    examined, examine = [], splitting.examine
-    monkeypatch.setattr(splitting, "examine", lambda task, *, job: examined.append(task) or examine(task, job=job))
+    examined, examine = [], split_tasks.examine
+    monkeypatch.setattr(split_tasks, "examine", lambda task, *, job: examined.append(task) or examine(task, job=job))
     monkeypatch.setattr(splitting, "engine", one_thread)
     notes = list[str]()
     monkeypatch.setattr(CONSOLE, "note", notes.append)
@@ -271,13 +271,13 @@ def test_split_opens_store_files_in_parallel(tmp_path: Path, monkeypatch: pytest
 
 
 def test_resumed_split_reads_no_footer_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, groups, write, cut = written(table_of(), tmp_path / "log"), list[int](), splitting.write, split_tasks.cut_files
+    path, groups, write, cut = written(table_of(), tmp_path / "log"), list[int](), split_tasks.write, split_tasks.cut_files
     monkeypatch.setattr(splitting, "_CUT_FILES", 2)
-    monkeypatch.setattr(splitting, "cut_files", lambda files, **by: groups.append(len(files)) or cut(files, **by))
-    monkeypatch.setattr(splitting, "write", raising(OSError("killed")))
+    monkeypatch.setattr(split_tasks, "cut_files", lambda files, **by: groups.append(len(files)) or cut(files, **by))
+    monkeypatch.setattr(split_tasks, "write", raising(OSError("killed")))
     fails_with(OSError, "killed", split, path, tmp_path / "out", "rows")
     assert groups == [2, 1]
-    monkeypatch.setattr(splitting, "write", write)
+    monkeypatch.setattr(split_tasks, "write", write)
     split(path, tmp_path / "out", "rows")
     assert groups == [2, 1]
 
@@ -285,7 +285,7 @@ def test_resumed_split_reads_no_footer_twice(tmp_path: Path, monkeypatch: pytest
 def test_interrupted_split_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(table_of(), tmp_path / "log")
     whole = split(path, tmp_path / "whole", "last-out")
-    write, calls = splitting.write, []
+    write, calls = split_tasks.write, []
 
     def failing(task: Any, *, job: Any) -> pa.Table:
         calls.append(task.number)
@@ -293,7 +293,7 @@ def test_interrupted_split_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             raise OSError("killed")
         return write(task, job=job)
 
-    monkeypatch.setattr(splitting, "write", failing)
+    monkeypatch.setattr(split_tasks, "write", failing)
     monkeypatch.setattr(splitting, "engine", one_thread)
     fails_with(OSError, "killed", split, path, tmp_path / "out", "last-out")
     assert not (tmp_path / "out").exists()
