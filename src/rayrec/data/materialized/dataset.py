@@ -23,8 +23,7 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import TaskContext, grouped
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import MAPPED, LogIndex, Segment, numbered, row_numbers
-from rayrec.data.materialized.formats import combine, file_checksum, from_named_columns
-from rayrec.data.materialized.row_maps import MappedRange, MappedRows, damaged
+from rayrec.data.materialized.formats import MappedRange, MappedRows, combine, damaged, file_checksum, from_named_columns
 from rayrec.data.materialized.torchrec_arrays import PRESET
 
 VERSION = 1
