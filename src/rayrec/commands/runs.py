@@ -23,7 +23,7 @@ def top(
     """Show a run in the terminal while it trains. Ctrl-C does not stop the run.
 
     With `once`, shows the current state and returns. Raises InputError if no run is found."""
-    from rayrec.observe.panel import top as show
+    from rayrec.observe.console import top as show
 
     show(run, once=once)
 

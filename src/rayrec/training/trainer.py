@@ -19,9 +19,8 @@ from rayrec.cluster.layout import TorchrunEnv
 from rayrec.config import InputError
 from rayrec.environment.installation import origin, versions
 from rayrec.observe.bottleneck import diagnose
-from rayrec.observe.console import Console
+from rayrec.observe.console import Console, console_line
 from rayrec.observe.events import EventWriter, follow, merge_events, read_events, readable_events
-from rayrec.observe.panel import console_line
 from rayrec.observe.report.run import try_write_report
 from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.timing import Stopwatch

@@ -20,7 +20,7 @@ from builders.faults import raising, rejects, until
 
 from rayrec import storage
 from rayrec.config import Config
-from rayrec.observe import event_upload
+from rayrec.observe import events as event_files
 from rayrec.observe.event_json import command_line, encode_event, events_in
 from rayrec.observe.events import EventWriter, follow, merge_events, read_events, readable_events
 
@@ -305,7 +305,7 @@ def _write_steps(url: str, *steps: int) -> None:
 
 
 def test_steps_are_batched_and_other_events_sent_at_once(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_upload, "_INTERVAL_S", 600.0)
+    monkeypatch.setattr(event_files, "_INTERVAL_S", 600.0)
     with EventWriter(url) as writer:
         writer.write("start", step=0)
         until(lambda: store.num_uploads == 1)
@@ -316,7 +316,7 @@ def test_steps_are_batched_and_other_events_sent_at_once(url: str, store: Store,
         writer.write("evaluate", step=50)
         until(lambda: store.num_uploads == 2)
         assert _steps_at(url) == [*range(51)]
-        monkeypatch.setattr(event_upload, "_INTERVAL_S", 0.1)  # Applies after the next upload.
+        monkeypatch.setattr(event_files, "_INTERVAL_S", 0.1)  # Applies after the next upload.
         for kind, step in (("evaluate", 51), ("step", 52)):
             writer.write(kind, step=step)
             until(lambda step=step: store.num_uploads == step - 48)
@@ -341,7 +341,7 @@ def test_flush_uploads_and_returns_success(url: str, store: Store) -> None:
 
 
 def test_long_run_writes_several_parts(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_upload, "PART_BYTES", 500)
+    monkeypatch.setattr(event_files, "PART_BYTES", 500)
     _write_steps(url, *range(40))
     names = sorted(os.listdir(folder))
     assert len(names) > 3
@@ -372,7 +372,7 @@ def test_close_counts_losses_of_long_outage(url: str, store: Store, caplog: Any,
         store.is_out = True
         writer.write("step", step=2)
         writer.write("finish", step=3)
-        monkeypatch.setattr(event_upload, "CLOSE_S", 0.3)
+        monkeypatch.setattr(event_files, "CLOSE_S", 0.3)
         start = time.monotonic()
         writer.close()
         assert time.monotonic() - start < 5.0
@@ -383,7 +383,7 @@ def test_close_counts_losses_of_long_outage(url: str, store: Store, caplog: Any,
 
 
 def test_uploader_limits_waiting_bytes(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_upload, "_WAITING_BYTES", 1000)
+    monkeypatch.setattr(event_files, "_WAITING_BYTES", 1000)
     store.is_out = True
     writer = EventWriter(url)
     for step in range(100):

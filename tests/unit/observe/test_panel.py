@@ -18,8 +18,7 @@ from rich.console import Console as RichConsole
 
 from rayrec.config import InputError
 from rayrec.observe import console as console_module
-from rayrec.observe.console import Console
-from rayrec.observe.panel import console_line, figures, line, panel, top
+from rayrec.observe.console import Console, console_line, figures, line, panel, top
 from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.timing import PHASES
 

@@ -11,8 +11,8 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.humanize import date_text, duration_text, number_text
 from rayrec.observe.bottleneck import diagnose
+from rayrec.observe.console import console_line, early_stop_text
 from rayrec.observe.events import read_events
-from rayrec.observe.panel import console_line, early_stop_text
 from rayrec.observe.report import model, training
 from rayrec.observe.report.page import Section, document, draw, facts, folded, join_parts, tiles
 from rayrec.observe.run_summary import Event, Price, RunSummary, target_text

@@ -9,8 +9,8 @@ from markupsafe import Markup
 
 from rayrec.config import packaged_json
 from rayrec.humanize import TIME_UNITS, clock_text, duration_text, number_text, size_text
+from rayrec.observe.console import console_line
 from rayrec.observe.data_side import PipelineStats
-from rayrec.observe.panel import console_line
 from rayrec.observe.report.charts import Bar, Line, Mark, Moment, Span, line_chart, stacked_bars, timeline
 from rayrec.observe.report.page import Section, charts, facts, table
 from rayrec.observe.run_summary import VALIDATION, Attempt, Cost, Event, RunSummary
