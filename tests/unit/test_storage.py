@@ -22,10 +22,8 @@ import rayrec
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.storage import files, filesystems, retry
-from rayrec.storage.azure import AzureLocation
 from rayrec.storage.files import Scratch
-from rayrec.storage.gcs import GcsLocation
-from rayrec.storage.s3 import S3Location
+from rayrec.storage.stores import AzureLocation, GcsLocation, S3Location
 
 
 def found_in(*place: Any, **options: Any) -> list[str]:

@@ -10,10 +10,8 @@ from urllib.request import getproxies
 from pyarrow import fs as arrow_fs
 
 from rayrec.config import InputError
-from rayrec.storage.azure import AzureLocation
-from rayrec.storage.gcs import GcsLocation
 from rayrec.storage.retry import classify_error, outage_s, retry
-from rayrec.storage.s3 import S3Location
+from rayrec.storage.stores import AzureLocation, GcsLocation, S3Location
 from rayrec.storage.urls import in_object_store, local_path, scheme_of
 
 _Result = TypeVar("_Result")

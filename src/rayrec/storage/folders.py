@@ -16,8 +16,8 @@ from pyarrow import fs as arrow_fs
 from rayrec.config import InputError
 from rayrec.storage.files import Scratch, copy_file, exists, info_of, missing, partial_of, sync
 from rayrec.storage.filesystems import with_retries
-from rayrec.storage.gcs import first_level
 from rayrec.storage.range_reader import in_order, in_parallel
+from rayrec.storage.stores import first_level
 from rayrec.storage.urls import folder_of, in_object_store, is_url, join, local_path, name_of, scheme_of, url_of
 
 _GLOB: Final = re.compile(r"[*?\[]")
