@@ -96,11 +96,11 @@ def compare(
     """Compare several click models on the same labelled rows, with p-values. Exit status 2 if a gate fails.
 
     Returns metrics with intervals, the cost of each model, and the significant differences; see
-    `rayrec.inference.compare.compare`. `options` are the fields of `rayrec.inference.config.ComparisonConfig`. Failed `gates`
+    `rayrec.inference.evaluate.compare`. `options` are the fields of `rayrec.inference.config.ComparisonConfig`. Failed `gates`
     are listed in the result's `failures` and raise no error. Other arguments: see `evaluate`. Raises InputError for models
     without a common raw schema, label and rows."""
-    from rayrec.inference.compare import compare as run
     from rayrec.inference.config import ComparisonConfig
+    from rayrec.inference.evaluate import compare as run
 
     settings = ComparisonConfig().updated(options)
     configs = [

@@ -20,9 +20,9 @@ from rayrec.cli import run
 from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.logs.text_parser import parse
-from rayrec.inference.compare import compare as compare_checkpoints
 from rayrec.inference.config import ComparisonGates
 from rayrec.inference.evaluate import ScoredRows, scored_rows
+from rayrec.inference.evaluate import compare as compare_checkpoints
 from rayrec.inference.model import open_served
 from rayrec.inference.scoring import ScoringJob
 from rayrec.metrics.binary import binary_metrics
@@ -296,7 +296,7 @@ def test_compare_command_output_and_exit_status(compared: list[Saved], log: Path
 
 
 def test_invalid_comparison_is_rejected_first(compared: list, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayrec.inference.compare.scored_rows", lambda *_: pytest.fail("rows are scored"))
+    monkeypatch.setattr("rayrec.inference.evaluate.scored_rows", lambda *_: pytest.fail("rows are scored"))
     schema = compared[0].preprocessor.schema
     swapped = schema.replace(dense=(schema.dense[1], schema.dense[0], *schema.dense[2:]))
     other = save_clicks(tmp_path / "d", preprocessor=hashed_preprocessor(range(5, 5 + 7 * 26, 7), swapped))
@@ -318,7 +318,7 @@ def test_different_rows_are_rejected(compared: list[Saved], log: Path, monkeypat
         rows.checksums = (next(numbers), 0)
         return rows
 
-    monkeypatch.setattr("rayrec.inference.compare.scored_rows", changed)
+    monkeypatch.setattr("rayrec.inference.evaluate.scored_rows", changed)
     with pytest.raises(InputError, match=r"b: rows or labels do not match a\. Compare models of one log\."):
         rayrec.compare([str(saved.run) for saved in compared[:2]], str(log), **QUIET)
 
