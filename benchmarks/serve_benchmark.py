@@ -211,8 +211,8 @@ def in_process(*, path: str, checkpoint: str, export: str, format: Any, size: in
     from peers.onnx_model import load
 
     from rayrec.serve.counters import Counters
+    from rayrec.serve.replica_models import BatchScorer
     from rayrec.serve.requests import open_body
-    from rayrec.serve.responses import BatchScorer
 
     torch.set_num_threads(1)
     model, text, rows = load_rows(path, checkpoint, size)

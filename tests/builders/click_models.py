@@ -222,7 +222,7 @@ def logits_of(model: ServedModel, text: bytes) -> np.ndarray:
     """Score unlabelled rows of a hexadecimal log without a server."""
     from rayrec.data.logs.text_parser import parse
     from rayrec.serve.counters import Counters
-    from rayrec.serve.responses import BatchScorer
+    from rayrec.serve.replica_models import BatchScorer
 
     raw, faults = parse(model.preprocessor.schema.unlabelled(), text)
     assert not faults.total, faults.describe()

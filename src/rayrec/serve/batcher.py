@@ -15,7 +15,7 @@ from rayrec.serve.config import ServeConfig
 from rayrec.serve.requests import RequestBody, RequestError
 
 if TYPE_CHECKING:
-    from rayrec.serve.responses import ScoreResponse
+    from rayrec.serve.replica_models import ScoreResponse
 
 _RETRY: Final = {"retry-after": "1"}
 INLINE_ROWS: Final = 64

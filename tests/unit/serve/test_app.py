@@ -553,6 +553,6 @@ def test_metrics_count_requests_and_failure_affects_one_only(monkeypatch: pytest
     assert result["rayrec_serve_waiting_rows"] == 0
     assert result[f'rayrec_serve_replicas{{model="{MODEL.version}",preprocessor="{MODEL.preprocessor_hash}"}}'] == 1
     with monkeypatch.context() as patch:
-        patch.setattr("rayrec.serve.responses.OOVCounter.count", lambda *_: 1 / 0)
+        patch.setattr("rayrec.serve.replica_models.OOVCounter.count", lambda *_: 1 / 0)
         assert "division" not in json.dumps(error_of(post(app, TEXT), 500))
     assert post(app, TEXT).status == 200

@@ -503,7 +503,7 @@ def test_shadow_counts_score_differences() -> None:
 def test_slow_shadow_drops_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     models, counters = _host()
     go_on = threading.Event()
-    monkeypatch.setattr("rayrec.serve.responses.BatchScorer.score", lambda *_: go_on.wait(30))
+    monkeypatch.setattr("rayrec.serve.replica_models.BatchScorer.score", lambda *_: go_on.wait(30))
     _switch(models, DesiredState(1, A, shadow=B))
     app = ScoringApp(models, counters, config=ServeConfig())
     for _ in range(20):
