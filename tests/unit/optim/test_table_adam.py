@@ -19,8 +19,7 @@ from rayrec.optim import config as optim
 from rayrec.optim import table_adam
 from rayrec.optim.config import SparseOptimizerConfig
 from rayrec.optim.optimizer import DataParallelTableOptimizer, data_parallel_optimizer
-from rayrec.optim.row_gradients import Lookups, RowGradients, TableFeatures
-from rayrec.optim.table_adam import AdamStep, TableAdam, TablePart
+from rayrec.optim.table_adam import AdamStep, Lookups, RowGradients, TableAdam, TableFeatures, TablePart
 
 ROWS, COLUMNS, STEPS = 40, 6, 200
 
