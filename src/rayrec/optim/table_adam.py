@@ -1,5 +1,4 @@
-"""Adam for embedding tables: for all rows in each step, as torch.optim.Adam, or only for the rows of the batch, from row gradients
-that are collected in the backward pass."""
+"""Adam for embedding tables: for all rows in each step, as torch.optim.Adam, or only for the rows with gradients."""
 
 from __future__ import annotations
 

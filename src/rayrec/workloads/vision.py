@@ -15,8 +15,7 @@ from rayrec.bounds import Amount, Count, Natural, Positive, Share
 from rayrec.config import Config, InputError
 from rayrec.data import numbered_rows
 from rayrec.data.engine import Engine, InProcess, Shared, ThreadEngine
-from rayrec.data.images import READABLE, ImageConfig, ImageIndex, ImageRows, image_files, index_images
-from rayrec.data.numbered_rows import IMAGES, LABELS, ArrayRows, RowSource
+from rayrec.data.numbered_rows import IMAGES, LABELS, READABLE, ArrayRows, ImageConfig, ImageIndex, ImageRows, RowSource
 from rayrec.imports import require
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
@@ -334,12 +333,12 @@ class ImageFilesWorkload(VisionWorkload):
             )
         for data in (config.train_data, config.eval_data):
             if data.path is not None:
-                image_files(data.path)
+                numbered_rows.image_files(data.path)
         if self.weights is not None and not storage.exists(self.weights):
             raise InputError(f"workload.weights: {self.weights}: no such file")
 
     def list_data(self, path: str, names: Sequence[str]) -> list[storage.File]:
-        return list(image_files(path)[1].values())
+        return list(numbered_rows.image_files(path)[1].values())
 
     def prepare(self, context: RunContext) -> Prepared:
         train_path, test_path = context.config.train_data.path, context.config.eval_data.path
@@ -361,7 +360,7 @@ class ImageFilesWorkload(VisionWorkload):
         return Prepared(sets, weights, hashlib.sha256(hashes.encode()).hexdigest()[:16], train.classes)
 
     def _index(self, path: str, engine: Engine, *, classes: Sequence[str] = ()) -> ImageIndex:
-        index, classes_of_model = index_images(path, engine, classes=classes), self.model.num_classes
+        index, classes_of_model = numbered_rows.index_images(path, engine, classes=classes), self.model.num_classes
         assert index.labels is not None
         needed = len(index.classes) or int(index.labels.max()) + 1
         if needed > classes_of_model or (index.classes and needed < classes_of_model):
@@ -390,7 +389,7 @@ class ImageFilesWorkload(VisionWorkload):
 
     def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
         """Open images anywhere below a folder, a file, or tar shards, with labels only if available."""
-        index = index_images(path, ThreadEngine(1), classes=_classes_of(checkpoint), labelled=False)
+        index = numbered_rows.index_images(path, ThreadEngine(1), classes=_classes_of(checkpoint), labelled=False)
         return ImageRows(InProcess(index), self.images, self._mode)
 
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 import rayrec
 from rayrec.data.engine import InProcess, StreamEngine, TaskPlacement, ThreadEngine
-from rayrec.data.images import ImageConfig, ImageIndex, ImageRows, index_images
+from rayrec.data.numbered_rows import ImageConfig, ImageIndex, ImageRows, index_images
 from rayrec.ingest import batches, ray_engine
 from rayrec.ingest.block_order import BatchSharding
 from rayrec.ingest.loader import Loader
