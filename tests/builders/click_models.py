@@ -18,10 +18,9 @@ from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.inference.model import ServedModel
 from rayrec.ingest.batches import sparse_features
 from rayrec.models.base import ClickModelConfig, ModelInputs
-from rayrec.models.embeddings import feature_names
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.scoring_tables import RowFormat
-from rayrec.models.sharded_model import ClickModel, build_click_model
+from rayrec.models.sharded_model import ClickModel, build_click_model, feature_names
 from rayrec.schema import Schema
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.scorer import empty_model, make_scorer

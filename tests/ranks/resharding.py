@@ -17,8 +17,8 @@ from rayrec import checkpoint
 from rayrec.batch import DENSE, Batch
 from rayrec.checkpoint.state import all_tensors, restore_all
 from rayrec.models.base import ModelInputs
-from rayrec.models.embeddings import feature_names, initialize_shards
 from rayrec.models.ranking.dlrm import DLRMConfig
+from rayrec.models.sharded_model import feature_names, initialize_shards
 from rayrec.optim import config as optim
 from rayrec.optim.table_adam import disable_fused_update
 from rayrec.sharding.planner import ShardingConfig, Site, embedding_sharders, placements, plan_sharding

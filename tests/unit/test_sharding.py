@@ -10,7 +10,7 @@ from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from rayrec.models.embeddings import build_embeddings
+from rayrec.models.sharded_model import build_embeddings
 from rayrec.optim.config import SparseOptimizerConfig
 from rayrec.sharding.placement import TablePlacement, data_parallel_tables, describe, placements
 from rayrec.sharding.planner import ShardingConfig, Site, embedding_sharders, plan_sharding

@@ -24,13 +24,13 @@ from rayrec.config import InputError
 from rayrec.metrics.means import RowMetrics
 from rayrec.metrics.ranking import rank_measures
 from rayrec.models.base import ClickModelConfig, ModelInputs, TableInit, stored_model
-from rayrec.models.embeddings import TableValues, build_embeddings
 from rayrec.models.ensemble import build_network
 from rayrec.models.heads import NumberHead, label_heads
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.ranking.ensemble import EnsembleConfig
 from rayrec.models.ranking.finalnet import FinalNetConfig
 from rayrec.models.scoring_tables import QUANTIZATIONS, DeviceTables, HostTables, Lookup, Quantization, RowFormat, table_name
+from rayrec.models.sharded_model import TableValues, build_embeddings
 from rayrec.schema import Label
 from rayrec.workloads.recsys.scorer import PlainModel
 

@@ -29,10 +29,10 @@ from rayrec.checkpoint import Checkpoint, DamagedError, folder_of, full_tensors,
 from rayrec.checkpoint.state import all_tensors, start_from
 from rayrec.checkpoint.writer import ExtraFiles
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.models.embeddings import TableValues
 from rayrec.models.ranking.dcnv2 import DCNv2Config
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
+from rayrec.models.sharded_model import TableValues
 from rayrec.observe.console import Console
 from rayrec.observe.timing import Stopwatch
 from rayrec.schema import Feature, Schema

@@ -32,8 +32,7 @@ from rayrec.ingest.loader import Loader
 from rayrec.ingest.stream import MappedSource, TaskSource
 from rayrec.models.base import ModelInputs, table_key
 from rayrec.models.cost import network_multiply_adds
-from rayrec.models.embeddings import initialize_shards
-from rayrec.models.sharded_model import saved_name
+from rayrec.models.sharded_model import initialize_shards, saved_name
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.optim.optimizer import JointlyClippedOptimizer, data_parallel_optimizer
 from rayrec.optim.table_adam import TableAdam, disable_fused_update
