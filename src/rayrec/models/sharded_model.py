@@ -119,20 +119,6 @@ def build_embeddings(
     return EmbeddingBagCollection(tables=tables, is_weighted=weighted, device=torch.device(device))
 
 
-def build_sequences(
-    num_embeddings: Sequence[int],
-    *,
-    embedding_dim: int,
-    seed: int,
-    table_of: Mapping[str, str],
-    device: str = "meta",
-    start: TableInit | None = None,
-) -> EmbeddingCollection:
-    """Build the tables of features with unpooled lookups. See `build_embeddings`."""
-    settings = _table_settings(num_embeddings, table_of, embedding_dim=embedding_dim, seed=seed, start=start)
-    return EmbeddingCollection(tables=[EmbeddingConfig(**of_table) for of_table in settings], device=torch.device(device))
-
-
 def _table_settings(
     num_embeddings: Sequence[int], table_of: Mapping[str, str], *, embedding_dim: int, seed: int, start: TableInit | None
 ) -> list[dict[str, Any]]:
@@ -388,16 +374,19 @@ def build_click_model(
     of_sequences = {feature: table_of[feature] for feature in unpooled}
     for feature in config.full_tables(inputs):
         of_sequences[table_key(feature)], rows_of[table_key(feature)] = table_of[feature], rows_of[feature]
-    shared: dict[str, Any] = {"embedding_dim": config.table_width, "seed": seed, "device": embedding_device, "start": start}
+    shared: dict[str, Any] = {"embedding_dim": config.table_width, "seed": seed, "start": start}
     with torch.random.fork_rng(devices=[]):
         # Inside, because building tables on "cpu" also draws from the global generator before our values replace theirs.
         embeddings = sequences = None
         if of_bags:
             sizes = [rows_of[feature] for feature in of_bags]
-            embeddings = build_embeddings(sizes, table_of=of_bags, weighted=inputs.weighted, **shared)
+            bags: dict[str, Any] = {"table_of": of_bags, "device": embedding_device, "weighted": inputs.weighted}
+            embeddings = build_embeddings(sizes, **bags, **shared)
         if of_sequences:
             sizes = [rows_of[feature] for feature in of_sequences]
-            sequences = build_sequences(sizes, table_of=of_sequences, **shared)
+            settings = _table_settings(sizes, of_sequences, **shared)
+            tables = [EmbeddingConfig(**of_table) for of_table in settings]
+            sequences = EmbeddingCollection(tables=tables, device=torch.device(embedding_device))
         torch.manual_seed(seed)
         network = build_network(config, inputs, precision=precision)
     heads, penalty = config.output_heads(inputs), config.embedding_penalty
