@@ -65,18 +65,12 @@ def gathered_rows(values: torch.Tensor, group: ProcessGroup | None = None) -> tu
     may have different numbers of rows, or none; `values` is float32 or bfloat16 [rows, ...], with one dtype and trailing shape.
     The gradient of a row is the sum of all workers', added in rank order. Collective, as is its backward pass."""
     import torch
-
-    counts = [int(count) for count in gathered(torch.tensor([len(values)]), group)]
-    start = sum(counts[: distributed_rank(group)])
-    rows: torch.Tensor = _gathered_rows().apply(values, counts, group)
-    return rows, slice(start, start + len(values))
-
-
-def distributed_rank(group: ProcessGroup | None = None) -> int:
-    """Return the rank in a group (None: all workers), or 0 without torch.distributed."""
     from torch import distributed
 
-    return distributed.get_rank(group) if num_workers(group) > 1 else 0
+    counts = [int(count) for count in gathered(torch.tensor([len(values)]), group)]
+    start = sum(counts[: distributed.get_rank(group)]) if len(counts) > 1 else 0
+    rows: torch.Tensor = _gathered_rows().apply(values, counts, group)
+    return rows, slice(start, start + len(values))
 
 
 @cache
