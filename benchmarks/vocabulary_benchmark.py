@@ -27,9 +27,8 @@ from subprocesses import check_ended
 import rayrec
 from rayrec import storage
 from rayrec.cluster import connection
-from rayrec.data.encoding.counts import TASK_BYTES, CountingJob, count_log
+from rayrec.data.encoding.counts import TASK_BYTES, CountingIndexer, CountingJob, count_log
 from rayrec.data.encoding.encoder import find_ids
-from rayrec.data.encoding.one_pass import CountingIndexer
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.data.engine import TaskContext, TaskPlacement

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.encoding.counts import CountingIndexer
 from rayrec.data.encoding.extension import Extension, preprocessor_folder, rules_of, with_id_tables
 from rayrec.data.encoding.extension import extend as extend_preprocessor
-from rayrec.data.encoding.one_pass import CountingIndexer
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, make_preprocessor
 from rayrec.data.engine import Engine

@@ -22,7 +22,7 @@ from rayrec.workloads.run_config import DataConfig
 
 if TYPE_CHECKING:
     from rayrec.checkpoint import Checkpoint
-    from rayrec.data.encoding.one_pass import CountingIndexer
+    from rayrec.data.encoding.counts import CountingIndexer
     from rayrec.data.log_source import TextIndexer
     from rayrec.ingest.block_order import BlockPlan, Position
     from rayrec.ingest.loader import Loader
@@ -66,7 +66,7 @@ class ClickWorkload(ClickSettings):
         return LogSource.at(path, names).list_files()
 
     def prepare(self, context: RunContext) -> Prepared:
-        from rayrec.data.encoding.one_pass import CountingIndexer
+        from rayrec.data.encoding.counts import CountingIndexer
 
         if importlib.util.find_spec("torchrec") is None:
             raise InputError("torchrec is not installed, which click models require. `rayrec doctor` prints the fix.")

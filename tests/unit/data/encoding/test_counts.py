@@ -26,9 +26,8 @@ from hypothesis import strategies as st
 from rayrec import storage
 from rayrec.data.encoding import counts as counting
 from rayrec.data.encoding.category_counter import Spill, TokenCounter, count_columns
-from rayrec.data.encoding.counts import NO_ROW, CountingJob, Counts, count_log, count_parts, problems_of
+from rayrec.data.encoding.counts import NO_ROW, CountingIndexer, CountingJob, Counts, count_log, count_parts, problems_of
 from rayrec.data.encoding.encoder import Derivation
-from rayrec.data.encoding.one_pass import CountingIndexer
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import TaskContext
 from rayrec.data.log_source import index_log
