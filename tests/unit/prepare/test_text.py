@@ -11,8 +11,6 @@ import pytest
 from builders.engines import Died, LoopEngine
 from builders.faults import fails_with, rejects
 from builders.runs import QUIET, files_in
-from hypothesis import given
-from hypothesis import strategies as st
 
 import rayrec
 from rayrec.data.text.mds import TokenRows
@@ -186,18 +184,6 @@ def test_text_job_rejects_changed_inputs(here: LoopEngine, beer: Path, tmp_path:
     rejects(r"out\.partial: incomplete output of a call.*different block_size", prepared, beer, tmp_path / "out", block_size=8)
     beer.write_text(TEXT + "one more\n")
     rejects(r"^[^\n]*different text;[^\n]*$", prepared, beer, tmp_path / "out")
-
-
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 9), st.integers(1, 7))
-def test_shards_contain_every_token_once(counts: list[int], block_size: int, rows_per_shard: int) -> None:
-    parts = list(enumerate(counts, start=3))
-    planned = preparing.plan_shards("train", parts, block_size=block_size, rows_per_shard=rows_per_shard)
-    everything = [(part, token) for part, count in parts for token in range(count)]
-    pieces = [piece for shard in planned for piece in shard.pieces]
-    placed = [(part, token) for part, start, count in pieces for token in range(start, start + count)]
-    assert placed == everything[: sum(counts) // block_size * block_size]
-    assert all(shard.tokens == rows_per_shard * block_size for shard in planned[:-1])
-    assert [shard.number for shard in planned] == list(range(len(planned)))
 
 
 # -- misuse
