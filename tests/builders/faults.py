@@ -21,6 +21,13 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return fail
 
 
+class Trap:
+    """Object that fails the test if it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pytest.fail, ("executed",)
+
+
 def at_first(
     errors: Iterable[BaseException], function: Callable[..., Any] = lambda *_, **__: None, *, end: str = ""
 ) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from builders.faults import rejects, watched
 from ranks.checkpoint import same
 from ranks.data_parallel import products_by_onednn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
+from transformers import GPT2Config as HuggingFaceConfig
 
 from rayrec import checkpoint
 from rayrec.checkpoint.writer import ExtraFiles
@@ -197,19 +198,22 @@ def test_prompts_are_lines_and_generation_stops_at_end_token(tmp_path: Path) -> 
 
 
 # -- checkpoints, exports and initial weights
+def built_and_saved(config: TrainConfig, prepared: Prepared, folder: Path) -> tuple[str, Any]:
+    """Return the path of a checkpoint, and its model."""
+    torch.manual_seed(0)
+    model, step = config.workload.build(prepared), str(folder / "step")
+    tensors = {f"model.{name}": value for name, value in checkpoint.drop_tied_tensors(model.state_dict()).items()}
+    checkpoint.save(step, tensors, state={}, extra_files=ExtraFiles(config.workload.checkpoint_files(prepared)).write)
+    return step, model
+
+
 @pytest.fixture(scope="module", params=["characters", "bytes_bpe"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("saved")
     files = FILES if request.param == "characters" else bytes_bpe([TEXT * 20], 280)
     config = small(folder / "tokens")
     folder_of(folder / "tokens", files=files)
-    prepared = prepare(config, folder)
-    torch.manual_seed(0)
-    model = config.workload.build(prepared)
-    tensors = {f"model.{name}": value for name, value in checkpoint.drop_tied_tensors(model.state_dict()).items()}
-    extra = ExtraFiles(config.workload.checkpoint_files(prepared))
-    checkpoint.save(str(folder / "step"), tensors, state={}, extra_files=extra.write)
-    return config, str(folder / "step"), model
+    return config, *built_and_saved(config, prepare(config, folder), folder)
 
 
 def test_tied_weights_are_stored_once_and_export_loads_elsewhere(saved: Saved, tmp_path: Path) -> None:
@@ -261,7 +265,6 @@ def test_scoring_uses_tokenizer_and_cut_of_training(saved: Saved, tmp_path: Path
     open_labelled = partial(config.workload.open_labelled, config, checkpoint=folder)
     rejects("tokenizer does not match the model", open_labelled, path=str(tmp_path / "other"))
     reads = watched(monkeypatch, text_blocks, "read_texts")
-    (tmp_path / "more.txt").write_text(TEXT * 3)
     older = tmp_path / "older"
     shutil.copytree(folder, older)
     described = json.loads((older / "config.json").read_text())
@@ -327,13 +330,11 @@ def test_config_folder_builds_any_causal_model(tmp_path: Path, kind: str) -> Non
     folder_of(tmp_path / "tokens")
     config = small(tmp_path / "tokens", model={"config": described(tmp_path / "config", kind)})
     prepared = prepare(config, tmp_path)
-    torch.manual_seed(0)
-    model = config.workload.build(prepared).eval()
+    step, model = built_and_saved(config, prepared, tmp_path)
+    model.eval()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert prepared.num_parameters == sum(parameter.numel() for parameter in model.parameters())
-    tensors = {f"model.{name}": value for name, value in checkpoint.drop_tied_tensors(model.state_dict()).items()}
-    extra, step, out = ExtraFiles(config.workload.checkpoint_files(prepared)), str(tmp_path / "step"), str(tmp_path / "out")
-    checkpoint.save(step, tensors, state={}, extra_files=extra.write)
+    out = str(tmp_path / "out")
     loaded = load_model(config.workload, config, checkpoint=step)
     config.workload.export(config, checkpoint=step, out=out)
     tokens = torch.randint(0, 28, (2, BLOCK))
@@ -467,45 +468,16 @@ def test_recipes_match_descriptions() -> None:
         assert config.replace(loop="huggingface").loop == "huggingface"
 
 
-@pytest.mark.parametrize("fields", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": math.inf}])
-def test_generation_settings_are_validated(fields: dict[str, float]) -> None:
-    rejects("(max_new_tokens: must be at least 1|temperature: must be at least 0 and below inf), got", LanguageWorkload, **fields)
-
-
 # GPT-2 models against HuggingFace, and their oneDNN layers ------------------------------------------------------------
-TINY = GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=24, dropout=0.0)
-
-
-def test_num_parameters_and_function_match_huggingface() -> None:
-    model = TINY.build(50, end_of_text=49)
-    assert sum(parameter.numel() for parameter in model.parameters()) == TINY.num_parameters(50)
-    assert model.lm_head.weight is model.transformer.wte.weight
-    assert (model.config.eos_token_id, model.config.n_positions) == (49, 24)
-    # The fused activation equals GPT-2's. All other settings are transformers' defaults.
-    from transformers import GPT2Config as HuggingFaceConfig
-    from transformers import GPT2LMHeadModel
-
-    model = TINY.build(50)
-    other = GPT2LMHeadModel(
-        HuggingFaceConfig(
-            vocab_size=50, n_layer=2, n_head=2, n_embd=16, n_positions=24, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-        )
-    )
-    other.load_state_dict(model.state_dict())
-    tokens = torch.randint(0, 50, (3, 24))
-    torch.testing.assert_close(model(tokens).logits, other(tokens).logits)
-
-
 WIDE = GPT2Config(n_layer=2, n_head=2, n_embd=64, n_positions=24, dropout=0.0)
 """Config wide enough for oneDNN, also in the backward pass."""
 
 
-def pair() -> tuple[torch.nn.Module, torch.nn.Module]:
-    from transformers import GPT2Config as HuggingFaceConfig
-    from transformers import GPT2LMHeadModel
-
-    model = WIDE.build(50)
-    other = GPT2LMHeadModel(HuggingFaceConfig.from_dict(WIDE.to_huggingface(50)))
+def pair(activation: str = "gelu_new") -> tuple[GPT2LMHeadModel, GPT2LMHeadModel]:
+    """Return ours and HuggingFace's, by default with GPT-2's activation. All other settings are transformers' defaults."""
+    sizes = {"vocab_size": 50, "n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 24, "activation_function": activation}
+    model = WIDE.build(50, end_of_text=49)
+    other = GPT2LMHeadModel(HuggingFaceConfig(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
     other.load_state_dict(model.state_dict())
     return model, other
 
@@ -515,6 +487,9 @@ def test_loss_and_gradients_match_huggingface(monkeypatch: pytest.MonkeyPatch) -
     tokens = torch.randint(0, 50, (4, 24))
     model, other = pair()
     assert [*model.state_dict()] == [*other.state_dict()]
+    assert (model.config.eos_token_id, model.config.n_positions) == (49, 24)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert sum(parameter.numel() for parameter in model.parameters()) == WIDE.num_parameters(50)
     shapes, expected = ({name: value.shape for name, value in each.named_parameters()} for each in (model, other))
     assert shapes == expected
     losses = [each(tokens, labels=tokens).loss for each in (model, other)]
@@ -535,7 +510,7 @@ def test_bf16_and_small_products_use_torch(monkeypatch: pytest.MonkeyPatch) -> N
     products = products_by_onednn(monkeypatch)
     tokens = torch.randint(0, 50, (2, 24))
     with torch.autocast("cpu", torch.bfloat16):
-        ours, others = (each(tokens).logits for each in pair())
+        ours, others = (each(tokens).logits for each in pair("gelu_pytorch_tanh"))  # the fused one
     assert not products
     assert torch.equal(ours, others)
     monkeypatch.setattr(language_model, "_MIN_MULTIPLY_ADDS", 2 * 24 * 64 * 4 * 64)
@@ -564,10 +539,12 @@ def test_onednn_layers_support_copy_pickle_and_checkpointing(monkeypatch: pytest
         torch.testing.assert_close(parameter.grad, gradients[name])
 
 
-def test_gpt2_config_rejects_invalid_sizes() -> None:
-    for fields, message in (
-        ({"n_layer": 0}, "n_layer: must be at least 1, got 0"),
-        ({"n_embd": 10, "n_head": 3}, "must be a multiple of n_head 3"),
-        ({"dropout": 1.0}, "below 1"),
+def test_settings_reject_invalid_values() -> None:
+    for config, fields, message in (
+        (GPT2Config, {"n_layer": 0}, "n_layer: must be at least 1, got 0"),
+        (GPT2Config, {"n_embd": 10, "n_head": 3}, "must be a multiple of n_head 3"),
+        (GPT2Config, {"dropout": 1.0}, "below 1"),
+        (LanguageWorkload, {"max_new_tokens": 0}, "max_new_tokens: must be at least 1, got 0"),
+        *((LanguageWorkload, {"temperature": t}, "must be at least 0 and below inf, got") for t in (-1.0, math.inf)),
     ):
-        rejects(message, GPT2Config, **fields)
+        rejects(message, config, **fields)

@@ -14,6 +14,7 @@ from unittest.mock import MagicMock, Mock
 import numpy as np
 import pytest
 import torch
+from builders.exports import write_criteo_rows
 from builders.faults import rejects
 from builders.logs import learn, open_index
 from ranks import click
@@ -98,9 +99,7 @@ def test_plan_includes_columns_of_preset_and_preprocessor(tmp_path: Path) -> Non
     assert "int_12" in rayrec.plan(config, tables=[10] * 39)
     rejects("must have one table size per sparse column \(39\), got 26", rayrec.plan, config, tables=[10] * 26)
     # A preset can bucketize integers, so model columns differ from log columns.
-    values = np.random.default_rng(0).integers(0, 9, (200, 26))
-    lines = ("\t".join(["1", *map(str, range(13)), *(f"{value:08x}" for value in row)]) for row in values)
-    (tmp_path / "log.txt").write_text("\n".join(lines) + "\n")
+    write_criteo_rows(tmp_path / "log.txt", 200)
     learn(open_index(tmp_path / "log.txt"), preset=FUXICTR_X4).save(str(tmp_path / "preprocessor"))
     assert "int_12" in rayrec.plan(recipes.criteo_demo().replace(workload={"preprocessor": str(tmp_path / "preprocessor")}))
 
@@ -279,10 +278,8 @@ LOG_ROWS = 2000
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    values = np.random.default_rng(0).integers(0, 2**32, (LOG_ROWS, 26))
-    lines = ("\t".join(["1", *map(str, range(13)), *(f"{value:08x}" for value in row)]) for row in values)
-    (tmp_path / "log.txt").write_text("\n".join(lines) + "\n")
-    return recipes.criteo_demo(str(tmp_path / "log.txt")).replace(batch_size=8, workload={"preset": {"min_count": 1}})
+    log = write_criteo_rows(tmp_path / "log.txt", LOG_ROWS)
+    return recipes.criteo_demo(log).replace(batch_size=8, workload={"preset": {"min_count": 1}})
 
 
 def probed(config: TrainConfig, target: Target, train: Any) -> MeasuredSpeed:
