@@ -46,7 +46,7 @@ def _append(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def _steps(path: Path, **options: Any) -> list[int]:
+def _steps(path: Path | str, **options: Any) -> list[int]:
     return [event["step"] for event in read_events(path, **options)]
 
 
@@ -294,10 +294,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     return store
 
 
-def _steps_at(url: str) -> list[int]:
-    return [event["step"] for event in read_events(url)]
-
-
 def _write_steps(url: str, *steps: int) -> None:
     with EventWriter(url) as writer:
         for step in steps:
@@ -315,13 +311,13 @@ def test_steps_are_batched_and_other_events_sent_at_once(url: str, store: Store,
         assert store.num_uploads == 1  # Steps wait after an upload.
         writer.write("evaluate", step=50)
         until(lambda: store.num_uploads == 2)
-        assert _steps_at(url) == [*range(51)]
+        assert _steps(url) == [*range(51)]
         monkeypatch.setattr(event_files, "_INTERVAL_S", 0.1)  # Applies after the next upload.
         for kind, step in (("evaluate", 51), ("step", 52)):
             writer.write(kind, step=step)
             until(lambda step=step: store.num_uploads == step - 48)
-        assert _steps_at(url) == [*range(53)]
-    assert (_steps_at(url), writer.num_lost) == ([*range(53)], 0)
+        assert _steps(url) == [*range(53)]
+    assert (_steps(url), writer.num_lost) == ([*range(53)], 0)
 
 
 def test_flush_uploads_and_returns_success(url: str, store: Store) -> None:
@@ -330,13 +326,13 @@ def test_flush_uploads_and_returns_success(url: str, store: Store) -> None:
     for kind, step in (("start", 1), ("step", 2)):
         writer.write(kind, step=step)
         assert writer.flush()
-    assert _steps_at(url) == [1, 2]
+    assert _steps(url) == [1, 2]
     store.is_out = True
     writer.write("step", step=3)
     assert not writer.flush(timeout_s=0.1)
     store.is_out = False
     assert writer.flush(timeout_s=60)
-    assert _steps_at(url) == [1, 2, 3]
+    assert _steps(url) == [1, 2, 3]
     writer.close()
 
 
@@ -346,7 +342,7 @@ def test_long_run_writes_several_parts(url: str, folder: Path, monkeypatch: pyte
     names = sorted(os.listdir(folder))
     assert len(names) > 3
     assert names[1].endswith("-000002.jsonl")
-    assert _steps_at(url) == [*range(40)]
+    assert _steps(url) == [*range(40)]
 
 
 def test_outage_loses_no_events_and_never_blocks(url: str, store: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -359,7 +355,7 @@ def test_outage_loses_no_events_and_never_blocks(url: str, store: Store, caplog:
         until(lambda: store.num_refused >= 2)
         store.is_out = False
         assert writer.flush(timeout_s=60)
-    assert (writer.num_lost, _steps_at(url)) == (0, list(range(1000)))
+    assert (writer.num_lost, _steps(url)) == (0, list(range(1000)))
     assert len(caplog.records) == 1
     assert "the store was out" in caplog.text
 
@@ -379,7 +375,7 @@ def test_close_counts_losses_of_long_outage(url: str, store: Store, caplog: Any,
         writer.write("step", step=4)
     assert writer.num_lost == 3
     assert "Lost 2 event(s)" in caplog.text
-    assert _steps_at(url) == [1]
+    assert _steps(url) == [1]
 
 
 def test_uploader_limits_waiting_bytes(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,7 +387,7 @@ def test_uploader_limits_waiting_bytes(url: str, store: Store, monkeypatch: pyte
     assert 70 < (lost := writer.num_lost) < 100
     store.is_out = False
     assert writer.flush(timeout_s=60)
-    assert _steps_at(url) == list(range(100 - lost))
+    assert _steps(url) == list(range(100 - lost))
     writer.write("step", step=7)  # There is room again.
     writer.close()
     assert writer.num_lost == lost
@@ -404,7 +400,7 @@ def test_interpreter_exit_flushes_events(url: str) -> None:
         "for step in range(5): writer.write('step', step=step)\n"
     )
     run = subprocess.run([sys.executable, "-c", code, url], capture_output=True, text=True, check=True)
-    assert (run.stderr, _steps_at(url)) == ("", list(range(5)))
+    assert (run.stderr, _steps(url)) == ("", list(range(5)))
 
 
 def test_forked_process_writes_separate_parts(url: str, folder: Path) -> None:
@@ -419,7 +415,7 @@ def test_forked_process_writes_separate_parts(url: str, folder: Path) -> None:
             os._exit(0)
     os.waitpid(child, 0)
     writer.close()
-    assert (_steps_at(url), len(os.listdir(folder))) == ([1, 2], 2)
+    assert (_steps(url), len(os.listdir(folder))) == ([1, 2], 2)
 
 
 def test_merge_events_orders_writers_by_time(url: str, folder: Path) -> None:
@@ -427,15 +423,15 @@ def test_merge_events_orders_writers_by_time(url: str, folder: Path) -> None:
         for step in range(0, 20, 2):
             one.write("step", step=step)
             other.write("step", step=step + 1)
-    assert _steps_at(url) == [*range(20)]
+    assert _steps(url) == [*range(20)]
     for _ in range(2):
         merge_events(url)
         assert not folder.exists()
-        assert _steps_at(url) == [*range(20)]
+        assert _steps(url) == [*range(20)]
     _write_steps(url, 20)  # The run continues.
-    assert _steps_at(url) == [*range(21)]
+    assert _steps(url) == [*range(21)]
     merge_events(url)
-    assert _steps_at(url) == _steps_at(f"{folder}.jsonl") == [*range(21)]
+    assert _steps(url) == _steps(f"{folder}.jsonl") == [*range(21)]
 
 
 def test_interrupted_merge_duplicates_no_events(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,9 +439,9 @@ def test_interrupted_merge_duplicates_no_events(url: str, folder: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(storage, "remove_folder", lambda path: None)
         merge_events(url)
-    assert (folder.exists(), _steps_at(url)) == (True, [1, 1, 1])
+    assert (folder.exists(), _steps(url)) == (True, [1, 1, 1])
     merge_events(url)
-    assert (folder.exists(), _steps_at(url)) == (False, [1, 1, 1])
+    assert (folder.exists(), _steps(url)) == (False, [1, 1, 1])
 
 
 def test_merge_keeps_growing_part(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,7 +458,7 @@ def test_merge_keeps_growing_part(url: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(storage, "write_bytes", write_and_grow)
     merge_events(url)
-    assert _steps_at(url) == [1, 2]
+    assert _steps(url) == [1, 2]
     writer.close()
 
 

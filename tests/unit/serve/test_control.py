@@ -428,14 +428,7 @@ def test_swap_under_load_loses_no_request() -> None:
     app.close()
 
 
-def test_rejected_model_changes_no_state_and_late_replica_checks() -> None:
-    models, _ = _host()
-    assert models.load(DesiredState(1, ModelSource(1, "gone"))) == "gone: damaged"
-    assert (models.status().failed, models.status().cause) == (ModelSource(1, "gone"), "gone: damaged")
-    models, _ = _host(load={"a": MODELS["a"], "other": OTHER}.__getitem__)
-    for desired in (DesiredState(1, ModelSource(1, "other")), DesiredState(1, A, shadow=ModelSource(1, "other"))):
-        assert "schemas differ in" in models.load(desired)
-    assert models.model is MODELS["a"]
+def test_loaded_model_waits_for_switch_and_late_replica_checks_schema() -> None:
     models, _ = _host()
     assert not models.load(DesiredState(1, B))
     assert models.model is MODELS["a"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from builders import run_events
+from builders.faults import fails_with
 from hosts.ports import free_ports
 
 from rayrec import recipes
@@ -111,8 +112,7 @@ def test_unsent_measures_are_sent_later_or_by_resuming_driver(monkeypatch: pytes
     run = OnlineRun({}, resumed=False, refusals=1)
     tracker = online(run, monkeypatch)
     run_events.feed(tracker, [STEP_100, EVALUATION_100], flush=False)
-    with pytest.raises(ConnectionError):
-        tracker.flush()
+    fails_with(ConnectionError, "", tracker.flush)
     tracker.flush()
     assert run.sent == [{"step": 100, "train/loss": 0.5}, {"step": 100, "validation/loss": 0.6}]
     before = OnlineRun({}, resumed=False)
