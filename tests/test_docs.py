@@ -277,13 +277,16 @@ def test_guarantees_name_targets_of_their_tests() -> None:
             assert target == f"make test{runs and '-'}{runs}", name
 
 
+def _test_names() -> set[str]:
+    functions = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    return set(re.findall(r"^(?:async )?def (test_\w+)", functions, re.MULTILINE))
+
+
 def test_rows_of_five_systems_name_existing_things() -> None:
     text = (ROOT / "docs" / "five-systems.md").read_text()
     rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", text, re.MULTILINE)
     rows = [row for row in rows if row[0] not in ("row", "---")]
-    tests = set(
-        re.findall(r"^def (test_\w+)", "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py")), re.MULTILINE)
-    )
+    tests = _test_names()
     benchmarks = set(script("benchmarks", "run").NAMES)
     assert len(rows) == 163
     for row, way, shown_by in rows:
@@ -455,9 +458,7 @@ def test_verdicts_advise_existing_flags(flags: dict[str, set[str]]) -> None:
 
 
 def test_named_tests_exist() -> None:
-    files = list((ROOT / "tests").rglob("test_*.py"))
-    functions = "\n".join(file.read_text() for file in files if file.name != "test_docs.py")
-    known = {file.name for file in files} | set(re.findall(r"^ *(?:async )?def (test_\w+)", functions, re.MULTILINE))
+    known = {file.name for file in (ROOT / "tests").rglob("test_*.py")} | _test_names()
     named = {name for page in PAGES for name in re.findall(r"`(?:tests/[\w/]+/)?(test_\w+(?:\.py|\.\.\.)?)`", page.read_text())}
     named -= {field.name for field in dataclasses.fields(Split)}  # such as test_days
     assert len(named) > 10

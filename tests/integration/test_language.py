@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from builders.runs import QUIET, TWO_WORKERS, check_no_rows_lost, check_same_run, events_of, losses, short_run, threads_of, train
 from hosts.processes import Run, finished
@@ -87,27 +86,6 @@ def test_both_loops_match(runs: dict[str, Result]) -> None:
     check_same_run(own.summary, other.summary, "metrics")
     saved = [[event["step"] for event in events_of(run.folder, "checkpoint")] for run in (own, other)]
     assert saved[0] == saved[1]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("local_ray")
-def test_checkpoint_evaluates_predicts_and_exports(runs: dict[str, Result], tokens: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    result = runs["huggingface"]
-    metrics = rayrec.evaluate(result.folder, str(tokens), console=QUIET)
-    assert metrics["rows"] == result.summary["rows_of_sets"]["validation"]
-    assert metrics["loss"] == pytest.approx(result.summary["metrics"]["loss"], rel=1e-2)  # of bf16, in other batches
-    write_text(tmp_path / "more.txt", sentences=50, seed=1)
-    more = rayrec.evaluate(result.folder, str(tmp_path / "more.txt"), console=QUIET)
-    assert more["loss"] == pytest.approx(metrics["loss"], rel=0.1)
-    (tmp_path / "prompts.txt").write_text("the cat\na dog sees\n")
-    rayrec.predict(result.folder, str(tmp_path / "prompts.txt"), out=str(tmp_path / "out"), console=QUIET)
-    table = pq.read_table(tmp_path / "out").to_pydict()
-    assert (table["row"], table["prompt"]) == ([0, 1], ["the cat", "a dog sees"])
-    assert [len(text) for text in table["text"]] == [24, 24]
-    rayrec.export(result.folder, out=str(tmp_path / "export"))
-    assert "lm_head.weight" not in load_file(tmp_path / "export" / "model.safetensors")
 
 
 @pytest.mark.exhaustive

@@ -42,21 +42,12 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "train.txt")
 
 
-def _finalnet(path: str) -> rayrec.TrainConfig:
-    model = FinalNetConfig(embedding_dim=4, first_tower=(16, 8), second_tower=(12,), first_dropout=0.2)
-    workload = {"model": model, "preset": {"num_embeddings": None}}
-    return recipes.criteo_finalnet(path).replace(workload=workload, train_data={"files": ()}, batch_size=64)
-
-
-@pytest.mark.parametrize("name", ["own_model", "criteo_finalnet"])
-def test_custom_model_trains_exports_and_serves(name: str, log: str, tmp_path: Path) -> None:
-    is_own = name == "own_model"
-    recipe = own_click_model.own_model if is_own else None
-    config = own_click_model.own_model(log) if is_own else _finalnet(log)
-    config = config.replace(workload={"schedule": {"decay_fraction": 0.0}})  # one that does not look at the last step
+def test_custom_model_trains_exports_and_serves(log: str, tmp_path: Path) -> None:
+    recipe, own = own_click_model.own_model, own_click_model.OwnConfig
+    config = recipe(log).replace(workload={"schedule": {"decay_fraction": 0.0}})  # one that does not look at the last step
     config = config.replace(storage_path=str(tmp_path), steps=20, evaluate_every=10, checkpoint={"every": 10})
 
-    # Trained in one go, and in two: with the same weights, whatever chance and running statistics are in the network.
+    # Trained in one go, and in two: with the same weights.
     whole = train(config, name="whole")
     check_same_in_two_parts(config, whole, steps=10)
     num_tables = len(config.workload.preset.inputs(config.workload.schema).sparse)  # type: ignore[attr-defined]
@@ -67,15 +58,13 @@ def test_custom_model_trains_exports_and_serves(name: str, log: str, tmp_path: P
     assert metrics["rows"] == len(predicted) == ROWS
     assert auroc(predicted["logit"].to_numpy(), predicted["label"].to_numpy()) == pytest.approx(metrics["auroc"])
 
-    # Exported as it is and with small tables, and opened again: by its own class alone where it is not rayrec's.
-    own = own_click_model.OwnConfig if is_own else None
+    # Exported as it is and with small tables, and opened again, by its own class alone.
     served = {whole.checkpoint: 1e-5}
     for quantize, tolerance in ((None, 1e-5), ("int8", 0.05)):
         out, onnx = str(tmp_path / f"export_{quantize}"), quantize is None
         told = export(whole.checkpoint, out, recipe=recipe, quantize=quantize, parity_rows=500, triton=onnx)
         assert not onnx or told["triton"]
-        if is_own:
-            rejects(r"network must be rayrec's, got .*OwnConfig\. Pass its training recipe", open_served, out)
+        rejects(r"network must be rayrec's, got .*OwnConfig\. Pass its training recipe", open_served, out)
         served[out] = tolerance
     text = unlabelled(Path(log).read_bytes().splitlines(keepends=True)[:20])
     for place, tolerance in served.items():
@@ -115,7 +104,10 @@ def test_training_and_evaluation_report_same_metrics(tmp_path: Path) -> None:
     assert metrics["gauc_rows"] == rows > 1000
     assert metrics["hit_rate_at_10"] >= metrics["recall_at_10"] > 0
     assert all(0 < piece["gauc_rows"] < rows for piece in metrics["slices"]["day"])
-    assert result.summary["metrics"]["gauc"] == pytest.approx(metrics["gauc"], abs=1e-6)
+    for name, value in result.metrics.items():
+        assert metrics[name] == pytest.approx(value, abs=1e-6), name
+    assert (metrics["bad_rows"], metrics["checkpoint"]) == (0, result.checkpoint)
+    assert metrics["preprocessor"] == result.summary["preprocessor"]
 
     at_k = evaluate(log, ranking_k=(1, 10))
     assert at_k["recall_at_10"] == metrics["recall_at_10"] == pytest.approx(result.summary["metrics"]["recall_at_10"])

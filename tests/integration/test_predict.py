@@ -73,17 +73,6 @@ def whole(local_ray: None, model: Model) -> Columns:
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
 
-def test_evaluate_matches_training_metrics(model: Model, tmp_path: Path) -> None:
-    summary = model.result.summary
-    rows = summary["rows_of_sets"]["test"]
-    (tmp_path / "test.tsv").write_bytes(b"".join(model.lines[-rows:]))
-    metrics = model.evaluate(tmp_path / "test.tsv")
-    for name, value in model.result.metrics.items():
-        assert metrics[name] == pytest.approx(value, abs=1e-6), name
-    assert (metrics["rows"], metrics["bad_rows"]) == (rows, 0)
-    assert (metrics["checkpoint"], metrics["preprocessor"]) == (model.checkpoint, summary["preprocessor"])
-
-
 def test_predictions_are_in_order(whole: Columns, model: Model, click_log: Path) -> None:
     assert list(whole) == ["row", "score", "logit", "label"]
     assert [whole[name].dtype for name in whole] == [np.int64, np.float32, np.float32, np.float32]
@@ -247,15 +236,3 @@ def test_rows_are_evaluated_and_predicted(local_ray: None, tmp_path: Path) -> No
     np.testing.assert_allclose(np.array(table.column("logits").to_pylist()), logits.numpy(), atol=1e-6)
     rows = rayrec.predict(checkpoint, path, recipe=scored, console=QUIET).take_all()
     assert [row["best"] for row in rows] == table.column("best").to_pylist()
-
-
-def test_errors_are_one_line(tmp_path: Path) -> None:
-    checkpoint, _ = trained(tmp_path / "run")
-    rows = rows_file(tmp_path, 20)
-    rejects("no recipe 'scored'", rayrec.evaluate, checkpoint, rows, console=QUIET)
-    for options, told in (
-        ({"batch_row": 3}, "no such field; did you mean 'batch_rows'"),
-        ({"batch_rows": 0}, "batch_rows: must be at least 1, got 0"),
-        ({"slice_by": ("day",), "confidence": 0.9}, "does not predict clicks, which slice_by and confidence need"),
-    ):
-        rejects(told, rayrec.evaluate, checkpoint, rows, recipe=scored, **options, console=QUIET)

@@ -22,7 +22,7 @@ import yaml
 from builders import own_click_model
 from builders.click_models import ANY, logits_of, make_model, make_preprocessor, row_text, save_checkpoint
 from builders.faults import rejects, until
-from builders.own_click_model import OwnConfig, SlowConfig
+from builders.own_click_model import SlowConfig
 from builders.runs import QUIET
 from click.testing import CliRunner
 from hosts.clients import TOKEN, Load, ask
@@ -36,11 +36,9 @@ from ray.serve.scripts import cli
 import rayrec
 from rayrec.compat import ray_compat
 from rayrec.inference.model import open_served
-from rayrec.metrics.binary import sigmoid
 from rayrec.serve import control
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.control import APPLICATION, REGISTER, REPORT_TIMEOUT_S
-from rayrec.serve.listener import lock_port
 from rayrec.serve.server import find_instance, settle
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
@@ -220,29 +218,6 @@ def _served_replicas(application: str = "clicks", field: str = "replica_id") -> 
 
 
 @pytest.mark.usefixtures("shared_serve")
-def test_server_is_reachable_by_each_ingress(tmp_path: Path) -> None:
-    network, port = OwnConfig(embedding_dim=4), free_ports(1)
-    model = make_model(config=network)
-    place = save_checkpoint(tmp_path / "run", 10, model, network=network)
-    options: dict[str, Any] = {"port": port, "cpus_per_replica": 0.5, "ingress": "direct", "console": QUIET}
-    serving = partial(rayrec.serving, place, recipe=f"{own_click_model.__file__}:own_model", **options)
-    with lock_port("127.0.0.1", port):
-        rejects("cannot listen there", serving().__enter__)
-    with serving() as server:
-        rejects("cannot listen there", lock_port("127.0.0.1", port).__enter__)
-        assert server.url == f"http://127.0.0.1:{port}"
-        answer = json.loads(ask(port, "POST", "/v1/score", TEXT)[1])
-        assert answer["model"].startswith("step_00000010-")
-        np.testing.assert_allclose(answer["scores"], sigmoid(logits_of(model, TEXT)), atol=1e-6)
-        instance = find_instance(APPLICATION)
-        assert instance is not None
-        assert not instance.with_proxies
-        assert settle(ServeConfig(), instance, private_ray=False).ingress == "direct"
-        rejects("without HTTP proxies, for rayrec", settle, ServeConfig(ingress="serve"), instance, private_ray=False)
-    assert find_instance(APPLICATION) is None
-
-
-@pytest.mark.usefixtures("shared_serve")
 def test_swaps_during_replica_start(tmp_path: Path) -> None:
     """Models load for seconds. A rejected one, tried three times at once, is never served. An accepted one is served by all.
     Then the register is killed, and the server rolls back."""
@@ -258,6 +233,9 @@ def test_swaps_during_replica_start(tmp_path: Path) -> None:
     with rayrec.serving(first, console=QUIET, **options) as server, Load(options["port"], TEXT) as load:
         before = _served_replicas(APPLICATION, "pid")
         assert len(before) == 2
+        instance = find_instance(APPLICATION)
+        assert instance is not None
+        assert (instance.with_proxies, settle(ServeConfig(), instance, private_ray=False).ingress) == (False, "direct")
         os.kill(min(before), signal.SIGKILL)
         _until(lambda: _served_replicas(APPLICATION, "pid") - before - {None})
         with ThreadPoolExecutor(3) as pool:
@@ -278,3 +256,4 @@ def test_swaps_during_replica_start(tmp_path: Path) -> None:
         _until(lambda: len(load.answers) > 50)
     assert load.models() == {versions[first]}
     assert len(load.failed) <= 4
+    assert find_instance(APPLICATION) is None

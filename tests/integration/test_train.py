@@ -138,17 +138,6 @@ def test_cpu_contention_is_logged_and_keeps_bits(alone: Trained, tmp_path: Path,
     assert (event["rank"], event["waiting_share"]) == (0, 1.0)
 
 
-def test_finished_run_can_be_extended(click_log: Path, tmp_path: Path) -> None:
-    # A learning rate that decays towards the end would tell the two apart.
-    changes = {"evaluate_every": 4, "log_every": 1, "workload": {"schedule": {"decay_fraction": 0.0}}}
-    config = small(click_log, tmp_path, name="grown", steps=4, **changes)
-    assert train(config).summary["steps"] == 4
-    grown, straight = (train(config.replace(name=name, steps=8)) for name in ("grown", "straight"))
-    check_same_run(grown.summary, straight.summary, "metrics", restarts=0)
-    assert losses(grown.folder) == losses(straight.folder)
-    assert grown.checkpoint.endswith("step_00000008")
-
-
 class RepeatingWorkload(ClickWorkload):
     """Workload whose worker trains its second batch twice and skips its third."""
 
@@ -265,19 +254,6 @@ def test_golden_loss_curves(finished: Trained, alone: Trained) -> None:
     """Changes that should not affect training must not move these curves. Otherwise regenerate them."""
     measured = {"1 worker": losses(alone[1].folder), "2 workers": losses(finished[1].folder)}
     check_golden("criteo_demo_losses", measured, tolerance=1e-4)
-
-
-def test_train_accepts_two_logs_and_ready_preprocessor(alone: Trained, click_log: Path, tmp_path: Path) -> None:
-    """Separate gzip logs for training and evaluation, with the Preprocessor of another run."""
-    config, result = alone
-    lines = lines_of(click_log)
-    (tmp_path / "a.txt").write_bytes(b"".join(lines[:5000]))
-    (tmp_path / "b.gz").write_bytes(gzip.compress(b"".join(lines[5000:7001])))
-    fields = {"train_data": {"path": str(tmp_path / "a.txt")}, "eval_data": {"path": str(tmp_path / "b.gz")}}
-    fields["workload"] = {"preprocessor": f"{result.folder}/preprocessor"}
-    summary = train(config.replace(storage_path=str(tmp_path / "runs"), steps=None, epochs=1, **fields)).summary
-    assert (summary["rows"], summary["metrics"]["rows"]) == (5000, 2001)
-    assert summary["preprocessor"] == result.summary["preprocessor"]
 
 
 def test_invalid_rows_are_counted_or_rejected(click_log: Path, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from builders import golden_outputs as outputs
 from builders.click_models import multi_hot_preprocessor
 from builders.digits import idx
 from builders.golden import check_golden
-from builders.runs import losses, train
 
 import rayrec
 from rayrec import recipes
@@ -151,16 +150,6 @@ def test_data_reports_are_golden(tmp_path: Path) -> None:
 
 
 # Losses and orders ----------------------------------------------------------------------------------------------------
-def test_losses_on_custom_log_are_golden(tmp_path: Path) -> None:
-    own = outputs.write_own_log(tmp_path / "own", rows=900)
-    model = {"embedding_dim": 4, "bottom_mlp": (8, 4), "top_mlp": (8, 1), "cross_low_rank": 4}
-    data = {"train_data": {"block_bytes": 1 << 16, "segments_per_block": 4}, "batch_size": 50, "steps": 10, "log_every": 2}
-    run = {"storage_path": str(tmp_path), "name": "run", "cluster": {"address": "none"}, "min_steps_per_epoch": 1}
-    result = train(recipes.clicks(own), workload={"schema": OWN, "model": model}, **data, **run)
-    metrics = {name: value for name, value in sorted(result.metrics.items()) if isinstance(value, (int, float))}
-    check_golden("own_log_losses", {"losses": losses(result.folder), "metrics": metrics}, tolerance=2e-4)
-
-
 def _images(folder: Path, rows: int) -> rayrec.TrainConfig:
     for part in ("train", "t10k"):
         images = np.zeros((rows, 2, 2), np.uint8)

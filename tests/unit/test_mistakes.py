@@ -59,12 +59,8 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "unknown recipe": (command("train criteo_dem"), "did you mean 'criteo_demo'?"),
     "no recipe": (command("train"), "missing recipe"),
     "recipe file absent": (command("train own.py:mine"), "own.py: no such file"),
-    "steps 0": (train("--steps 0"), "steps: must be at least 1, got 0"),
     "workers 0": (train("--scaling.num-workers 0"), "num_workers: must be at least 1, and min at most max, got 0"),
-    "embedding_dim 0": (train("--workload.model.embedding-dim 0"), "embedding_dim: must be at least 1, got 0"),
     "negative learning rate": (train("--workload.dense-optimizer.learning-rate -1"), "learning_rate"),
-    "impossible share of faults": (train("--max-bad-fraction 2"), "at least 0 and at most 1"),
-    "name a/b": (train("--name a/b"), "got 'a/b'"),
     "port": (command("serve model --port 99999"), "port: must be at least 1 and at most 65535, got 99999"),
     "quantize": (command("export run --out x --quantize int3"), "int3"),
     # configuration files
@@ -86,12 +82,10 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "bad schema": (table("a\n1\n", "{label: click, dens: [age]}"), "did you mean 'dense'?"),
     "schema not a mapping": (table("a\n1\n", "[age]"), "must be a mapping, such as"),
     "planned data absent": (command("plan criteo_demo --train-data.path FOLDER/none"), "none: no such file or folder"),
-    "planned columns absent": (table("click,age,user\n1,2,3\n", verb="plan"), "no column named item"),
     "dense columns alone": (table("click,age\n1,2\n", "{label: click, dense: [age]}"), "sparse"),
     "Preprocessor absent": (good("--workload.preprocessor FOLDER/none"), "none"),
     # places
     "storage path is a file": (good("--storage-path FOLDER/train.txt"), "storage_path: must be a folder, got the file"),
-    "unknown scheme": (train("--train-data.path nosuch://x/y"), "nosuch://x/y"),
     "bad S3 URL": (train("--train-data.path s3:///key"), "bucket not found"),
     "S3 option": (train("--train-data.path s3://b/k?colour=red"), "colour is not an option"),
     "storage scheme": (good("--storage-path nosuch://x"), "nosuch://x"),
@@ -111,7 +105,6 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     # checkpoints
     "checkpoint absent": (command("evaluate FOLDER/none FOLDER"), "contains no complete checkpoint"),
     "checkpoint damaged": (command("evaluate FOLDER FOLDER", manifest__json="{"), "manifest.json"),
-    "nothing to export": (command("export FOLDER --out FOLDER/out"), "contains no complete checkpoint"),
     "no run to report on": (command("report FOLDER"), "not a run folder"),
     "no run to watch": (command("top FOLDER --once"), "not a run folder"),
 }

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.faults import fails_with
 from builders.scripts import script
 
 prose = script("tools", "prose")
@@ -43,8 +44,7 @@ def test_all_text_of_other_files_matches(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("line", ["only a pattern", "pattern\treplacement", "pattern\t\twhy", "(\tword\twhy"])
 def test_read_rules_rejects_invalid_line(line: str) -> None:
-    with pytest.raises(ValueError, match="line 2 of the list"):
-        prose.read_rules(f"# comment\n{line}\n")
+    fails_with(ValueError, "line 2 of the list", prose.read_rules, f"# comment\n{line}\n")
 
 
 def test_main_prints_each_hit_and_fails_above_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
