@@ -117,20 +117,24 @@ def test_moments_decay_without_subnormals_alike_on_any_threads(monkeypatch: pyte
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("threads", [1, 2, 0])
 def test_row_gradients_match_autograd(threads: int, pooled: bool, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Test three features with bags of 0 to 3 ids, two of which share a table. 0 threads means torch operators."""
+    """Test three features with bags of 0 to 3 ids, two of which share a table, and one without ids. 0 threads means torch
+    operators."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     generator = torch.Generator().manual_seed(1)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(4, (3 * 10,), generator=generator).cumsum(0)])
-    ids = torch.randint(9, (int(offsets[-1]),), generator=generator)
+    lengths = torch.cat([torch.randint(4, (3 * 10,), generator=generator), torch.zeros(10, dtype=torch.int64)])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    ends = offsets[::10].tolist()  # of features
+    wide = 8 if pooled else 4
+    tables = [torch.randn(*size, generator=generator).requires_grad_() for size in ((9, 4), (7, wide), (3, 4))]
+    drawn = [torch.randint(rows, (count,), generator=generator) for rows, count in ((9, ends[1]), (7, ends[3] - ends[1]))]
+    ids = torch.cat(drawn)
     weights = torch.rand(len(ids), generator=generator) if weighted else None
-    tables = [torch.randn(9, 4, generator=generator).requires_grad_() for _ in range(2)]
     outputs = []
-    for feature, table in enumerate((tables[0], tables[1], tables[1])):
-        of_feature = offsets[10 * feature : 10 * feature + 11]
-        mine = slice(int(of_feature[0]), int(of_feature[-1]))
+    for feature, table in enumerate((tables[0], tables[1], tables[1], tables[2])):
+        mine = slice(ends[feature], ends[feature + 1])
         scale = torch.ones(len(ids[mine])) if weights is None else weights[mine]
         if pooled:
-            starts = of_feature[:-1] - of_feature[0]
+            starts = offsets[10 * feature : 10 * feature + 10] - ends[feature]
             outputs.append(torch.nn.functional.embedding_bag(ids[mine], table, starts, mode="sum", per_sample_weights=scale))
         else:
             outputs.append(table[ids[mine]] * scale.unsqueeze(1))
@@ -138,31 +142,17 @@ def test_row_gradients_match_autograd(threads: int, pooled: bool, weighted: bool
     gradient = torch.randn(output.shape, generator=generator)
     output.backward(gradient)
     lookups = Lookups(ids, offsets, weights, gradient, 10, pooled)
-    features = [TableFeatures(0, 1, 0, 4, 9), TableFeatures(1, 2, 4, 4, 9)]
-    ranges = [(int(offsets[0]), int(offsets[10])), (int(offsets[10]), int(offsets[30]))]
-    for number, found in enumerate(lookups.of_tables(features) if threads else lookups.with_torch_ops(features, ranges)):
+    features = [TableFeatures(0, 1, 0, 4, 9), TableFeatures(1, 2, 4, wide, 7), TableFeatures(3, 1, 4 + 2 * wide, 4, 3)]
+    ranges = [(0, ends[1]), (ends[1], ends[3]), (ends[3], ends[4])]
+    of_tables = lookups.of_tables(features) if threads else lookups.with_torch_ops(features, ranges)
+    for table, found in zip(tables, of_tables, strict=True):
         assert len(found.ids) == len(found.ids.unique())
-        dense = torch.zeros(9, 4).index_add_(0, found.ids, found.values)
-        expected = tables[number].grad
-        assert expected is not None
-        torch.testing.assert_close(dense, expected, rtol=1e-5, atol=1e-6)
+        assert found.values.is_contiguous()
+        dense = torch.zeros(table.shape).index_add_(0, found.ids, found.values)
+        torch.testing.assert_close(dense, table.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_row_gradients_separate_tables_and_add_backward_passes() -> None:
-    generator = torch.Generator().manual_seed(2)
-    bags, features = 6, [TableFeatures(0, 1, 0, 4, 5), TableFeatures(1, 1, 4, 8, 7), TableFeatures(2, 1, 12, 4, 3)]
-    features.append(TableFeatures(3, 1, 16, 4, 6))
-    lengths = torch.tensor([2] * bags + [1] * bags + [0] * bags + [1] * bags)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    rows = torch.tensor([5] * 2 * bags + [7] * bags + [6] * bags)
-    ids = (torch.rand(len(rows), generator=generator) * rows).long()
-    lookups = Lookups(ids, offsets, None, torch.randn(bags, 20, generator=generator), bags, True)
-    expected, found = lookups.of_tables(features), lookups.with_torch_ops(features, [(0, 12), (12, 18), (18, 18), (18, 24)])
-    for table, (kernel, operators) in zip(features, zip(expected, found, strict=True), strict=True):
-        dense = [torch.zeros(table.rows, table.columns).index_add_(0, one.ids, one.values) for one in (kernel, operators)]
-        torch.testing.assert_close(dense[1], dense[0])
-        assert operators.values.is_contiguous()
-    assert [len(one.ids) for one in found] == [len(one.ids) for one in expected]
+def test_row_gradients_add_backward_passes() -> None:
     one = RowGradients(torch.tensor([4, 1]), torch.tensor([[1.0], [2.0]]))
     found = RowGradients.sum([one, RowGradients(torch.tensor([1, 3]), torch.tensor([[10.0], [20.0]]))])
     assert dict(zip(found.ids.tolist(), found.values[:, 0].tolist(), strict=True)) == {1: 12.0, 3: 20.0, 4: 1.0}
@@ -173,7 +163,10 @@ def test_row_gradients_separate_tables_and_add_backward_passes() -> None:
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad"])
 def test_data_parallel_optimizer_matches_formula(kind: Any, eps: float) -> None:
     table = torch.nn.Parameter(torch.ones(5, 4))
-    optimizer = data_parallel_optimizer(SparseOptimizerConfig(kind=kind, learning_rate=0.1, eps=eps), {"table": table})
+    optimizer = data_parallel_optimizer(SparseOptimizerConfig(kind=kind, learning_rate=1.0, eps=eps), {"table": table})
+    (group,) = optimizer.param_groups
+    assert group["lr"] == 1.0
+    group["lr"] = 0.1  # type: ignore[index]  # as a schedule does
     gradient = torch.zeros(5, 4)
     gradient[1], gradient[3] = torch.tensor([2.0, 4.0, -6.0, 8.0]), torch.full((4,), 0.5)
     expected, squares = torch.ones(5, 4), torch.zeros(5, 4)
@@ -209,17 +202,6 @@ def test_data_parallel_gpu_update_matches_cpu(kind: Any, eps: float) -> None:
         *(optimizer.state[table].values() for optimizer, table in zip(optimizers, tables, strict=True)), strict=True
     ):
         assert torch.equal(*states)
-
-
-def test_table_optimizer_uses_group_learning_rate() -> None:
-    table = torch.nn.Parameter(torch.ones(2, 2))
-    optimizer = data_parallel_optimizer(SparseOptimizerConfig(kind="sgd", learning_rate=1.0), {"table": table})
-    (group,) = optimizer.param_groups
-    assert group["lr"] == 1.0
-    group["lr"] = 0.25  # type: ignore[index]
-    table.sum().backward()
-    optimizer.step()
-    assert torch.equal(table.data, torch.full((2, 2), 0.75))
 
 
 # The schedule's values, training of all optimizers, and fused kernels that match their formulas -----------------------

@@ -3,6 +3,7 @@
 import gzip
 import math
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from builders.digits import idx, pictures, write_digits
-from builders.faults import rejects
+from builders.faults import Trap, rejects
 from ranks.checkpoint import same
-from torch.nn import functional
+from transformers import ResNetConfig as HuggingFaceConfig
+from transformers import ResNetForImageClassification
 
 from rayrec import checkpoint
 from rayrec.checkpoint.safetensors import read_weights, write_weights
@@ -27,12 +29,6 @@ from rayrec.workloads.vision import AugmentationConfig, Prepared, ResNetConfig, 
 from rayrec.workloads.vision_model import BatchNorm, ResNet, augmented, load_weights, normalised
 
 SMALL = ResNetConfig(blocks=(1, 1, 1, 1))
-
-
-@pytest.fixture
-def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.put", lambda value: value)
-    monkeypatch.setattr("ray.get", lambda value: value)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +144,7 @@ def test_rotation_and_scaling_are_centered(fields: dict[str, float]) -> None:
 
 
 # -- from files to rows
-def test_sets_match_file_rows(without_ray: None, folder: Path, tmp_path: Path) -> None:
+def test_sets_match_file_rows(folder: Path, tmp_path: Path) -> None:
     config = mnist_resnet18(str(folder))
     config.workload.check(config)
     prepared = prepare(config)
@@ -167,7 +163,7 @@ def test_sets_match_file_rows(without_ray: None, folder: Path, tmp_path: Path) -
     assert elsewhere.workload.set_rows(prepare(elsewhere)) == {"train": 60, "validation": 10, "test": 10}
 
 
-def test_resume_and_prepare_reject_other_images(without_ray: None, folder: Path, tmp_path: Path) -> None:
+def test_resume_and_prepare_reject_other_images(folder: Path, tmp_path: Path) -> None:
     def loader_of(path: Path, state: dict[str, Any] | None = None) -> Loader[Any, Any]:
         config = mnist_resnet18(str(path)).replace(batch_size=8)
         return config.workload.make_loader(on_worker(config), prepare(config), state=state, step=0)
@@ -199,7 +195,7 @@ def test_resume_and_prepare_reject_other_images(without_ray: None, folder: Path,
         ({"workload": {"model": {"num_classes": 9}}}, "must be 0 to 8, got 9; set num_classes to 10"),
     ],
 )
-def test_prepare_rejects_unusable_input(without_ray: None, folder: Path, change: dict[str, Any], message: str) -> None:
+def test_prepare_rejects_unusable_input(folder: Path, change: dict[str, Any], message: str) -> None:
     config = mnist_resnet18(str(folder)).replace(**change)
     with pytest.raises(InputError, match=message) as raised:  # noqa: PT012
         config.workload.check(config)
@@ -207,17 +203,17 @@ def test_prepare_rejects_unusable_input(without_ray: None, folder: Path, change:
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"model": ResNetConfig(num_channels=3)}, {"std": 0.0}, {"validation_rows": -1}, {"label_smoothing": 1.0}, {"accumulate": 0}],
-)
-def test_settings_reject_impossible_values(fields: dict[str, Any]) -> None:
-    rejects(r"^(VisionWorkload\.|workload)", VisionWorkload, **fields)
+def test_settings_reject_impossible_values() -> None:
+    for fields in ({"std": 0.0}, {"validation_rows": -1}, {"label_smoothing": 1.0}, {"accumulate": 0}):
+        rejects(rf"^VisionWorkload\.{next(iter(fields))}", VisionWorkload, **fields)
+    rejects(r"^(VisionWorkload\.|workload)", VisionWorkload, model=ResNetConfig(num_channels=3))
     rejects(r"^AugmentationConfig.max_", AugmentationConfig, max_scale=1.0)
+    for changes in ({"blocks": (2, 2, 0, 2)}, {"num_channels": 0}, {"num_classes": 0}):
+        rejects(r"ResNetConfig\.\w+: .* at least 1", ResNetConfig, **changes)
 
 
 # -- weights
-def test_initial_weights_load_from_file(without_ray: None, folder: Path, tmp_path: Path) -> None:
+def test_initial_weights_load_from_file(folder: Path, tmp_path: Path) -> None:
     coloured = ResNetConfig(num_channels=3).build()
     torch.save(coloured.state_dict(), tmp_path / "weights.pt")
     config = mnist_resnet18(str(folder)).replace(workload={"weights": str(tmp_path / "weights.pt")})
@@ -245,11 +241,6 @@ def test_weight_files_are_bit_identical(tmp_path: Path) -> None:
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     library.save_file(contiguous, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
     torch.testing.assert_close(read_weights(str(tmp_path / "theirs.safetensors")), tensors, rtol=0, atol=0)
-
-
-class Trap:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return pytest.fail, ("executed",)
 
 
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
@@ -301,7 +292,7 @@ def test_path_resolves_to_image_and_label_files(folder: Path, tmp_path: Path) ->
     rejects(r"nowhere: t10k-images-idx3-ubyte not found, .*; rayrec fetch mnist", inputs, tmp_path / "nowhere")
 
 
-def test_predictions_and_samples_match_softmax(without_ray: None, folder: Path) -> None:
+def test_predictions_and_samples_match_softmax(folder: Path) -> None:
     config = mnist_resnet18(str(folder)).replace(workload={"model": SMALL})
     workload = config.workload
     torch.manual_seed(0)
@@ -348,17 +339,27 @@ def test_export_has_torchvision_names_and_recipes_are_complete(tmp_path: Path) -
 
 
 # ResNet: torchvision's names, shapes, arithmetic, initial values and weights ------------------------------------------
-# Of torchvision 0.28's resnet18(), but for the first layer's channels and the last one's classes.
-CONVOLUTIONS = {"conv1": (64, 1, 7, 7)}
-NORMALISATIONS = {"bn1": 64}
-for stage, width in enumerate((64, 128, 256, 512), start=1):
-    for block, narrower in ((0, max(width // 2, 64)), (1, width)):
-        name = f"layer{stage}.{block}"
-        CONVOLUTIONS |= {f"{name}.conv1": (width, narrower, 3, 3), f"{name}.conv2": (width, width, 3, 3)}
-        NORMALISATIONS |= {f"{name}.bn1": width, f"{name}.bn2": width}
-        if narrower < width:
-            CONVOLUTIONS[f"{name}.downsample.0"] = (width, narrower, 1, 1)
-            NORMALISATIONS[f"{name}.downsample.1"] = width
+BLOCK = {"conv1": "layer.0.convolution", "bn1": "layer.0.normalization", "conv2": "layer.1.convolution"}
+BLOCK |= {"bn2": "layer.1.normalization", "downsample.0": "shortcut.convolution", "downsample.1": "shortcut.normalization"}
+OTHERS = {f"{name}1": f"resnet.embedder.embedder.{what}" for name, what in (("conv", "convolution"), ("bn", "normalization"))}
+OTHERS["fc"] = "classifier.1"
+"""Modules of transformers by torchvision's names, within a block such as layer2.0 and outside."""
+
+
+def of_transformers(model: ResNet) -> ResNetForImageClassification:
+    """Return transformers' network with the weights of ours, which have the names of torchvision's resnet18()."""
+    state = {}
+    for name, value in model.state_dict().items():
+        module, _, part = name.rpartition(".")
+        if block := re.fullmatch(r"layer([1-4])\.([01])\.(.+)", module):
+            module = f"resnet.encoder.stages.{int(block[1]) - 1}.layers.{block[2]}.{BLOCK[block[3]]}"
+        else:
+            module = OTHERS[module]
+        state[f"{module}.{part}"] = value.clone()
+    sizes: dict[str, Any] = {"hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2], "layer_type": "basic"}
+    other = ResNetForImageClassification(HuggingFaceConfig(num_channels=1, embedding_size=64, num_labels=10, **sizes))
+    other.load_state_dict(state)
+    return other
 
 
 def built(**fields: Any) -> ResNet:
@@ -367,14 +368,9 @@ def built(**fields: Any) -> ResNet:
 
 
 def test_names_shapes_and_initial_values_match_torchvision() -> None:
-    expected = {f"{name}.weight": shape for name, shape in CONVOLUTIONS.items()}
-    for name, width in NORMALISATIONS.items():
-        expected |= {f"{name}.{part}": (width,) for part in ("weight", "bias", "running_mean", "running_var")}
-        expected[f"{name}.num_batches_tracked"] = ()
-    expected |= {"fc.weight": (10, 512), "fc.bias": (10,)}
     model = built()
-    assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == expected
-    assert len(expected) == 122
+    of_transformers(model)
+    assert len(model.state_dict()) == 122
     # 11,689,512 of the one for 3 channels and 1,000 classes.
     assert sum(parameter.numel() for parameter in built(num_channels=3, num_classes=1000).parameters()) == 11_689_512
     deeper = ResNetConfig(blocks=(3, 4, 6, 3), num_channels=3, num_classes=1000).build()
@@ -383,57 +379,27 @@ def test_names_shapes_and_initial_values_match_torchvision() -> None:
     torch.manual_seed(1)
     assert not torch.equal(ResNetConfig().build().conv1.weight, model.conv1.weight)
     state = model.state_dict()
-    for name, (width, _, height, _) in CONVOLUTIONS.items():
-        weight = state[f"{name}.weight"]
-        assert weight.std().item() == pytest.approx(math.sqrt(2 / (width * height**2)), rel=0.06), name
-        assert abs(weight.mean().item()) < 0.1 * weight.std().item()
-    for name in NORMALISATIONS:
-        assert (state[f"{name}.weight"] == 1).all()
-        assert (state[f"{name}.bias"] == 0).all()
+    for name, weight in state.items():
+        module, _, part = name.rpartition(".")
+        if weight.dim() == 4:
+            assert weight.std().item() == pytest.approx(math.sqrt(2 / (len(weight) * weight[0, 0].numel())), rel=0.06), name
+            assert abs(weight.mean().item()) < 0.1 * weight.std().item()
+        elif f"{module}.running_mean" in state and part in ("weight", "bias"):
+            assert (weight == (part == "weight")).all(), name
     assert state["fc.weight"].abs().max() <= 1 / math.sqrt(512)
 
 
-def spelt_out(state: dict[str, torch.Tensor], images: torch.Tensor, *, training: bool) -> torch.Tensor:
-    """Compute the network from its weights alone."""
-
-    def normalised(name: str, values: torch.Tensor) -> torch.Tensor:
-        mean, variance = state[f"{name}.running_mean"], state[f"{name}.running_var"]
-        if training:
-            mean, variance = values.mean((0, 2, 3)), values.var((0, 2, 3), correction=0)
-        weight, bias = state[f"{name}.weight"], state[f"{name}.bias"]
-        scale = (weight / torch.sqrt(variance + 1e-5))[:, None, None]
-        return (values - mean[:, None, None]) * scale + bias[:, None, None]
-
-    def block(name: str, inputs: torch.Tensor, stride: int) -> torch.Tensor:
-        outputs = functional.conv2d(inputs, state[f"{name}.conv1.weight"], stride=stride, padding=1)
-        outputs = normalised(f"{name}.bn1", outputs).clamp(min=0)
-        outputs = functional.conv2d(outputs, state[f"{name}.conv2.weight"], padding=1)
-        outputs = normalised(f"{name}.bn2", outputs)
-        if f"{name}.downsample.0.weight" in state:
-            inputs = functional.conv2d(inputs, state[f"{name}.downsample.0.weight"], stride=stride)
-            inputs = normalised(f"{name}.downsample.1", inputs)
-        return (outputs + inputs).clamp(min=0)
-
-    values = functional.conv2d(images, state["conv1.weight"], stride=2, padding=3)
-    values = functional.max_pool2d(normalised("bn1", values).clamp(min=0), 3, stride=2, padding=1)
-    for stage in range(1, 5):
-        values = block(f"layer{stage}.0", values, 1 if stage == 1 else 2)
-        values = block(f"layer{stage}.1", values, 1)
-    return functional.adaptive_avg_pool2d(values, 1).flatten(1) @ state["fc.weight"].T + state["fc.bias"]
-
-
 @pytest.mark.parametrize("training", [True, False])
-def test_forward_matches_explicit_network(training: bool) -> None:
+def test_forward_matches_transformers(training: bool) -> None:
     model = built()
     generator = torch.Generator().manual_seed(3)
     for name, value in model.state_dict().items():  # other than 0 and 1
         if name.endswith(("running_mean", "running_var")) or (value.ndim == 1 and "fc" not in name):
             value.copy_(torch.rand(value.shape, generator=generator) + 0.5)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    other = of_transformers(model).train(training)
     images = torch.randn(5, 1, 28, 28, generator=generator)
     with torch.no_grad():
-        logits = model.train(training)(images)
-        torch.testing.assert_close(logits, spelt_out(state, images, training=training), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model.train(training)(images), other(images).logits, rtol=1e-4, atol=1e-4)
     assert model.bn1.num_batches_tracked.item() == (1 if training else 0)
 
 
@@ -478,8 +444,3 @@ def test_load_weights_rejects_other_networks() -> None:
 def test_multiply_adds_match_layers(channels: int, classes: int, size: int, expected: int) -> None:
     model = ResNetConfig(num_channels=channels, num_classes=classes).build()
     assert counted(model, lambda: model(torch.zeros(1, channels, size, size))) == expected
-
-
-@pytest.mark.parametrize("changes", [{"blocks": (2, 2, 0, 2)}, {"num_channels": 0}, {"num_classes": 0}])
-def test_resnet_rejects_impossible_settings(changes: dict[str, Any]) -> None:
-    rejects(r"ResNetConfig\.\w+: .* at least 1", ResNetConfig, **changes)
