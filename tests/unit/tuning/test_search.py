@@ -22,12 +22,10 @@ from rayrec import recipes, storage
 from rayrec.config import InputError, line_of
 from rayrec.data.materialized import writer
 from rayrec.data.materialized.dataset import open_preprocessed
-from rayrec.observe.events import read_events
 from rayrec.schema import Feature, Label, Schema
 from rayrec.training import trainer
 from rayrec.tuning import search as of_searches
 from rayrec.tuning import trials
-from rayrec.tuning import trials as of_trials
 from rayrec.tuning.space import Space, TuneConfig, with_values
 from rayrec.workloads.base import TrainConfig
 
@@ -83,16 +81,6 @@ def test_tune_compares_best_trial_with_recipe(found: dict[str, Any], config: Tra
     assert winner == config.replace(name=None, workload={"dense_optimizer": {"learning_rate": 0.004}})
 
 
-def test_paused_trial_matches_uninterrupted_run(found: dict[str, Any], config: TrainConfig, tmp_path: Path) -> None:
-    rate = {"dense_optimizer": {"learning_rate": 0.004}}
-    alone = config.replace(storage_path=str(tmp_path), name="alone", **ALONE, workload=rate)
-    place = Path(found["folder"], "trials", "trial_0001")
-    summary = json.loads((place / "summary.json").read_text())
-    assert trainer.train(alone, console=QUIET).summary["weights_sha256"] == summary["weights_sha256"]
-    assert (summary["restarts"], summary["rows_lost"], summary["rows_repeated"]) == (0, 0, 0)
-    assert [event["step"] for event in read_events(place / "events.jsonl") if event["kind"] == "start"] == [0, 2, 6, 18]
-
-
 def test_repeated_tune_call_trains_nothing(found: dict[str, Any], config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [Path(found["folder"], "trials", f"trial_000{number}", "events.jsonl") for number in range(5)]
     before = [place.read_bytes() for place in events]
@@ -114,7 +102,7 @@ def test_killed_search_matches_uninterrupted_one(
     log, away = tmp_path / "train.txt", tmp_path / "away"
     shutil.copy(click_log / "train.txt", log)
     parts: list[tuple[int, int]] = []
-    train_until = of_trials.train_until
+    train_until = trials.train_until
 
     def killed(config: TrainConfig, share: float, **options: Any) -> Any:
         if log.exists():
@@ -125,7 +113,7 @@ def test_killed_search_matches_uninterrupted_one(
             raise KeyboardInterrupt
         return result
 
-    monkeypatch.setattr(of_trials, "train_until", killed)
+    monkeypatch.setattr(trials, "train_until", killed)
     searched = config.replace(name="killed", train_data={"path": str(log)})
     fails_with(KeyboardInterrupt, "", rayrec.tune, searched, search=SEARCH, console=QUIET)
     away.rename(log)
@@ -239,11 +227,6 @@ def test_trial_order_wave_fractions_and_cost() -> None:
     for keep in (0.05, 0.1, 0.2, 0.25, 1 / 3, 0.4, 0.5):
         for num_trials in (60, 100, 1000):
             assert trials.cost(num_trials, TuneConfig(keep_fraction=keep)) < 0.2
-
-
-@pytest.mark.parametrize(("count", "keep", "kept"), [(48, 1 / 3, 16), (16, 1 / 3, 6), (3, 1 / 3, 1), (1, 1 / 3, 1), (4, 0.5, 2)])
-def test_num_continued_rounds_up(count: int, keep: float, kept: int) -> None:
-    assert trials.num_continued(count, keep) == kept
 
 
 def test_rank_best_excludes_failed_trials() -> None:
