@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import random
@@ -11,6 +10,7 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
 from typing import Any, NoReturn
@@ -407,12 +407,10 @@ class StateFile:
         self.path = path
         self._note = note
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        self._log = open(f"{os.path.splitext(path)[0]}.log", "a", encoding="utf-8")  # noqa: SIM115  # closed by `close`
-        try:
-            fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._log.close()
-            raise InputError(f"{path}: another supervisor of run {name} is running. End it, or set another --state") from None
+        log_path, self._opened = f"{os.path.splitext(path)[0]}.log", ExitStack()
+        busy = f"{path}: another supervisor of run {name} is running. End it, or set another --state"
+        self._opened.enter_context(storage.locked(log_path, busy))
+        self._log = self._opened.enter_context(open(log_path, "a", encoding="utf-8"))  # noqa: SIM115  # closed by `close`
         before = _read_state(path)
         same = before is not None and (before.name, before.config_hash) == (name, config_hash)
         self.state = before if before is not None and same else State(name, config_hash)
@@ -436,7 +434,7 @@ class StateFile:
         self._log.flush()
 
     def close(self) -> None:
-        self._log.close()
+        self._opened.close()
 
 
 def _read_state(path: str) -> State | None:
