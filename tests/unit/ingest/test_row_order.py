@@ -338,6 +338,7 @@ def test_window_shuffles_segments_and_rows_inside_blocks() -> None:
         assert sorted(rows) == unshuffled
         blocks = order.blocks(epoch)
         assert [len(block.parts) for block in blocks] == [4, 4, 1]
+        assert [part for block in blocks for part in block.parts] != list(order.parts)  # of any places of the log
         for block in blocks:
             mine = log_rows([block])
             expected = [p.segment.first_row + row for p in block.parts for row in range(p.start, p.stop)]
