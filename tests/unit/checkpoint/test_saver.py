@@ -517,8 +517,8 @@ def test_full_disk_delays_save_then_raises(hurried: Run, small_disk: Path) -> No
     assert_good(hurried, 2)
     saver.close()
     ballast.write_bytes(b"x" * (os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize - 500_000))
-    with pytest.raises(InputError, match=r"step_00000004: no space left. Free some or choose another --storage-path"):
-        save(hurried.saver(max_outage_s=0.5), 4, many(4))
+    no_space = r"step_00000004: no space left. Free some or choose another --storage-path"
+    rejects(no_space, save, hurried.saver(max_outage_s=0.5), 4, many(4))
     assert os.listdir(hurried.path(4)) == []
     assert_good(hurried, 2)
 
@@ -570,8 +570,7 @@ def test_checkpoint_restores_at_other_world_sizes(tmp_path: Path) -> None:
     run_ranks("save", 2, folder)
     assert sorted(os.listdir(one.path)) == ["data_00000.safetensors", "data_00001.safetensors", "manifest.json"]
     assert one.manifest()["state"] == {"rank": 0}
-    target = {name: torch.zeros_like(tensor) for name, tensor in whole().items()}
-    checkpoint.restore(one, target)
+    checkpoint.restore(one, target := whole(0))
     assert same(target, whole())
     checkpoint.save(two.path, target, state={})
     run_ranks("reshard", 3, folder)
@@ -601,8 +600,7 @@ def test_rank_killed_during_save_leaves_no_checkpoint(tmp_path: Path) -> None:
     with closing(Run(tmp_path)) as run:
         assert list(run.path(2).glob("*.partial"))
         assert run.newest() == run.at(1)
-        target = {name: torch.zeros_like(tensor) for name, tensor in whole().items()}
-        checkpoint.restore(run.at(1), target)
+        checkpoint.restore(run.at(1), target := whole(0))
         assert same(target, whole())
         save(run.saver(), 3, target)  # the next attempt sweeps, and saves
     assert not run.path(2).exists()
