@@ -254,25 +254,6 @@ def test_counts_are_independent_of_tasks(click_log: Path, tmp_path: Path, first_
                 assert everything(counts) == whole
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    st.lists(st.lists(st.integers(0, 50) | st.integers(0, 2**64 - 1), max_size=60), max_size=8),
-    st.booleans(),
-    st.integers(1, 4),
-    st.sampled_from([1, 50_000, 1 << 30]),
-)
-def test_spilled_counts_match_memory(runs: list[list[int]], first_rows: bool, min_count: int, memory_bytes: int) -> None:
-    kinds: dict[str, Any] = {"dtype": np.uint64, "first_rows": first_rows}
-    both = [Counts.empty(0, 2, **kinds, spill=spill) for spill in (None, Spill(None, memory_bytes))]
-    for number, run in enumerate(runs):
-        part = Counts.empty(0, 2, **kinds)
-        part.tokens[number % 2].count_values(np.array(run, np.uint64), np.arange(len(run)))
-        for counts in both:
-            counts.add(part.to_table(), first_row=100 * number)
-    assert everything(both[1], min_count) == everything(both[0], min_count)
-    both[1].close()
-
-
 @pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
 def test_many_distinct_tokens_in_little_memory(dtype: Any, tmp_path: Path) -> None:
     """Includes a partition that exceeds memory alone, and tokens that a weak hash function would cluster."""
