@@ -118,8 +118,8 @@ def test_job_rejects_foreign_folder(tmp_path: Path, place: str) -> None:
     work = tmp_path / ("out" if place else "out.partial")
     work.mkdir()
     (work / "a").write_text("1")
-    with pytest.raises(InputError, match=r"out(\.partial)?: has files, but no _job/made_of\.json"):
-        resumable_job(f"{place}{tmp_path}/out", MADE_OF, last_file="last").__enter__()
+    job = resumable_job(f"{place}{tmp_path}/out", MADE_OF, last_file="last")
+    rejects(r"out(\.partial)?: has files, but no _job/made_of\.json", job.__enter__)
     assert (work / "a").read_text() == "1"
 
 
@@ -406,8 +406,7 @@ def test_stage_needs_measured_and_metadata_round_trips() -> None:
         with stage("read"):
             raise RuntimeError("no storage")
 
-    with pytest.raises(RuntimeError, match="no storage"):
-        measured(fail, rows_of=lambda _: 0)
+    fails_with(RuntimeError, "no storage", measured, fail, rows_of=lambda _: 0)
     _, times = measured(lambda: None, rows_of=lambda _: 0)
     assert times.wall_s == {}
     table = pa.table({"a": [1, 2]}).replace_schema_metadata({b"other": b"kept"})

@@ -14,7 +14,6 @@ from sklearn.metrics import roc_auc_score
 
 import rayrec
 from rayrec import recipes
-from rayrec.config import InputError
 from rayrec.data import synthetic
 from rayrec.data.engine import TaskContext
 from rayrec.data.log_source import LogSource
@@ -176,8 +175,8 @@ def test_failed_log_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         return genuine(plan, block, *rest)
 
     monkeypatch.setattr(synthetic, "_block_text", failing)
-    with pytest.raises(RuntimeError, match="a block failed"):
-        synthetic.generate(str(tmp_path), rows=ROWS, days=2, dialect="terabyte", parallelism=parallelism)
+    options: dict[str, Any] = {"rows": ROWS, "days": 2, "dialect": "terabyte", "parallelism": parallelism}
+    fails_with(RuntimeError, "a block failed", synthetic.generate, str(tmp_path), **options)
     assert os.listdir(tmp_path) == []
 
 
@@ -296,8 +295,8 @@ def test_run_matches_generated_log_and_resumes(click_log: Path, tmp_path: Path) 
 
 def test_unsuitable_paths_and_schemas_raise(tmp_path: Path) -> None:
     for path in ("random:", "random:0", "random:9:x", "random:1e6"):
-        with pytest.raises(InputError, match="must be random:ROWS or random:ROWS:SEED"):
-            train(recipes.criteo_demo(path).replace(storage_path=str(tmp_path)))
-    with pytest.raises(InputError, match="the columns of Criteo's logs, 13 dense and 26 sparse"):
-        LogSource.at("random:100").check_head(Schema(dense=("a",), sparse=("b",)))
+        config = recipes.criteo_demo(path).replace(storage_path=str(tmp_path))
+        rejects("must be random:ROWS or random:ROWS:SEED", train, config)
+    other = Schema(dense=("a",), sparse=("b",))
+    rejects("the columns of Criteo's logs, 13 dense and 26 sparse", LogSource.at("random:100").check_head, other)
     assert [segment.rows for segment in index_of("random:3", segment_bytes=1).segments] == [1, 1, 1]

@@ -70,6 +70,10 @@ def test_pool_size_fits_memory_and_cores() -> None:
         pool = plan_pool(nodes, weight_bytes=weight_bytes, blocks=blocks, spare_cpus=spare_cpus, device="cpu")
         assert pool == expected
         assert pool.num_actors * pool.cpus_per_actor <= sum(node.resources["CPU"] for node in nodes)
+    # Threads share the weights: 61 GB hold one copy.
+    shared = {"weight_bytes": 60 * GIB, "spare_cpus": 0, "device": "cpu", "shared_weights": True}
+    for cpus, memory, blocks, threads in ((8, 64, 100, 8), (8, 61, 100, 8), (8, 64, 3, 3), (1, 64, 100, 1), (8, 64, 0, 1)):
+        assert plan_pool([_node(cpus, memory * GIB)], blocks=blocks, **shared) == Pool(threads, 1, 0)
 
 
 def test_pool_has_one_process_per_gpu() -> None:
@@ -79,21 +83,11 @@ def test_pool_has_one_process_per_gpu() -> None:
     rejects("GPU for cuda not found", plan_pool, [_node(8)], weight_bytes=GIB, blocks=1, spare_cpus=0, device="cuda")
 
 
-@pytest.mark.parametrize(
-    ("cpus", "memory", "blocks", "expected"),
-    [(8, 64, 100, 8), (8, 61, 100, 8), (8, 64, 3, 3), (1, 64, 100, 1), (8, 64, 0, 1)],  # 61: one copy of the weights fits
-)
-def test_threads_match_cores(cpus: float, memory: int, blocks: int, expected: int) -> None:
-    nodes = [_node(cpus, memory * GIB)]
-    result = plan_pool(nodes, weight_bytes=60 * GIB, blocks=blocks, spare_cpus=0, device="cpu", shared_weights=True)
-    assert result == Pool(expected, 1, 0)
-
-
 def test_oversized_weights_are_rejected_and_sigmoid_is_exact() -> None:
     plan = functools.partial(plan_pool, blocks=9, spare_cpus=0, device="cpu")
     rejects(r"108 GB.*got at most 68\.7 GB from Ray", plan, [_node(8)], weight_bytes=100 * GIB)
-    with pytest.raises(InputError, match=r"scoring needs 65\.5 GB of memory for the weights, got 65 GB of free memory"):
-        plan([_node(8, int(60.5 * GIB))], weight_bytes=60 * GIB, shared_weights=True)
+    message, nodes = r"scoring needs 65\.5 GB of memory for the weights, got 65 GB of free memory", [_node(8, int(60.5 * GIB))]
+    rejects(message, plan, nodes, weight_bytes=60 * GIB, shared_weights=True)
     scores = sigmoid(np.array([-200, -1, 0, 1, 200], np.float32))
     assert scores.dtype == np.float32
     np.testing.assert_allclose(scores, [0, 0.26894143, 0.5, 0.7310586, 1], atol=1e-7)

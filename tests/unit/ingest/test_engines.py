@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pyarrow as pa
 import pytest
 import ray.data
-from builders.faults import rejects
+from builders.faults import fails_with, rejects
 
 from rayrec import storage
 from rayrec.compat import ray_compat
@@ -158,8 +158,7 @@ def test_datasets_start_early_and_small_close_and_raise_in_order(monkeypatch: py
     assert sorted(datasets.closed, key=min) == sorted(datasets.opened, key=min) == [range(0, 2), range(2, 4)]
     found = items(ray_engine._chain_groups([[0, 1, 2], [-1, 3]], Datasets().tables_of))
     assert [next(found) for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(ValueError, match="broken"):
-        next(found)
+    fails_with(ValueError, "broken", next, found)
     assert list(ray_engine._chain_groups([], Datasets().tables_of)) == []
     groups = list(ray_engine._groups(range(4000)))
     assert [len(group) for group in groups] == [64, 256, 1024, 1024, 1024, 608]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from builders.faults import rejects
+from builders.faults import fails_with, rejects
 from builders.logs import made_from
 from builders.raw_blocks import block_of
 from hypothesis import HealthCheck, assume, example, given, settings
@@ -176,8 +176,8 @@ def test_check_rejects_rules_beyond_kernels() -> None:
 
 def test_murmur3_rejects_wide_categories() -> None:
     column, schema = SparseColumn(9, None, murmur3=True), Schema(sparse=("s",), tokens="any")
-    with pytest.raises(InputError, match="murmur3 needs categories of 8 hexadecimal digits"):
-        Preprocessor("test", schema, (), (column,), np.zeros(0, np.uint64))
+    message, tokens = "murmur3 needs categories of 8 hexadecimal digits", np.zeros(0, np.uint64)
+    rejects(message, Preprocessor, "test", schema, (), (column,), tokens)
 
 
 # Preprocessors that are made from logs --------------------------------------------------------------------------------
@@ -335,8 +335,7 @@ def test_encode_py_rejects_unknown_settings(encoder_class: Any, tmp_path: Path, 
         target = target[step]
     target["power"] = 1
     path.write_text(json.dumps(stored))
-    with pytest.raises(ValueError, match=r"^preprocessor\.json: unknown setting power in [^\n]*$"):
-        encoder_class(str(tmp_path))
+    fails_with(ValueError, r"^preprocessor\.json: unknown setting power in [^\n]*$", encoder_class, str(tmp_path))
 
 
 # Preprocessors that are loaded as they were saved or not at all, and limits of their kernels --------------------------

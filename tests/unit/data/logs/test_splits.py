@@ -11,7 +11,6 @@ from builders.logs import open_index
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrec.config import InputError
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import Block, LogIndex, Segment, SegmentRange, numbered
 from rayrec.data.logs.reading import distinct_names, good_lines, line_starts, read_raw, slice_of, values_of
@@ -42,8 +41,7 @@ def test_known_logs_are_split_by_sevenths_files_and_fractions() -> None:
 
 def test_split_rejects_empty_part() -> None:
     for kind, rows in [("sevenths", (6,)), ("sevenths", (13,)), ("last_file", (5,)), ("last_file", (5, 5, 1))]:
-        with pytest.raises(InputError, match=r"leave no rows for .*--eval-data\.path"):
-            Split(kind=kind).rows(index_of(*rows))  # type: ignore[arg-type]
+        rejects(r"leave no rows for .*--eval-data\.path", Split(kind=kind).rows, index_of(*rows))  # type: ignore[arg-type]
 
 
 @given(st.integers(20, 10_000_000), st.floats(0.1, 0.4), st.floats(0.1, 0.4), st.booleans())
