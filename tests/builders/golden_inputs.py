@@ -2,9 +2,7 @@
 
 import csv
 import hashlib
-import json
 import random
-import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,16 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from builders.logs import learn, open_index
 
 import rayrec
 from rayrec.batch import Batch
-from rayrec.config import InputError
-from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.encoding.presets import ALL, make_preprocessor
-from rayrec.data.engine import InProcess, TaskContext, ThreadEngine
-from rayrec.data.log_source import LogSource
+from rayrec.data.encoding.presets import ALL
+from rayrec.data.engine import InProcess, ThreadEngine
 from rayrec.data.logs.index import MAPPED, LogIndex, Segment, SegmentRange
 from rayrec.data.materialized.writer import preprocess
 from rayrec.data.numbered_rows import ArrayRows
@@ -183,19 +179,8 @@ class Log(NamedTuple):
     preprocessor: Preprocessor
 
 
-def engine() -> ThreadEngine:
-    return ThreadEngine(2)
-
-
 def opened(path: Path, schema: Schema) -> LogIndex:
-    context = TaskContext(engine(), str(path.parent / "cache"))
-    return LogSource.at(str(path)).index(schema, segment_bytes=SEGMENT_BYTES, context=context)
-
-
-def counted(index: LogIndex, schema: Schema, preset: str = "rayrec", **changes: Any) -> Preprocessor:
-    rules = ALL[preset].replace(**changes)
-    with count_log(rules.counting(schema), parts_of(index, 0, index.rows), engine=engine()) as counts:
-        return make_preprocessor(rules, schema, counts)
+    return open_index(path, schema, segment_bytes=SEGMENT_BYTES, engine=ThreadEngine(2), cache=path.parent / "cache")
 
 
 def bags() -> MultiHot:
@@ -205,13 +190,13 @@ def bags() -> MultiHot:
 def log_of(folder: Path, kind: str, schema: Schema, preset: str = "rayrec", **changes: Any) -> Log:
     write_log(folder / kind, kind, schema)
     index = opened(folder / kind, schema)
-    return Log(index, counted(index, schema, preset, **changes))
+    return Log(index, learn(index, schema, ALL[preset].replace(**changes)))
 
 
 def prepared(log: Log, out: Path, *, format: str, shuffle: str) -> Log:
     """Write a log in a preprocessed format and open it. A full shuffle is one of the whole log."""
     options: dict[str, Any] = {"segments_per_task": 2, "shuffle": "full" if shuffle == "full" else "none", "seed": 9}
-    preprocess(log.index, preprocessor=log.preprocessor, out=str(out), format=format, engine=engine(), **options)
+    preprocess(log.index, preprocessor=log.preprocessor, out=str(out), format=format, engine=ThreadEngine(2), **options)
     return Log(opened(out, log.preprocessor.schema), Preprocessor.load(str(out / "preprocessor")))
 
 
@@ -222,13 +207,9 @@ def adopted(folder: Path) -> Log:
     return Log(opened(folder, preprocessor.schema), preprocessor)
 
 
-def parts_of(index: LogIndex, start: int, stop: int) -> tuple[SegmentRange, ...]:
-    return tuple(index.parts(start, stop))
-
-
 def order_of(log: Log, shuffle: str, *, but: int = 1) -> BlockOrder:
     """Return an order of a log's rows but so many at both ends, which cut segments."""
-    return BlockOrder(parts_of(log.index, but, log.index.rows - but), shuffle, 3, 3)
+    return BlockOrder(tuple(log.index.parts(but, log.index.rows - but)), shuffle, 3, 3)
 
 
 def click_loader(
@@ -240,7 +221,7 @@ def click_loader(
     of_reader = {name: settings.pop(name) for name in ("targets", "unpooled") if name in settings}
     inputs, source = log.preprocessor.inputs, MappedSource(log.preprocessor, in_memory, prefetch_blocks=1)
     if log.index.format not in MAPPED:
-        source = TaskSource(InProcess(log.preprocessor), engine(), inputs, order.max_block_rows, prefetch_blocks=1)
+        source = TaskSource(InProcess(log.preprocessor), ThreadEngine(2), inputs, order.max_block_rows, prefetch_blocks=1)
     sharding = BatchSharding(rank, world_size, settings.pop("batch_size"))
     return Loader(order, ClickBatches(source, inputs, **of_reader), sharding, state=state, **settings)
 
@@ -294,23 +275,6 @@ def encoded(log: Log) -> dict[str, Any]:
     rows = digests([click_loader(log, order_of(log, "none", but=0), batch_size=log.index.rows)])["fields"]
     known = [("tokens", log.preprocessor.tokens), ("tables", np.array(log.preprocessor.num_embeddings))]
     return {"preprocessor": log.preprocessor.hash(), "known": digest(known), "rows": rows}
-
-
-def index_of(path: Path, schema: Schema) -> dict[str, Any]:
-    """Open a damaged log: its index as it is stored, what is said of it if no fault is allowed, and its good rows."""
-    index = opened(path, schema)
-    try:
-        index.check(0.0, "LOG")
-        refusal = ""
-    except InputError as error:
-        refusal = str(error)
-
-    def portable(text: str) -> str:
-        cached = re.sub(r"/cache/(tables/|unpacked/)[0-9a-f]{16}", r"/cache/\1KEY", text)
-        return cached.replace(str(path.parent), "FOLDER")
-
-    rows = encoded(Log(index, counted(index, schema, min_count=1)))["rows"] if index.rows else {}
-    return {"index": json.loads(portable(json.dumps(index.to_dict()))), "refusal": portable(refusal), "rows": rows}
 
 
 def made_up_order(shuffle: str, segment_bytes: int = 100) -> BlockOrder:
