@@ -9,7 +9,7 @@ import numpy as np
 from builders.engines import LoopEngine
 
 from rayrec.data.encoded_rows import EncodedRows
-from rayrec.data.encoding.counts import count_log
+from rayrec.data.encoding.counts import Counts, count_log
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, Preset, make_preprocessor
 from rayrec.data.engine import TaskContext
@@ -57,8 +57,12 @@ def learn(index: LogIndex, schema: Schema = SCHEMA, preset: Preset = RAYREC) -> 
 
 def made_from(raw: RawBlock, schema: Schema, preset: Preset, path: str = "day_0") -> Preprocessor:
     """Build the Preprocessor of all rows of a block, which are those of a file."""
+    return make_preprocessor(preset, schema, counts_of(raw, schema, preset, path))
+
+
+def counts_of(raw: RawBlock, schema: Schema, preset: Preset, path: str = "day_0") -> Counts:
     job = preset.counting(schema)
     counts = job.empty()
     counts.add_source(raw, path)
     counts.add_rows(job.derivation.counted(raw), 0)
-    return make_preprocessor(preset, schema, counts)
+    return counts

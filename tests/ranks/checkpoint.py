@@ -189,18 +189,20 @@ def save_in_background(folder: str, rank: int) -> None:
     """Check that all ranks see late saves, errors of one rank and a lost lease alike."""
     run = Run(folder)
     saver = run.saver(**lease_of(rank, folder), extra_files={"config.yaml": b"a: 1"}, max_outage_s=0.3)
-    values, gate = sharded(), threading.Event()
+    values, state, gate = sharded(), {"rank": [rank]}, threading.Event()
     with writes(gate.wait if rank == 1 else None):
-        assert saver.begin(1, values, state={"rank": rank}, score=0.5)
+        assert saver.begin(1, values, state=state, score=0.5)
+        state["rank"].append(2)  # a checkpoint has what was when its save began
         for value in values.values():
             local(value).zero_()
         for _ in range(3):
             assert not saver.begin(2, values, state={}, score=None)
+        assert (saver.last, run.steps()) == (None, [])
         distributed.barrier()  # rank 0 does not ask while the gate opens
         gate.set()
         saver.wait()
     assert saver.last == run.newest() == run.at(1)
-    assert saver.last.manifest()["state"] == {"rank": 0}
+    assert (saver.last.manifest()["state"], saver.last.manifest()["score"]) == ({"rank": [0]}, 0.5)
     checkpoint.restore(saver.last, values)
     assert same(values, sharded())
 

@@ -51,23 +51,6 @@ def restored(saved: Checkpoint | None) -> dict[str, torch.Tensor]:
     return target
 
 
-def test_saver_ignores_changes_after_begin(run: Run) -> None:
-    saver, live, gate, state = run.saver(), values(), threading.Event(), {"rows": [1]}
-    with writes(gate.wait):
-        assert saver.begin(5, live, state=state, score=0.25)
-        for tensor in live.values():
-            tensor.zero_()
-        state["rows"].append(2)
-        assert [saver.begin(step, values(2), state={}, score=None) for step in (6, 7)] == [False, False]
-        assert (saver.last, run.steps()) == (None, [])
-        gate.set()
-        saver.wait()
-    assert saver.last == run.at(5)
-    assert same(restored(saver.last), values())
-    manifest = saver.last.manifest()
-    assert (manifest["state"], manifest["score"]) == ({"rows": [1]}, 0.25)
-
-
 def test_saver_logs_events_and_stall(run: Run) -> None:
     saver, gate = run.saver(), threading.Event()
 

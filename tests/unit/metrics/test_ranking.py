@@ -399,25 +399,13 @@ def test_single_class_and_invalid_arguments_have_no_intervals() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("labels", [[], [1], [0, 1], [0, 1, 1], [0] * 12 + [1] * 12])
-def test_few_rows_return_no_intervals_without_warning(labels: list[int]) -> None:
-    logits = np.linspace(-1, 1, len(labels))
-    assert all(math.isnan(end) for ends in intervals(logits, labels, FEW).values() for end in ends)
-    for difference in compare(logits, -logits, labels, FEW).values():
-        assert all(map(math.isnan, (difference.low, difference.high, difference.p_value)))
-
-
-@pytest.mark.filterwarnings("error")
-def test_few_positives_return_logloss_interval_only() -> None:
-    labels, logits = np.repeat([0, 1], [96, 4]), np.linspace(-1, 1, 100)
-    found, differences = intervals(logits, labels, FEW), compare(logits, -logits, labels, FEW)
-    assert found["logloss"][0] < found["logloss"][1]
-    assert differences["logloss"].low < differences["logloss"].high
-    for name in ("auroc", "normalized_entropy", "calibration"):
-        assert all(map(math.isnan, (*found[name], differences[name].low, differences[name].p_value)))
-
-
-def test_enough_rows_return_intervals() -> None:
-    labels = np.repeat([0, 1], [25, 5])
-    low, high = intervals(np.linspace(-1, 1, 30) + labels * 0.5, labels, FEW)["logloss"]
-    assert 0 < low < high
+@pytest.mark.parametrize(("negatives", "positives"), [(0, 0), (0, 1), (1, 1), (1, 2), (12, 12), (96, 4), (25, 5)])
+def test_intervals_need_enough_rows_and_positives(negatives: int, positives: int) -> None:
+    labels, rows = np.repeat([0, 1], [negatives, positives]), negatives + positives
+    logits = np.linspace(-1, 1, rows)
+    found, differences = intervals(logits + 0.5 * labels, labels, FEW), compare(logits, -logits, labels, FEW)
+    for name, (low, high) in found.items():
+        difference, has_positives = differences[name], positives >= 5 or name == "logloss"
+        numbers = (low, high, difference.low, difference.high, difference.p_value)
+        assert [math.isfinite(number) for number in numbers] == [rows >= 30 and has_positives] * 5, name
+        assert low < high or not math.isfinite(low)

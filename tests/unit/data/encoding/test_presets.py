@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.faults import rejects
-from builders.logs import learn, made_from, open_index
+from builders.logs import counts_of, learn, made_from, open_index
 from builders.raw_blocks import block_of
 from builders.same import assert_same
-from builders.torchrec_scripts import torchrec_criteo
+from builders.torchrec_scripts import torchrec_criteo, write_npy
 
 from rayrec.data.encoding import presets
-from rayrec.data.encoding.counts import Counts
 from rayrec.data.encoding.encoder import MLPERF_SIZES, Derivation, MultiHot
 from rayrec.data.encoding.extension import extend
 from rayrec.data.encoding.known_categories import OOVCounter, bucket_names, buckets_of
@@ -193,13 +192,10 @@ def test_against_torchrec_itself(click_log: Path, tmp_path: Path, min_count: int
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)
     raw, npy = tmp_path / "raw", tmp_path / "npy"
     raw.mkdir()
-    npy.mkdir()
     index = index_of(raw, b"".join(lines[:900]), b"".join(lines[900:1500]), schema=CRITEO, segment_bytes=20_000)
     ours = learn(index, CRITEO, TORCHREC.replace(min_count=min_count)).encode(read_segments(index.segments, CRITEO))
+    write_npy([raw / "day_0", raw / "day_1"], npy)
     with torchrec_criteo() as criteo:
-        for day in (0, 1):
-            names = [str(npy / f"day_{day}_{part}.npy") for part in ("dense", "sparse", "labels")]
-            criteo.BinaryCriteoUtils.tsv_to_npys(str(raw / f"day_{day}"), *names, "criteo_1t")
         sparse = [str(npy / f"day_{day}_sparse.npy") for day in (0, 1)]
         criteo.BinaryCriteoUtils.sparse_to_contiguous(sparse, str(npy), frequency_threshold=min_count)
     ids, dense, labels = (
@@ -289,18 +285,10 @@ def read(text: bytes, folder: Path) -> RawBlock:
     return read_segments(open_index(folder, ONE_NUMBER).segments, ONE_NUMBER)
 
 
-def counted(preset: Preset, text: bytes, folder: Path) -> Counts:
-    job, raw = preset.counting(ONE_NUMBER), read(text, folder)
-    counts = job.empty()
-    counts.add_source(raw, f"{folder}/day_0")
-    counts.add_rows(job.derivation.counted(raw), 0)
-    return counts
-
-
 def extended(preset: Preset, old: str, new: str, folder: Path) -> tuple[Preprocessor, Preprocessor]:
     """Extend by column C as read by `lines`, and check that no old id has changed."""
     before = made_from(read(lines(old), folder / "old"), ONE_NUMBER, preset)
-    extension = extend(before, preset, counted(preset, lines(new), folder / "new"))
+    extension = extend(before, preset, counts_of(read(lines(new), folder / "new"), ONE_NUMBER, preset))
     after = extension.preprocessor
     raw = read(lines("".join(sorted(set(old + new)))), folder / "both")
     old_ids, new_ids = before.encode(raw).ids[0], after.encode(raw).ids[0]
@@ -341,7 +329,7 @@ def test_extension_keeps_last_row_of_unknown_categories(tmp_path: Path, preset: 
     assert unknown == before.num_embeddings[0] - 1
     assert after.sparse[0].ids().tolist() == [*before.sparse[0].ids().tolist(), unknown + 1, unknown + 2]
     assert after.num_embeddings[0] == before.num_embeddings[0] + 2
-    again = extend(after, preset, counted(preset, lines("e"), tmp_path / "more")).preprocessor
+    again = extend(after, preset, counts_of(read(lines("e"), tmp_path / "more"), ONE_NUMBER, preset)).preprocessor
     assert again.sparse[0].ids().tolist() == [*after.sparse[0].ids().tolist(), unknown + 3]
 
 
@@ -355,7 +343,7 @@ def test_extension_adds_frequent_empty_field_and_hashed_stay(tmp_path: Path) -> 
     assert after.vocabulary(0)[after.sparse[0].ids() == after.sparse[0].missing_id].tolist() == [0]
     nvt = NVT.replace(num_embeddings=(11, 7))
     before = made_from(read(lines("aab"), tmp_path / "hashed"), ONE_NUMBER, nvt)
-    after = extend(before, nvt, counted(nvt, lines("ccdd"), tmp_path / "more"))
+    after = extend(before, nvt, counts_of(read(lines("ccdd"), tmp_path / "more"), ONE_NUMBER, nvt))
     assert after.preprocessor.sparse == before.sparse
     assert after.existing == after.appended == {}
 
@@ -363,7 +351,7 @@ def test_extension_adds_frequent_empty_field_and_hashed_stay(tmp_path: Path) -> 
 def test_extension_omits_rare_categories_beyond_limit(tmp_path: Path) -> None:
     preset = RAYREC.replace(max_num_embeddings=5)
     before = made_from(read(lines("aabb"), tmp_path / "first"), ONE_NUMBER, preset)
-    extension = extend(before, preset, counted(preset, lines("ccddda"), tmp_path / "log"))
+    extension = extend(before, preset, counts_of(read(lines("ccddda"), tmp_path / "log"), ONE_NUMBER, preset))
     assert list(hexadecimal(extension.preprocessor)) == ["a", "b", "d"]
     assert extension.left_out == {"C": 1, "D": 1}
     _, after = extended(preset.replace(beyond_limit="modulo"), "aabb", "ccddda", tmp_path / "modulo")
