@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 from builders.click_models import Saved
+from builders.golden_inputs import criteo_lines
+from builders.logs import unlabelled
 
 from rayrec.checkpoint.format import seal, sha256_of
 from rayrec.inference.config import ExportConfig
@@ -16,14 +18,9 @@ ROWS = 600
 
 
 def write_criteo_rows(path: Path, rows: int, *, labelled: bool = True) -> str:
-    """Write random rows of Criteo's columns, a third of them clicks."""
-    rng, lines = np.random.default_rng(0), []
-    for row in range(rows):
-        columns = [str(row % 3 // 2)] if labelled else []
-        columns += [str(value) for value in rng.integers(0, 50, 13)]
-        columns += [f"{token:08x}" for token in rng.integers(0, 1 << 32, 26)]
-        lines.append("\t".join(columns))
-    path.write_text("\n".join(lines) + "\n")
+    """Write random rows of Criteo's columns."""
+    lines = criteo_lines(rows, seed=0)
+    path.write_bytes(b"".join(lines) if labelled else unlabelled(lines))
     return str(path)
 
 

@@ -21,7 +21,7 @@ import torch
 from builders.faults import fails_with, flip, raising, rejects, unreadable, watched
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks.checkpoint import run_ranks, same, sharded, whole
+from ranks.checkpoint import full, run_ranks, same, sharded, whole, writes
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
@@ -441,6 +441,9 @@ def test_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_save_raises_failures_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with writes(full):  # it is not retried
+        fails_with(OSError, "No space left", save_files, tmp_path)
+    assert os.listdir(checkpoint.folder_of(str(tmp_path), 1)) == []
     monkeypatch.setattr(storage, "write_json", raising(OSError(28, "No space left on device")))
     fails_with(OSError, "No space left", save_files, tmp_path)
     fails_with(TypeError, r"rates: must be a tensor", save_files, tmp_path, tensors={"rates": [1, 2]})

@@ -20,7 +20,7 @@ import torch
 from builders.faults import at_first, fails_with, flip, raising, rejects, unreadable, until, watched
 from builders.savers import Run, save
 from hosts.slow_store import SlowStore
-from ranks.checkpoint import full, raised, run_ranks, same, whole, writes
+from ranks.checkpoint import raised, run_ranks, same, whole, writes
 
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import Checkpoint, DamagedError, Retention, Saver, acquire_lease, folder_of, reader, save_retry, saver
@@ -536,14 +536,6 @@ def test_attempt_waits_for_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
             checkpoint.check_shared(begun, Communicator.all())
             assert os.listdir(tmp_path) == []
     assert begun.valid()
-
-
-def test_synchronous_save_is_not_retried(tmp_path: Path) -> None:
-    path = folder_of(str(tmp_path), 1)
-    with writes(full), pytest.raises(OSError, match="No space left"):
-        checkpoint.save(path, many(), state={})
-    assert checkpoint.latest(str(tmp_path)) is None
-    assert os.listdir(path) == []
 
 
 # Saves and restores of several processes, asynchronous saves and failing ranks ----------------------------------------

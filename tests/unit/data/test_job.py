@@ -5,7 +5,9 @@ import functools
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -342,46 +344,34 @@ def test_stages_are_measured_per_thread() -> None:
 
 def test_queueing_is_measured_per_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight threads, for each of which the kernel reports 1 ms more queueing at every poll."""
-    threads: dict[int, int] = {}
-    looks = dict.fromkeys(range(8), 0)
+    owners, looks, barrier = dict[int, int](), Counter[int](), threading.Barrier(8)
     open_file, close_file = stage_times.os.open, stage_times.os.close
 
     def opened(path: str, flags: int) -> int:
         assert path == "/proc/thread-self/schedstat"
-        descriptor = open_file(os.devnull, flags)
-        threads[descriptor] = int(threading.current_thread().name)
+        owners[descriptor := open_file(os.devnull, flags)] = threading.get_ident()
         return descriptor
 
     def read(descriptor: int, size: int, offset: int) -> bytes:
-        number = threads[descriptor]
-        assert number == int(threading.current_thread().name)
-        looks[number] += 1
-        return b"7 %d 3\n" % (looks[number] * 1_000_000)
+        assert owners[descriptor] == threading.get_ident()
+        looks[descriptor] += 1
+        return b"7 %d 3\n" % (looks[descriptor] * 1_000_000)
 
     def closed(descriptor: int) -> None:
-        del threads[descriptor]
+        del owners[descriptor]
         close_file(descriptor)
 
+    def make() -> None:
+        for _ in range(5):
+            with stage("read"):
+                barrier.wait()
+
     monkeypatch.setattr(stage_times, "os", SimpleNamespace(open=opened, pread=read, close=closed, O_RDONLY=os.O_RDONLY))
-    found: dict[int, float] = {}
-
-    def work(number: int) -> None:
-        def make() -> None:
-            for _ in range(5):
-                with stage("read"):
-                    barrier.wait()
-
-        found[number] = measured(make, rows_of=lambda _: 1)[1].queue_s["read"]
-
-    barrier = threading.Barrier(8)
-    workers = [threading.Thread(target=work, args=(number,), name=str(number)) for number in range(8)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert found == dict.fromkeys(range(8), pytest.approx(0.005))
-    assert set(looks.values()) == {10}
-    assert not threads
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: measured(make, rows_of=lambda _: 1)[1].queue_s["read"], range(8)))
+    assert found == [pytest.approx(0.005)] * 8
+    assert [*looks.values()] == [10] * 8
+    assert not owners
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/thread-self/schedstat"), reason="the kernel does not report queueing")

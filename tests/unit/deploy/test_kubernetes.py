@@ -79,7 +79,7 @@ def test_job_command_and_cluster_match_manifests() -> None:
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_pods(kind: str) -> None:
+def test_pods_token_and_versions(kind: str) -> None:
     for name, group in _pods(kind):
         spec = group["template"]["spec"]
         (container,) = spec["containers"]
@@ -94,6 +94,9 @@ def test_pods(kind: str) -> None:
             assert pool == "on-demand"
             assert group["rayStartParams"]["num-cpus"] == "0"
     assert _cluster(kind)["rayVersion"] == version("ray")
+    assert _cluster(kind)["authOptions"] == {"mode": "token"}
+    (image,) = yaml.safe_load((FOLDER / FILES[kind]).with_name("kustomization.yaml").read_text())["images"]
+    assert image["newTag"] == version("rayrec")
 
 
 @pytest.mark.parametrize("kind", ["RayCluster", "RayJob"])
@@ -147,13 +150,6 @@ def test_pods_run_restricted(kind: str) -> None:
     if "autoscalerOptions" in _cluster(kind):
         assert _cluster(kind)["autoscalerOptions"]["securityContext"] == restricted
     assert yaml.safe_load((FOLDER / "common" / "account.yaml").read_text())["automountServiceAccountToken"] is False
-
-
-@pytest.mark.parametrize("kind", FILES)
-def test_ray_requires_token_and_image_tags_are_pinned(kind: str) -> None:
-    assert _cluster(kind)["authOptions"] == {"mode": "token"}
-    (image,) = yaml.safe_load((FOLDER / FILES[kind]).with_name("kustomization.yaml").read_text())["images"]
-    assert image["newTag"] == version("rayrec")
 
 
 def test_network_policies_open_known_ports() -> None:

@@ -439,12 +439,6 @@ def test_types_of_numbers(array: pa.Array) -> None:
     assert (raw.weights.tolist(), faults.counts) == ([1, 0], {"weight is not a number of 0 or more": 1})
 
 
-@pytest.mark.parametrize(("role", "lists"), [("dense", ()), ("sparse", ()), ("sparse", ("c",))])
-def test_null_column_is_missing(role: str, lists: tuple[str, ...]) -> None:
-    raw, faults = one_column(pa.nulls(2), role, lists=lists)
-    assert (faults.total, raw.is_missing("c").tolist()) == (0, [True, True])
-
-
 CATEGORIES = [
     ([5, None, -1, 2**40], pa.int64()),
     ([5, None, 2**24 + 1, 7], pa.int32()),
@@ -472,7 +466,7 @@ def test_types_of_categories(values: list[Any], kind: pa.DataType, dictionary: b
 LIST_VALUES = [["a", "b"], None, [], ["", "c", None], ["12"]]
 
 
-def test_types_of_lists() -> None:
+def test_types_of_lists_and_null_columns() -> None:
     for array in (
         pa.array(LIST_VALUES, pa.list_(pa.string())),
         pa.array(LIST_VALUES, pa.large_list(pa.large_string())),
@@ -490,11 +484,11 @@ def test_types_of_lists() -> None:
         raw, faults = one_column(array, "sparse", lists=("c",))
         assert (faults.total, raw.lists[0].lengths.tolist()) == (0, [2, 0, 0, 1, 1])
         assert tokens_of(raw, 0) == [token("a"), token("b"), token("c"), 12]
-
-
-def test_fixed_size_lists() -> None:
     raw, _ = one_column(pa.array([[1, 2], None, [3, None]], pa.list_(pa.int32(), 2)), "sparse", lists=("c",))
     assert (raw.lists[0].lengths.tolist(), tokens_of(raw, 0)) == ([2, 0, 1], [1, 2, 3])
+    for role, lists in (("dense", ()), ("sparse", ()), ("sparse", ("c",))):
+        raw, faults = one_column(pa.nulls(2), role, lists=lists)
+        assert (faults.total, raw.is_missing("c").tolist()) == (0, [True, True])
 
 
 REJECTED = [
