@@ -399,11 +399,10 @@ def test_copy_of_wrong_size_is_repeated(run: Run, source: Path, monkeypatch: pyt
 
 # Storage failures during a save: retries, logs, and one-line errors in the end ----------------------------------------
 @pytest.fixture
-def hurried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def hurried(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.02)
     monkeypatch.setattr(save_retry, "LONGEST_DELAY_S", 0.1)
-    with closing(Run(tmp_path)) as hurried:
-        yield hurried
+    return run
 
 
 def many(factor: float = 1, num: int = 300_000) -> dict[str, torch.Tensor]:

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.faults import fails_with, rejects
+from builders.logs import open_index
 from builders.runs import QUIET, check_same_in_two_parts, one_worker, train
 from sklearn.metrics import roc_auc_score
 
 import rayrec
 from rayrec import recipes
 from rayrec.data import synthetic
-from rayrec.data.engine import TaskContext
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.text_parser import parse
 from rayrec.data.synthetic import format_rows, max_row_bytes
@@ -254,15 +253,10 @@ def test_format_rows_matches_python_and_rejects_mismatched_arrays() -> None:
 PATH = "random:20000:1"
 
 
-def index_of(path: str, *, segment_bytes: int, schema: Schema = SCHEMA) -> LogIndex:
-    context = TaskContext(None, None, lambda text: None)  # type: ignore[arg-type]  # no task is needed
-    return LogSource.at(path).index(schema, segment_bytes=segment_bytes, context=context)
-
-
 @pytest.mark.parametrize("segment_bytes", [2 << 20, 150_000])
 def test_rows_match_generated_log(click_log: Path, segment_bytes: int) -> None:
     raw, _ = parse(SCHEMA, (click_log / "train.txt").read_bytes())
-    index = index_of(PATH, segment_bytes=segment_bytes)
+    index = open_index(PATH, segment_bytes=segment_bytes)
     made = read_raw(index.segments, SCHEMA)
     for name in ("numbers", "categories", "missing"):
         ours, theirs = getattr(made, name), getattr(raw, name)
@@ -299,4 +293,4 @@ def test_unsuitable_paths_and_schemas_raise(tmp_path: Path) -> None:
         rejects("must be random:ROWS or random:ROWS:SEED", train, config)
     other = Schema(dense=("a",), sparse=("b",))
     rejects("the columns of Criteo's logs, 13 dense and 26 sparse", LogSource.at("random:100").check_head, other)
-    assert [segment.rows for segment in index_of("random:3", segment_bytes=1).segments] == [1, 1, 1]
+    assert [segment.rows for segment in open_index("random:3", segment_bytes=1).segments] == [1, 1, 1]

@@ -60,10 +60,8 @@ def preprocessor(block_ranges: BlockRanges) -> Preprocessor:
 def never() -> Iterator[threading.Event]:
     """What data tasks wait for whose nodes are gone."""
     event = threading.Event()
-    STOP_REQUESTED.clear()
     yield event
     event.set()
-    STOP_REQUESTED.clear()
 
 
 class Given(ThreadEngine):

@@ -18,7 +18,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders.click_models import SMALL, Saved, bucketed_preprocessor, lists_preprocessor, multi_hot_preprocessor, save_clicks
+from builders.click_models import (
+    SMALL,
+    Saved,
+    bucketed_preprocessor,
+    lists_preprocessor,
+    make_preprocessor,
+    multi_hot_preprocessor,
+    save_clicks,
+)
 from builders.exports import ROWS, changed, export_of, reseal, scored_by_strangers, write_criteo_rows
 from builders.faults import fails_with, flip, rejects
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
@@ -533,7 +541,7 @@ def test_export_rejects_other_encoder(old: str, new: str, failure: str, tmp_path
 
 def test_encode_py_is_compared_on_random_values(tmp_path: Path) -> None:
     """The run was trained on preprocessed data. unit/data/encoding/test_rules.py compares all presets."""
-    preprocessor = _varied_criteo()
+    preprocessor = make_preprocessor()
     preprocessor.save(str(tmp_path))
     none = ParityRows("rows", ())
     result = compare_encoder(Encoder(str(tmp_path)), preprocessor, none)
@@ -546,31 +554,15 @@ def test_encode_py_is_compared_on_random_values(tmp_path: Path) -> None:
     sparse.append(dataclasses.replace(last, missing_id=0, unknown_id=1))
     changed = dataclasses.replace(preprocessor, sparse=tuple(sparse))
     preprocessor.save(str(tmp_path))
-    assert compare_encoder(Encoder(str(tmp_path)), changed, none)["failure"] == "its ids of column z differ"
-
-
-def _varied_criteo() -> Preprocessor:
-    schema = Schema(tokens="hexadecimal", label="label", dense=("a", "b", "c"), sparse=("x", "y", "z"))
-    tokens = np.array([[7, 3, 900], [1, 2**32 - 1, 5], [11, 4, 6]], np.uint32)
-    dense = (
-        DenseColumn(mean=0.5, scale=0.3, missing_value=-1.5),
-        DenseColumn(kind="log", shift=2.0, lowest=0),
-        DenseColumn(kind="identity", lowest=-2),
-    )
-    sparse = (
-        SparseColumn(5, 3),
-        SparseColumn(4, 3, first_id=1, unknown_id=0, missing_id=2, gap=2),
-        SparseColumn(20, 3, token_modulo=13),
-    )
-    return Preprocessor("test", schema, dense, sparse, tokens.reshape(-1))
+    assert compare_encoder(Encoder(str(tmp_path)), changed, none)["failure"] == "its ids of column cat_25 differ"
 
 
 def test_encoder_error_has_row_number(tmp_path: Path) -> None:
     lists = lists_preprocessor()
     integers = dataclasses.replace(lists, schema=lists.schema.replace(integers=("user.id",)))
     rejected: list[tuple[Preprocessor, list[dict[str, Any]], str]] = [
-        (_varied_criteo(), [{}, {"x": "12"}], "row 1: x must be 8 hexadecimal digits"),
-        (_varied_criteo(), [{"a": 1.5}], "row 0: a must be a number"),
+        (make_preprocessor(), [{}, {"cat_0": "12"}], "row 1: cat_0 must be 8 hexadecimal digits"),
+        (make_preprocessor(), [{"int_0": 1.5}], "row 0: int_0 must be a number"),
         *((lists, [{}, {"user.id": value}], "row 1: user.id must be") for value in (1.5, 2**64)),
         *((lists, [{}, {"age": value}], "row 1: age must be") for value in ("x", 1e19)),
         (lists, [{"keys": [["a"]]}], "row 0: keys must be"),
@@ -579,8 +571,8 @@ def test_encoder_error_has_row_number(tmp_path: Path) -> None:
     for preprocessor, rows, message in rejected:
         preprocessor.save(str(tmp_path))
         fails_with(ValueError, message, Encoder(str(tmp_path)).encode, rows)
-    _varied_criteo().save(str(tmp_path))
-    fails_with(ValueError, "row 0 must have 6 columns, got 2", Encoder(str(tmp_path)).parse, ["1\t2"])
+    make_preprocessor().save(str(tmp_path))
+    fails_with(ValueError, "row 0 must have 39 columns, got 2", Encoder(str(tmp_path)).parse, ["1\t2"])
 
 
 # Model repository for Triton ------------------------------------------------------------------------------------------
