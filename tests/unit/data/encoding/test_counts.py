@@ -105,22 +105,6 @@ def test_present_tokens_are_counted(tokens: list[int | None], slots: int, first_
         assert counter.items()[0].dtype == dtype
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 5) | st.integers(0, 2**64 - 1), max_size=400), st.booleans(), st.integers(0, 400))
-def test_values_of_64_bits(values: list[int], first_rows: bool, at: int) -> None:
-    tokens, rows = np.array(values, np.uint64), np.arange(10, 10 + len(values))
-    counter = TokenCounter(2, dtype=np.uint64, first_rows=first_rows)
-    counter.count_values(tokens[at:], rows[at:])
-    counter.count_values(tokens[:at], rows[:at])
-    wanted = expected(values, 10 if first_rows else None)
-    assert found(counter.items()) == wanted
-    other = TokenCounter(2, dtype=np.uint64, first_rows=first_rows, family=1)
-    other.merge(*counter.items())
-    other.merge(*counter.items(), shift_rows=5)
-    assert found(other.items()) == {token: (2 * count, row) for token, (count, row) in wanted.items()}
-    assert found(other.items(4)) == {token: (2 * count, row) for token, (count, row) in wanted.items() if count > 1}
-
-
 def test_counts_exceed_32_bits_and_cover_one_kind_or_no_rows(tmp_path: Path) -> None:
     whole, counts = Counts.empty(0, 1), Counts.empty(0, 1)
     for _ in range(3):
