@@ -26,37 +26,13 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import (
-    Checkpoint,
-    CheckpointReader,
-    CheckpointWriter,
-    DamagedError,
-    Retention,
-    acquire_lease,
-    folder_of,
-    reader,
-    restore,
-    save,
-    to_remove,
-    weights_sha256,
-    writer,
-)
+from rayrec.checkpoint import Checkpoint, CheckpointReader, CheckpointWriter, DamagedError, Retention, acquire_lease, writer
 from rayrec.checkpoint import reader as reader_module
 from rayrec.checkpoint import state as state_module
 from rayrec.checkpoint.format import UnreadableError, seal
 from rayrec.checkpoint.plan import HostCopy, Part, Plan, check_covered
 from rayrec.checkpoint.reader import TableReader
-from rayrec.checkpoint.state import (
-    RowMap,
-    Targets,
-    all_tensors,
-    make_state,
-    model_tensors,
-    optimizer_tensors,
-    restore_all,
-    restore_model,
-    restore_rows,
-)
+from rayrec.checkpoint.state import RowMap, Targets, all_tensors, model_tensors, optimizer_tensors, restore_all, restore_rows
 from rayrec.checkpoint.writer import ExtraFiles
 from rayrec.config import InputError
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
@@ -221,11 +197,11 @@ def test_dcp_and_rayrec_checkpoints_are_interchangeable(tmp_path: Path) -> None:
     ours, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
     checkpoint.save(ours, whole(), state={})
     dcp.save(whole(), storage_writer=CheckpointWriter(theirs, state={"step": 3}))
-    assert weights_sha256(Checkpoint(theirs)) == weights_sha256(Checkpoint(ours))
+    assert checkpoint.weights_sha256(Checkpoint(theirs)) == checkpoint.weights_sha256(Checkpoint(ours))
     assert Checkpoint(theirs).manifest()["state"] == {"step": 3}
     loaded, restored = whole(0), whole(0)
     dcp.load(loaded, storage_reader=CheckpointReader(ours))
-    restore(Checkpoint(theirs), restored)
+    checkpoint.restore(Checkpoint(theirs), restored)
     assert same(loaded, whole())
     assert same(restored, whole())
 
@@ -260,7 +236,7 @@ def ranks(folder: str, rank: int) -> None:
     dcp.save(sharded(), storage_writer=CheckpointWriter(path))
     loaded, restored = sharded(0), sharded(0)
     dcp.load(loaded, storage_reader=CheckpointReader(path))
-    restore(Checkpoint(path), restored)
+    checkpoint.restore(Checkpoint(path), restored)
     assert same(loaded, sharded())
     assert same(restored, sharded())
 
@@ -269,7 +245,7 @@ def ranks(folder: str, rank: int) -> None:
 def test_dcp_loads_sharded_tensors_of_several_ranks(tmp_path: Path) -> None:
     run_ranks(ranks, 2, str(tmp_path))
     plain = whole(0)
-    restore(Checkpoint(str(tmp_path / "step")), plain)
+    checkpoint.restore(Checkpoint(str(tmp_path / "step")), plain)
     assert same(plain, whole())
 
 
@@ -309,35 +285,35 @@ def test_equal_columns_are_restored_and_parts_weighted_by_width() -> None:
 def test_restore_rejects_another_optimizer_and_makes_state_once(tmp_path: Path) -> None:
     model = torch.nn.Linear(8, 3)
     adam = DenseOptimizerConfig(kind="adam").build_keyed(dict(model.named_parameters()))
-    make_state(adam)
-    saved = Checkpoint(folder_of(str(tmp_path), 1))
-    save(saved.path, all_tensors(model, adam), state={})
+    state_module.make_state(adam)
+    saved = Checkpoint(checkpoint.folder_of(str(tmp_path), 1))
+    checkpoint.save(saved.path, all_tensors(model, adam), state={})
     restore_all(saved, model, adam)
     sgd = DenseOptimizerConfig(kind="sgd").build_keyed(dict(model.named_parameters()))
     rejects(r"step_00000001: contains optimizer\.bias\.exp_avg, which the optimizer of this run", restore_all, saved, model, sgd)
     smaller = torch.nn.Linear(8, 3, bias=False)
-    save(saved.path, model_tensors(model), state={})
+    checkpoint.save(saved.path, model_tensors(model), state={})
     sgd = DenseOptimizerConfig(kind="sgd").build_keyed(dict(smaller.named_parameters()))
     rejects(r"step_00000001: contains model\.bias, which the model of this run", restore_all, saved, smaller, sgd)
     optimizer = DenseOptimizerConfig(kind="adam").build_keyed(dict(model.named_parameters()))
     assert not optimizer_tensors(optimizer)
-    make_state(optimizer)
+    state_module.make_state(optimizer)
     made = optimizer_tensors(optimizer)
     assert {name.rpartition(".")[2] for name in made} == {"exp_avg", "exp_avg_sq", "step"}
     assert all(parameter.grad is None for parameter in model.parameters())
     before = {name: tensor.clone() for name, tensor in made.items()}
-    make_state(optimizer)
+    state_module.make_state(optimizer)
     assert same(before, optimizer_tensors(optimizer))
 
 
 def test_restore_clears_table_caches(tmp_path: Path) -> None:
     purged = []
     model, optimizer = table()
-    save(str(tmp_path / "run"), all_tensors(model, optimizer), state={})
+    checkpoint.save(str(tmp_path / "run"), all_tensors(model, optimizer), state={})
     lookup = SimpleNamespace(purge=lambda: purged.append(model.weight[0, 0].item()))
     model._lookups = [lookup, object()]  # type: ignore[assignment]
     stored = model.weight[0, 0].item()
-    for again in (lambda at: restore_all(at, model, optimizer), lambda at: restore_model(at, model)):
+    for again in (lambda at: restore_all(at, model, optimizer), lambda at: state_module.restore_model(at, model)):
         with torch.no_grad():
             model.weight.fill_(7.0)
         again(Checkpoint(str(tmp_path / "run")))
@@ -571,8 +547,8 @@ def test_weights_hash_is_stable_and_reads_bounded_ranges(tmp_path: Path, monkeyp
         tensor = weights[name]
         expected.update(f"{name}\0{dtypes[tensor.dtype]}\0{list(tensor.shape)}\0".encode())
         expected.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    reads = watched(monkeypatch, reader.TableReader, "rows")
-    monkeypatch.setattr(reader, "_WINDOW_BYTES", 1000)
+    reads = watched(monkeypatch, TableReader, "rows")
+    monkeypatch.setattr(reader_module, "_WINDOW_BYTES", 1000)
     assert checkpoint.weights_sha256(saved) == expected.hexdigest()
     sizes = [rows.nbytes for *_, rows in reads]
     assert max(sizes) <= 1000
@@ -600,9 +576,9 @@ def test_retention_removes_expected_steps() -> None:
         ([None] * 5, Retention(num_to_keep=1, keep_every=100), [], [10, 20, 30, 40]),
     ):
         saved = list(zip(STEPS, scores, strict=True))
-        assert to_remove(saved, retention, in_use=in_use) == removed
-        assert to_remove(saved[::-1], retention, in_use=in_use) == removed
-        assert to_remove([], retention, in_use=in_use) == []
+        assert checkpoint.to_remove(saved, retention, in_use=in_use) == removed
+        assert checkpoint.to_remove(saved[::-1], retention, in_use=in_use) == removed
+        assert checkpoint.to_remove([], retention, in_use=in_use) == []
 
 
 # What the ranks of a run must hold together, so that a checkpoint is complete -----------------------------------------

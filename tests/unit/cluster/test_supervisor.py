@@ -15,19 +15,9 @@ from builders.faults import fails_with, raising, rejects
 
 import rayrec
 from rayrec import recipes
-from rayrec.cluster import supervisor
+from rayrec.cluster import restart_policy, supervisor
 from rayrec.cluster.jobs import dashboard_url
-from rayrec.cluster.restart_policy import (
-    AttemptHistory,
-    AttemptResult,
-    Policy,
-    Quit,
-    SuperviseConfig,
-    describe,
-    judge,
-    pause_s,
-    shell_status,
-)
+from rayrec.cluster.restart_policy import AttemptHistory, AttemptResult, Policy, Quit, SuperviseConfig, describe, judge
 from rayrec.cluster.supervisor import CONFIG_KEY, RUN_KEY, Outcome, StateFile, state_path, summary_of
 
 SUMMARY = {"name": "run", "steps": 20, "weights_sha256": "00ff", "metrics": {"auroc": 0.75}}
@@ -380,13 +370,13 @@ def test_judge_quits_after_short_attempts_or_with_other_data() -> None:
 
 def test_pauses_double_and_exit_statuses_are_described() -> None:
     def pauses(jitter: float) -> list[float]:
-        return [pause_s(times, first_s=1.0, longest_s=30.0, jitter=jitter) for times in range(9)]
+        return [restart_policy.pause_s(times, first_s=1.0, longest_s=30.0, jitter=jitter) for times in range(9)]
 
     assert pauses(0.5) == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
     assert (pauses(0.0)[1:3], pauses(1.0)[1:3]) == ([0.75, 1.5], [1.25, 2.5])
     assert all(before <= after for before, after in itertools.pairwise(pauses(0.3)))
-    assert pause_s(100_000, first_s=1.0, longest_s=30.0, jitter=0.5) == 30.0
-    assert [shell_status(status) for status in (None, 0, 2, -9, -15, 143)] == [None, 0, 2, 137, 143, 143]
+    assert restart_policy.pause_s(100_000, first_s=1.0, longest_s=30.0, jitter=0.5) == 30.0
+    assert [restart_policy.shell_status(status) for status in (None, 0, 2, -9, -15, 143)] == [None, 0, 2, 137, 143, 143]
     assert describe(ended(137)) == "was killed by SIGKILL"
     assert describe(ended(143)) == "was preempted (exit status 143)"
     assert describe(ended(255)) == "ended with exit status 255"

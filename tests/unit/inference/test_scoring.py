@@ -18,14 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from builders.click_models import (
-    SMALL,
-    bucketed_preprocessor,
-    hashed_preprocessor,
-    lists_preprocessor,
-    multi_hot_preprocessor,
-    save_clicks,
-)
+from builders import click_models
+from builders.click_models import SMALL, hashed_preprocessor, save_clicks
 from builders.faults import fails_with, flip, raising, rejects
 
 from rayrec.cluster.layout import Node
@@ -199,9 +193,9 @@ MAKES: dict[str, dict[str, Any]] = {
     "cross": {"model": SMALL.replace(interaction="cross")},
     "projection": {"model": SMALL.replace(interaction="projection")},
     "bf16": {"model": SMALL.replace(interaction="cross"), "precision": "bf16"},
-    "multi-hot": {"preprocessor": multi_hot_preprocessor()},
-    "bags": {"preprocessor": lists_preprocessor()},
-    "no dense columns": {"preprocessor": bucketed_preprocessor()},
+    "multi-hot": {"preprocessor": click_models.multi_hot_preprocessor()},
+    "bags": {"preprocessor": click_models.lists_preprocessor()},
+    "no dense columns": {"preprocessor": click_models.bucketed_preprocessor()},
     "64-bit ids": {"preprocessor": _wide_ids()},
 }
 

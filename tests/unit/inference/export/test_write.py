@@ -18,15 +18,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders.click_models import (
-    SMALL,
-    Saved,
-    bucketed_preprocessor,
-    lists_preprocessor,
-    make_preprocessor,
-    multi_hot_preprocessor,
-    save_clicks,
-)
+from builders import click_models
+from builders.click_models import SMALL, Saved, bucketed_preprocessor, lists_preprocessor, multi_hot_preprocessor, save_clicks
 from builders.exports import ROWS, changed, export_of, reseal, scored_by_strangers, write_criteo_rows
 from builders.faults import fails_with, flip, rejects
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
@@ -541,7 +534,7 @@ def test_export_rejects_other_encoder(old: str, new: str, failure: str, tmp_path
 
 def test_encode_py_is_compared_on_random_values(tmp_path: Path) -> None:
     """The run was trained on preprocessed data. unit/data/encoding/test_rules.py compares all presets."""
-    preprocessor = make_preprocessor()
+    preprocessor = click_models.make_preprocessor()
     preprocessor.save(str(tmp_path))
     none = ParityRows("rows", ())
     result = compare_encoder(Encoder(str(tmp_path)), preprocessor, none)
@@ -561,8 +554,8 @@ def test_encoder_error_has_row_number(tmp_path: Path) -> None:
     lists = lists_preprocessor()
     integers = dataclasses.replace(lists, schema=lists.schema.replace(integers=("user.id",)))
     rejected: list[tuple[Preprocessor, list[dict[str, Any]], str]] = [
-        (make_preprocessor(), [{}, {"cat_0": "12"}], "row 1: cat_0 must be 8 hexadecimal digits"),
-        (make_preprocessor(), [{"int_0": 1.5}], "row 0: int_0 must be a number"),
+        (click_models.make_preprocessor(), [{}, {"cat_0": "12"}], "row 1: cat_0 must be 8 hexadecimal digits"),
+        (click_models.make_preprocessor(), [{"int_0": 1.5}], "row 0: int_0 must be a number"),
         *((lists, [{}, {"user.id": value}], "row 1: user.id must be") for value in (1.5, 2**64)),
         *((lists, [{}, {"age": value}], "row 1: age must be") for value in ("x", 1e19)),
         (lists, [{"keys": [["a"]]}], "row 0: keys must be"),
@@ -571,7 +564,7 @@ def test_encoder_error_has_row_number(tmp_path: Path) -> None:
     for preprocessor, rows, message in rejected:
         preprocessor.save(str(tmp_path))
         fails_with(ValueError, message, Encoder(str(tmp_path)).encode, rows)
-    make_preprocessor().save(str(tmp_path))
+    click_models.make_preprocessor().save(str(tmp_path))
     fails_with(ValueError, "row 0 must have 39 columns, got 2", Encoder(str(tmp_path)).parse, ["1\t2"])
 
 
