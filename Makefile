@@ -121,7 +121,7 @@ spelling: setup
 prose: setup ## words, docstrings and names (tools/prose.py)
 	@echo "check: prose"; $(RUN)/python tools/prose.py
 
-docs: setup ## runs every example of the documentation, but for two notebooks that say what pages say
+docs: setup ## runs every example of the documentation, but for four notebooks on Ray
 	@if [ -e tests/test_docs.py ]; then $(RUN)/python -m pytest tests/test_docs.py -m "not exhaustive" -n 2 --dist worksteal; else echo "docs: no tests/test_docs.py"; fi
 
 site: setup ## the documentation as a site in build/site, with reference pages made from the code; no network

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from builders.faults import until
 from builders.runs import check_no_rows_lost
+from builders.scripts import ROOT, script
 from hosts import nodes
 from hosts.nodes import Network, Node
 from hosts.processes import Session, events_so_far, run_command
@@ -231,7 +232,8 @@ def left(machines: list[Node]) -> list[bytes]:
     return [Path(f"/proc/{pid}/cmdline").read_bytes() for node in machines for pid in node.processes("ray")]
 
 
-SSH = Path(__file__).parents[2] / "deploy" / "ssh" / "run.sh"
+SSH = ROOT / "deploy" / "ssh" / "run.sh"
+NOTEBOOKS = script("tools", "run_notebook")
 
 
 @pytest.mark.exhaustive
@@ -256,3 +258,13 @@ def test_ssh_script_trains_on_two_machines(click_log: Path, shared: Path, tmp_pa
         until(lambda: not any(node.processes("ray") for node in machines), timeout_s=30, told=lambda: left(machines))
     check_no_rows_lost(result)
     assert result["steps"] == LONG["steps"]
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS.NODES)
+def test_notebooks_run_on_nodes(name: str) -> None:
+    path = ROOT / "examples" / f"{name}.ipynb"
+    stored, made = (
+        [[output["output_type"] for output in cell.get("outputs", ())] for cell in notebook["cells"]]
+        for notebook in (json.loads(path.read_text()), NOTEBOOKS.run(path))
+    )
+    assert stored == made
