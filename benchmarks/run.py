@@ -29,6 +29,7 @@ NAMES = (
     "quality",
     "epoch",
     "zoo",
+    "light",
     "scale",
     "links",
     "plan",

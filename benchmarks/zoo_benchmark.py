@@ -65,11 +65,11 @@ Fit = Callable[[dict[str, float], Log], Metrics]
 
 def main(*, quick: bool) -> None:
     budget, rotations, models = (2, 2, MODELS[:2]) if quick else (BUDGET, ROTATIONS, MODELS)
-    selected = _option("--models")
-    rotations = int(_option("--rotations") or rotations)
+    selected = option("--models")
+    rotations = int(option("--rotations") or rotations)
     with tempfile.TemporaryDirectory() as folder:
         head, lines, recipe = _log_lines()
-        logs = [_rotated(head, lines, folder, number, rotations) for number in range(rotations)]
+        logs = [rotated(head, lines, folder, number, rotations) for number in range(rotations)]
         contests: dict[str, tuple[Fit, list[dict[str, float]]]] = {
             name: (partial(_trained, recipe, folder, name), _model_settings(name, budget)) for name in models
         }
@@ -85,19 +85,24 @@ def main(*, quick: bool) -> None:
                 dlrm = results if name == "dlrm" else dlrm
 
 
-def _option(name: str) -> str | None:
+def option(name: str) -> str | None:
+    """Return the value of an option of this command, or None."""
     arguments = sys.argv[1:]
     return arguments[arguments.index(name) + 1] if name in arguments else None
 
 
 def _log_lines() -> tuple[list[bytes], list[bytes], Any]:
     """Return the header, the rows and the recipe of the log that the options name."""
-    python = _option("--movielens")
+    python = option("--movielens")
     if python:
         return *csv_lines(package_of(python)), partial(clicks, schema=SCHEMA)
-    path = _option("--data") or synthetic_log(20_000)
+    return [], lines_of(option("--data") or synthetic_log(20_000)), criteo_demo
+
+
+def lines_of(path: str) -> list[bytes]:
+    """Read the lines of a log, plain or gzip."""
     with gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb") as file:
-        return [], file.readlines(), criteo_demo
+        return file.readlines()
 
 
 def _contest(
@@ -133,7 +138,8 @@ def _mean(name: str, results: Sequence[Metrics]) -> float:
     return statistics.mean(getattr(one, name) for one in results)
 
 
-def _rotated(head: list[bytes], lines: list[bytes], folder: str, number: int, rotations: int) -> Log:
+def rotated(head: list[bytes], lines: list[bytes], folder: str, number: int, rotations: int) -> Log:
+    """Write the log whose rows start at another place, and its test rows alone."""
     first = len(lines) * number // max(rotations, 7)
     rotated = lines[first:] + lines[:first]
     ending = "csv" if head else "txt"
