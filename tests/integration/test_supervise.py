@@ -16,8 +16,9 @@ from typing import Any, Self
 import pytest
 from builders.faults import until
 from builders.runs import check_same_run, small_run
+from builders.scripts import ROOT
 from hosts.ports import free_ports
-from hosts.processes import Run, Session, environment_for, kill_all, pids, ray_start
+from hosts.processes import RAYREC, Run, Session, environment_for, kill_all, pids, ray_start
 
 from rayrec.checkpoint import committed
 from rayrec.workloads.base import TrainConfig
@@ -36,6 +37,7 @@ class Head:
         self.folder = Path(tempfile.mkdtemp(prefix="rayrec-head-"))
         self._output, self._cache, self._port = folder / "head", cache, free_ports(4)
         self.url = f"http://127.0.0.1:{self._port}"
+        self.address = f"127.0.0.1:{self._port + 1}"
 
     def start(self) -> None:
         names = ("dashboard-port", "port", "ray-client-server-port", "dashboard-agent-listen-port")
@@ -177,3 +179,20 @@ def test_lost_head_loses_only_steps_since_checkpoint(begin: Begin, head: Head, u
     assert re.search(".*".join(order), run.log, re.DOTALL)
     assert run.log.count("submitted") == 2
     assert run.events("start")[-1]["step"] >= 40
+
+
+def test_loop_of_spot_guide_outlives_head(
+    head: Head, undisturbed: dict[str, Any], click_log: Path, cache: Path, tmp_path: Path
+) -> None:
+    diff = (ROOT / "docs" / "from-huggingface.md").read_text().partition("+import subprocess")[2].partition("```")[0]
+    script = "\n".join(["import subprocess", *(line[1:] for line in diff.splitlines() if not line.startswith("-"))])
+    script = script.replace('"rayrec", "train", "gpt2"', ", ".join(map(repr, [*RAYREC, "train"])))
+    run = Run(small_run(click_log, tmp_path, name="loop"), tmp_path, cache=cache)
+    command = [sys.executable, "-c", script.replace("run.yaml", str(tmp_path / "config.yaml"))]
+    with Session(command, environment=environment_for(cache, RAY_ADDRESS=head.address), output=tmp_path / "loop") as loop:
+        loop.until(lambda: any(event["step"] >= 60 for event in run.events("step")))
+        head.kill()
+        head.start()
+        head.wait()
+        assert loop.wait(timeout_s=480).status == 0, loop.err
+    check_same_run(json.loads(Path(run.path, "summary.json").read_text()), undisturbed)
