@@ -38,7 +38,7 @@ def test_data_process_train_and_inference_of_e2eaiok(click_log: Path, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.extended
-@pytest.mark.parametrize(("module", "line"), [("torch.distributed.run", TORCHRUN), ("torchx.apps.cli.main", TORCHX)])
+@pytest.mark.parametrize(("module", "line"), [("torch.distributed.run", TORCHRUN), ("torchx.cli.main", TORCHX)])
 def test_lines_of_torchrec_dlrm(module: str, line: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         pytest.skip("torchx is not a dependency")
