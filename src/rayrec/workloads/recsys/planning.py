@@ -93,14 +93,9 @@ def local_memory(config: TrainConfig, *, workers: int) -> int:
         import torch
 
         return torch.cuda.get_device_properties(0).total_memory
-    free = available_host_bytes()
+    free = host_resources.memory().available
     store = config.cluster.object_store_bytes or int(free * _OBJECT_STORE_FRACTION)
     return max(0, (free - store) // workers - PROCESS_BYTES)
-
-
-def available_host_bytes() -> int:
-    """Return the available memory of this machine or its container for tables."""
-    return host_resources.memory().available
 
 
 def build_model(workload: ClickSettings, num_embeddings: list[int], *, inputs: Schema, **settings: Any) -> ClickModel:

@@ -138,7 +138,7 @@ def test_worker_memory_is_sum_of_parts() -> None:
 
 
 def test_memory_excludes_object_store_and_is_shared_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "available_host_bytes", lambda: 20 * GB)
+    monkeypatch.setattr(planning.host_resources, "memory", lambda: Memory(total=20 * GB, available=20 * GB))
     config = recipes.criteo_demo()
     assert planning.local_memory(config, workers=2) == 7 * GB - PROCESS_BYTES
     config = config.replace(cluster={"object_store_bytes": 2 * GB})
@@ -296,7 +296,7 @@ def test_tables_are_checked_against_cluster_memory(config: TrainConfig, monkeypa
     rejects("tables", probed, config, Target(2, 1, 1_000_000), train)
     # This machine holds too little, and the cluster enough.
     free = int((PROCESS_BYTES + sum(whole.worker_bytes) // 2) / 0.7)  # of which Ray's object store takes 0.3
-    monkeypatch.setattr(planning, "available_host_bytes", lambda: free)
+    monkeypatch.setattr(planning.host_resources, "memory", lambda: Memory(total=free, available=free))
     rejects(r"Assumed the memory of this machine. Set it with memory_gb=N in --cluster", probed, config, Target(2, 1), train)
     cut = probed(config, Target(2, 1, GB), train)
     assert (cut.plan, cut.worker_bytes) == (whole.plan, whole.worker_bytes)
