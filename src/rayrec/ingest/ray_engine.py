@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, count, islice, repeat
+from itertools import chain, count, islice, repeat, takewhile
 from typing import Any, Final, Generic, TypeVar, final
 
 import pyarrow as pa
@@ -90,8 +90,7 @@ class ConcurrencyLimits:
         tasks = 2 * max(1, math.floor(cpus / placement.num_cpus))
         blocks = tasks + prefetch_blocks
         if placement.max_object_store_bytes is not None:
-            blocks = min(blocks, placement.max_object_store_bytes // max(1, block_bytes) - _READER_BLOCKS)
-        blocks = max(1, blocks)
+            blocks = max(1, min(blocks, placement.max_object_store_bytes // max(1, block_bytes) - _READER_BLOCKS))
         return cls(min(tasks, blocks), blocks)
 
 
@@ -183,9 +182,7 @@ class RayShared(Generic[_Value]):
         return _read(self.reference)
 
 
-@lru_cache(maxsize=2)
-def _read(reference: ray.ObjectRef) -> Any:
-    return ray.get(reference)
+_read: Callable[[ray.ObjectRef], Any] = lru_cache(maxsize=2)(ray.get)
 
 
 @dataclass(frozen=True)
@@ -265,12 +262,8 @@ def split_table(table: pa.Table) -> Iterator[pa.Table]:
 
 
 def _groups(items: Iterable[Any]) -> Iterator[Sequence[Any]]:
-    source = iter(items)
-    for size in chain(_ITEMS_A_DATASET, repeat(_ITEMS_A_DATASET[-1])):
-        group = list(islice(source, size))
-        if not group:
-            return
-        yield group
+    source, sizes = iter(items), chain(_ITEMS_A_DATASET, repeat(_ITEMS_A_DATASET[-1]))
+    return takewhile(bool, (list(islice(source, size)) for size in sizes))
 
 
 def _chain_groups(groups: Iterable[Sequence[Any]], tables_of: Callable[[Sequence[Any]], Tables]) -> Tables:
