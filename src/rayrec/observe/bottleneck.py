@@ -13,7 +13,7 @@ Bottleneck = Literal["data", "collectives", "host_to_device", "checkpoint", "eva
 _WORTH_TELLING: Final = 0.10
 """Minimum share of time spent waiting to name it as the bottleneck. Below it, the model is the bottleneck."""
 _BUSY: Final = 0.4
-"""Minimum busy share of the data CPUs to call them the limit. Ray Data keeps up to half of a pipeline's CPUs in reserve."""
+"""Minimum busy share of the data CPUs to call them the limit. Ray's work on each task, large for small blocks, is not in it."""
 _WAITS_FOR_STORAGE: Final = 0.4
 """Minimum share of the data tasks' work spent waiting for storage to name storage as the cause."""
 _FULL_STORE: Final = 0.9
