@@ -32,6 +32,7 @@ from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.encoding.presets import FUXICTR_X4, MLPERF_NUM_EMBEDDINGS
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.host_resources import Memory
+from rayrec.ingest.ray_engine import DELIVERY_S, ITEMS_A_TASK
 from rayrec.models.base import ModelInputs
 from rayrec.models.cost import NetworkCost
 from rayrec.sharding.communication import CommunicationVolume, LinkBandwidth, Lookup, estimate_communication
@@ -314,6 +315,7 @@ def test_passed_gpu_speed_is_not_measured(config: TrainConfig, monkeypatch: pyte
     train.assert_not_called()
     assert found.model_rows_per_s == 250_000 * found.num_workers
     assert found.cpus_per_gpu is not None
+    assert found.data_rows_per_s < found.data_cpus * LOG_ROWS / (DELIVERY_S[0] / ITEMS_A_TASK)  # one block, of all rows
     assert "given, not measured" in found.text()
     assert "Set --cluster gpus=N,gpu_memory_gb=N,..." in found.text()
 
