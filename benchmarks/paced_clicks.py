@@ -20,7 +20,7 @@ class PacedClicks(ClickWorkload):
     """Clicks whose steps take `pace_s` and train nothing."""
 
     pace_s: float = 0.05
-    """Seconds that a step takes once its batch is there."""
+    """Seconds that the device takes for a step once its batch is there."""
 
     def set_up(self, worker: WorkerContext, prepared: Any) -> WorkerSetup:
         setup = super().set_up(worker, prepared)
@@ -29,14 +29,18 @@ class PacedClicks(ClickWorkload):
 
 
 class Accelerator:
-    """Pipeline of a device that takes `pace_s` for each batch."""
+    """Pipeline of a device that takes `pace_s` for each batch. The host asks for the next batch in the middle of a step. As in
+    a GPU's pipeline, its work on a batch then does not delay the device."""
 
     def __init__(self, pace_s: float) -> None:
         self._pace_s = pace_s
+        self._end_s = 0.0
+        """End of the device's last step."""
 
     def progress(self, batches: Iterator[Any]) -> StepOutput:
         next(batches)
-        time.sleep(self._pace_s)
+        self._end_s = max(self._end_s, time.monotonic()) + self._pace_s
+        time.sleep(max(0.0, self._end_s - self._pace_s / 2 - time.monotonic()))
         return StepOutput(torch.zeros(()))
 
     def reset(self) -> None: ...

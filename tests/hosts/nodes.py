@@ -23,8 +23,8 @@ from hosts.processes import FREQUENT_CHECKS, RAYREC, EndsOnExit, Session, pids, 
 
 _SUBNET = "10.77.0"
 _PORT = 6379
-_SHM_BYTES = 256 << 20
-_STORE_BYTES = 80_000_000
+_SHM_BYTES = 1 << 30
+_STORE_BYTES = 500_000_000
 _ALL = ("--mount", "--uts", "--ipc", "--net", "--pid")
 _INIT = """
 import os, time
