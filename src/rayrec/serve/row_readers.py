@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec.config import InputError, line_of
+from rayrec.data.encoding.rules import seconds_of
 from rayrec.data.logs.column_values import EMPTY, REJECTED, Text
 from rayrec.data.logs.csv_reader import read_csv_text
 from rayrec.data.logs.faults import LABEL_FAULT, Fault
@@ -278,6 +279,8 @@ def _reject_empty_lines(text: bytes, delimiter: str) -> None:
 def _number(value: Any, name: str, row: int) -> float | None:
     if value is None:
         return None
+    if type(value) is str and (seconds := seconds_of(value)) is not None:
+        return seconds
     if type(value) not in (int, float, bool):
         raise RequestError(400, f"row {row}: {name} is {_kind(value)}, not a number", row=row, field=name)
     if not -MAX_NUMBER <= value <= MAX_NUMBER:

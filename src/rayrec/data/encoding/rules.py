@@ -2,8 +2,10 @@
 and the kernels are tested against it."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
 from typing import Literal
 
 import numpy as np
@@ -12,6 +14,21 @@ from rayrec.hashing import GOLDEN, mix64, murmur3
 
 MIN_INTEGER = -(2**62)
 """`DenseColumn.lowest` without a lower bound."""
+
+ISO_TIME = r"^\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d:?\d\d)?)?$"
+"""Pattern of dates and times as ISO 8601 text."""
+
+
+def seconds_of(value: date | str) -> float | None:
+    """Return the seconds since 1970 of a date or time, or of its ISO 8601 text, in UTC unless it has a zone. Other text: None."""
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value if re.fullmatch(ISO_TIME, value, re.ASCII) else "")
+        except ValueError:
+            return None
+    time = value if isinstance(value, datetime) else datetime(value.year, value.month, value.day)
+    time = time if time.tzinfo else time.replace(tzinfo=UTC)
+    return (time - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1) / 10**6
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from rayrec.config import InputError
+from rayrec.data.encoding.rules import ISO_TIME
 from rayrec.native import call
 
 VALUE, EMPTY, REJECTED = 0, 1, 2  # rayrec_text_status in native/kernels.h
@@ -99,7 +100,7 @@ def times_of(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     seconds, _ = _text_numbers(pc.if_else(pa.array(status == VALUE), binary, null))
     good = (status == VALUE) & np.isfinite(seconds) & (np.abs(seconds) < MAX_SECONDS)
     values = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64)
-    text = pc.cast(pc.if_else(pc.match_substring_regex(binary, _ISO_TIME), binary, null), pa.large_string())
+    text = pc.cast(pc.if_else(pc.match_substring_regex(binary, ISO_TIME), binary, null), pa.large_string())
     zoned = pc.match_substring_regex(text, r"(Z|[+-]\d\d:?\d\d)$").fill_null(False)
     for mask, kind in ((zoned, pa.timestamp("us", "UTC")), (pc.invert(zoned), pa.timestamp("us"))):
         times = _cast_or_null(pc.if_else(mask, text, pa.scalar(None, pa.large_string())), kind)
@@ -107,9 +108,6 @@ def times_of(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
         values[valid] = pc.fill_null(pc.cast(times, pa.int64()), 0).to_numpy(zero_copy_only=False)[valid]
         good |= valid
     return values, np.where(good, VALUE, REJECTED).astype(np.uint8)
-
-
-_ISO_TIME = r"^\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d:?\d\d)?)?$"
 
 
 def _cast_or_null(array: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -186,7 +184,12 @@ def numbers_of(array: pa.Array, name: str, make_error: MakeError, *, times: bool
     if types.is_null(array.type):
         return np.zeros(len(array)), np.full(len(array), EMPTY, np.uint8)
     if is_text(array.type):
-        return _text_numbers(array)
+        values, status = _text_numbers(array)
+        rejected = np.flatnonzero(status == REJECTED)
+        if times and len(rejected):
+            microseconds, status[rejected] = times_of(array.take(pa.array(rejected)))
+            values[rejected] = microseconds / 1e6
+        return values, status
     if types.is_boolean(array.type):
         array = pc.cast(array, pa.uint8())
     if times and (types.is_timestamp(array.type) or types.is_date(array.type)):

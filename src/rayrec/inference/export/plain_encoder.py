@@ -11,14 +11,14 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from datetime import UTC, date, datetime, timedelta
+from datetime import date, datetime
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from rayrec.data.encoding.rules import DenseColumn, SparseColumn, bucket_tokens, expand_bag
+from rayrec.data.encoding.rules import DenseColumn, SparseColumn, bucket_tokens, expand_bag, seconds_of
 from rayrec.hashing import xxh64
 
 Ids = np.ndarray | tuple[np.ndarray, np.ndarray]
@@ -91,7 +91,8 @@ class Encoder:
         """Encode rows. Returns dense features, float32 [rows, dense columns], and the ids of each sparse column.
 
         A value that is absent, None or empty is missing. Categories are text, integers or dates. Lists are lists of categories,
-        or text with the schema's list_delimiter. A date or time in a column of numbers becomes its seconds since 1970.
+        or text with the schema's list_delimiter. A date or time in a column of numbers, or its
+        ISO 8601 text, becomes its seconds since 1970.
 
         Raises ValueError with row and column for anything else."""
         names = self.schema["dense"]
@@ -121,7 +122,7 @@ class Encoder:
     def _number(self, value: Any, name: str, row: int) -> float | int | None:
         value = _plain(value)
         if isinstance(value, date) and not self._hexadecimal:
-            value = _seconds(value)
+            value = seconds_of(value)
         if isinstance(value, str):
             text = value.strip(" \t")
             if text == "":
@@ -132,6 +133,8 @@ class Encoder:
                 value = float("nan")
             elif not self._hexadecimal and (_NUMBER.fullmatch(text) or text in _BOOLEANS):
                 value = _BOOLEANS[text] if text in _BOOLEANS else float(text)
+            elif not self._hexadecimal and seconds_of(text) is not None:
+                value = seconds_of(text)
         if value is None or (isinstance(value, float) and np.isnan(value) and self.schema.get("nan") == "missing"):
             return None
         if self._hexadecimal and isinstance(value, float) and value.is_integer():
@@ -216,13 +219,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode()
     return float(value) if isinstance(value, Decimal) else value
-
-
-def _seconds(value: date) -> float:
-    """Return the seconds since 1970-01-01 00:00 of a date or time, in UTC unless it has another zone."""
-    time = value if isinstance(value, datetime) else datetime(value.year, value.month, value.day)
-    time = time if time.tzinfo else time.replace(tzinfo=UTC)
-    return (time - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1) / 10**6
 
 
 def _reject_unknown(stored: Mapping[str, Any], allowed: set[str], location: str) -> None:
