@@ -65,7 +65,7 @@ class Schema(Config):
     weight: str | None = None
     """Column with the row's weight in the training loss, a number of 0 or more. Needs tokens "any"."""
     delimiter: str = "\t"
-    """Separator of columns in a text file."""
+    """Separator of columns in a text file. If a header has no tab, a comma or semicolon, whichever it has, replaces the tab."""
     list_delimiter: str = "|"
     """Separator of the categories of a list in a text file."""
     integers: tuple[str, ...] = ()
@@ -152,16 +152,13 @@ class Schema(Config):
 
     def _check_named_columns(self) -> None:
         """Check that lists, group, integers and optional name known columns. Raises InputError."""
-        unknown = [name for name in self.lists if name not in self.sparse]
-        if unknown:
-            raise InputError(f"schema: lists names {', '.join(unknown)}, which must be in sparse")
-        if self.group is not None and (self.group not in self.sparse or self.group in self.lists):
-            raise InputError(f"schema: group must be a column of sparse with one category per row, got {self.group}")
-        for field_name, among in (("integers", self.sparse), ("optional", self.dense + self.sparse)):
+        for field_name, among in (("lists", self.sparse), ("integers", self.sparse), ("optional", self.dense + self.sparse)):
             unknown = [name for name in getattr(self, field_name) if name not in among]
             if unknown:
                 kind = "sparse" if among == self.sparse else "dense or sparse"
                 raise InputError(f"schema: {field_name} names {', '.join(unknown)}, which must be in {kind}")
+        if self.group is not None and (self.group not in self.sparse or self.group in self.lists):
+            raise InputError(f"schema: group must be a column of sparse with one category per row, got {self.group}")
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -235,9 +232,13 @@ _ADDED: dict[str, Any] = packaged_json(__package__, "added_schema_fields.json")
 """Fields added in later versions, with their values in older schemas."""
 
 
+_SYNONYMS = {"target": "label", "numerical": "dense", "numeric": "dense", "continuous": "dense", "categorical": "sparse"}
+"""Names of other tools for fields of a schema."""
+
+
 def load_schema(text: str, where: str) -> Schema:
-    """Parse a schema from YAML (or JSON) text, such as `{label: click, dense: [age], sparse: [user, item]}`. The default
-    delimiter is a comma. `where` is the text's source, for messages. Raises InputError for invalid YAML or columns."""
+    """Parse a schema from YAML (or JSON) text, such as `{label: click, dense: [age], sparse: [user, item]}`. `where` is the
+    text's source, for messages. Raises InputError for invalid YAML or columns."""
     import yaml
 
     try:
@@ -246,8 +247,10 @@ def load_schema(text: str, where: str) -> Schema:
         raise InputError(f"{where}: not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise InputError(f"{where}: must be a mapping, such as {{label: click, dense: [age], sparse: [user, item]}}")
-    base = Schema(dense=("-",), delimiter=",")
+    other = {name: _SYNONYMS[name] for name in values if name in _SYNONYMS}
+    if other:
+        raise InputError(f"{where}: has fields {', '.join(other)}; name them {', '.join(other.values())}")
     try:
-        return base.updated({"dense": [], **values})
+        return Schema(dense=("-",)).updated({"dense": [], **values})
     except InputError as error:
         raise InputError(f"{where}: {error}") from None

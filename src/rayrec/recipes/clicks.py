@@ -6,8 +6,9 @@ from rayrec.optim.config import SparseOptimizerConfig
 from rayrec.recipes.criteo import adam_config
 from rayrec.schema import Feature, Schema
 from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.recsys.settings import read_schema
 
-PLACEHOLDER = Schema(label="label", dense=(), sparse=("user", "item"), tokens="any", delimiter=",")
+PLACEHOLDER = Schema(label="label", dense=(), sparse=("user", "item"))
 """Placeholder for the schema from `--schema FILE`."""
 
 PLACEHOLDER_OF_LISTS = PLACEHOLDER.replace(
@@ -16,7 +17,7 @@ PLACEHOLDER_OF_LISTS = PLACEHOLDER.replace(
 """Placeholder schema for a log with lists."""
 
 
-def clicks(path: str | None = None, schema: Schema = PLACEHOLDER) -> TrainConfig:
+def clicks(path: str | None = None, schema: Schema | str = PLACEHOLDER) -> TrainConfig:
     """Train a DLRM with cross layers on your own log (CSV or Parquet) with columns from a schema file: --schema FILE."""
     model = DLRMConfig(
         interaction="cross",
@@ -28,11 +29,11 @@ def clicks(path: str | None = None, schema: Schema = PLACEHOLDER) -> TrainConfig
         embedding_penalty=1e-3,
     )
     tables = SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.1, eps=0.005)
-    config = adam_config("clicks", path, RAYREC, model, tables, schema=schema)
+    config = adam_config("clicks", path, RAYREC, model, tables, schema=read_schema(schema))
     return config.replace(epochs=3, batch_size=1024, min_steps_per_epoch=512)
 
 
-def clicks_din(path: str | None = None, schema: Schema = PLACEHOLDER_OF_LISTS) -> TrainConfig:
+def clicks_din(path: str | None = None, schema: Schema | str = PLACEHOLDER_OF_LISTS) -> TrainConfig:
     """Train DIN on your own log, with a list of earlier items in its schema file: --schema FILE."""
     from rayrec.models.ranking.din import DINConfig
 

@@ -5,10 +5,11 @@ from rayrec.models.base import TableInit
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.schema import Feature, Schema
 from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.recsys.settings import read_schema
 from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.run_config import DataConfig, EarlyStoppingConfig
 
-PLACEHOLDER = Schema(label=None, dense=(), sparse=("user", "item"), tokens="any", delimiter=",")
+PLACEHOLDER = Schema(label=None, sparse=("user", "item"))
 """Placeholder for the schema from `--schema FILE`."""
 
 PLACEHOLDER_OF_LISTS = PLACEHOLDER.replace(sparse=("item",), lists=("item",), features=(Feature(name="item", max_length=50),))
@@ -18,14 +19,14 @@ PRESET = RAYREC.replace(min_count=1)
 """Preset with a separate id for each training item."""
 
 
-def next_item(path: str | None = None, schema: Schema = PLACEHOLDER_OF_LISTS) -> TrainConfig:
+def next_item(path: str | None = None, schema: Schema | str = PLACEHOLDER_OF_LISTS) -> TrainConfig:
     """Train SASRec on lists of items in time order: --schema FILE."""
     from rayrec.models.retrieval.sasrec import SASRecConfig
 
     return TrainConfig(
         recipe="next_item",
         workload=ClickWorkload(
-            schema=schema,
+            schema=read_schema(schema),
             preset=PRESET,
             model=SASRecConfig(),
             table_start=TableInit(kind="normal", std=0.02),
@@ -41,7 +42,7 @@ def next_item(path: str | None = None, schema: Schema = PLACEHOLDER_OF_LISTS) ->
     )
 
 
-def two_tower(path: str | None = None, schema: Schema = PLACEHOLDER) -> TrainConfig:
+def two_tower(path: str | None = None, schema: Schema | str = PLACEHOLDER) -> TrainConfig:
     """Train user and item vectors on rows of a user and a chosen item: --schema FILE."""
     from rayrec.models.retrieval.two_tower import TwoTowerConfig
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from rayrec.config import packaged_json
 from rayrec.environment.installation import versions
+from rayrec.serve.requests import delimiter_of
 from rayrec.serve.row_readers import MAX_INTEGER, MAX_NUMBER
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _contents(schema: Schema, example: dict[str, Any], config: ServeConfig) -> d
     content: dict[str, Any] = {"application/json": {"schema": body, "example": {"rows": [example]}}}
     texts = {"text/tab-separated-values": "\t"}
     if schema.tokens != "hexadecimal":
-        texts["text/csv"] = schema.delimiter
+        texts["text/csv"] = delimiter_of("csv", schema)
     for media_type, delimiter in texts.items():
         if delimiter != schema.list_delimiter:
             names = delimiter.join(schema.unlabelled().columns)

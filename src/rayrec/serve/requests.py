@@ -55,8 +55,8 @@ class RequestBody:
 
 
 def delimiter_of(format: Format, schema: Schema) -> str:
-    """Return the column delimiter of a text format."""
-    return "\t" if format == "tsv" else schema.delimiter
+    """Return the column delimiter of a text format. Of CSV, the schema's unless it is the default, a tab."""
+    return "\t" if format == "tsv" else schema.delimiter.replace("\t", ",")
 
 
 def row_ends(text: bytes, delimiter: str) -> Iterator[tuple[int, int]]:

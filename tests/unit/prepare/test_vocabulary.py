@@ -117,7 +117,7 @@ COLUMNS: dict[str, Any] = {"label": "click", "dense": ("price",), "sparse": ("sh
 
 def test_schemas_of_python_and_yaml_have_same_defaults_for_plain_csv(tmp_path: Path) -> None:
     of_yaml = load_schema("{label: click, dense: [price], sparse: [shop]}", "schema.yaml")
-    assert of_yaml == Schema(**COLUMNS, delimiter=",")
+    assert of_yaml == Schema(**COLUMNS)
     assert of_yaml.tokens == Schema(**COLUMNS).tokens == "any"
     assert Schema(**COLUMNS, lists=("shop",), timestamp="at").lists == ("shop",)
     described = {"label": "click", "dense": ["price"], "sparse": ["shop"]}
@@ -147,7 +147,7 @@ def test_schema_without_tokens_reads_headerless_text(tmp_path: Path) -> None:
     texts = tmp_path / "texts.txt"
     texts.write_text("1\t2\tshoes\n" * 9)
     for schema, path in ((Schema(**COLUMNS, lists=("shop",)), log_path), (Schema(**COLUMNS), texts)):
-        message = "a schema with tokens: any needs files that end in"
+        message = "a schema with tokens: any needs tables with a header"
         rejects(message, vocabulary, str(path), out=str(tmp_path / "no"), config=PreparationConfig(schema=schema))
 
 

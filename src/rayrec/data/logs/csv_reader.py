@@ -35,11 +35,12 @@ _ROWS_AT_ONCE = 1 << 15
 
 def read_header(head: bytes, schema: Schema, *, path: str) -> tuple[str, tuple[str, ...]]:
     """Return the delimiter and the column names in the file's first bytes (without a byte order mark). If the schema's delimiter
-    is a tab, the default of logs without a header, a comma is accepted too. Raises InputError if no header can be read."""
+    is a tab, the default, a comma or semicolon is accepted too. Raises InputError if no header can be read."""
     first_line = head.lstrip(b"\r\n").partition(b"\n")[0]
     delimiter = schema.delimiter
-    if delimiter == "\t" and b"\t" not in first_line and schema.list_delimiter != ",":
-        delimiter = ","
+    if delimiter == "\t" and b"\t" not in first_line:
+        marks = "\t,;".replace(schema.list_delimiter, "")
+        delimiter = max(marks, key=lambda mark: first_line.count(mark.encode()))
     text = io.StringIO(head.decode("utf-8", "replace"), newline="")
     try:
         columns = next((row for row in csv.reader(text, delimiter=delimiter) if row), [])
@@ -63,7 +64,8 @@ def check_columns(
             plain = [name if name.strip() == name and name else repr(name) for name in names]
             shown = ", ".join(plain[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
             problem = "no column" if not count else f"{count} columns"
-            raise InputError(f"{path}: has {problem} named {name}; it has {shown or 'none'}{hint}; fix the schema or the file")
+            fix = "fix it, or the schema: `rayrec schema FILE` drafts one for `rayrec train clicks --schema`"
+            raise InputError(f"{path}: has {problem} named {name}; it has {shown or 'none'}{hint}; {fix}")
 
 
 def csv_columns(path: str, schema: Schema) -> tuple[str, ...]:

@@ -132,5 +132,5 @@ def likely_cause(head: bytes) -> str:
     fields = first.split(b"\t")
     words = [field for field in fields if field.strip() and not field[:1].isdigit() and field[:1] != b"-"]
     if fields[0] and not fields[0].isdigit() and len(words) > len(fields) // 2:
-        return "its first line looks like a header; remove it (tail -n +2)"
+        return "its first line looks like a header; remove it (tail -n +2), or name the file .tsv"
     return ""

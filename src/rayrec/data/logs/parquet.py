@@ -53,11 +53,11 @@ def is_parquet(path: str) -> bool:
 
 
 @contextmanager
-def open_parquet(path: str) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file, with read errors as InputErrors."""
+def open_parquet(path: str, *, buffer_size: int = 0) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file, with read errors as InputErrors. Reads column chunks in parts of `buffer_size` bytes, 0: at once."""
     filesystem, inner = storage.resolve(path)
     try:
-        with pq.ParquetFile(inner, filesystem=filesystem) as file:
+        with pq.ParquetFile(inner, filesystem=filesystem, buffer_size=buffer_size) as file:
             yield file
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, error) from None

@@ -22,7 +22,7 @@ from rayrec.data.stage_times import stage
 from rayrec.schema import Schema
 from rayrec.storage.cache import remove_older
 
-SUFFIXES = (".parquet", ".csv", ".csv.gz")
+SUFFIXES = (".parquet", ".csv", ".csv.gz", ".tsv", ".tsv.gz")
 _TASK_SEGMENTS = 8
 """Maximum segments of one file per indexing task."""
 _TASK_BYTES = 64 << 20
@@ -39,7 +39,7 @@ def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
         tables = [file.path for file in files if file.path not in texts]
         raise InputError(f"{tables[0]} is a table and {texts[0]} is not; select the files of one log")
     if schema.tokens == "any":
-        raise InputError(f"{texts[0]}: a schema with tokens: any needs files that end in {', '.join(SUFFIXES)}")
+        raise InputError(f"{texts[0]}: a schema with tokens: any needs tables with a header; name them {', '.join(SUFFIXES)}")
     return False
 
 

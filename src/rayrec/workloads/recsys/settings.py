@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from rayrec import storage
 from rayrec.bounds import Positive
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
@@ -16,10 +17,15 @@ from rayrec.models.base import ClickModelConfig, ModelInputs, TableInit, unpoole
 from rayrec.models.heads import BinaryHead
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
-from rayrec.schema import Schema
+from rayrec.schema import Schema, load_schema
 from rayrec.sharding.planner import ShardingConfig
 from rayrec.workloads.base import TrainConfig, Workload
 from rayrec.workloads.recsys.distillation import Teacher, TeacherConfig
+
+
+def read_schema(schema: Schema | str) -> Schema:
+    """Return a schema, read from its YAML file (path or URL) if it is a text. Raises InputError for an unusable file."""
+    return load_schema(storage.read_text(schema), schema) if isinstance(schema, str) else schema
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class ClickSettings(Workload):
     SHORT_EVALUATIONS: ClassVar[bool] = True
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
         "vocabulary_memory_bytes", "sharding.sharding_types", "sharding.min_column_width", "sharding.reserved_fraction",
-        "sharding.optimizer_floats_per_row", "schema.group",
+        "sharding.optimizer_floats_per_row", "schema.group", "schema.delimiter",
     )  # fmt: skip
     RENAMED: ClassVar[Mapping[str, str]] = {"profile": "preset"}
     schema: Schema

@@ -649,7 +649,9 @@ def test_index_rejects_mixed_files() -> None:
     assert is_table(files("a.parquet", "b.CSV", "c.csv.gz"), CRITEO)
     assert not is_table(files("a.txt", "day_0", "b.gz", "parquet"), CRITEO)
     rejects(r"b\.csv is a table and a\.txt is not", is_table, files("a.txt", "b.csv"), CRITEO)
-    rejects(r"a\.txt: a schema with tokens: any needs files that end in \.parquet", is_table, files("a.txt"), MOVIES)
+    rejects(
+        r"a\.txt: a schema with tokens: any needs tables with a header; name them \.parquet", is_table, files("a.txt"), MOVIES
+    )
 
 
 def test_damaged_files_are_rejected(tmp_path: Path) -> None:
