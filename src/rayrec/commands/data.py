@@ -1,4 +1,4 @@
-"""Data commands: generate, fetch, validate, split, vocabulary, preprocess, adopt."""
+"""Data commands: generate, fetch, schema, validate, split, vocabulary, preprocess, adopt."""
 
 from __future__ import annotations
 
@@ -69,6 +69,30 @@ def fetch(
     console = _console(console)
     with console.preparing():
         return run(files_of(name), out, verify=verify, note=console.note, progress=console.progress)
+
+
+@command("Data", examples=("rayrec schema shop.csv --out shop.yaml", "rayrec train clicks --schema shop.yaml --data shop.csv"))
+def schema(
+    path: Annotated[str, Argument("CSV, TSV or Parquet with column names: file, glob or folder", "PATH")],
+    *,
+    out: Annotated[str | None, Argument("new YAML file; default: standard output", "FILE")] = None,
+    label: Annotated[str | None, Argument("label column; default: one of 0 and 1, chosen by its name", "COLUMN")] = None,
+    console: Console | None = None,
+) -> str | None:
+    """Draft the schema of your own log from its first rows, for `rayrec train clicks --schema`.
+
+    See rayrec.prepare.schema_draft.draft. Returns the YAML text without `out`."""
+    from rayrec import storage
+    from rayrec.prepare.schema_draft import draft
+
+    if out is not None and storage.exists(out):
+        raise InputError(f"{out}: exists already; remove it or choose another --out")
+    text = draft(path, label=label)
+    if out is None:
+        return text.rstrip("\n")
+    storage.write_bytes(out, text.encode())
+    _console(console).note(f"Wrote {out}. Check it, then: rayrec train clicks --schema {out} --data {path}")
+    return None
 
 
 def _show_report(report: Report) -> Shown:
