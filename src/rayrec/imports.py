@@ -3,11 +3,12 @@
 import importlib.util
 import os
 import sys
+import traceback
 import types
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from rayrec.config import InputError
+from rayrec.config import InputError, line_of
 
 Returned = TypeVar("Returned")
 
@@ -33,21 +34,28 @@ def is_in_file(name: str) -> bool:
 
 def function_in_file(name: str, *, returns: type[Returned]) -> Callable[[], Returned]:
     """Return the function without arguments named FILE.py:FUNCTION. The file is imported once per process. Raises InputError if
-    it is missing, or if it does not return a `returns`."""
+    it is missing, fails, or does not return a `returns`."""
     file, _, function = name.rpartition(":")
     path = os.path.abspath(file)
     if not os.path.isfile(path):
         raise InputError(f"{file}: no such file. Custom recipes are named FILE.py:FUNCTION.")
     module_name = _module_name(path)
     module = sys.modules.get(module_name)
-    if module is None:
-        module = _imported(module_name, path)
-    elif getattr(module, "__file__", None) != path:
+    if module is not None and getattr(module, "__file__", None) != path:
         raise InputError(f"{file}: another file with this name was already imported. Rename the file.")
-    value = getattr(module, function, None)
+    try:
+        module = module or _imported(module_name, path)
+        value = getattr(module, function, None)
+        returned = value() if callable(value) else None
+    except InputError:
+        raise
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        line = error.lineno if isinstance(error, SyntaxError) else frames[-1].lineno if frames else None
+        raise InputError(f"{path}, line {line}: {line_of(error)}. Fix the file.") from error
     if not callable(value):
         raise InputError(f"{file}: function '{function}' not found")
-    if not isinstance(value(), returns):
+    if not isinstance(returned, returns):
         raise InputError(f"{file}: {function}() must return a rayrec.{returns.__name__}")
     return value
 

@@ -325,10 +325,10 @@ def test_recipe_accepts_file_or_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert parse(COMMANDS["train"], ["my.yaml"]).arguments == [config]
     resumed = config.replace(name="demo", storage_path=str(tmp_path / "runs"))
     assert parse(COMMANDS["train"], ["runs/demo/", "--steps", "9"]).arguments == [resumed.replace(steps=9)]
-    assert run(capsys, "resume", "none")[2].startswith("rayrec resume: none/: not a recipe, and not a run folder")
+    assert run(capsys, "resume", "none")[2].startswith("rayrec resume: none: not a recipe, and no run (no config.yaml)")
     (tmp_path / "log.txt").write_text("")
     for data in ("log.txt", "runs"):
-        rejects(f"^{data}: not a recipe.* rayrec train criteo_demo --data {data}$", parse, COMMANDS["train"], [data])
+        rejects(f"^{data}: not a recipe.* rayrec train criteo_demo --data {data}", parse, COMMANDS["train"], [data])
 
 
 class Terminal(io.StringIO):

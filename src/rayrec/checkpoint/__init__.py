@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # public names are those in `_NAMES`
 
 _NAMES = {
     "dcp": "CheckpointReader CheckpointWriter",
-    "discovery": "SUMMARY Checkpoint committed folder_of latest latest_valid_checkpoint open_checkpoint step_of",
+    "discovery": "SUMMARY Checkpoint committed folder_of latest latest_valid_checkpoint open_checkpoint runs_beside step_of",
     "format": "MANIFEST VERSION DamagedError",
     "huggingface": "SyncCheckpoints",
     "lease": "Lease acquire_lease check_shared write_token",

@@ -14,6 +14,8 @@ from rayrec.config import InputError
 from rayrec.storage.filesystems import with_retries
 
 _PICKLE_NAMES: Final = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".metadata")
+_LISTED: Final = 20
+"""Maximum entries of a folder that are searched for runs, to name them in an error."""
 _PICKLE_START: Final = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")
 """First bytes of a pickle (protocol 2 to 5), or of a zip archive written by torch.save."""
 
@@ -93,8 +95,16 @@ def open_checkpoint(path: str) -> Checkpoint:
             raise InputError(f"{summary}: damaged, chosen_step must be a step, got {step!r}. Use a checkpoint folder")
         checkpoint = Checkpoint(folder_of(path, step))
     if checkpoint is None:
-        raise InputError(f"{path}: contains no complete checkpoint (no {MANIFEST}). Use one like RUN/checkpoints/step_00001000")
+        problem = f"contains no complete checkpoint (no {MANIFEST})" if storage.exists(path) else "no such folder"
+        raise InputError(f"{path}: {problem}. Pass a run, or RUN/checkpoints/step_N. {runs_beside(path)}")
     return Checkpoint(storage.absolute(checkpoint.path))
+
+
+def runs_beside(path: str) -> str:
+    """Return a sentence with the runs in the folder of a path, as a hint for a wrong path."""
+    folder = storage.folder_of(storage.absolute(path.rstrip("/")))
+    runs = [name for name in storage.list_folder(folder)[:_LISTED] if storage.exists(storage.join(folder, name, "checkpoints"))]
+    return f"Runs in {folder}: {', '.join(runs) or 'none'}"
 
 
 def latest_valid_checkpoint(

@@ -67,6 +67,8 @@ def run(arguments: list[str]) -> int:
         print(rayrec.__version__)
         return 0
     name, words = arguments[0], arguments[1:]
+    if name == "resume" and not words:
+        return _fail("rayrec resume: missing run. Usage: rayrec resume RUN, such as runs/demo")
     if name == "resume":  # A trailing slash marks a folder instead of a recipe.
         words = [word if word.startswith("-") or number else f"{word.rstrip('/')}/" for number, word in enumerate(words)]
     command = COMMANDS.get("train" if name == "resume" else name)

@@ -138,10 +138,11 @@ def layout(
         )
     training = [node for node in nodes if all(node.resources.get(name, 0) >= required[name] for name in special)]
     if not training:
-        have = {name: sum(node.resources.get(name, 0) for node in nodes) for name in sorted(special)}
-        raise InputError(
-            f"scaling: a worker needs {required}, but the cluster has {have}. Change scaling.use_gpu or resources_per_worker"
-        )
+        needed = ", ".join(f"{required[name]:g} {name}" for name in sorted(special))
+        have = ", ".join(f"{sum(node.resources.get(name, 0) for node in nodes):g} {name}" for name in sorted(special))
+        gpus = "Leave out --gpus and --scaling.use-gpu to train on CPUs; `rayrec doctor` shows the GPUs that torch sees"
+        fix = gpus if "GPU" in special else "Change scaling.resources_per_worker"
+        raise InputError(f"scaling: a worker needs {needed} on one machine, and all machines together have {have}. {fix}")
     other_nodes = [node for node in nodes if node not in training] if special else []
     if data_nodes == "separate" and not _cpus(other_nodes):
         raise InputError("cluster.data_nodes separate: every node with CPUs suits workers. Add other nodes, or choose auto")

@@ -86,10 +86,9 @@ def _value(config: Config, name: str, value: Any) -> Any:
 def _read(current: Config, name: str, text: str) -> Config:
     kind = text_metavar(type(current))
     if kind == "FILE":
-        from rayrec import storage
-        from rayrec.schema import load_schema
+        from rayrec.workloads.recsys.settings import read_schema
 
-        return load_schema(storage.read_text(text), text)
+        return read_schema(text)
     if kind == "NAME":
         return _model(current, text)
     if kind == "PATH":
@@ -119,6 +118,7 @@ def named_configuration(text: str) -> TrainConfig:
 
     Raises InputError if there is no such recipe, file or run."""
     from rayrec import recipes, storage
+    from rayrec.checkpoint import runs_beside
     from rayrec.imports import is_in_file
 
     if is_in_file(text):
@@ -129,10 +129,16 @@ def named_configuration(text: str) -> TrainConfig:
     if "/" in text or os.path.isdir(text):
         path = storage.join(folder, "config.yaml")
         if not storage.exists(path):
-            data = f"rayrec train criteo_demo --data {text}"
-            raise InputError(f"{text}: not a recipe, and not a run folder (config.yaml not found). For data: {data}")
+            raise InputError(f"{folder}: not a recipe, and no run (no config.yaml). {_for_data(folder)}. {runs_beside(folder)}")
         parent, _, name = storage.absolute(folder).rpartition("/")
         return recipes.load_config(storage.read_text(path), source=path).replace(storage_path=parent, name=name)
     if os.path.isfile(text):
-        raise InputError(f"{text}: not a recipe. For data: rayrec train criteo_demo --data {text}")
+        raise InputError(f"{text}: not a recipe. {_for_data(text)}")
     return recipes.find(text)()
+
+
+def _for_data(path: str) -> str:
+    from rayrec.data.logs.table_log import SUFFIXES
+
+    clicks = f"rayrec schema {path} --out schema.yaml, then rayrec train clicks --schema schema.yaml --data {path}"
+    return f"For data: {clicks if path.lower().endswith(SUFFIXES) else f'rayrec train criteo_demo --data {path}'}"

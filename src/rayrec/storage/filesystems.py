@@ -12,7 +12,7 @@ from pyarrow import fs as arrow_fs
 from rayrec.config import InputError
 from rayrec.storage.retry import classify_error, outage_s, retry
 from rayrec.storage.stores import AzureLocation, GcsLocation, S3Location
-from rayrec.storage.urls import in_object_store, local_path, scheme_of
+from rayrec.storage.urls import bucket_of, in_object_store, local_path, scheme_of
 
 _Result = TypeVar("_Result")
 
@@ -93,7 +93,7 @@ def _resolve(path: str, *, patient: bool) -> tuple[arrow_fs.FileSystem, str]:
         return _connected(location, patient=patient), location.inner
     if scheme_of(path) not in _OTHER_SCHEMES:
         supported = ", ".join(f"{scheme}://" for scheme in ("file", *_LOCATIONS, *sorted(_OTHER_SCHEMES)))
-        raise InputError(f"{path}: scheme is not supported ({supported}). Use a local path or a URL such as s3://bucket/key")
+        raise InputError(f"{bucket_of(path)}: scheme is not supported ({supported}). Use a path or a URL such as s3://bucket/key")
     try:
         return arrow_fs.FileSystem.from_uri(path)
     except (ValueError, OSError) as error:

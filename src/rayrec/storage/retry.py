@@ -164,7 +164,7 @@ def explained(path: str, error: Exception, *, waited_s: float, hint: str) -> Exc
     cause = cause_of(error)
     match classify_error(error):
         case "passing":
-            return OSError(f"{path}: the store was unavailable for {waited_s:.0f} s ({cause}); {hint}")
+            return OSError(f"{bucket}: the store was unavailable for {waited_s:.0f} s ({cause}); {hint}")
         case "denied":
             return InputError(f"{bucket}: access denied ({cause}); {_CREDENTIALS[scheme]} ({hint})")
         case "no bucket":

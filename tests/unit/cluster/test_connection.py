@@ -96,8 +96,8 @@ def test_layout_uses_as_many_workers_as_fit() -> None:
 
 def test_layout_rejects_unfit_workers() -> None:
     for nodes, changes, message in (
-        ([{"CPU": 2.0}], {"use_gpu": True}, r"a worker needs \{'GPU': 1.0\}, but the cluster has \{'GPU': 0\}"),
-        ([{"CPU": 2.0}], SLOTS, r"but the cluster has \{'slot': 0\}"),
+        ([{"CPU": 2.0}], {"use_gpu": True}, "a worker needs 1 GPU on one machine, and all machines together have 0 GPU"),
+        ([{"CPU": 2.0}], SLOTS, "have 0 slot. Change scaling.resources_per_worker"),
         ([{"CPU": 2.0, "slot": 1.0}], {**SLOTS, "num_workers": 2}, "2 workers need 2 slot, but the cluster has 1 for them"),
         ([{"CPU": 2.0}], {"cpus_per_worker": 1.5}, "2 workers need 3 CPU, but the cluster has 2 for them"),
         ([{"CPU": 2.0}], {"cpus_per_worker": 1.0}, "reserve all 2 CPUs and leave none for data tasks"),
