@@ -176,7 +176,9 @@ class LogSource:
             if self.is_random:
                 return schema.replace(tokens="hexadecimal")
             files = [file for file in storage.list_files(self.path, names=self.names) if file.size_bytes]
-            if not files or any(file.path.lower().endswith(SUFFIXES) for file in files):
+            if not files or any(file.path.lower().endswith(SUFFIXES[:3]) for file in files):
+                return schema
+            if files[0].path.lower().endswith(SUFFIXES) and not {*schema.columns}.isdisjoint(csv_columns(files[0].path, schema)):
                 return schema
             hexadecimal = schema.replace(tokens="hexadecimal")
             if not storage.is_url(files[0].path) and not is_gzip(files[0].path):

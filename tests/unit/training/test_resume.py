@@ -389,7 +389,7 @@ def test_warm_start_without_changes_matches_original_run(tmp_path: Path) -> None
     assert train(runs[2]).summary["weights_sha256"] == one["weights_sha256"]
     assert [event["step"] for event in events_of(tmp_path / "three", "start")] == [0, 2]
     assert len(events_of(tmp_path / "three", "warm_start")) == 1
-    rejects("contains no complete checkpoint", train, runs[0].replace(name="four"))
+    rejects("old: no such folder. Pass a run", train, runs[0].replace(name="four"))
     assert not (tmp_path / "four" / "events.jsonl").exists()
 
 

@@ -23,6 +23,7 @@ from rayrec.schema import Schema
 from rayrec.storage.cache import remove_older
 
 SUFFIXES = (".parquet", ".csv", ".csv.gz", ".tsv", ".tsv.gz")
+"""Endings of tables. A log with hexadecimal tokens, without a header, may end in the last two."""
 _TASK_SEGMENTS = 8
 """Maximum segments of one file per indexing task."""
 _TASK_BYTES = 64 << 20
@@ -32,7 +33,8 @@ _TASK_FILES = 64
 
 def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
     """Return whether the files are tables. Raises InputError if only some are, or if the schema needs tables."""
-    texts = [file.path for file in files if not file.path.lower().endswith(SUFFIXES)]
+    suffixes = SUFFIXES if schema.tokens == "any" else SUFFIXES[:3]
+    texts = [file.path for file in files if not file.path.lower().endswith(suffixes)]
     if not texts:
         return True
     if len(texts) < len(files):

@@ -337,7 +337,7 @@ def test_resumed_run_keeps_teacher_with_weight_and_checkpoint(both: tuple[Saved,
     (student / RECORD).write_text(json.dumps({**record, "weights": "0" * 16}))
     rejects("the teacher's weights changed since", open_teacher, config, run=str(student))
     assert open_teacher(TeacherConfig(), run=str(student)) is None
-    with pytest.raises(InputError, match="contains no complete checkpoint"):
+    with pytest.raises(InputError, match="none: no such folder"):
         open_teacher(TeacherConfig(checkpoint=str(tmp_path / "none"), weight=0.5), run=str(tmp_path / "other"))
     distilled = recipes.criteo_kaggle_distilled("log.txt")
     rejects(r"Pass --workload.teacher.checkpoint RUN", distilled.workload.check, distilled)
