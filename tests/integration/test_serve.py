@@ -1,4 +1,4 @@
-"""Server command: scoring, model changes under load, replica failure, and shutdown."""
+"""Server command: scoring, model changes under load, replica failure, shutdown, and nights that swap it."""
 
 import contextlib
 import http.client
@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import ray
 import yaml
@@ -24,6 +26,7 @@ from builders.click_models import ANY, logits_of, make_model, make_preprocessor,
 from builders.faults import rejects, until
 from builders.own_click_model import SlowConfig
 from builders.runs import QUIET
+from builders.scripts import ROOT, script
 from click.testing import CliRunner
 from hosts.clients import TOKEN, Load, ask
 from hosts.ports import free_ports
@@ -169,7 +172,7 @@ def shared_serve(local_ray: None) -> Iterator[None]:
 @pytest.mark.usefixtures("shared_serve")
 def test_documented_serve_config_and_model_change(tmp_path: Path, places: list[str]) -> None:
     """Another model in user_config keeps the replica, which answers throughout, also when another application joins."""
-    documented = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    documented = (ROOT / "docs" / "serve.md").read_text()
     (block,) = re.findall(r"^```text\n# serve\.yaml\n(.*?)^```", documented, re.MULTILINE | re.DOTALL)
     config = yaml.safe_load(block)
     config["http_options"]["port"] = port = free_ports(1)
@@ -257,3 +260,52 @@ def test_swaps_during_replica_start(tmp_path: Path) -> None:
     assert load.models() == {versions[first]}
     assert len(load.failed) <= 4
     assert find_instance(APPLICATION) is None
+
+
+# The nightly files ----------------------------------------------------------------------------------------------------
+DAYS = [f"2026-05-0{number}" for number in range(1, 5)]
+
+
+def _ready_model(port: int) -> str:
+    return str(json.loads(ask(port, "GET", "/readyz")[1])["model"])
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_nights_swap_running_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    job: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "nightly" / "nightly.yaml").read_text())
+    job["train"]["min_steps_per_epoch"] = 8
+    for day in DAYS:
+        os.makedirs(f"clicks/dt={day}")
+        for part in range(3):
+            random = np.random.default_rng([part, *day.encode()])
+            frame = pd.DataFrame({name: random.integers(0, 50, 600) for name in ("age", "user", "item")})
+            frame["click"] = (frame["age"] > 35).astype(int) if day != DAYS[2] else 0
+            frame.to_parquet(f"clicks/dt={day}/part-{part}.parquet", index=False)
+
+    def night(day: str, *, status: int = 0, **changes: Any) -> str:
+        Path("nightly.yaml").write_text(yaml.safe_dump(job | changes))
+        with pytest.raises(SystemExit, match=f"^{status}$") if status else contextlib.nullcontext():
+            script("deploy/nightly", "nightly").main(["nightly.yaml", "--date", day])
+        return capsys.readouterr().err
+
+    port = free_ports(1)
+    served = partial(_ready_model, port)
+    night(DAYS[0], swap=None)
+    start = [*RAYREC, "serve", f"nightly/exports/{DAYS[0]}", "--port", str(port), "--cpus-per-replica", "0.5"]
+    with Session(start, environment=environment_for(tmp_path / "ray"), output=tmp_path / "server") as server:
+        server.until(lambda: server.out.rstrip().endswith("}"))
+        address = json.loads(server.out)["cluster_address"]
+        job["swap"] = f"{sys.executable} -m rayrec serve {{export}} --swap --cluster.address {address}"
+        first = served()
+        night(DAYS[1])
+        second = served()
+        assert "label" in night(DAYS[2], status=2)
+        assert "auroc" in night(DAYS[3], status=2, comparison={"min_auroc_gain": 0.9})
+        assert served() == second != first
+        assert sorted(os.listdir("nightly/exports")) == DAYS[:2]
+        night(DAYS[3], keep=2)  # again, with gates that it passes
+        assert served() not in (first, second)
+    assert sorted(os.listdir("nightly/exports")) == [DAYS[1], DAYS[3]]
+    config = yaml.safe_load(Path(f"nightly/runs/night-{DAYS[3]}/config.yaml").read_text())
+    assert config["init_from"].endswith(f"night-{DAYS[1]}"), "the last good one"
