@@ -5,16 +5,19 @@ RAYREC_CRDS=FOLDER with KubeRay's CRDs (`ray-operator/config/crd/bases` of its r
 
 import json
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+from builders.scripts import script
 from hosts.dockerfile import Instruction, ignored, instructions
 from ray._common.utils import import_attr
 from ray._private import ray_constants
@@ -22,7 +25,11 @@ from ray.serve.schema import ServeDeploySchema
 
 from rayrec.cli.parser import parse
 from rayrec.commands import COMMANDS
+from rayrec.inference.config import ComparisonGates
+from rayrec.prepare.validate import Gates
+from rayrec.recipes import load_config
 from rayrec.serve import listener, server
+from rayrec.serve.config import ServerConfig
 from rayrec.serve.deployment import APPLICATION, build_application, read_user_config
 from rayrec.workloads.base import TrainConfig
 
@@ -54,7 +61,11 @@ def _pods(kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def test_every_manifest_is_in_kustomization() -> None:
     listed = set()
     for file in FOLDER.rglob("kustomization.yaml"):
-        for resource in yaml.safe_load(file.read_text())["resources"]:
+        content = yaml.safe_load(file.read_text())
+        for resource in [
+            *content["resources"],
+            *(name for made in content.get("configMapGenerator", ()) for name in made["files"]),
+        ]:
             assert (file.parent / resource).exists(), (file, resource)
             listed.add((file.parent / resource).resolve())
     assert {path.resolve() for path in FOLDER.rglob("*.yaml") if path.name != "kustomization.yaml"} <= listed
@@ -221,6 +232,76 @@ def test_manifests_match_kuberay_schema(kind: str) -> None:
     jsonschema.validate(found, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**found, "spec": {**found["spec"], "backoffLimits": 3}}, schema)
+
+
+# Servers without KubeRay, monitoring and the nightly job -------------------------------------------------------------
+def _objects(file: str) -> dict[str, Any]:
+    return {each["kind"]: each for each in yaml.safe_load_all((FOLDER / file).read_text())}
+
+
+PLAIN = _objects("serve-plain/deployment.yaml")["Deployment"]
+
+
+def test_named_metrics_alerts_and_pods_exist() -> None:
+    files = [
+        path
+        for path in (*(ROOT / "deploy").rglob("*"), *(ROOT / "docs").rglob("*.md"))
+        if path.suffix in (".json", ".yaml", ".md")
+    ]
+    named = {name for path in files for name in re.findall(r"\b(?:ray_rayrec|rayrec_serve)_\w+", path.read_text())}
+    known = set(re.findall(r"^\| `(\w+)`", script("tools", "reference").metrics_page(), re.MULTILINE))
+    named = {re.sub("_(bucket|sum|count)$", "", name) for name in named}
+    assert {name for name in known if "_serve_" in name} <= named <= known
+    runbook = (ROOT / "docs" / "operate-serving.md").read_text()
+    groups = _objects("monitoring/rules.yaml")["PrometheusRule"]["spec"]["groups"]
+    assert [rule["alert"] for group in groups for rule in group["rules"] if f"| `{rule['alert']}` |" not in runbook] == []
+    monitor = _objects("monitoring/serving.yaml")["PodMonitor"]["spec"]
+    for template in (PLAIN["spec"]["template"], *(group["template"] for _, group in _pods("RayService"))):
+        assert monitor["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        ports = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
+        assert monitor["podMetricsEndpoints"][0]["port"] in ports
+
+
+def test_server_command_fits_deployment() -> None:
+    (container,) = PLAIN["spec"]["template"]["spec"]["containers"]
+    call = parse(COMMANDS["serve"], [*container["command"], *container["args"]][2:])
+    config = ServerConfig().updated({name: value for name, value in call.keywords.items() if name != "model"})
+    assert (config.host, config.port, config.ingress) == ("0.0.0.0", container["ports"][0]["containerPort"], "direct")
+    assert config.replicas * config.cpus_per_replica <= float(container["resources"]["limits"]["cpu"])
+    service = _objects("serve-plain/service.yaml")["Service"]
+    assert service["spec"]["selector"].items() <= PLAIN["spec"]["template"]["metadata"]["labels"].items()
+    assert config.is_allowed_host(f"{service['metadata']['name']}.rayrec:{config.port}")
+    target = _objects("serve-plain/scaling.yaml")["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]
+    assert target["name"] == PLAIN["metadata"]["name"]
+    unit = (ROOT / "deploy" / "systemd" / "rayrec-serve.service").read_text()
+    assert parse(COMMANDS["serve"], shlex.split(re.findall(r"exec \S+/rayrec serve (.+)'$", unit, re.MULTILINE)[0])).keywords[
+        "port"
+    ]
+
+
+def test_nightly_settings_are_valid_and_swap_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in (ROOT / "deploy", FOLDER):
+        job = yaml.safe_load((folder / "nightly" / "nightly.yaml").read_text())
+        assert Gates(**job["gates"]) != Gates()
+        assert ComparisonGates(**job["comparison"]) != ComparisonGates()
+        assert load_config(yaml.safe_dump(job["train"])).workload.schema.label == "click"
+    swap, called, versions = script("deploy/nightly", "swap"), list[Any](), ["old", None, "new", "new", "old"]
+    objects = {"deployments/rayrec-serve": PLAIN, "rayservices/rayrec": _manifest("RayService")}
+    rules = _objects("nightly/account.yaml")["Role"]["rules"]
+    assert [f"{rule['resources'][0]}/{rule['resourceNames'][0]}" for rule in rules] == [*objects]
+    (tmp_path / "namespace").write_text("rayrec\n")
+    monkeypatch.setattr(swap, "ACCOUNT", tmp_path)
+    monkeypatch.setattr(swap, "open_served", lambda export: SimpleNamespace(version="new"))
+    monkeypatch.setattr(swap, "call", lambda path, *patch: called.append(patch) or objects["/".join(path.split("/")[-2:])])
+    monkeypatch.setattr(swap, "version_at", lambda url: versions.pop(0))
+    for name in objects:
+        swap.main(name, "http://s", "s3://b/e", pause_s=0)
+    (_, (first, _), _, (second, _)) = called
+    assert first["spec"]["template"]["spec"]["containers"][0]["env"] == [{"name": "MODEL", "value": "s3://b/e"}]
+    (application,) = yaml.safe_load(second["spec"]["serveConfigV2"])["applications"]
+    assert application["deployments"][0]["user_config"]["model"] == "s3://b/e"
+    with pytest.raises(SystemExit, match="serves old, not new"):
+        swap.main("rayservices/rayrec", "http://s", "s3://b/e", wait_s=-1)
 
 
 # Dockerfile -----------------------------------------------------------------------------------------------------------
