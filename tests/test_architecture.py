@@ -19,12 +19,12 @@ from rayrec.environment.installation import installed_distributions
 
 HOUSE = {
     # count: (at most, margin); a bound that is more than the margin above the count fails too
-    "files": (309, 3),
+    "files": (296, 3),
     "lines": (55_500, 300),
     "crowded folders": (1, 0),
     "circles": (0, 0),
     "long signatures": (0, 0),
-    "lines of tests": (42_900, 300),
+    "lines of tests": (42_400, 300),
 }
 """Size and shape of src/rayrec, and the size of tests. These only fall: lower a bound in the commit that lowers its count."""
 MOST_FILES = 15

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 import yaml
-from builders.faults import fails_with, rejects
+from builders.faults import rejects
 
 import rayrec
 from rayrec import recipes
@@ -194,9 +194,9 @@ def test_recipe_file_is_loaded_and_checked(own: Path) -> None:
         rejects(message, recipes.find, f"{own}:{name}")
 
 
-def test_recipe_file_error_propagates(own: Path) -> None:
+def test_recipe_file_error_has_line(own: Path) -> None:
     own.write_text("raise RuntimeError('in the file')")
-    fails_with(RuntimeError, "in the file", recipes.find, f"{own}:small")
+    rejects(rf"{own.name}, line 1: RuntimeError: in the file\. Fix the file", recipes.find, f"{own}:small")
     assert own.stem not in sys.modules
 
 

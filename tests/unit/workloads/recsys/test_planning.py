@@ -279,8 +279,10 @@ LOG_ROWS = 2000
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    log = write_criteo_rows(tmp_path / "log.txt", LOG_ROWS)
-    return recipes.criteo_demo(log).replace(batch_size=8, workload={"preset": {"min_count": 1}})
+    values = np.random.default_rng(0).integers(0, 2**32, (LOG_ROWS, 26))
+    lines = ("\t".join(["1", *map(str, range(13)), *(f"{value:08x}" for value in row)]) for row in values)
+    (tmp_path / "log.txt").write_text("\n".join(lines) + "\n")
+    return recipes.criteo_demo(str(tmp_path / "log.txt")).replace(batch_size=8, workload={"preset": {"min_count": 1}})
 
 
 def probed(config: TrainConfig, target: Target, train: Any) -> MeasuredSpeed:
