@@ -17,6 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
+from rich.console import Console
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI, TerminalTheme
+from rich.text import Text
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -36,11 +40,13 @@ class Theme(NamedTuple):
     box: str
     line: str
     alarm: str
+    terminal: TerminalTheme
 
 
+CONSOLE = Console()
 THEMES = {
-    "light": Theme("#1f2328", "#59636e", "#2f6fde", "#b6bec9", "#f3f5f8", "#8b949e", "#cf222e"),
-    "dark": Theme("#e6edf3", "#9198a1", "#5b9bff", "#565f6b", "#1c232c", "#8b949e", "#ff7b72"),
+    "light": Theme("#1f2328", "#59636e", "#2f6fde", "#b6bec9", "#f3f5f8", "#8b949e", "#cf222e", DEFAULT_TERMINAL_THEME),
+    "dark": Theme("#e6edf3", "#9198a1", "#5b9bff", "#565f6b", "#1c232c", "#8b949e", "#ff7b72", MONOKAI),
 }
 
 
@@ -266,16 +272,21 @@ def batch(theme: Theme) -> str:
 
 def top(theme: Theme) -> str:
     """Draw the terminal output of `rayrec top`."""
-    lines = (ASSETS / "top.txt").read_text().rstrip().splitlines()
+    lines = [Text.from_ansi(line) for line in (ASSETS / "top.txt").read_text().rstrip().splitlines()]
     width, height = round(7.8 * max(map(len, lines))) + 30, 18 * len(lines) + 56
     parts = [rectangle(1, 1, width - 2, height - 2, theme.box, stroke=theme.line, round_=8)]
     parts.append(text(16, 26, "$ rayrec top runs/demo", theme.quiet, size=13))
     # Each character has its own place, so that columns stand below each other in any font.
     for number, shown in enumerate(lines):
-        positions = " ".join(f"{16 + 7.8 * column:g}" for column in range(len(shown)))
-        spaced = shown.replace(" ", "\u00a0")  # SVG makes one of several spaces
-        at = f'x="{positions}" y="{50 + 18 * number}"'
-        parts.append(f'<text {at} fill="{theme.text}" font-size="13" font-family="monospace">{escape(spaced)}</text>')
+        column = 0
+        for segment in shown.render(CONSOLE):
+            positions = " ".join(f"{16 + 7.8 * (column + place):g}" for place in range(len(segment.text)))
+            column += len(segment.text)
+            spaced = segment.text.replace(" ", "\u00a0")  # SVG makes one of several spaces
+            color = segment.style and segment.style.color
+            fill = color.get_truecolor(theme.terminal).hex if color else theme.text
+            at = f'x="{positions}" y="{50 + 18 * number}"'
+            parts.append(f'<text {at} fill="{fill}" font-size="13" font-family="monospace">{escape(spaced)}</text>')
     return picture(width, height, "rayrec top", parts)
 
 
@@ -302,7 +313,7 @@ def report() -> None:
         rayrec = [sys.executable, "-m", "rayrec"]
         train = [*rayrec, "train", "criteo_demo", "--train-data.path", "log/train.txt", "--scaling.num-workers", "1"]
         train += ["--scaling.threads-per-worker", "1", "--epochs", "2", "--name", "demo"]
-        how: dict[str, Any] = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "104"}}
+        how: dict[str, Any] = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "104", "FORCE_COLOR": "1"}}
         subprocess.run([*rayrec, "generate", "log", "--rows", "150000"], check=True, stdout=subprocess.DEVNULL, **how)
         with subprocess.Popen(train, stdout=subprocess.DEVNULL, **how) as training:
             events = folder / "runs" / "demo" / "events.jsonl"
