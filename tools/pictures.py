@@ -313,7 +313,8 @@ def report() -> None:
         rayrec = [sys.executable, "-m", "rayrec"]
         train = [*rayrec, "train", "criteo_demo", "--train-data.path", "log/train.txt", "--scaling.num-workers", "1"]
         train += ["--scaling.threads-per-worker", "1", "--epochs", "2", "--name", "demo"]
-        how: dict[str, Any] = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "104", "FORCE_COLOR": "1"}}
+        terminal = {"COLUMNS": "104", "FORCE_COLOR": "1"}
+        how: dict[str, Any] = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(ROOT / "src"), **terminal}}
         subprocess.run([*rayrec, "generate", "log", "--rows", "150000"], check=True, stdout=subprocess.DEVNULL, **how)
         with subprocess.Popen(train, stdout=subprocess.DEVNULL, **how) as training:
             events = folder / "runs" / "demo" / "events.jsonl"
