@@ -130,7 +130,8 @@ def _measured(candidate: Candidate, log: Log, folder: str) -> Measured:
     rayrec.export(checkpoint, out=str(out), quantize=candidate.quantize, ignore_parity=True)
     served = open_served(str(out))
     raw, _ = parse(served.preprocessor.schema, Path(log.test_path).read_bytes())
-    metrics = binary_metrics(served.score(served.preprocessor.encode(raw)), raw.labels[served.preprocessor.schema.label])
+    (labels,) = raw.labels.values()
+    metrics = binary_metrics(served.score(served.preprocessor.encode(raw)), labels)
     model: Any = config.workload
     network = model.model.build(inputs := ModelInputs.of(served.preprocessor.inputs))
     adds = network_multiply_adds(network, inputs, model.model) or math.nan

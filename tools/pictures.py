@@ -280,7 +280,7 @@ def top(theme: Theme) -> str:
     for number, shown in enumerate(lines):
         column = 0
         for segment in shown.render(CONSOLE):
-            positions = " ".join(f"{16 + 7.8 * (column + place):g}" for place in range(len(segment.text)))
+            positions = " ".join(f"{16 + 7.8 * (column + offset):g}" for offset in range(len(segment.text)))
             column += len(segment.text)
             spaced = segment.text.replace(" ", "\u00a0")  # SVG makes one of several spaces
             color = segment.style and segment.style.color

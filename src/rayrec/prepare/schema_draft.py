@@ -19,7 +19,9 @@ from rayrec.schema import Schema
 
 _ROWS, _BYTES = 30_000, 2 << 20
 """Rows and bytes read at once. Of a CSV file, twice these bytes are read."""
-_LABEL = re.compile(r"label|target|clic?k|conver|purchas|bought|buy|order|like|install|attributed|respon|rating|score|stars|^y$")
+_LABEL = re.compile(
+    r"label|target|clic?k|convert|conversion|purchas|bought|buy|order|like|install|attributed|respon|rating|score|stars|^y$"
+)
 """Names of labels, in lower case."""
 _FEW, _MANY = 11, 100
 """Maximum different values of a label that is not binary, and of a column that never identifies the row."""
