@@ -50,9 +50,10 @@ def function_in_file(name: str, *, returns: type[Returned]) -> Callable[[], Retu
     except InputError:
         raise
     except Exception as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-        line = error.lineno if isinstance(error, SyntaxError) else frames[-1].lineno if frames else None
-        raise InputError(f"{path}, line {line}: {line_of(error)}. Fix the file.") from error
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        # A syntax error may be in a file that this one imports.
+        location = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (path, lines[-1] if lines else 1)
+        raise InputError(f"{location[0]}, line {location[1]}: {line_of(error)}. Fix the file.") from error
     if not callable(value):
         raise InputError(f"{file}: function '{function}' not found")
     if not isinstance(returned, returns):

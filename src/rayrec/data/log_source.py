@@ -22,7 +22,7 @@ from rayrec.data.logs.faults import HEAD_BYTES, LABEL_FAULT, Faults, likely_caus
 from rayrec.data.logs.index import CachedIndex, LogIndex, SegmentEntry, numbered
 from rayrec.data.logs.parquet import is_parquet, open_parquet
 from rayrec.data.logs.random_log import check_random, index_random, random_files
-from rayrec.data.logs.table_log import SUFFIXES, column_names, index_tables, is_table
+from rayrec.data.logs.table_log import SUFFIXES, TABLES_ONLY, column_names, index_tables, is_table
 from rayrec.data.logs.table_parser import check_types, label_faults
 from rayrec.data.logs.text_log import Chunk, cut, index_chunk
 from rayrec.data.logs.text_parser import MAX_LINE_BYTES
@@ -176,7 +176,7 @@ class LogSource:
             if self.is_random:
                 return schema.replace(tokens="hexadecimal")
             files = [file for file in storage.list_files(self.path, names=self.names) if file.size_bytes]
-            if not files or any(file.path.lower().endswith(SUFFIXES[:3]) for file in files):
+            if not files or any(file.path.lower().endswith(TABLES_ONLY) for file in files):
                 return schema
             if files[0].path.lower().endswith(SUFFIXES) and not {*schema.columns}.isdisjoint(csv_columns(files[0].path, schema)):
                 return schema

@@ -22,7 +22,8 @@ from rayrec.data.stage_times import stage
 from rayrec.schema import Schema
 from rayrec.storage.cache import remove_older
 
-SUFFIXES = (".parquet", ".csv", ".csv.gz", ".tsv", ".tsv.gz")
+TABLES_ONLY = (".parquet", ".csv", ".csv.gz")
+SUFFIXES = (*TABLES_ONLY, ".tsv", ".tsv.gz")
 """Endings of tables. A log with hexadecimal tokens, without a header, may end in the last two."""
 _TASK_SEGMENTS = 8
 """Maximum segments of one file per indexing task."""
@@ -33,7 +34,7 @@ _TASK_FILES = 64
 
 def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
     """Return whether the files are tables. Raises InputError if only some are, or if the schema needs tables."""
-    suffixes = SUFFIXES if schema.tokens == "any" else SUFFIXES[:3]
+    suffixes = SUFFIXES if schema.tokens == "any" else TABLES_ONLY
     texts = [file.path for file in files if not file.path.lower().endswith(suffixes)]
     if not texts:
         return True

@@ -133,8 +133,8 @@ class Encoder:
                 value = float("nan")
             elif not self._hexadecimal and (_NUMBER.fullmatch(text) or text in _BOOLEANS):
                 value = _BOOLEANS[text] if text in _BOOLEANS else float(text)
-            elif not self._hexadecimal and seconds_of(text) is not None:
-                value = seconds_of(text)
+            elif not self._hexadecimal and (seconds := seconds_of(text)) is not None:
+                value = seconds
         if value is None or (isinstance(value, float) and np.isnan(value) and self.schema.get("nan") == "missing"):
             return None
         if self._hexadecimal and isinstance(value, float) and value.is_integer():
