@@ -180,7 +180,7 @@ def test_commands_for_labels_reject_retrieval_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["next_item", "two_tower"])
+@pytest.mark.parametrize("name", ["next_item", pytest.param("two_tower", marks=pytest.mark.exhaustive)])
 def test_killed_worker_of_two_changes_no_weights(name: str, tmp_path: Path) -> None:
     log, path = write_log(tmp_path / "log", name), tmp_path / "config.yaml"
     config = small(name, log, tmp_path, 200, batch_size=8, checkpoint={"every": 20}, scaling={"num_workers": 2})
@@ -285,6 +285,7 @@ def _interests(seed: int) -> pa.Table:
     return pa.table({**columns, "history": _listed(history)})
 
 
+@pytest.mark.extended
 def test_sequence_ensemble_trains_exports_and_serves(tmp_path: Path) -> None:
     table = _interests(0)
     log = _written(table, tmp_path)

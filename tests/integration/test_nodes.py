@@ -260,7 +260,7 @@ def test_ssh_script_trains_on_two_machines(click_log: Path, shared: Path, tmp_pa
     assert result["steps"] == LONG["steps"]
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS.NODES)
+@pytest.mark.parametrize("name", ["dlrm_nodes", pytest.param("gpt2_nodes", marks=pytest.mark.exhaustive)])
 def test_notebooks_run_on_nodes(name: str) -> None:
     path = ROOT / "examples" / f"{name}.ipynb"
     stored, made = (

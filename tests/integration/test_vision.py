@@ -21,7 +21,7 @@ from rayrec.training.result import Result
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.vision import ResNetConfig
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 
 TRAIN_ROWS, TEST_ROWS, EPOCHS = 410, 90, 4
 ALONE: dict[str, Any] = {"scaling": threads_of(1), "cluster": {"num_cpus": 2, "address": "none"}, "batch_size": 32}

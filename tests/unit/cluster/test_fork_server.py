@@ -212,6 +212,7 @@ def wait_until_gone(process: int) -> None:
     until(lambda: not Path(f"/proc/{process}").exists())
 
 
+@pytest.mark.extended
 def test_node_has_one_fork_server_until_ray_ends(node_manager: NodeManager, tmp_path: Path) -> None:
     program, module = tmp_path / "program.py", tmp_path / "changes.py"
     program.write_text(SMALL)

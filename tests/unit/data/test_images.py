@@ -184,6 +184,7 @@ def run_of(folder: Path, storage: Path, **changes: Any) -> TrainConfig:
     return short_run(image_folder(f"{folder}/train"), storage, **{"steps": 24, **fields})
 
 
+@pytest.mark.extended
 def test_run_learns_resumes_and_is_used(folder: Path, tmp_path: Path) -> None:
     run = train(run_of(folder, tmp_path / "a"))
     assert run.summary["rows_of_sets"] == {"train": 60, "test": 18, "validation": 18}

@@ -198,6 +198,7 @@ MODULES = {
 }
 
 
+@pytest.mark.extended
 def test_failed_import_fails_only_its_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, source in MODULES.items():
         (tmp_path / f"{name}.py").write_text(source)

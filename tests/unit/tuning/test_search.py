@@ -95,6 +95,7 @@ def test_repeated_tune_call_trains_nothing(found: dict[str, Any], config: TrainC
         rejects(message, rayrec.tune, config, **{"search": SEARCH, "console": QUIET, **changes})
 
 
+@pytest.mark.extended
 def test_killed_search_matches_uninterrupted_one(
     found: dict[str, Any], config: TrainConfig, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,6 +168,7 @@ def test_parallel_options_reject_other_kind() -> None:
     rejects("cpu_offload: requires scaling.use_gpu", check_settings, offloaded)
 
 
+@pytest.mark.extended
 def test_fsdp_with_onednn_matches_without_full_parameters(tmp_path: Path) -> None:
     workload = data_parallel.config(1).workload
     for kind in ("lamb", "lars"):
