@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,9 @@ def test_binary_metrics_match_scikit_learn(case: tuple[np.ndarray, np.ndarray]) 
     assert result["logloss"] == pytest.approx(loss, rel=1e-9)
     assert result["normalized_entropy"] == pytest.approx(loss / entropy, rel=1e-9)
     assert result["calibration"] == pytest.approx(probability.sum() / labels.sum(), rel=1e-9)
-    assert result["expected_calibration_error"] == pytest.approx(_calibration_error(logits, labels, 15), abs=1e-12)
+    bins = np.minimum(15 * probability, 14).astype(int)
+    error = np.abs(np.bincount(bins, probability - labels)).sum() / len(labels)
+    assert result["expected_calibration_error"] == pytest.approx(error, abs=1e-12)
     assert result["accuracy"] == accuracy_score(labels, logits > 0)
     assert (result["rows"], result["label_rate"]) == (len(labels), pytest.approx(rate))
 
@@ -198,18 +201,11 @@ def test_auroc_matches_fraction_of_ordered_pairs(case: tuple[np.ndarray, np.ndar
     assert metrics.auroc(logits, labels) == pairs / (2 * positives.size * negatives.size)
 
 
-def _calibration_error(logits: np.ndarray, labels: np.ndarray, bins: int) -> float:
-    """Compute the error from its definition, bin by bin."""
-    probability = 1 / (1 + np.exp(-logits.astype(np.float32).astype(np.float64)))
-    places = np.minimum(np.floor(probability * bins), bins - 1)
-    found = [places == place for place in range(bins)]
-    return sum(own.mean() * abs(probability[own].mean() - labels[own].mean()) for own in found if own.any())
-
-
 def test_calibration_error_auroc_and_logloss_of_extreme_logits() -> None:
-    def error(logits: Any, labels: list[int]) -> float:
-        return metrics.binary_metrics(logits, labels)["expected_calibration_error"]
+    def value_of(name: str, logits: Any, labels: list[int]) -> float:
+        return metrics.binary_metrics(logits, labels)[name]
 
+    error, logloss = (partial(value_of, name) for name in ("expected_calibration_error", "logloss"))
     assert (error([-np.inf, np.inf], [0, 1]), error([-np.inf, np.inf], [1, 0])) == (0, 1)
     assert error([0.0, 0.0, 0.0, 0.0], [0, 0, 0, 1]) == pytest.approx(0.25)
     # In fifteen bins, opposite errors do not cancel.
@@ -219,10 +215,6 @@ def test_calibration_error_auroc_and_logloss_of_extreme_logits() -> None:
     for cut in range(1, len(values)):
         assert metrics.auroc(values, [0] * cut + [1] * (len(values) - cut)) == 1.0
     assert metrics.auroc([-0.0, 0.0], [1, 0]) == 0.5
-
-    def logloss(logits: list[float], labels: list[int]) -> float:
-        return metrics.binary_metrics(logits, labels)["logloss"]
-
     assert (logloss([1e30, -1e30], [1, 0]), logloss([1000.0], [0])) == (0.0, 1000.0)
     assert (logloss([np.inf], [1]), logloss([np.inf], [0])) == (0.0, math.inf)
     assert logloss([-100.0], [0]) == pytest.approx(math.exp(-100), rel=1e-12)

@@ -287,13 +287,9 @@ def _unpacked(table: np.ndarray, row_format: RowFormat) -> np.ndarray:
 def _expected(tables: list[np.ndarray], lookups: list[Lookup], rows: int) -> np.ndarray:
     columns = []
     for table, lookup in zip(tables, lookups, strict=True):
-        ids = lookup.ids.reshape(-1)
-        offsets = lookup.offsets if lookup.offsets is not None else np.arange(rows + 1) * (ids.size // max(rows, 1))
-        pooled = np.zeros((rows, table.shape[1]), np.float32)
-        for row in range(rows):
-            for position in range(offsets[row], offsets[row + 1]):
-                pooled[row] += table[ids[position]]  # In this order, in float32
-        columns.append(pooled)
+        lengths = lookup.ids.size // max(rows, 1) if lookup.offsets is None else np.diff(lookup.offsets)
+        columns.append(np.zeros((rows, table.shape[1]), np.float32))
+        np.add.at(columns[-1], np.repeat(np.arange(rows), lengths), table[lookup.ids.reshape(-1)])  # In this order
     return np.concatenate(columns, axis=1)
 
 

@@ -27,37 +27,36 @@ Reference = Callable[[nn.Module, ClickModelConfig, torch.Tensor, torch.Tensor], 
 
 
 def linear(layer: nn.Module, values: torch.Tensor) -> torch.Tensor:
-    product = torch.einsum("...i,oi->...o", values, layer.weight)
-    return product if layer.bias is None else product + layer.bias
+    return nn.functional.linear(values, layer.weight, layer.bias)
 
 
 def dropped(net: nn.Module, values: torch.Tensor, share: float) -> torch.Tensor:
     return values * (1 - share) if net.training else values
 
 
-def standardized(values: torch.Tensor, norm: nn.Module | None, dim: int) -> torch.Tensor:
-    """Apply layer norm, or batch norm with the rows in training and with running statistics in evaluation."""
+def batch_normalized(values: torch.Tensor, norm: GlobalBatchNorm, eps: float) -> torch.Tensor:
+    """Apply torch's batch norm, and keep the running statistics."""
+    weights = (norm.running_mean, norm.running_var, norm.weight, norm.bias)
+    return nn.functional.batch_norm(values, *weights, training=norm.training, momentum=0.0, eps=eps)
+
+
+def standardized(values: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+    """Apply layer norm to the last dimension, or batch norm to the first."""
     if isinstance(norm, nn.Identity):
         return values
-    mean, variance = values.mean(dim, keepdim=True), values.var(dim, unbiased=False, keepdim=True)
-    if isinstance(norm, GlobalBatchNorm) and not norm.training:
-        mean, variance = norm.running_mean, norm.running_var
-    normal = (values - mean) / (variance + 1e-5).sqrt()
-    return normal if norm is None else normal * norm.weight + norm.bias
+    if isinstance(norm, GlobalBatchNorm):
+        return batch_normalized(values, norm, 1e-5)
+    return nn.functional.layer_norm(values, values.shape[-1:]) * norm.weight + norm.bias
 
 
 def dice(module: Dice, inputs: torch.Tensor) -> torch.Tensor:
-    norm = module.norm
-    mean, variance = inputs.mean(0), inputs.var(0, unbiased=False)
-    if not norm.training:
-        mean, variance = norm.running_mean, norm.running_var
-    p = torch.sigmoid((inputs - mean) / (variance + 1e-9).sqrt())
+    p = torch.sigmoid(batch_normalized(inputs, module.norm, 1e-9))
     return p * inputs + (1 - p) * module.slope * inputs
 
 
 def tower(net: Tower, values: torch.Tensor, dropout: float) -> torch.Tensor:
     for layer, norm, activation in zip(net.layers, net.norms, net.activations, strict=True):
-        values = standardized(linear(layer, values), norm, 0)
+        values = standardized(linear(layer, values), norm)
         values = dice(activation, values) if isinstance(activation, Dice) else values.clamp(min=0)
         values = dropped(net, values, dropout)
     return values
@@ -194,14 +193,8 @@ def of_dcnv3(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, valu
         x = inputs
         for number, layer in enumerate(crosses.layers):
             half = linear(layer, x)
-            if config.batch_norm:  # One mean for all values of a head
-                norm = crosses.batch_norms[number]
-                mean, variance = half.mean((0, 2)), half.var((0, 2), unbiased=False)
-                if not net.training:
-                    mean, variance = norm.running_mean, norm.running_var
-                half = (half - mean[:, None]) / (variance[:, None] + 1e-5).sqrt() * norm.weight[:, None]
-                half = half + norm.bias[:, None]
-            mask = standardized(half, crosses.mask_norms[number], 2).clamp(min=0)
+            half = standardized(half, crosses.batch_norms[number])  # One mean for all values of a head
+            mask = standardized(half, crosses.mask_norms[number]).clamp(min=0)
             crossed = torch.cat([half, half * mask], dim=2) + crosses.biases[number]
             x = dropped(net, (x if name == "deep" else inputs) * crossed + x, dropout)
         outputs[name] = linear(crosses.logit, x)[:, :, 0].mean(1)
@@ -212,10 +205,10 @@ def of_masknet(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, va
     """Compute equations 3 to 10."""
     v = torch.stack(fields(net, dense, values), dim=1)
     features = v.flatten(1)
-    hidden, outputs = (v if net.norms is None else standardized(v, net.norms, 2)).flatten(1), []
+    hidden, outputs = (v if net.norms is None else standardized(v, net.norms)).flatten(1), []
     for block in net.blocks:
         mask = linear(block.second, linear(block.first, features).clamp(min=0))
-        out = standardized(linear(block.layer, mask * hidden), block.norm, 1).clamp(min=0)
+        out = standardized(linear(block.layer, mask * hidden), block.norm).clamp(min=0)
         outputs.append(dropped(net, out, config.dropout))
         if config.structure == "serial":
             hidden = outputs[-1]
@@ -259,7 +252,7 @@ def of_finalnet(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, v
         hidden = inputs.flatten(1)
         for layer, norm in zip(of_tower.layers, of_tower.norms, strict=True):
             second, first = linear(layer, hidden).chunk(2, dim=1)
-            hidden = standardized(torch.cat([second, first * second], dim=1), norm, 0)
+            hidden = standardized(torch.cat([second, first * second], dim=1), norm)
             hidden = dropped(net, hidden.clamp(min=0) if config.activation == "relu" else hidden, dropout)
         towers.append(linear(of_tower.logit, hidden)[:, 0])
     outputs = {"click": sum(towers) / len(towers)}
@@ -273,12 +266,12 @@ def of_wukong(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, val
     v = torch.stack(fields(net, dense, values), dim=1)
     for layer in net.layers:
         products = torch.einsum("rnd,rmd,mk->rnk", v, v, layer.mixing).flatten(1)
-        hidden = tower(layer.tower, standardized(products, layer.products_norm, 1), config.dropout)
+        hidden = tower(layer.tower, standardized(products, layer.products_norm), config.dropout)
         made = linear(layer.products, hidden).clamp(min=0).view(ROWS, 2, DIM)
         together = torch.cat([made, torch.einsum("ln,rnd->rld", layer.linear.weight, v)], dim=1)
         if layer.shortcut is not None:
             v = torch.einsum("on,rnd->rod", layer.shortcut.weight, v) + layer.shortcut.bias[:, None]
-        v = standardized(together + v, layer.norm, 2)
+        v = standardized(together + v, layer.norm)
     return {"click": logit(net.top, v.flatten(1), 0.0)}
 
 
@@ -287,7 +280,7 @@ def mlp(net: MLP, values: torch.Tensor, dropout: float) -> torch.Tensor:
     for number, layer in enumerate(net.layers):
         values, last = linear(layer, values), number == len(net.layers) - 1
         if not last and net.norms is not None:
-            values = standardized(values, net.norms[number], 0)
+            values = standardized(values, net.norms[number])
         if not last or net.final_activation:
             values = values.clamp(min=0)
         if not last:
@@ -350,21 +343,20 @@ def reference_of(name: str) -> Reference:
 
 
 def cross_entropy(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    p = torch.sigmoid(logits.double())
-    return -(wanted * p.log() + (1 - wanted) * (1 - p).log())
+    return nn.functional.binary_cross_entropy_with_logits(logits.double(), wanted.double())
 
 
 def reference_loss(config: ClickModelConfig, outputs: Outputs, labels: Outputs) -> torch.Tensor:
     """Return the cross entropy, FINAL's with its towers', or DCNv3's L + L_d max(0, L_d - L) + L_s max(0, L_s - L)."""
-    loss = cross_entropy(outputs["click"], labels["click"]).mean()
+    loss = cross_entropy(outputs["click"], labels["click"])
     if "like" in outputs:
-        loss = loss + cross_entropy(outputs["like"], labels["like"]).mean()
+        loss = loss + cross_entropy(outputs["like"], labels["like"])
         return loss + (outputs["seconds"] - labels["seconds"]).square().double().mean()
     if isinstance(config, FinalNetConfig):
         taught = torch.sigmoid(outputs["click"]).detach().double()
-        return loss + sum(cross_entropy(outputs[name], taught).mean() for name in outputs if name != "click")
+        return loss + sum(cross_entropy(outputs[name], taught) for name in outputs if name != "click")
     if isinstance(config, DCNv3Config):
-        own = [cross_entropy(outputs[name], labels["click"]).mean() for name in ("deep", "shallow")]
+        own = [cross_entropy(outputs[name], labels["click"]) for name in ("deep", "shallow")]
         return loss + sum(other * (other - loss).clamp(min=0) for other in own)
     return loss
 
@@ -406,13 +398,9 @@ def leaf(*shape: int) -> torch.Tensor:
     return (0.5 * torch.randn(*shape)).requires_grad_()
 
 
-def without_chance(values: torch.Tensor, p: float, *, training: bool) -> torch.Tensor:
-    return values * (1 - p) if training else values
-
-
 @pytest.fixture(autouse=True)
 def _dropout_is_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn.functional, "dropout", without_chance)
+    monkeypatch.setattr(nn.functional, "dropout", lambda values, p, *, training: values * (1 - p) if training else values)
 
 
 @pytest.mark.parametrize("training", [True, False])
