@@ -1,11 +1,14 @@
 """Linear stacks, towers and batch norms against torch: equal outputs and gradients, deterministically."""
 
+import copy
+import itertools
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,19 +21,13 @@ from rayrec.collectives import global_means
 from rayrec.layers import dots, kernel_threads
 from rayrec.layers.dots import _indices, _OperatorDots, pairwise_dots
 from rayrec.layers.kernel_threads import CpuWatch, WaitPolicy, waiting_share
-from rayrec.layers.keyed_embeddings import Delivery, KeyedEmbeddings
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.layers.mlp import MLP, GlobalBatchNorm, Precision, Tower, linear_stack, relu_backward_
 
 
 def reference(mlp: MLP, *, final_activation: bool) -> nn.Sequential:
-    modules: list[nn.Module] = []
-    for index, layer in enumerate(mlp.layers):
-        copy = nn.Linear(layer.in_features, layer.out_features)
-        copy.load_state_dict(layer.state_dict())
-        modules.append(copy)
-        if final_activation or index < len(mlp.layers) - 1:
-            modules.append(nn.ReLU())
-    return nn.Sequential(*modules)
+    modules = [module for layer in mlp.layers for module in (copy.deepcopy(layer), nn.ReLU())]
+    return nn.Sequential(*(modules if final_activation else modules[:-1]))
 
 
 def gradients(module: nn.Module, inputs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -56,18 +53,23 @@ def test_fp32_equals_linear_layers(sizes: tuple[int, ...], rows: int, final_acti
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_relu_backward_is_bit_identical_for_any_threads() -> None:
+@pytest.fixture
+def own_threads() -> Iterator[None]:
+    """Restore torch's thread count after the test."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_relu_backward_is_bit_identical_for_any_threads(own_threads: None) -> None:
     torch.manual_seed(0)
     output, given = torch.randn(1000, 77), torch.randn(1000, 77)
     output[3, 5], given[4, 6] = float("nan"), float("inf")
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            gradient = given.clone()
-            results.append((gradient, *relu_backward_(gradient, output)))
-    finally:
-        torch.set_num_threads(before)
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        gradient = given.clone()
+        results.append((gradient, *relu_backward_(gradient, output)))
     expected = torch.ops.aten.threshold_backward(given, output, 0)
     for gradient, turned, sums in results:
         assert torch.equal(gradient, expected)
@@ -257,16 +259,12 @@ def test_dots_kernel_matches_operators(rows: int, features: int, dim: int, kinds
         torch.testing.assert_close(got, expected, **tolerance)
 
 
-def test_dots_are_bit_identical_for_any_threads_and_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dots_are_bit_identical_for_any_threads_and_openmp(own_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     dense, sparse, order = drawn(1_000, 26, 16, (FLOAT, FLOAT))
-    before = torch.get_num_threads()
     results = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(pairwise_dots(dense, sparse, order))
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(pairwise_dots(dense, sparse, order))
     monkeypatch.setattr(kernel_threads, "openmp_parallel", lambda: None)
     results.append(pairwise_dots(dense, sparse, order))
     for result in results[1:]:
@@ -323,17 +321,11 @@ def test_embeddings_have_one_order_and_are_awaited_on_first_use() -> None:
         assert torch.equal(delivered[feature], VALUES[:, 4 * number : 4 * number + 4])
         assert torch.equal(plain[feature], delivered[feature])
     fails_with(KeyError, "d", delivered.__getitem__, "d")
-    calls = []
-
-    def deliver() -> Delivery:
-        calls.append(1)
-        return VALUES, (0, 1, 2)
-
-    embedded = KeyedEmbeddings(DOTTED, 4, deliver)
-    assert (len(embedded), "a" in list(embedded), calls) == (3, True, [])
+    embedded = KeyedEmbeddings(DOTTED, 4, deliver := Mock(return_value=(VALUES, (0, 1, 2))))
+    assert (len(embedded), "a" in list(embedded), deliver.call_count) == (3, True, 0)
     embedded.stacked()
     embedded.flattened()
-    assert calls == [1]
+    deliver.assert_called_once_with()
 
 
 # Detection of CPU contention, and short OpenMP waits during contention ------------------------------------------------
@@ -342,13 +334,10 @@ ROW = [1.0] * kernel_threads._CONTENDED_INTERVALS
 
 
 @pytest.fixture
-def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
+def two_threads(own_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in kernel_threads._WAIT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
 
 
 def decisions(policy: WaitPolicy, shares: list[float], *, start_s: float = 0.0) -> list[bool]:
@@ -413,12 +402,8 @@ def test_short_waits_make_threads_sleep() -> None:
 
 
 def test_cpu_watch_reports_contention_once(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = iter(range(10**9))
-
-    def waits_always(path: Path) -> tuple[int, int]:
-        return 0, next(reads) * 100 * _MS
-
-    monkeypatch.setattr(kernel_threads, "_run_and_wait_ns", waits_always)
+    reads = itertools.count(step=100 * _MS)
+    monkeypatch.setattr(kernel_threads, "_run_and_wait_ns", lambda path: (0, next(reads)))  # it waits always
     monkeypatch.setattr(kernel_threads, "_INTERVAL_S", 0.005)
     shares: list[float] = []
     watch = CpuWatch(shares.append)
