@@ -84,8 +84,7 @@ def test_writing_folder_is_atomic_and_never_overwrites(tmp_path: Path, prefix: s
         Path(folder, "a").write_bytes(b"1")
         assert not (tmp_path / "folder").exists()
     assert (tmp_path / "folder" / "a").read_bytes() == b"1"
-    with pytest.raises(InputError, match="exists already"), storage.writing_folder(target):
-        pass
+    rejects("exists already", storage.writing_folder(target).__enter__)
 
 
 def test_json_round_trips_with_nan_as_null(tmp_path: Path) -> None:

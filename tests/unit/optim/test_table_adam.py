@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders.faults import rejects
+from builders.faults import fails_with, rejects
+from ranks.checkpoint import same
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn import Parameter
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
@@ -188,20 +189,18 @@ def test_data_parallel_optimizer_matches_formula(kind: Any, eps: float) -> None:
 @pytest.mark.parametrize("eps", [0.25, 0.0])
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad"])
 def test_data_parallel_gpu_update_matches_cpu(kind: Any, eps: float) -> None:
-    tables = [torch.nn.Parameter(torch.linspace(-1, 1, 24).reshape(6, 4)) for _ in range(2)]
-    optimizers = [DataParallelTableOptimizer([table], kind=kind, learning_rate=0.1, eps=eps) for table in tables]
-    for step in range(3):
-        gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
-        gradient[[0, 2, 5 - step]] = 0
-        for optimizer, table, update in zip(optimizers, tables, (optimizers[0]._update, optimizers[1]._update_all), strict=True):
+    results = []
+    for name in ("_update", "_update_all"):
+        table = torch.nn.Parameter(torch.linspace(-1, 1, 24).reshape(6, 4))
+        optimizer = DataParallelTableOptimizer([table], kind=kind, learning_rate=0.1, eps=eps)
+        for step in range(3):
+            gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+            gradient[[0, 2, 5 - step]] = 0
             with torch.no_grad():
-                update(table, gradient.clone(), learning_rate=0.1, eps=eps)
+                getattr(optimizer, name)(table, gradient, learning_rate=0.1, eps=eps)
             assert len(optimizer.state[table]) == (kind != "sgd")
-    assert torch.equal(*tables)
-    for states in zip(
-        *(optimizer.state[table].values() for optimizer, table in zip(optimizers, tables, strict=True)), strict=True
-    ):
-        assert torch.equal(*states)
+        results.append({"table": table, **optimizer.state[table]})
+    assert same(*results)
 
 
 # The schedule's values, training of all optimizers, and fused kernels that match their formulas -----------------------
@@ -380,13 +379,13 @@ def test_learning_rates_update_every_group() -> None:
     optimizer = CombinedOptimizer([("first", first), ("second", second)])
     base_rates = optim.learning_rates(optimizer)
     assert base_rates == [2.0, 4.0]
-    optim.set_learning_rates(optimizer, base_rates=base_rates, schedule=optim.LearningRateSchedule(warmup_steps=4), step=0)
+    schedule = optim.LearningRateSchedule(warmup_steps=4)
+    optim.set_learning_rates(optimizer, base_rates=base_rates, schedule=schedule, step=0)
     assert optim.learning_rates(optimizer) == [0.5, 1.0]
     (parameters["a"] + parameters["b"]).backward()
     optimizer.step()
     assert [parameter.item() for parameter in parameters.values()] == [-0.5, -1.0]
-    with pytest.raises(ValueError, match="zip"):
-        optim.set_learning_rates(optimizer, base_rates=[1.0], schedule=optim.LearningRateSchedule(), step=0)
+    fails_with(ValueError, "zip", optim.set_learning_rates, optimizer, base_rates=[1.0], schedule=schedule, step=0)
 
 
 # Sparse: through TorchRec into the fused CPU kernel -------------------------------------------------------------------

@@ -36,6 +36,13 @@ OTHER = make_model(make_preprocessor(ANY))
 DIED = ray.exceptions.ActorDiedError()
 
 
+def load(path: str) -> ServedModel:
+    found = {**MODELS, "other columns": OTHER}
+    if path not in found:
+        raise InputError(f"{path}: damaged")
+    return found[path]
+
+
 class Cluster:
     """Fake of Ray for `Control` and replicas: calls of the register and of all replicas."""
 
@@ -94,9 +101,7 @@ class World:
         self.start()
 
     def open(self, path: str) -> ServedModel:
-        if path == "damaged" or (path == "b" and self.random.random() < 0.1):
-            raise InputError(f"{path}: damaged")
-        return OTHER if path == "other columns" else MODELS[path]
+        return load("damaged" if path == "b" and self.random.random() < 0.1 else path)
 
     def start(self) -> None:
         name = str(next(self.names))
@@ -194,9 +199,7 @@ class Replicas:
         self.loading.append(path)
         if path in self.slow:
             assert self.slow[path].wait(60)
-        if path not in (*MODELS, "other columns"):
-            raise InputError(f"{path}: damaged")
-        return MODELS.get(path, OTHER)
+        return load(path)
 
     def start(self, name: str, *, model: str = "a", shadow: str | None = None) -> deployment._Replica:
         context = SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), app_name="rayrec")
@@ -380,12 +383,6 @@ TEXT = b"".join(row_text(number) for number in range(20))
 A, B = ModelSource(0, "a"), ModelSource(1, "b")
 
 
-def load(path: str) -> ServedModel:
-    if path not in MODELS:
-        raise InputError(f"{path}: damaged")
-    return MODELS[path]
-
-
 def _switch(models: ReplicaModels, desired: DesiredState) -> str:
     models.set_desired(desired)
     return models.switch()
@@ -434,11 +431,10 @@ def test_loaded_model_waits_for_switch_and_late_replica_checks_schema() -> None:
     assert models.model is MODELS["a"]
     models.drop(DesiredState(1, B))
     assert models.status().model == A
-    models = ReplicaModels({"other": OTHER, "a": MODELS["a"]}.__getitem__, Counters())
-    schema = MODELS["a"].preprocessor.schema
-    assert "schemas differ in" in _switch(models, DesiredState(2, ModelSource(1, "other"), schema=schema))
+    models, schema = ReplicaModels(load, Counters()), MODELS["a"].preprocessor.schema
+    assert "schemas differ in" in _switch(models, DesiredState(2, ModelSource(1, "other columns"), schema=schema))
     assert not models.ready
-    assert "schemas differ in" in _switch(models, DesiredState(3, A, schema=schema, shadow=ModelSource(3, "other")))
+    assert "schemas differ in" in _switch(models, DesiredState(3, A, schema=schema, shadow=ModelSource(3, "other columns")))
     assert models.model is MODELS["a"]
 
 

@@ -159,6 +159,13 @@ class Run:
         return [save[0] for save in self.saves]
 
 
+def finished(**arguments: Any) -> Run:
+    """Return a run after its last step."""
+    run = Run(**arguments)
+    assert run.run()
+    return run
+
+
 def test_last_step_of_fraction() -> None:
     for share, step in [(None, 54), (1.0, 54), (1 / 27, 2), ((1 / 3) ** 3, 2), (1 / 9, 6), (0.1, 6), (1e-9, 1)]:
         assert loop.last_step(54, share) == step
@@ -197,8 +204,7 @@ def test_evaluations_per_epoch() -> None:
         ("criteo_dcnv3", {}, [20, 40]),
         ("criteo_dcnv3", {"evaluate_every": 16}, [16, 32, 40]),
     ):
-        run = Run(recipe=recipe, stop=40, **{"evaluate_every": None, **config})
-        assert run.run()
+        run = finished(recipe=recipe, stop=40, **{"evaluate_every": None, **config})
         assert run.told("evaluate") == expected
 
 
@@ -209,8 +215,7 @@ def test_stop_trains_pulled_batches_and_saves(ahead: int) -> None:
     stopped = 12 + ahead - 1
     assert run.saves[-1] == (stopped, 10 * stopped, None, True, True)
     assert run.pipeline.trained == list(range(stopped))
-    again = Run(ahead=ahead, progress=run.progress)
-    assert again.run()
+    again = finished(ahead=ahead, progress=run.progress)
     assert (again.pipeline.trained, again.saved()) == (list(range(stopped, 20)), [16, 20])
 
 
@@ -220,30 +225,26 @@ def test_stop_at_due_evaluation_defers_to_next_start(stop_at: int, step: int, ev
     assert not run.run()
     assert run.saves[-1] == (step, 10 * step, None, True, True)
     assert run.progress.evaluation_due
-    again = Run(progress=run.progress)
-    assert again.run()
+    again = finished(progress=run.progress)
     assert again.saves[0][:3] == (step, 10 * step, 0.5 + step / 100)
     assert again.told("evaluate") == evaluated
     assert not again.progress.evaluation_due
 
 
 def test_preemption_saves_once_and_early_stopping_best_and_last() -> None:
-    run = Run(ahead=3, preempt_at=10)
-    assert run.run()
+    run = finished(ahead=3, preempt_at=10)
     assert run.saved() == [8, 14, 16, 20]
     assert run.saves[1] == (14, 140, None, True, True)
     assert run.pipeline.trained == list(range(20))
-    run = Run(early_stopping={"patience": 1, "min_improvement": 0.2}, evaluate_every=5, checkpoint={"every": 50})
-    assert run.run()
+    run = finished(early_stopping={"patience": 1, "min_improvement": 0.2}, evaluate_every=5, checkpoint={"every": 50})
     # Better at every evaluation, though never by enough: the second ends it.
     assert [(save[0], *save[3:]) for save in run.saves] == [(5, True, False), (10, True, True)]
     assert run.told("early_stop") == [10]
-    assert Run(progress=run.progress, early_stopping={"patience": 1}).run()
+    finished(progress=run.progress, early_stopping={"patience": 1})
 
 
 def test_target_ends_run_and_survives_resume() -> None:
-    run = Run(early_stopping={"patience": 0, "target": 0.65})
-    assert run.run()
+    run = finished(early_stopping={"patience": 0, "target": 0.65})
     assert (run.told("evaluate"), run.told("early_stop"), run.pipeline.trained[-1]) == ([8, 16], [16], 15)
     assert run.saves[-1] == (16, 160, 0.66, True, True)
     first, last = (fields for fields in run.fields if "counted" in fields)
@@ -253,12 +254,10 @@ def test_target_ends_run_and_survives_resume() -> None:
     reached["target_s"] = run.progress.train_s + run.progress.evaluation_s
     assert run.fields[-1] == {"step": 16, "best_step": 16, "best_score": 0.66, **reached}
     state = json.loads(json.dumps(run.progress.state()))
-    again = Run(progress=Progress.from_state(state, rank=0), early_stopping={"patience": 0, "target": 0.65})
-    assert again.run()
+    again = finished(progress=Progress.from_state(state, rank=0), early_stopping={"patience": 0, "target": 0.65})
     assert (again.events, again.saves) == ([], [])  # nothing is trained or evaluated again
     assert target_fields(again.progress, again.config.workload) == reached
-    other = Run(progress=Progress.from_state(state, rank=0), early_stopping={"patience": 0, "target": 0.9})
-    assert other.run()
+    other = finished(progress=Progress.from_state(state, rank=0), early_stopping={"patience": 0, "target": 0.9})
     assert (other.pipeline.trained, other.told("early_stop"), other.progress.target_step) == ([16, 17, 18, 19], [], None)
     old = {name: value for name, value in state.items() if not name.startswith(("target", "evaluation_s"))}
     assert Progress.from_state(old, rank=0).target_step is None  # of an earlier version
@@ -330,8 +329,7 @@ def test_rates_fall_without_improvement_and_scale_schedule() -> None:
 
 
 def test_plateau_is_logged_and_saved() -> None:
-    run = Run(plateau={"patience": 1, "min_improvement": 0.2, "factor": 0.5}, evaluate_every=5)
-    assert run.run()
+    run = finished(plateau={"patience": 1, "min_improvement": 0.2, "factor": 0.5}, evaluate_every=5)
     assert (run.told("plateau"), run.progress.state()["learning_rate_scale"]) == ([10, 15, 20], 0.125)
 
 
@@ -437,8 +435,7 @@ def test_preemption_notice_at_segment_end_saves() -> None:
         ({"evaluate_every": 4}, [(12, None, True), (12, 0.62, False)]),
         ({"checkpoint": {"every": 4}, "evaluate_every": 20}, [(12, None, True)]),
     ]:
-        run = Run(ahead=1, preempt_at=12, **config)
-        assert run.run()
+        run = finished(ahead=1, preempt_at=12, **config)
         assert [(step, score, complete) for step, _, score, _, complete in run.saves if step == 12] == expected
         assert [step for step in run.saved() if step != 12] == [4, 8, 16, 20]
         assert run.pipeline.trained == list(range(20))
@@ -453,8 +450,7 @@ def test_stop_ends_evaluation_and_next_attempt_repeats(ahead: int) -> None:
     assert run.saves == [(8, 80, None, True, True)]
     assert run.progress.evaluation_due
     assert run.told("evaluate") == []
-    again = Run(ahead=ahead, evaluation=100, progress=run.progress)
-    assert again.run()
+    again = finished(ahead=ahead, evaluation=100, progress=run.progress)
     assert (again.pipeline.scored, again.saves[0][:3]) == (300, (8, 80, 0.58))
     assert again.pipeline.trained == list(range(8, 20))
 
@@ -490,8 +486,7 @@ def test_saved_step_is_not_saved_again_during_evaluation(slow_run: Callable[...,
 
 
 def test_preemption_notice_during_evaluation_saves() -> None:
-    run = Run(ahead=3, evaluation=100, preempt_after_scored=3)
-    assert run.run()
+    run = finished(ahead=3, evaluation=100, preempt_after_scored=3)
     assert [save[:3] for save in run.saves] == [(8, 80, None), (8, 80, 0.58), (16, 160, 0.66), (20, 200, 0.7)]
 
 
@@ -558,7 +553,7 @@ class Evaluated:
             pipeline=SimpleNamespace(progress=next, reset=lambda: None),
             eval_batches={name: lambda name=name: self.batches(name) for name in sets},
             make_metrics=lambda: SimpleNamespace(update=None, compute=lambda: {"auroc": self.weight()}),
-            make_samples=lambda: [{"of": list(self.evaluations[-1:])}],
+            make_samples=lambda: [{"of": list(self.evaluations[-1:]), "training": self.model.training}],
         )
 
     def weight(self) -> float:
@@ -569,10 +564,8 @@ class Evaluated:
         return iter(())
 
     def finish(self, progress: Progress = STOPPED_EARLY, *, evaluated_step: int | None = 7) -> Any:
-        def log(kind: str, fields: dict[str, Any]) -> None:
-            self.events.append((kind, fields))
-
-        parts: dict[str, Any] = {"expected": self.expected, "log": log, "stop_signal": self.stop_signal}
+        parts: dict[str, Any] = {"expected": self.expected, "stop_signal": self.stop_signal}
+        parts["log"] = lambda kind, fields: self.events.append((kind, fields))
         return finish(self.attempt, self.setup, progress, evaluated_step=evaluated_step, **parts)
 
 
@@ -592,12 +585,13 @@ def test_finish_evaluates_chosen_weights(
     tmp_path: Path, sets: tuple[str, ...], patience: int, evaluated_step: int | None, chosen: int, evaluations: list[Any]
 ) -> None:
     run = Evaluated(tmp_path, sets=sets, patience=patience)
+    run.model.train()
     told = run.finish(evaluated_step=evaluated_step)
     assert (told["step"], told["chosen_step"], told["checkpoint"]) == (7, chosen, folder_of(str(tmp_path), chosen))
     assert told["weights_sha256"] == weights_sha256(Checkpoint(told["checkpoint"]))
     assert told["metrics"] == told["validation"] == {"auroc": float(chosen)}
     assert run.evaluations == evaluations
-    assert run.events == [("finish", told), ("samples", {"samples": [{"of": evaluations}]})]
+    assert run.events == [("finish", told), ("samples", {"samples": [{"of": evaluations, "training": False}]})]
 
 
 def test_finish_evaluates_all_rows_after_short_evaluations(tmp_path: Path) -> None:
@@ -639,15 +633,6 @@ def test_stop_request_ends_final_test(tmp_path: Path) -> None:
     run.setup.make_metrics = lambda: SimpleNamespace(update=lambda output: None, compute=dict)
     assert run.finish() is None
     assert run.events == []
-
-
-@pytest.mark.parametrize("evaluated_step", [7, None])
-def test_samples_use_evaluation_mode(tmp_path: Path, evaluated_step: int | None) -> None:
-    run = Evaluated(tmp_path, patience=0)
-    run.model.train()
-    run.setup.make_samples = lambda: [{"training": run.model.training}]
-    run.finish(evaluated_step=evaluated_step)
-    assert run.events[-1] == ("samples", {"samples": [{"training": False}]})
 
 
 def test_first_save_removes_summary_and_slow_save_is_logged_once(tmp_path: Path) -> None:
@@ -816,14 +801,7 @@ def test_signals_raise_or_are_noted(number: signal.Signals, error: type[BaseExce
             fails_with(error, "", signal.raise_signal, number)  # the second
         fails_with(error, "", signals.throw)
     assert signal.getsignal(number) is before
-
-
-def test_signals_ignores_other_threads() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-
-    def within() -> Any:
-        with Signals():
-            return signal.getsignal(signal.SIGTERM)
-
-    with ThreadPoolExecutor() as pool:
-        assert pool.submit(within).result() is before
+    with ThreadPoolExecutor(1) as pool:  # another thread cannot handle signals
+        signals = pool.submit(Signals().__enter__).result()
+        assert signal.getsignal(number) is before
+        pool.submit(signals.__exit__, None, None, None).result()
