@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -175,27 +174,16 @@ def test_count_label_can_be_main_and_rejects_negative() -> None:
 
 
 def test_times_in_text() -> None:
-    for text, microseconds in (
-        ("0", 0),
-        ("1.5", 1_500_000),
-        ("-1", -1_000_000),
-        ("1970-01-02", 86_400_000_000),
-        ("1970-01-01T00:00:01", 1_000_000),
-        ("1970-01-01 00:00:01.25", 1_250_000),
-        ("1970-01-01T00:00:01Z", 1_000_000),
-        ("1970-01-01T02:00:01+02:00", 1_000_000),
-        ("2000-02-29", 951_782_400_000_000),
-    ):
-        assert parsed(column("at", pa.array([text, "0", text, "1"]))).times.tolist() == [microseconds, 0, microseconds, 1_000_000]
+    seconds = {"0": 0, "1.5": 1.5, "-1": -1, "1970-01-02": 86_400, "1970-01-01 00:00:01.25": 1.25, "2000-02-29": 951_782_400}
+    seconds |= dict.fromkeys(("1970-01-01T00:00:01", "1970-01-01T00:00:01Z", "1970-01-01T02:00:01+02:00"), 1)
+    for text, expected_s in seconds.items():
+        times = parsed(column("at", pa.array([text, "0", text, "1"]))).times.tolist()
+        assert times == [expected_s * 1_000_000, 0, expected_s * 1_000_000, 1_000_000]
 
 
 def test_time_types_and_all_fields_of_taken_rows() -> None:
-    for values in (
-        pa.array([0, 1, 2, 3], pa.timestamp("s", "UTC")),
-        pa.array([0, 1000, 2000, 3000], pa.timestamp("ms")),
-        pa.array([0, 1, 2, 3]),
-        pa.array([0.0, 1.0, 2.0, 3.0]),
-    ):
+    timestamps = [pa.array([0, 1, 2, 3], pa.timestamp("s", "UTC")), pa.array([0, 1000, 2000, 3000], pa.timestamp("ms"))]
+    for values in (*timestamps, pa.array([0, 1, 2, 3]), pa.array([0.0, 1.0, 2.0, 3.0])):
         assert parsed(column("at", values)).times.tolist() == [0, 1_000_000, 2_000_000, 3_000_000]
     rejects("a time must be a date", parse_table, column("at", pa.array([True] * 4)), SCHEMA)
     raw = parsed()
@@ -236,7 +224,7 @@ def test_shared_vocabulary_counts_and_forms_keep_every_column(tmp_path: Path, en
     assert inputs["like"].isna().tolist() == [False, True, False, True]
     to_score = transform(preprocessor_of(parsed()), frame.drop(columns=["click", "at"]))
     assert list(to_score) == ["price", "user", "item", "history", "tags", "tag_weights"]
-    assert isinstance(to_score, pandas.DataFrame)
+    assert isinstance(to_score, pd.DataFrame)
     preprocessor, rows = encoded
     assert_same(from_arrow(to_arrow(rows))[0], rows)
     file = str(tmp_path / "rows.parquet")
@@ -280,17 +268,9 @@ CRITEO = Schema(tokens="hexadecimal", label="y", dense=("a", "b"), sparse=("s", 
 LISTS: dict[str, Any] = {"dense": ("age",), "sparse": ("user", "genres"), "lists": ("genres",)}
 CLICKS = Schema(label="liked", weight="weight", tokens="any", delimiter=",", **LISTS)
 TEXT = b"1\t2\t-3\t00000005\t000003e8\n0\t\t70000\t\t000003e9\n1\t5\t\t00000007\t\n"
-FRAME = pd.DataFrame(
-    {
-        "t": ["000003e8", "000003e9", None],
-        "unused": [object(), 1, "x"],  # of no type that Arrow has
-        "a": [2, None, 5],
-        "b": [-3.0, 70000.0, np.nan],
-        "s": ["00000005", None, "00000007"],
-        "y": [1, 0, 1],
-    },
-    index=[30, 10, 20],
-)
+FRAME = pd.DataFrame({"t": ["000003e8", "000003e9", None], "a": [2, None, 5], "b": [-3.0, 70000.0, np.nan]}, index=[30, 10, 20])
+FRAME = FRAME.assign(unused=[object(), 1, "x"], s=["00000005", None, "00000007"], y=[1, 0, 1])
+"""The column `unused` is of no type that Arrow has."""
 
 
 def criteo(**changes: Any) -> Preprocessor:
@@ -321,15 +301,9 @@ def test_transform_matches_training(file_minimum: dict[str, int] | None) -> None
 
 def test_lists_weights_and_rows_without_label(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("liked,age,user,genres,weight\n1,30,u1,a|b,2\n0,,7,,1.5\n1,4.5,u2,c,0\n")
-    frame = pd.DataFrame(
-        {
-            "liked": [True, False, True],
-            "age": [30, None, 4.5],
-            "user": pd.Categorical(["u1", "7", "u2"]),
-            "genres": [["a", "b"], None, ["c"]],
-            "weight": [2, 1.5, 0],
-        }
-    )
+    columns: dict[str, Any] = {"liked": [True, False, True], "age": [30, None, 4.5], "weight": [2, 1.5, 0]}
+    columns |= {"user": pd.Categorical(["u1", "7", "u2"]), "genres": [["a", "b"], None, ["c"]]}
+    frame = pd.DataFrame(columns)
     raw, _ = parse_table(pa.concat_tables(read_csv(str(tmp_path / "log.csv"), CLICKS)), CLICKS)
     expected = named_columns(clicks().encode(raw), CLICKS).to_pandas()
     inputs = rayrec.transform(clicks(), frame)

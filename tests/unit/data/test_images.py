@@ -60,10 +60,8 @@ def write_shards(folder: Path, index: ImageIndex, *, rows: int) -> Path:
         with tarfile.open(folder / f"{start:05}.tar", "w") as tar:
             for row in range(start, min(start + rows, len(index))):
                 suffix = index.path_of(row).rpartition(".")[2]
-                for name, content in (
-                    (f"{row:06}.{suffix}", bytes(index.content(row))),
-                    (f"{row:06}.cls", b"%d" % index.labels[row]),
-                ):
+                files = {f"{row:06}.{suffix}": bytes(index.content(row)), f"{row:06}.cls": b"%d" % index.labels[row]}
+                for name, content in files.items():
                     member = tarfile.TarInfo(name)
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
@@ -174,10 +172,8 @@ def test_data_tasks_yield_same_batches(
 
 def run_of(folder: Path, storage: Path, **changes: Any) -> TrainConfig:
     workload = {"model": {"blocks": (1, 1, 1, 1), "num_classes": 3}, "images": {"size": 24, "resize": 32}}
-    workload |= {
-        "optimizer": {"kind": "adam", "learning_rate": 0.003, "momentum": 0.0, "weight_decay": 0.0},
-        "schedule": {"warmup_fraction": 0.0, "decay_fraction": 0.0},
-    }
+    workload["optimizer"] = {"kind": "adam", "learning_rate": 0.003, "momentum": 0.0, "weight_decay": 0.0}
+    workload["schedule"] = {"warmup_fraction": 0.0, "decay_fraction": 0.0}
     fields: dict[str, Any] = {"batch_size": 8, "eval_batch_size": 9, "scaling": threads_of(1), "log_every": 1}
     fields |= {"cluster": {"address": "none"}, "eval_data": {"path": f"{folder}/val"}, **changes}
     fields["workload"] = {**workload, **fields.get("workload", {})}
@@ -215,18 +211,14 @@ def test_unreadable_images_are_counted_and_limited(folder: Path, tmp_path: Path)
     for path in (images / "train/bear/0_0.png", images / "val/bear/2_100.JPG"):
         path.write_bytes(path.read_bytes()[:200])
     (images / "train/apple/1_1.JPG").write_bytes(b"")
-    run = train(
-        run_of(images, tmp_path, max_bad_fraction=0.06, workload={"images": {"size": 24, "resize": 32, "crop_scale": None}})
-    )
+    uncropped = {"images": {"size": 24, "resize": 32, "crop_scale": None}}
+    run = train(run_of(images, tmp_path, max_bad_fraction=0.06, workload=uncropped))
     assert run.summary["metrics"]["unreadable"] == pytest.approx(1 / 18)
     assert run.summary["metrics"]["accuracy"] > 0.9
     assert all(np.isfinite(losses(run.folder)))
     assert "cannot be decoded: " in (Path(run.folder) / "logs" / "worker_0.log").read_text()
-    rejects(
-        r"cannot be decoded, like [01] images before it .* raise --max-bad-fraction\.$",
-        train,
-        run_of(images, tmp_path / "b", max_bad_fraction=0.03),
-    )
+    strict = run_of(images, tmp_path / "b", max_bad_fraction=0.03)
+    rejects(r"cannot be decoded, like [01] images before it .* raise --max-bad-fraction\.$", train, strict)
 
 
 THREE = ["train/a/1.jpg", "train/b/1.jpg", "train/c/1.jpg", "val/a/1.jpg"]

@@ -111,9 +111,8 @@ def test_folders_of_partitions_are_one_log(tmp_path: Path, glob: str, csv: bool)
     assert days[0] == days[9] != days[10] == days[19] != days[20]
     what, slices = slices_of(index)
     assert what == "file"
-    assert [piece.name.partition(".")[0] for piece in slices] == [
-        f"dt=2026-01-{day:02d}/hour={day}/part-{part}" for day in (1, 2, 10) for part in (0, 1)
-    ]
+    parts = [f"dt=2026-01-{day:02d}/hour={day}/part-{part}" for day in (1, 2, 10) for part in (0, 1)]
+    assert [piece.name.partition(".")[0] for piece in slices] == parts
     assert Split(kind="last_partition").rows(index) == {"train": (0, 20), "validation": (20, 25), "test": (25, 30)}
     assert Split(kind="last_file").rows(index)["train"] == (0, 25)
     (file, *_) = storage.list_files(f"{tmp_path}/log")
@@ -140,9 +139,8 @@ def test_edited_log_is_reported_and_old_caches_removed(tmp_path: Path) -> None:
     assert [note for note in notes if "changed" in note] == []
     (log / "b.txt").write_bytes(line(0) * 25 + line(1) * 25)
     assert open_index(str(log), SCHEMA, cache=cache, note=notes.append).rows == first.rows == 100
-    assert [note for note in notes if "changed" in note] == [
-        f"{log}/b.txt: bytes 0-{(len(line(0)) * 50)} changed since the log was last indexed; runs on the old rows cannot resume"
-    ]
+    told = f"{log}/b.txt: bytes 0-{len(line(0)) * 50} changed since the log was last indexed; runs on the old rows cannot resume"
+    assert [note for note in notes if "changed" in note] == [told]
     (log / "a.txt.gz").write_bytes(gzip.compress(line(1) * 51))
     assert open_index(str(log), SCHEMA, cache=cache).rows == 101
     assert len(list((cache / "unpacked").iterdir())) == 1

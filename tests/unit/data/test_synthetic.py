@@ -202,11 +202,9 @@ def test_never_overwrites(tmp_path: Path, name: str) -> None:
 
 def test_generate_rejects_invalid_arguments(tmp_path: Path) -> None:
     for wrong, message in (
+        *(({name: value}, name) for name, value in (("days", 0), ("seed", -1), ("parallelism", 0))),
         *(({"rows": rows}, "rows") for rows in (0, 2.5, True)),
-        ({"days": 0}, "days"),
         ({"days": 101}, "must be at most the number of rows"),
-        ({"seed": -1}, "seed"),
-        ({"parallelism": 0}, "parallelism"),
         ({"dialect": "avazu"}, "kaggle, terabyte"),
         ({"out": "FOLDER/file"}, "must be a folder, got a file"),
         ({"out": "s3://bucket/log"}, "local folder"),

@@ -55,10 +55,8 @@ def encoded(preset: Preset, folder: Path, *texts: bytes) -> tuple[Preprocessor, 
 LN3_A = [2.07944155, 1.09861231, 0.693147182, 1.09861231, 4.81218433, 1.79175949]
 LN3_B = [1.09861231, 2.30258512, 1.09861231, -math.inf, 1.60943794, 13.8155136]
 LN3 = [LN3_A, LN3_B]
-TORCHREC_DENSE = [
-    [2.30258512, 1.60943794, 1.38629436, 1.60943794, 4.82831383, 2.07944155],
-    [1.60943794, 2.48490667, 1.60943794, 0.693147182, 1.94591022, 13.8155155],
-]
+TORCHREC_DENSE = [[2.30258512, 1.60943794, 1.38629436, 1.60943794, 4.82831383, 2.07944155]]
+TORCHREC_DENSE += [[1.60943794, 2.48490667, 1.60943794, 0.693147182, 1.94591022, 13.8155155]]
 MLPERF_DENSE = [[1.79175949, 0, 0, 0, 4.79579067, 1.38629436], [0, 2.07944155, 0, 0, 1.09861231, 13.8155117]]
 INTEGERS = [[5, 0, -1, 0, 120, 3], [0, 7, 0, -3, 2, 1_000_000]]
 NO_NUMBERS = np.zeros((0, 6))
@@ -198,10 +196,8 @@ def test_against_torchrec_itself(click_log: Path, tmp_path: Path, min_count: int
     with torchrec_criteo() as criteo:
         sparse = [str(npy / f"day_{day}_sparse.npy") for day in (0, 1)]
         criteo.BinaryCriteoUtils.sparse_to_contiguous(sparse, str(npy), frequency_threshold=min_count)
-    ids, dense, labels = (
-        np.concatenate([np.load(npy / f"day_{day}_{part}.npy") for day in (0, 1)])
-        for part in ("sparse_contig_freq", "dense", "labels")
-    )
+    parts = ("sparse_contig_freq", "dense", "labels")
+    ids, dense, labels = (np.concatenate([np.load(npy / f"day_{day}_{part}.npy") for day in (0, 1)]) for part in parts)
     assert (ids == np.array(ours.ids).T).all()
     np.testing.assert_allclose(ours.dense, dense, rtol=3e-7)
     assert (ours.label == labels[:, 0]).all()
@@ -272,11 +268,8 @@ ONE_NUMBER = Schema(tokens="hexadecimal", label="y", dense=("A",), sparse=("C", 
 
 def lines(*columns: str) -> bytes:
     """Return Criteo text of rows with one-digit tokens in column C, `.` if empty; D repeats C."""
-    return b"".join(
-        f"0\t3\t{token}\t{token}\n".replace(".", "").encode()
-        for column in columns
-        for token in (digit if digit == "." else digit * 8 for digit in column)
-    )
+    tokens = ["" if digit == "." else digit * 8 for column in columns for digit in column]
+    return "".join(f"0\t3\t{token}\t{token}\n" for token in tokens).encode()
 
 
 def read(text: bytes, folder: Path) -> RawBlock:

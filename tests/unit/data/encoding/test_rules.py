@@ -375,13 +375,9 @@ def test_hash_depends_on_all_fields() -> None:
     hashes = {make().hash()}
     other = base["tokens"].copy()
     other[-1] += 1
-    for change in (
-        {"preset": "other"},
-        {"constants": {"min_count": 3}},
-        {"dense": (base["dense"][0], DenseColumn(mean=0.5, scale=float(np.nextafter(0.3, 1))))},
-        {"tokens": other},
-        {"schema": SCHEMA.replace(label="z")},
-    ):
+    dense = (base["dense"][0], DenseColumn(mean=0.5, scale=float(np.nextafter(0.3, 1))))
+    changes = [{"preset": "other"}, {"constants": {"min_count": 3}}, {"dense": dense}, {"tokens": other}]
+    for change in (*changes, {"schema": SCHEMA.replace(label="z")}):
         hashes.add(Preprocessor(**{**base, **change}).hash())
     assert len(hashes) == 6
 
@@ -440,29 +436,19 @@ def save_forged(folder: Path, *, tokens: np.ndarray | None = None, **changes: An
 
 
 def test_check_rejects_values_unsafe_for_kernels(tmp_path: Path) -> None:
-    for forged in (
-        *[{name: value} for name in ("first_id", "unknown_id", "missing_id") for value in (-1, 2**31, 2.5)],
-        {"num_embeddings": 0},
-        {"num_embeddings": 2**50},
-        {"token_modulo": 0},
-        {"token_modulo": 2**33},
-        {"gap": -1},
-        *[{"tokens": np.zeros(15, dtype)} for dtype in (np.uint8, np.int64, np.float32)],
-        {"tokens": np.zeros((15, 1), np.uint32)},
-    ):
-        save_forged(tmp_path, **forged)
+    forged: list[dict[str, Any]] = [{name: id_} for name in ("first_id", "unknown_id", "missing_id") for id_ in (-1, 2**31, 2.5)]
+    forged += [{"num_embeddings": 0}, {"num_embeddings": 2**50}, {"token_modulo": 0}, {"token_modulo": 2**33}, {"gap": -1}]
+    forged += [{"tokens": np.zeros(15, dtype)} for dtype in (np.uint8, np.int64, np.float32)]
+    for values in (*forged, {"tokens": np.zeros((15, 1), np.uint32)}):
+        save_forged(tmp_path, **values)
         rejects(str(tmp_path), Preprocessor.load, str(tmp_path))
 
 
 def test_smallest_integer_is_encoded_and_multiples_spread() -> None:
     column, out = DenseColumn(), np.empty(2, np.float32)
     values = np.array([-(2**63), 2**63 - 1], np.int64)
-    library().rayrec_transform_dense(
-        ctypes.c_void_p(values.ctypes.data),
-        ctypes.c_int64(2),
-        ctypes.byref(c_dense_column(column)),
-        ctypes.c_void_p(out.ctypes.data),
-    )
+    source, target = (ctypes.c_void_p(array.ctypes.data) for array in (values, out))
+    library().rayrec_transform_dense(source, ctypes.c_int64(2), ctypes.byref(c_dense_column(column)), target)
     assert out.tolist() == [-np.float32(63 * math.log(2)), np.float32(63 * math.log(2))]
     schema = Schema(label=None, sparse=("s",), tokens="any")
     raw, _ = parse_table(pa.table({"s": np.arange(0, 50_000_000, 1000)}), schema)

@@ -229,15 +229,9 @@ def test_gzip_is_unpacked_once(tmp_path: Path, packed: bytes) -> None:
 def test_unpack_rejects_damaged_gzip(tmp_path: Path) -> None:
     packed = gzip.compress(np.random.default_rng(0).integers(0, 256, 5000, np.uint8).tobytes())
     flipped = packed[:-6] + bytes([packed[-6] ^ 1]) + packed[-5:]  # of the CRC
-    for damaged, why in [
-        (packed[:-20], "truncated"),
-        (packed[:5], "truncated"),
-        (packed + packed[:50], "truncated"),
-        (flipped, "damaged"),
-        (b"\x1f\x8b" + b"\xff" * 100, "damaged"),
-        (packed + b"garbage behind it", "damaged"),
-    ]:
-        file = write(tmp_path, damaged, "day_0.gz")
+    truncated = [packed[:-20], packed[:5], packed + packed[:50]]
+    for content in (*truncated, flipped, b"\x1f\x8b" + b"\xff" * 100, packed + b"garbage behind it"):
+        file, why = write(tmp_path, content, "day_0.gz"), "truncated" if content in truncated else "damaged"
         rejects(rf"day_0\.gz: .*{why}.*Download it again", unpack, file, str(tmp_path / "plain"))
         assert os.listdir(tmp_path / "plain") == []
 

@@ -71,17 +71,12 @@ def test_days_are_counted() -> None:
 
 
 def test_days_are_named() -> None:
+    named = {"train": ("day_1", "day_2"), "validation": ("day_[9]",)}
     for names, expected in (
         ({"validation": ("day_9",)}, None),  # the others are on both of its sides
         ({"validation": ("day_10",)}, {"train": (0, 14), "validation": (14, 19)}),
-        (
-            {"train": ("day_1", "day_2"), "validation": ("day_[9]",), "test": ("day_10.gz", "day_10")},
-            None,  # no day is named day_10.gz
-        ),
-        (
-            {"train": ("day_1", "day_2"), "validation": ("day_[9]",), "test": ("day_1?",)},
-            {"train": (2, 10), "validation": (10, 14), "test": (14, 19)},
-        ),
+        ({**named, "test": ("day_10.gz", "day_10")}, None),  # no day is named day_10.gz
+        ({**named, "test": ("day_1?",)}, {"train": (2, 10), "validation": (10, 14), "test": (14, 19)}),
         ({"validation": ("day_0",), "test": ("day_1",)}, {"train": (5, 19), "validation": (0, 2), "test": (2, 5)}),
     ):
         split = Split(kind="named_days", **{f"{name}_names": days for name, days in names.items()})  # type: ignore[arg-type]
@@ -171,12 +166,8 @@ def _values(path: Path, schema: Schema, *columns: str, start: int = 0, stop: int
 def test_text(tmp_path: Path) -> None:
     lines = ["1\t3\t\t0000000a\t", "0\t-7\t5\t\tffffffff", "nonsense", "0\t\t123456789012\t0000000b\t00000000"]
     (tmp_path / "log.tsv").write_text("\n".join(lines) + "\n")
-    assert _values(tmp_path / "log.tsv", HEXADECIMAL, "i", "j", "c", "d") == [
-        [3, -7, None],
-        [None, 5, 123456789012],
-        [0xA, None, 0xB],
-        [None, 0xFFFFFFFF, 0],
-    ]
+    expected = [[3, -7, None], [None, 5, 123456789012], [0xA, None, 0xB], [None, 0xFFFFFFFF, 0]]
+    assert _values(tmp_path / "log.tsv", HEXADECIMAL, "i", "j", "c", "d") == expected
     assert _values(tmp_path / "log.tsv", HEXADECIMAL, "c", start=1, stop=3) == [[None, 0xB]]
 
 

@@ -33,10 +33,8 @@ ROWS = np.random.default_rng(0).integers(0, 50_000, (sum(SHARDS), BLOCK)).astype
 
 
 def write(folder: Path, rows: np.ndarray = ROWS, sizes: Sequence[int] = SHARDS) -> Path:
-    infos = [
-        mds.write_shard(rows[low:high], str(folder / f"shard.{number:05d}.mds"))
-        for number, (low, high) in enumerate(itertools.pairwise(np.cumsum([0, *sizes])))
-    ]
+    bounds = enumerate(itertools.pairwise(np.cumsum([0, *sizes])))
+    infos = [mds.write_shard(rows[low:high], str(folder / f"shard.{number:05d}.mds")) for number, (low, high) in bounds]
     mds.write_index(str(folder), infos)
     return folder
 
