@@ -518,10 +518,8 @@ def test_damage_is_logged_once(tmp_path: Path) -> None:
 
 def test_restore_rejects_another_model(tmp_path: Path) -> None:
     saved = save_files(tmp_path)
-    for name, message in (
-        ("weight", "must have the model's shape [5, 4], got [5, 3]"),
-        ("new", "not found. Use a checkpoint of the same"),
-    ):
+    wrong = {"weight": "must have the model's shape [5, 4], got [5, 3]", "new": "not found. Use a checkpoint of the same"}
+    for name, message in wrong.items():
         rejects(re.escape(f"model.{name} {message}"), checkpoint.restore, saved, {f"model.{name}": torch.zeros(5, 4)})
 
 
@@ -583,14 +581,9 @@ def test_retention_removes_expected_steps() -> None:
 
 # What the ranks of a run must hold together, so that a checkpoint is complete -----------------------------------------
 def test_parts_cover_each_tensor_exactly_once() -> None:
-    for boxes, covered in (
-        ([((0, 0), (4, 3))], 12),
-        ([((0, 0), (2, 3)), ((2, 0), (2, 3))], 12),
-        ([((0, 0), (4, 1)), ((0, 1), (4, 2))], 12),
-        ([], 0),
-        ([((0, 0), (2, 3))], 6),
-        ([((0, 0), (4, 3)), ((0, 0), (4, 3))], 24),
-    ):
+    whole, half = ((0, 0), (4, 3)), ((0, 0), (2, 3))
+    complete = [[whole], [half, ((2, 0), (2, 3))], [((0, 0), (4, 1)), ((0, 1), (4, 2))]]
+    for boxes, covered in (*((each, 12) for each in complete), ([], 0), ([half], 6), ([whole, whole], 24)):
         refused = pytest.raises(InputError, match=f"table: the workers have {covered} of its 12 elements")
         with nullcontext() if covered == 12 else refused:
             check_covered({"scalar": (), "empty": (0, 4), "table": (4, 3)}, {"scalar": [((), ())], "table": boxes})

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import grpc
 import pytest
 import ray
-from builders.faults import raising, rejects
+from builders.faults import fails_with, raising, rejects
 from hosts.ports import free_ports
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
@@ -105,11 +105,7 @@ def test_layout_rejects_unfit_workers() -> None:
         ([{"CPU": 8.0}], {"num_workers": (1, 4)}, "Set --scaling.cpus-per-worker"),
         ([{"CPU": 8.0, "GPU": 2.0}], {"use_gpu": True, "data_nodes": "separate"}, "Add other nodes, or choose auto"),
         ([{"CPU": 1.0, "slot": 1.0}], {**SLOTS, "num_workers": (2, 3)}, "2 workers need 2 slot"),
-        (
-            [{"CPU": 2.0, "memory": 4e9}],
-            {"task_memory_bytes": 5 * 10**9},
-            "a data task needs 5 GB, but .* at most 4 GB. Lower it",
-        ),
+        ([{"CPU": 2, "memory": 4e9}], {"task_memory_bytes": 5 * 10**9}, "a data task needs 5 GB, but .* at most 4 GB. Lower it"),
     ):
         rejects(message, shared, *nodes, **changes)
 
@@ -160,8 +156,7 @@ def test_nodes_for_tasks_exclude_workers_and_user_models_arrive(tmp_path: Path, 
     received = ray.cloudpickle.loads(packed)
     assert received.to_dict() == config.to_dict()
     assert received.workload.model.build(ModelInputs(1, ("a",))) is not None
-    with pytest.raises(ModuleNotFoundError):  # what would happen if the module were not registered
-        ray.cloudpickle.loads(by_reference)
+    fails_with(ModuleNotFoundError, "", ray.cloudpickle.loads, by_reference)  # as if the module were not registered
 
 
 @pytest.mark.parametrize(("fields", "forked"), [(None, True), ({"env_vars": {"A": "b"}}, True), ({"pip": ["x"]}, False)])
@@ -242,11 +237,8 @@ def test_stored_settings_have_only_names_of_variables() -> None:
     assert config.config_hash() == config.replace(cluster=config.cluster.without_values()).config_hash()
     for wrong in (f"MY_TOKEN={SECRET}", (f"MY-TOKEN={SECRET}",), (SECRET, 1)):
         assert SECRET not in rejects("ClusterConfig.env: must be a list of NAME=VALUE", config.replace, cluster={"env": wrong})
-    rejects(
-        "^env MISSING: not set in this environment. Set it, or use MISSING=VALUE$",
-        RuntimeEnvConfig(env=("MISSING",)).variables,
-        {},
-    )
+    missing = RuntimeEnvConfig(env=("MISSING",))
+    rejects("^env MISSING: not set in this environment. Set it, or use MISSING=VALUE$", missing.variables, {})
 
 
 def test_runtime_env_file_is_checked(tmp_path: Path) -> None:
@@ -489,6 +481,5 @@ def test_failed_local_ray_raises_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     timed_out = Exception("The current node timed out during startup.\nThis could happen because")  # Ray's own class
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", raising(timed_out))
-    with pytest.raises(OSError, match=r"cannot start a local Ray \(The current node timed out.*\. The machine may") as raised:
-        connection.connect("local", num_cpus=1)
-    assert "\n" not in str(raised.value)
+    told = r"cannot start a local Ray \(The current node timed out.*\. The machine may"
+    assert "\n" not in fails_with(OSError, told, connection.connect, "local", num_cpus=1)

@@ -240,9 +240,8 @@ def test_environment_variables_are_passed_but_not_logged(
     rejects("env SECRET: not set", supervise, env=("SECRET",))
     monkeypatch.setenv("SECRET", "open sesame")
     head.ends = [failure(1), SUCCESS]
-    (tmp_path / "env.json").write_text(
-        '{"pip": ["polars"], "env_vars": {"A": "0", "B": "1"}, "working_dir": "https://host/code.zip"}'
-    )
+    runtime_env = {"pip": ["polars"], "env_vars": {"A": "0", "B": "1"}, "working_dir": "https://host/code.zip"}
+    (tmp_path / "env.json").write_text(json.dumps(runtime_env))
     supervise(env=("SECRET", "A=sesame"), runtime_env=str(tmp_path / "env.json"))
     sent = head.submitted[-1]["runtime_env"]
     assert sent["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "90", "SECRET": "open sesame", "A": "sesame", "B": "1"}
@@ -303,14 +302,10 @@ def ended(status: int | None, *, duration_s: float = 1.0) -> AttemptResult:
 
 
 def test_judge_quits_after_final_results() -> None:
-    for ending, status in (
-        (AttemptResult("succeeded", status=0, duration_s=1.0, ran=True), 0),
-        (AttemptResult("stopped", duration_s=1000.0, ran=True), 130),
-        (ended(130, duration_s=1000.0), 130),
-        (ended(2), 2),
-        (ended(127), 2),
-        (ended(126), 2),
-    ):
+    stopped = AttemptResult("stopped", duration_s=1000.0, ran=True)
+    interrupted = [(stopped, 130), (ended(130, duration_s=1000.0), 130)]
+    succeeded = (AttemptResult("succeeded", status=0, duration_s=1.0, ran=True), 0)
+    for ending, status in (succeeded, *interrupted, *((ended(status), 2) for status in (2, 126, 127))):
         tally, decision = judge(POLICY, AttemptHistory(attempts=1), ending, jitter=0.5)
         assert (decision.status, tally) == (status, AttemptHistory(attempts=1))
 

@@ -63,12 +63,9 @@ def test_private_function_accepts_arguments(call: str) -> None:
 
 
 def test_ray_answers_private_requests_and_constants_match() -> None:
-    request = ray_compat.node_manager_pb2.PrestartWorkersRequest(  # type: ignore[attr-defined]
-        language=ray_compat.common_pb2.PYTHON,  # type: ignore[attr-defined]
-        job_id=b"1",
-        keep_alive_duration_secs=1,
-        num_workers=2,
-    )
+    names: Any = ray_compat
+    fields = {"language": names.common_pb2.PYTHON, "job_id": b"1", "keep_alive_duration_secs": 1, "num_workers": 2}
+    request = names.node_manager_pb2.PrestartWorkersRequest(**fields)
     request.runtime_env_info.serialized_runtime_env = "{}"
     request.runtime_env_info.runtime_env_config.setup_timeout_seconds = 600
     assert ray_compat.gcs_service_pb2.CheckAliveRequest() is not None  # type: ignore[attr-defined]

@@ -26,7 +26,6 @@ import pytest
 from builders.faults import rejects
 
 from rayrec import storage
-from rayrec.config import InputError
 from rayrec.datasets import criteo
 from rayrec.datasets.download import RetryConfig
 from rayrec.datasets.fetch import PUBLISHED, fetch, files_of
@@ -169,13 +168,13 @@ def test_present_files_are_skipped(server: Server, tmp_path: Path) -> None:
     assert len(served.requests) == 1
     (tmp_path / "a.gz").write_bytes(OTHER)
     assert fetch([file], str(tmp_path))[0]["status"] == "present"  # the size is right
-    with pytest.raises(InputError, match=r"a\.gz: sha256 must be .* as fetched, got \w+\. Remove it to fetch it again"):
-        fetch([file], str(tmp_path), verify=True)
+    changed = r"a\.gz: sha256 must be .* as fetched, got \w+\. Remove it to fetch it again"
+    rejects(changed, fetch, [file], str(tmp_path), verify=True)
     (tmp_path / "a.gz").write_bytes(BODY[:-1])
     rejects(r"size must be 3,000,000 bytes as fetched, got 2,999,999\. Remove it", fetch, [file], str(tmp_path))
     (tmp_path / "fetched.json").unlink()
-    with pytest.raises(InputError, match=r"size must be 3,000,000 bytes as published, got 2,999,999\. Remove it"):
-        fetch([server.file(size_bytes=len(BODY))], str(tmp_path))
+    sized = server.file(size_bytes=len(BODY))
+    rejects(r"size must be 3,000,000 bytes as published, got 2,999,999\. Remove it", fetch, [sized], str(tmp_path))
     rejects(r"md5 must be \w+ as published, got \w+\. Remove it", fetch, [file], str(tmp_path))
 
 
@@ -286,8 +285,8 @@ def test_checksums_of_publisher_and_server(server: Server, tmp_path: Path) -> No
 )
 def test_fetch_rejects_unpublished_content(server: Server, tmp_path: Path, known: dict[str, Any], why: str) -> None:
     served = server.files["a.gz"] = Served(google=md5(BODY))
-    with pytest.raises(InputError, match=f"a.gz: cannot be fetched .*{why}.*by hand from https://example.org/a"):
-        fetch([server.file(page="https://example.org/a", **known)], str(tmp_path), retries=RETRIES)
+    file, by_hand = server.file(page="https://example.org/a", **known), "by hand from https://example.org/a"
+    rejects(f"a.gz: cannot be fetched .*{why}.*{by_hand}", fetch, [file], str(tmp_path), retries=RETRIES)
     assert len(served.requests) == 1  # another attempt would bring the same
     assert not (tmp_path / "a.gz").exists()
 
@@ -318,8 +317,8 @@ def test_unreachable_hosts_raise(server: Server, tmp_path: Path) -> None:
 def test_retry_waits_grow_and_are_bounded(server: Server, tmp_path: Path) -> None:
     served = server.files["a.gz"] = Served(statuses=[503] * 10)
     start = time.monotonic()
-    with pytest.raises(InputError, match="503 Service Unavailable"):
-        fetch([server.file()], str(tmp_path), retries=RetryConfig(attempts=4, first_wait_s=0.1, longest_wait_s=0.2))
+    retries = RetryConfig(attempts=4, first_wait_s=0.1, longest_wait_s=0.2)
+    rejects("503 Service Unavailable", fetch, [server.file()], str(tmp_path), retries=retries)
     assert len(served.requests) == 4
     assert 0.5 <= time.monotonic() - start < 30  # 0.1 + 0.2 + 0.2
 
@@ -409,16 +408,12 @@ def test_archive_extracts_wanted_members_only(server: Server, tmp_path: Path) ->
     packed = _archive({**others, "./train.txt": train, "../../test.txt": test})
     served = server.files["all.tar.gz"] = Served(body=packed)
     archive = server.file("all.tar.gz", md5=md5(packed), terms="Not for sale")
-    files = [
-        RemoteFile(name="train.txt", archive=archive, md5=md5(train), rows=1000),
-        RemoteFile(name="test.txt", archive=archive),
-    ]
+    files = [RemoteFile(name="train.txt", archive=archive, md5=md5(train), rows=1000)]
+    files += [RemoteFile(name="test.txt", archive=archive)]
     folder, notes = tmp_path / "folder", []
     results = fetch(files, str(folder), retries=RETRIES, note=notes.append)
-    assert [(result["name"], result["verified"], result["url"]) for result in results] == [
-        ("train.txt", "published md5", archive.url),
-        ("test.txt", "length", archive.url),
-    ]
+    found = [(result["name"], result["verified"], result["url"]) for result in results]
+    assert found == [("train.txt", "published md5", archive.url), ("test.txt", "length", archive.url)]
     assert ((folder / "train.txt").read_bytes(), (folder / "test.txt").read_bytes()) == (train, test)
     assert not (folder / "train.txt").is_symlink()
     assert sorted(os.listdir(folder)) == [".fetch.lock", "fetched.json", "test.txt", "train.txt"]

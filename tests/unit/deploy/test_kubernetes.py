@@ -62,10 +62,8 @@ def test_every_manifest_is_in_kustomization() -> None:
     listed = set()
     for file in FOLDER.rglob("kustomization.yaml"):
         content = yaml.safe_load(file.read_text())
-        for resource in [
-            *content["resources"],
-            *(name for made in content.get("configMapGenerator", ()) for name in made["files"]),
-        ]:
+        generated = [name for made in content.get("configMapGenerator", ()) for name in made["files"]]
+        for resource in (*content["resources"], *generated):
             assert (file.parent / resource).exists(), (file, resource)
             listed.add((file.parent / resource).resolve())
     assert {path.resolve() for path in FOLDER.rglob("*.yaml") if path.name != "kustomization.yaml"} <= listed
@@ -183,9 +181,8 @@ def test_network_policies_open_known_ports() -> None:
 
 
 def test_minio_has_matching_ports_labels_and_secret() -> None:
-    stateful, service, policy = (
-        yaml.safe_load((FOLDER / "minio" / f"{name}.yaml").read_text()) for name in ("statefulset", "service", "network")
-    )
+    files = [FOLDER / "minio" / f"{name}.yaml" for name in ("statefulset", "service", "network")]
+    stateful, service, policy = (yaml.safe_load(file.read_text()) for file in files)
     template, labels = stateful["spec"]["template"], {"app.kubernetes.io/name": "minio"}
     assert template["metadata"]["labels"] == stateful["spec"]["selector"]["matchLabels"] == service["spec"]["selector"] == labels
     assert policy["spec"]["podSelector"]["matchLabels"] == labels
@@ -243,12 +240,9 @@ PLAIN = _objects("serve-plain/deployment.yaml")["Deployment"]
 
 
 def test_named_metrics_alerts_and_pods_exist() -> None:
-    files = [
-        path
-        for path in (*(ROOT / "deploy").rglob("*"), *(ROOT / "docs").rglob("*.md"))
-        if path.suffix in (".json", ".yaml", ".md")
-    ]
-    named = {name for path in files for name in re.findall(r"\b(?:ray_rayrec|rayrec_serve)_\w+", path.read_text())}
+    files = [*(ROOT / "deploy").rglob("*"), *(ROOT / "docs").rglob("*.md")]
+    texts = [file.read_text() for file in files if file.suffix in (".json", ".yaml", ".md")]
+    named = {name for text in texts for name in re.findall(r"\b(?:ray_rayrec|rayrec_serve)_\w+", text)}
     known = set(re.findall(r"^\| `(\w+)`", script("tools", "reference").metrics_page(), re.MULTILINE))
     named = {re.sub("_(bucket|sum|count)$", "", name) for name in named}
     assert {name for name in known if "_serve_" in name} <= named <= known
@@ -274,9 +268,8 @@ def test_server_command_fits_deployment() -> None:
     target = _objects("serve-plain/scaling.yaml")["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]
     assert target["name"] == PLAIN["metadata"]["name"]
     unit = (ROOT / "deploy" / "systemd" / "rayrec-serve.service").read_text()
-    assert parse(COMMANDS["serve"], shlex.split(re.findall(r"exec \S+/rayrec serve (.+)'$", unit, re.MULTILINE)[0])).keywords[
-        "port"
-    ]
+    arguments = shlex.split(re.findall(r"exec \S+/rayrec serve (.+)'$", unit, re.MULTILINE)[0])
+    assert parse(COMMANDS["serve"], arguments).keywords["port"]
 
 
 def test_nightly_settings_are_valid_and_swap_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,16 +339,13 @@ def test_mode_selects_recipe_data_and_output(tmp_path: Path) -> None:
         done = subprocess.run([script, *flags], env=common | variables, capture_output=True, text=True, check=True)
         return done.stdout.splitlines()
 
-    assert lines() == [
-        "generate log --rows 100000 --seed 0",
-        "train criteo_demo --train-data.path log/train.txt --storage-path runs --name demo",
-    ]
+    train = "train criteo_demo --train-data.path log/train.txt --storage-path runs --name demo"
+    assert lines() == ["generate log --rows 100000 --seed 0", train]
     (kaggle,) = lines("--epochs", "2", RUN_MODE="kaggle")
     assert kaggle == "train criteo_kaggle --train-data.path /data --storage-path runs --name kaggle --epochs 2"
     folders = {"DATA_DIR": "/logs", "OUTPUT_DIR": "/out", "RUN_NAME": "first"}
-    assert lines(RUN_MODE="criteo_full", **folders) == [
-        "train criteo_full --train-data.path /logs --storage-path /out --name first"
-    ]
+    (full,) = lines(RUN_MODE="criteo_full", **folders)
+    assert full == "train criteo_full --train-data.path /logs --storage-path /out --name first"
 
 
 def test_image_has_locked_versions_and_existing_files() -> None:

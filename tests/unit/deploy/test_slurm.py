@@ -22,11 +22,8 @@ FOLDER = Path(__file__).parents[3] / "deploy" / "slurm"
 FILES = [FOLDER / "ray.sbatch", FOLDER / "srun.sbatch"]
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "rayrec", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
 JOB["SLURM_CPUS_PER_TASK"] = "1"
-COMMAND_TEXTS = {
-    "squeue": "echo RUNNING",
-    "scancel": 'echo "$*" >>scancel.called; kill -TERM "$(cat begun)"',
-    "scontrol": 'echo "$*" >>scontrol.called',
-}
+COMMAND_TEXTS = {"squeue": "echo RUNNING", "scontrol": 'echo "$*" >>scontrol.called'}
+COMMAND_TEXTS["scancel"] = 'echo "$*" >>scancel.called; kill -TERM "$(cat begun)"'
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

@@ -18,17 +18,9 @@ from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data.logs.index import Block, Segment, SegmentRange
 from rayrec.data.numbered_rows import ArrayRows
+from rayrec.ingest import block_order
 from rayrec.ingest.batches import ArrayBatches
-from rayrec.ingest.block_order import (
-    BatchSharding,
-    BlockOrder,
-    BlockRange,
-    Position,
-    full_epoch,
-    shard_block_ranges,
-    skip_rows,
-    spread,
-)
+from rayrec.ingest.block_order import BatchSharding, BlockOrder, BlockRange, Position, full_epoch, skip_rows, spread
 from rayrec.ingest.loader import Loader
 from rayrec.ingest.row_order import RowOrder
 
@@ -247,14 +239,14 @@ def log_rows(blocks: list[Block]) -> list[int]:
 
 @given(block_ranges, st.integers(1, 9))
 def test_sharding_is_balanced_and_complete(block_ranges: list[BlockRange], world_size: int) -> None:
-    shards = shard_block_ranges(block_ranges, world_size)
+    shards = block_order.shard_block_ranges(block_ranges, world_size)
     sizes = [len(rows_of(shard)) for shard in shards]
     assert len(shards) == world_size
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)  # the first hand is the largest
     assert sorted(row for shard in shards for row in rows_of(shard)) == rows_of(block_ranges)
     assert all(block_range.rows > 0 for shard in shards for block_range in shard)
-    assert shards == shard_block_ranges(tuple(block_ranges), world_size)
+    assert shards == block_order.shard_block_ranges(tuple(block_ranges), world_size)
 
 
 @given(block_ranges, st.integers(0, 500))
@@ -300,7 +292,7 @@ def test_limited_block_order_has_spread_rows(max_rows: int) -> None:
     assert rows == [every[row] for span in spread(180, max_rows) for row in range(*span)]
     assert len(rows) == limited.rows == min(max_rows, 180)
     for world_size in (2, 3):  # the same rows for any number of workers
-        shards = shard_block_ranges(full_epoch(limited.blocks(0)), world_size)
+        shards = block_order.shard_block_ranges(full_epoch(limited.blocks(0)), world_size)
         assert sorted(row for shard in shards for row in rows_of(shard)) == rows_of(full_epoch(limited.blocks(0)))
 
 
