@@ -1,6 +1,6 @@
 """An engine for tests of preparation, which runs its tasks in this process and can be made to die."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -16,9 +16,7 @@ class LoopEngine:
     def __init__(self, dies_after: int | None = None) -> None:
         self.left, self.tasks = dies_after, 0
 
-    def run(
-        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 0
-    ) -> Iterator[pa.Table]:
+    def run(self, name: str, function: Any, items: Sequence[Any], *, block_bytes: int = 0) -> Iterator[pa.Table]:
         for item in items:
             if self.left is not None:
                 if not self.left:

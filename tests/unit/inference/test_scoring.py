@@ -91,21 +91,12 @@ LABELLED, UNLABELLED = b"1\t3\t0000000a\n", b"3\t0000000a\n"
 
 
 def test_has_labels_detects_label_column(tmp_path: Path) -> None:
-    for text, expected in (
-        (LABELLED, True),
-        (UNLABELLED, False),
-        (b"\t\n", False),
-        (LABELLED[:-1], True),
-        (UNLABELLED[:-1], False),
-        (b"a header\n" + UNLABELLED, False),
-        (b"\n" + LABELLED + UNLABELLED, True),
-        (b"nothing of the kind\n", True),
-        (b"", True),
-        (UNLABELLED * 20_000, False),
-    ):
+    labelled = [LABELLED, LABELLED[:-1], b"\n" + LABELLED + UNLABELLED, b"nothing of the kind\n", b""]
+    unlabelled = [UNLABELLED, UNLABELLED[:-1], b"\t\n", b"a header\n" + UNLABELLED, UNLABELLED * 20_000]
+    for text in (*labelled, *unlabelled):
         for path, data in ((tmp_path / "log.tsv", text), (tmp_path / "log.gz", gzip.compress(text))):
             path.write_bytes(data)
-            assert LogSource.at(str(path)).is_labelled(SCHEMA) is expected
+            assert LogSource.at(str(path)).is_labelled(SCHEMA) is (text in labelled)
 
 
 def test_empty_file_has_no_labels_and_cache_is_near_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,9 +322,7 @@ def test_resumes_after_kill_behind_last_file(tmp_path: Path, expected: dict[str,
 
 # Metrics by slices: one slice per row, with the log's names, and their report -----------------------------------------
 HEXADECIMAL = pa.chunked_array([pa.array([0xA, 0xB, 0xA, None], pa.uint32()), pa.array([0xC, 0xA, 0xB], pa.uint32())])
-TEXT = pa.chunked_array(
-    [pa.array(part, pa.large_string()).dictionary_encode() for part in (["x", "y", "x", None], ["z", "x", "y"])]
-)
+TEXT = pa.chunked_array([pa.array(part, pa.large_string()).dictionary_encode() for part in ([*"xyx", None], [*"zxy"])])
 
 
 def _found(by: str, values: pa.ChunkedArray, most: int = 10) -> dict[str, list[int]]:

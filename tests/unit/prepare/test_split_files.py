@@ -30,9 +30,7 @@ from rayrec.prepare import split_tasks
 from rayrec.schema import Schema
 
 CONSOLE = Console(quiet=True)
-SCHEMA = Schema(
-    label="click", dense=("price",), sparse=("user", "item"), tokens="any", delimiter=",", group="user", timestamp="at"
-)
+SCHEMA = Schema(label="click", dense=("price",), sparse=("user", "item"), delimiter=",", group="user", timestamp="at")
 
 
 @pytest.fixture(autouse=True)

@@ -419,17 +419,9 @@ def test_names_are_not_parsed_as_markup(tmp_path: Path) -> None:
 LISTS = Schema(label="y", dense=("a",), sparse=("s", "tags"), tokens="any", lists=("tags",), weight="w")
 Row = tuple[int, float | None, int | None, Sequence[int], float]
 """Label, a, s, tags, weight of LISTS."""
-ROWS = st.lists(
-    st.tuples(
-        st.integers(0, 1),
-        st.none() | st.sampled_from([-3.0, -0.5, 0.0, 0.25, 1.0, 7.0, 1e17]),
-        st.none() | st.integers(0, 6),
-        st.lists(st.integers(0, 5), max_size=4),
-        st.sampled_from([0.0, 0.5, 2.0]),
-    ),
-    min_size=1,
-    max_size=60,
-)
+NUMBERS = st.none() | st.sampled_from([-3.0, -0.5, 0.0, 0.25, 1.0, 7.0, 1e17])
+CATEGORIES = (st.none() | st.integers(0, 6), st.lists(st.integers(0, 5), max_size=4))
+ROWS = st.lists(st.tuples(st.integers(0, 1), NUMBERS, *CATEGORIES, st.sampled_from([0.0, 0.5, 2.0])), min_size=1, max_size=60)
 
 
 def block_of_rows(rows: Sequence[Row]) -> RawBlock:

@@ -15,7 +15,6 @@ from builders.runs import QUIET, one_worker, train
 import rayrec
 from rayrec import host_resources, recipes
 from rayrec.cluster import connection, node_storage
-from rayrec.config import InputError
 from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import make_preprocessor
@@ -108,8 +107,8 @@ def test_preprocess_parses_text_twice(click_log: Path, tmp_path: Path, parsed: P
 def test_unsuitable_rules_are_rejected_before_reading(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("label,a,b\n1,2,3\n")
     config = PreparationConfig(preset="fuxictr-x4", schema=Schema(label="label", dense=("a",), sparse=("b",), tokens="any"))
-    with pytest.raises(InputError, match="need a log of hexadecimal tokens"):
-        preprocess(str(tmp_path / "log.csv"), out=str(tmp_path / "out"), rows=RowOutput(format="npy"), config=config)
+    options = {"out": str(tmp_path / "out"), "rows": RowOutput(format="npy"), "config": config}
+    rejects("need a log of hexadecimal tokens", preprocess, str(tmp_path / "log.csv"), **options)
 
 
 COLUMNS: dict[str, Any] = {"label": "click", "dense": ("price",), "sparse": ("shop",)}
@@ -184,8 +183,8 @@ def test_engine_matches_config_and_environment(
 
 @pytest.mark.parametrize("address", ["head:6379", "local", "none"])
 def test_config_rejects_threads_with_address(address: str) -> None:
-    with pytest.raises(InputError, match=r"^engine threads: must not be used with address, because it runs in this process"):
-        PreparationConfig(engine="threads", address=address)
+    message = "^engine threads: must not be used with address, because it runs in this process"
+    rejects(message, PreparationConfig, engine="threads", address=address)
 
 
 def test_recipe_supplies_rules(click_log: Path, tmp_path: Path) -> None:
