@@ -221,15 +221,13 @@ def test_tied_weights_are_stored_once_and_export_loads_elsewhere(saved: Saved, t
     names = list(checkpoint.Checkpoint(folder).manifest()["tensors"])
     assert "model.transformer.wte.weight" in names
     assert "model.lm_head.weight" not in names
-    loaded = load_model(config.workload, config, checkpoint=folder)
-    text_blocks = torch.randint(0, model.config.vocab_size, (2, BLOCK))
-    assert torch.equal(loaded(text_blocks).logits, model.eval()(text_blocks).logits)
     told = config.workload.export(config, checkpoint=folder, out=str(tmp_path / "out"))
     assert told["bytes"] == (tmp_path / "out" / "model.safetensors").stat().st_size
     other, problems = GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(problems.values())
     text_blocks = torch.randint(0, model.config.vocab_size, (2, BLOCK))
-    assert torch.equal(other(text_blocks).logits, model.eval()(text_blocks).logits)
+    for again in (load_model(config.workload, config, checkpoint=folder), other):
+        assert torch.equal(again(text_blocks).logits, model.eval()(text_blocks).logits)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     ours = load_tokenizer(f"{folder}/tokenizer")
     assert tokenizer("the lazy fox")["input_ids"] == ours.encode("the lazy fox").tolist()
@@ -297,17 +295,16 @@ def test_training_starts_from_matching_pretrained_weights(saved: Saved, tmp_path
     rejects(r"ln_f.bias must have shape \[16\], as in the model, got None", load_weights, other, str(hub))
     (hub / "model.safetensors").rename(hub / "pytorch_model.bin")
     rejects("model.safetensors not found. Other formats may contain code", load_weights, other, str(hub))
-    begun = config.replace(workload={"weights": str(export)})
-    torch.manual_seed(5)
-    built = begun.workload.build(prepare(begun, tmp_path))
-    assert torch.equal(built.transformer.wte.weight, model.transformer.wte.weight)
-    with monkeypatch.context() as patch:  # a path relative to the driver's directory, which is not the workers'
-        patch.chdir(tmp_path)
-        prepared = prepare(config.replace(workload={"weights": "export"}), tmp_path)
-    torch.manual_seed(5)
-    built = begun.replace(workload={"weights": "export"}).workload.build(prepared)
-    assert torch.equal(built.transformer.wte.weight, model.transformer.wte.weight)
-    rejects("n_embd must be 32, as in the model, got 16", prepare, begun.replace(workload={"model": {"n_embd": 32}}), tmp_path)
+    for path in (str(export), "export"):
+        begun = config.replace(workload={"weights": path})
+        with monkeypatch.context() as patch:  # the relative path is of the driver's directory, which is not the workers'
+            patch.chdir(tmp_path)
+            prepared = prepare(begun, tmp_path)
+        torch.manual_seed(5)
+        built = begun.workload.build(prepared)
+        assert torch.equal(built.transformer.wte.weight, model.transformer.wte.weight)
+    wider = config.replace(workload={"weights": str(export), "model": {"n_embd": 32}})
+    rejects("n_embd must be 32, as in the model, got 16", prepare, wider, tmp_path)
 
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -515,7 +512,6 @@ def test_bf16_and_small_products_use_torch(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(ours, others)
     monkeypatch.setattr(language_model, "_MIN_MULTIPLY_ADDS", 2 * 24 * 64 * 4 * 64)
     model, other = pair()
-    tokens = torch.randint(0, 50, (2, 24))
     torch.testing.assert_close(model(tokens).logits, other(tokens).logits)
     assert len(products) == 2 * WIDE.n_layer  # the two wide ones of each block
 
