@@ -226,11 +226,6 @@ def found_by(seconds: float, *, trainings: tuple[str, ...], with_lightgbm: bool 
 report_of = partial(start.Report, rows=1000, repeats=3)
 
 
-def test_quick_run_omits_trainings(capsys: pytest.CaptureFixture[str]) -> None:
-    report_of(with_lightgbm=False).print(found_by(3.0, trainings=start.QUICK))
-    assert len(printed(capsys)) == 4 * len(start.QUICK) + len(start.SCORINGS) + 1
-
-
 @pytest.mark.parametrize("with_lightgbm", [True, False])
 def test_rows(capsys: pytest.CaptureFixture[str], with_lightgbm: bool) -> None:
     rounds = [found_by(seconds, trainings=start.TRAININGS, with_lightgbm=with_lightgbm) for seconds in (4.0, 40.0, 3.0)]
@@ -263,6 +258,8 @@ def test_row_prints_once_both_sides_are_known(capsys: pytest.CaptureFixture[str]
     assert len(failed) == 2 * sum("2 workers" in name for name in start.TRAININGS)
     assert all((row["ratio"], row["peer_s"], row["error"]) == (None, None, "RuntimeError: ended with signal 6") for row in failed)
     assert all(row["s"] for row in failed)
+    report_of(with_lightgbm=False).print(found_by(3.0, trainings=start.QUICK))
+    assert len(printed(capsys)) == 4 * len(start.QUICK) + len(start.SCORINGS) + 1
 
 
 # A benchmark whose peer fails prints a row with the error, measures all else, and its command ends with status 1 ------

@@ -288,6 +288,7 @@ def test_fused_optimizer_matches_plain_rule(kind: Any) -> None:
     ours, plain = (Parameter(torch.tensor([3.0, -2.0])) for _ in range(2))
     optimizer = config.build([ours])
     assert optimizer.param_groups[0]["fused"]
+    assert not config.build([Parameter(torch.zeros(2, device="meta"))]).param_groups[0]["fused"]  # torch's default
     settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.2, "foreach": False}
     settings |= {} if kind == "sgd" else {"eps": 1e-3}
     settings |= {"betas": (0.5, 0.75)} if kind.startswith("adam") else {}
@@ -352,10 +353,6 @@ def test_trust_ratio_state_size_matches_config(kind: Any, names: set[str]) -> No
     state = named.state_dict()["state"]["weight"]
     assert state.keys() == names
     assert config.state_bytes(12) == sum(value.nbytes for name, value in state.items() if name != "step")
-
-
-def test_fused_falls_back_to_torch_default() -> None:
-    assert not optim.DenseOptimizerConfig().build([Parameter(torch.zeros(2, device="meta"))]).param_groups[0]["fused"]
 
 
 @pytest.mark.parametrize(("limit", "size"), [(1.0, 1.0), (None, 5.0), (7.0, 5.0)])

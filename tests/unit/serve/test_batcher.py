@@ -1,6 +1,7 @@
 """Request batching: order, batch sizes and full queues."""
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -56,23 +57,18 @@ async def _submit(batcher: Batcher, *rows: int) -> list[asyncio.Task[Any]]:
 
 
 @_in_loop
-async def test_waiting_requests_form_one_batch(model: Model) -> None:
-    batcher = _batcher(model)
-    tasks = [*await _submit(batcher, 1), *await _submit(batcher, 2, 30, 60, 20, 300, 5)]
-    assert (batcher.waiting_requests, batcher.waiting_rows) == (6, 417)
-    model.may.release(9)
-    assert await asyncio.gather(*tasks) == [1, 2, 30, 60, 20, 300, 5]
-    assert batcher.waiting_rows == 0
-    assert model.batches == [[1], [2, 30, 60], [20], [300], [5]]
-
-
-@_in_loop
-async def test_batch_bytes_are_limited(model: Model) -> None:
-    batcher = _batcher(model, max_batch_bytes=50)
-    tasks = [*await _submit(batcher, 1), *await _submit(batcher, 20, 30, 1, 51, 2, 3)]
-    model.may.release(9)
-    assert await asyncio.gather(*tasks) == [1, 20, 30, 1, 51, 2, 3]
-    assert model.batches == [[1], [20, 30], [1], [51], [2, 3]]
+async def test_waiting_requests_form_batches_of_limited_size(model: Model) -> None:
+    for limits, batches in (
+        ({}, [[1], [2, 30, 60], [20], [300], [5]]),
+        ({"max_batch_bytes": 50}, [[1], [20, 30], [1], [51], [2, 3]]),
+    ):
+        batcher, model.batches = _batcher(model, **limits), []
+        first, *waiting = itertools.chain(*batches)
+        tasks = [*await _submit(batcher, first), *await _submit(batcher, *waiting)]
+        assert (batcher.waiting_requests, batcher.waiting_rows) == (6, sum(waiting))
+        model.may.release(len(batches))
+        assert await asyncio.gather(*tasks) == [first, *waiting]
+        assert (batcher.waiting_rows, model.batches) == (0, batches)
 
 
 @_in_loop

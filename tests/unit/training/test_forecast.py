@@ -99,14 +99,10 @@ def test_forecast_target_uses_cluster_memory() -> None:
         assert ClusterShape.parse(text).target(workers) == target
 
 
-NO_CLUSTERS = ["", "cpus", "cpus=x", "cpus=-1", "gpus=1", "cpus=nan", "cpus=2,nodes=0", "cpus=2,cores=3"]
-NO_CLUSTERS += ["cpus=2,memory_gb=0", "cpus=2,nodes=2,network_gbit=0"]
-NO_CLUSTERS += ["cpus=2,gpu_rows_per_s=5", "cpus=2,gpus=1,gpu_rows_per_s=0"]
-
-
-@pytest.mark.parametrize("text", NO_CLUSTERS)
-def test_cluster_shape_rejects_invalid_text(text: str) -> None:
-    rejects("--cluster: ", ClusterShape.parse, text)
+def test_cluster_shape_rejects_invalid_text() -> None:
+    of_two_cpus = ("nodes=0", "cores=3", "memory_gb=0", "nodes=2,network_gbit=0", "gpu_rows_per_s=5", "gpus=1,gpu_rows_per_s=0")
+    for text in ("", "cpus", "cpus=x", "cpus=-1", "gpus=1", "cpus=nan", *(f"cpus=2,{more}" for more in of_two_cpus)):
+        rejects("--cluster: ", ClusterShape.parse, text)
 
 
 def test_forecast_rejects_unsupported_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def test_late_window_is_shifted_and_window_of_resumed_run_keeps_end(tmp_path: Pa
     assert steps_of(tmp_path / "configured" / "rank_0") == ["step 6", "step 7"]
 
 
-def test_profiler_records_nothing_without_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiler_records_nothing_without_request_or_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrec.training.step_profiler.profile", None)
     run = Recorded(tmp_path)
     run.profiler.request(Window("never", 100, 110))
@@ -93,6 +93,7 @@ def test_profiler_records_nothing_without_request(tmp_path: Path, monkeypatch: p
     assert not run.failed
     run.profiler.close()
     assert run.failed == ["training ended, or was interrupted, before step 101"]
+    assert Recorded(tmp_path).record(Window("long", 0, 201), 0, 2).failed == ["201 steps; at most 200 fit into memory"]
     assert not list(tmp_path.iterdir())
 
 
@@ -113,11 +114,6 @@ def test_unwritable_profile_fails_and_leaves_nothing(tmp_path: Path, monkeypatch
     assert "No space left" in cause
     assert not any((tmp_path / "full").iterdir())
     assert storage.exists(str(tmp_path / "twice" / "rank_0" / "trace.json.gz"))
-
-
-def test_profiler_rejects_too_many_steps(tmp_path: Path) -> None:
-    assert Recorded(tmp_path).record(Window("long", 0, 201), 0, 2).failed == ["201 steps; at most 200 fit into memory"]
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("where", ["construct", "start", "stop"])
