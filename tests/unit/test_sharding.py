@@ -119,10 +119,9 @@ def test_plan_rejects_impossible_settings(settings: dict[str, Any], message: str
 
 def test_plan_explains_planner_error_and_reserves_copy() -> None:
     three_for_two = Model([600_000] * 3)  # 39 MiB each: two do not fit in one worker's 62 MiB, though all fit in the sum
-    settings: Any = {"batch_size": 128, "state_bytes": STATE, "config": ShardingConfig(reserved_fraction=0.0)}
+    settings: Any = {"batch_size": 1, "state_bytes": STATE, "config": ShardingConfig(reserved_fraction=0.0)}
     rejects("no plan found for 3 tables", plan_sharding, three_for_two, Site(2, "cpu", 124 * MIB), **settings)
     model = Model([1_000_000])  # 64.8 MiB with its state
-    settings: Any = {"batch_size": 1, "config": ShardingConfig(reserved_fraction=0.0), "state_bytes": STATE}
     assert plan_sharding(model, Site(1, "cpu", 135 * MIB), **settings)
     message = "125.0 MiB are free, 0% kept free, half of the rest for checkpoints"
     rejects(message, plan_sharding, model, Site(1, "cpu", 125 * MIB), **settings)

@@ -237,10 +237,8 @@ def test_two_towers_match_plain_pytorch(trained: Path) -> None:
     network = [key for key in weights if "tower." in key]
 
     def vector(side: str, rows: torch.Tensor) -> torch.Tensor:
-        weight, bias = (
-            next(weights[key] for key in network if key.endswith(f"{side}_tower.1.{part}")) for part in ("weight", "bias")
-        )
-        return functional.normalize(rows @ weight.T + bias, dim=1)
+        named = {key.rpartition(".")[2]: weights[key] for key in network if f"{side}_tower.1." in key}
+        return functional.normalize(functional.linear(rows, **named), dim=1)
 
     for step in range(len(retrieval.ROWS)):
         user, item = (torch.from_numpy(ids) for ids in retrieval.pairs(step))

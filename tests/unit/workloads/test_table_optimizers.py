@@ -69,19 +69,16 @@ def by_torch(kind: str, weight_decay: float, *, max_gradient_norm: float | None 
     workload = click.workload(TABLES)
     model = build_click_model(workload.model, ModelInputs.of(workload.schema), num_embeddings=TABLES, embedding_device="cpu")
     rule = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
-    decays = {True: weight_decay if max_gradient_norm is None else 0.0, False: 0.0}
-    parts = (
-        (tables, [w for name, w in model.named_parameters() if name.startswith("embeddings.") == tables]) for tables in decays
-    )
-    groups = [{"params": weights, "weight_decay": decays[tables]} for tables, weights in parts]
-    optimizer = rule(groups, lr=0.01, eps=1e-3)
+    tables = list(model.embeddings.parameters())
+    others = [weight for name, weight in model.named_parameters() if not name.startswith("embeddings.")]
+    decay = weight_decay if max_gradient_norm is None else 0.0
+    optimizer = rule([{"params": tables, "weight_decay": decay}, {"params": others}], lr=0.01, eps=1e-3, weight_decay=0.0)
     losses = []
     for step in range(STEPS):
         loss, _ = model(click.batch(TABLES, step, 0, 1))
         optimizer.zero_grad()
         loss.backward()
         if max_gradient_norm is not None:  # FuxiCTR's way: the penalty is part of the loss
-            tables = [weight for name, weight in model.named_parameters() if name.startswith("embeddings.")]
             for weight in tables:
                 weight.grad += weight_decay * weight.detach()
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_gradient_norm)

@@ -14,9 +14,7 @@ from builders.click_models import SMALL, whole_model
 from builders.faults import fails_with, rejects
 from builders.networks import CONFIGS, DEEPFM, DIM, FINALMLP, INPUTS, WIDEDEEP, inputs_of
 from torch import nn
-from torch.nn import functional
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec import models, recipes
 from rayrec.batch import Batch
@@ -34,7 +32,7 @@ from rayrec.models.ranking.din import DIN, DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.ranking.linear import LinearConfig
 from rayrec.models.scoring_tables import RowFormat
-from rayrec.models.sharded_model import ClickModel
+from rayrec.models.sharded_model import ClickModel, feature_names
 from rayrec.schema import Label
 from rayrec.workloads.recsys.scorer import PlainModel, make_scorer
 
@@ -333,50 +331,34 @@ def test_linear_model_replaces_other_models() -> None:
 SIZES = [50, 3, 700, 20]
 
 
-def batch(rows: int, *, seed: int = 0, loss_weight: float = 1.0) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.cat([torch.randint(0, size, (rows,), generator=generator) for size in SIZES])
-    keys, lengths = [f"cat_{index}" for index in range(len(SIZES))], torch.ones(len(SIZES) * rows, dtype=torch.int32)
-    features = KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths, stride=rows)
-    dense = torch.randn(rows, 13, generator=generator)
-    labels = torch.randint(0, 2, (rows,), generator=generator).float()
-    return Batch({"dense": dense}, loss_weight, features, {"label": labels})
-
-
 def build(config: DLRMConfig = SMALL, **settings: object) -> ClickModel:
     return whole_model(config, SIZES, **settings)
 
 
-def test_multiply_adds_match_kaggle_dlrm() -> None:
+def test_multiply_adds_count_built_layers_and_match_kaggle_dlrm() -> None:
+    for interaction, products in (("dot", 5 * 5 * 8), ("cross", 0), ("projection", 2 * 2 * 8)):
+        config = SMALL.replace(interaction=interaction)
+        model = build(config)
+        weights = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embedding_bags" not in n)
+        assert network_multiply_adds(model.head.network, model.head.inputs, config) == weights + products
+        assert model.training
     kaggle = DLRMConfig(interaction="dot", embedding_dim=16, bottom_mlp=(512, 256, 64, 16), top_mlp=(512, 256, 1))
     model = whole_model(kaggle, [2] * 26)
     assert network_multiply_adds(model.head.network, model.head.inputs, kaggle) == 486_032
 
 
-@pytest.mark.parametrize("interaction", ["dot", "cross", "projection"])
-def test_multiply_adds_count_built_layers(interaction: str) -> None:
-    config = SMALL.replace(interaction=interaction)
-    model = build(config)
-    weights = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embedding_bags" not in n)
-    products = {"dot": 5 * 5 * 8, "cross": 0, "projection": 2 * 2 * 8}[interaction]
-    assert network_multiply_adds(model.head.network, model.head.inputs, config) == weights + products
-    assert model.training
-
-
 def test_uneven_workers_average_to_mean_from_seeded_weights() -> None:
-    model, whole = build(), batch(48)
-    logits = model.score(whole.tensors["dense"], whole.sparse_features)
-    expected = functional.binary_cross_entropy_with_logits(logits, whole.labels["label"])
-    parts = []
-    for start, stop in ((0, 31), (31, 48)):
-        ids = whole.sparse_features.values().view(len(SIZES), 48)[:, start:stop].reshape(-1)
-        part = batch(stop - start, loss_weight=2 / 48)
-        part.tensors = {"dense": whole.tensors["dense"][start:stop]}
-        part.labels = {"label": whole.labels["label"][start:stop]}
-        part.sparse_features = KeyedJaggedTensor(
-            keys=part.sparse_features.keys(), values=ids, lengths=part.sparse_features.lengths(), stride=stop - start
-        )
-        parts.append(model(part)[0])
+    torch.manual_seed(0)
+    ids = [torch.randint(0, size, (48,)).numpy() for size in SIZES]
+    dense, label = torch.randn(48, 13), torch.randint(0, 2, (48,)).float()
+
+    def batch(start: int, stop: int) -> Batch:
+        features = sparse_features(feature_names(len(SIZES)), [column[start:stop] for column in ids], stop - start)
+        return Batch({"dense": dense[start:stop]}, 2 / 48, features, {"label": label[start:stop]})
+
+    model = build()
+    expected = cross_entropy(model.score(dense, batch(0, 48).sparse_features), label)
+    parts = [model(batch(start, stop))[0] for start, stop in ((0, 31), (31, 48))]
     torch.testing.assert_close((parts[0] + parts[1]) / 2, expected)
     torch.manual_seed(5)
     one = build(seed=1).state_dict()

@@ -310,7 +310,6 @@ def test_tables_are_checked_against_cluster_memory(config: TrainConfig, monkeypa
 
 
 def test_passed_gpu_speed_is_not_measured(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(forecasts, "train_locally", train := Mock())
     config = config.replace(scaling={"num_workers": 2})
     found = forecast(config, ClusterShape.parse("cpus=16,gpus=2,gpu_rows_per_s=250000"))
