@@ -14,11 +14,7 @@ Change = Callable[[list[RowNumbers]], list[RowNumbers]]
 
 def batches(epochs: int = 2, rows: int = ROWS, size: int = 1000) -> list[RowNumbers]:
     rng = np.random.default_rng(0)
-    return [
-        RowNumbers(epoch, part)
-        for epoch in range(epochs)
-        for part in np.split(rng.permutation(rows).astype(np.int64), rows // size)
-    ]
+    return [RowNumbers(epoch, part) for epoch in range(epochs) for part in np.split(rng.permutation(rows), rows // size)]
 
 
 def tally_of(given: list[RowNumbers]) -> TrainedRows:

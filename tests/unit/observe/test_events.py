@@ -41,6 +41,14 @@ def _written(path: Path, **fields: Any) -> dict[str, Any]:
     return read_events(path)[-1]
 
 
+def _write_cut(writer: EventWriter, length: int, kind: str, **fields: Any) -> None:
+    """Write an event of which only the first bytes reach the file."""
+    write = os.write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:length]))
+        writer.write(kind, **fields)
+
+
 def _append(path: Path, data: bytes) -> None:
     with path.open("ab") as file:
         file.write(data)
@@ -105,14 +113,8 @@ def test_writer_hides_secret_values_and_keeps_token_counts(path: Path) -> None:
 
 
 def test_writer_hides_keys_of_known_services(path: Path) -> None:
-    for secret in (
-        "AKIAIOSFODNN7EXAMPLE",
-        "ghp_" + "a1" * 18,
-        "hf_" + "aB" * 17,
-        "xoxb-1234567890-abc",
-        "sk-" + "abcd1234" * 3,
-        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abc-def_ghi",
-    ):
+    secrets = ["AKIAIOSFODNN7EXAMPLE", "ghp_" + "a1" * 18, "hf_" + "aB" * 17, "xoxb-1234567890-abc", "sk-" + "abcd1234" * 3]
+    for secret in (*secrets, "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abc-def_ghi"):
         event = _written(path, cause=f"refused ({secret})", tokens=secret)
         assert (event["cause"], event["tokens"]) == ("refused (***)", "***")
 
@@ -171,34 +173,24 @@ def test_writer_counts_losses_also_without_file_and_warns_once(path: Path, monke
     assert writer.num_lost == 1
 
 
-def test_writer_repairs_short_writes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
+def test_writer_repairs_short_writes(path: Path) -> None:
     with EventWriter(path) as writer:
         writer.write("step", step=1)
         for length in (10, 25):  # The second cuts the repair itself.
-            with monkeypatch.context() as patched:
-                patched.setattr(os, "write", lambda descriptor, line, length=length: write(descriptor, line[:length]))
-                writer.write("step", step=2)
+            _write_cut(writer, length, "step", step=2)
         writer.write("step", step=3)
     assert (writer.num_lost, _steps(path)) == (2, [1, 3])
 
 
-def test_writer_repairs_line_cut_by_another_writer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
-
-    def cut(writer: EventWriter, kind: str, **fields: Any) -> None:
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:10]))
-            writer.write(kind, **fields)
-
+def test_writer_repairs_line_cut_by_another_writer(path: Path) -> None:
     with EventWriter(path) as worker, EventWriter(path) as driver, EventWriter(path) as third:
         driver.write("run")  # All have the file open.
         third.write("prepared")
         worker.write("step", step=1)
-        cut(worker, "step", step=2)
+        _write_cut(worker, 10, "step", step=2)
         driver.write("failure", cause="worker 0 died")
         worker.write("step", step=3)
-        cut(driver, "failure", cause="lost")
+        _write_cut(driver, 10, "failure", cause="lost")
         worker.close()
         with EventWriter(path) as again:
             again.write("step", step=4)

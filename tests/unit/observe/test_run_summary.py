@@ -378,10 +378,7 @@ VERDICTS: dict[str, tuple[list[dict[str, Any]], str]] = {
         slowest(forward=0.9, collectives=0.6),
         "forward pass takes one worker 90 % (41 % on average)",
     ),
-    "collectives: one worker that takes less than half of what is waited for": (
-        slowest(data=0.3, collectives=0.9),
-        "a faster network",
-    ),
+    "collectives: one worker that takes less than half of the wait": (slowest(data=0.3, collectives=0.9), "a faster network"),
     "host_to_device: a slow link": (run({"host_to_device": 0.3, "data": 0.05}, stages=CPU_BOUND), "30 %"),
     "checkpoint: slow storage for checkpoints": (
         run(

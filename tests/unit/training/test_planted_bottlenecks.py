@@ -119,15 +119,18 @@ def test_bottleneck_detects_slow_model_and_checkpoint_storage() -> None:
     assert found.bottleneck == "checkpoint"
 
 
+Prepared = tuple[LogIndex, Preprocessor]
+
+
 @pytest.fixture(scope="module")
-def prepared(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[LogIndex, Preprocessor]:
+def prepared(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     path = tmp_path_factory.mktemp("planted") / "log.txt"
     path.write_bytes(b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:800]))
     index = open_index(path, segment_bytes=9_000)
     return index, learn(index)
 
 
-def click_run(prepared: tuple[LogIndex, Preprocessor]) -> Diagnosis:
+def click_run(prepared: Prepared) -> Diagnosis:
     (index, preprocessor), clock = prepared, HostTimer()
 
     def progress(batches: Iterator[Any]) -> Any:
@@ -143,19 +146,15 @@ def click_run(prepared: tuple[LogIndex, Preprocessor]) -> Diagnosis:
     return train(configuration, fake_setup(SimpleNamespace(progress=progress, reset=lambda: None), clock=clock), loader)[0]
 
 
-def test_bottleneck_detects_slow_log_storage(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = storage.read_into
-    monkeypatch.setattr(storage, "read_into", lambda *a: (time.sleep(DELAY_S), plain(*a))[1])
-    found = click_run(prepared)
-    assert (found.bottleneck, found.cause) == ("data", "storage")
+SLOW_STAGES = {"storage": (storage, "read_into"), "parse": (TextParser, "parse"), "encode": (Preprocessor, "encode")}
+"""Functions that take long, by the cause of the bottleneck."""
 
 
-@pytest.mark.parametrize(("owner", "method", "cause"), [(TextParser, "parse", "parse"), (Preprocessor, "encode", "encode")])
-def test_bottleneck_detects_expensive_parsing_or_encoding(
-    prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch, owner: type, method: str, cause: str
-) -> None:
-    plain = getattr(owner, method)
-    monkeypatch.setattr(owner, method, lambda *a, **k: (spin(DELAY_S), plain(*a, **k))[1])
+@pytest.mark.parametrize("cause", SLOW_STAGES)
+def test_bottleneck_detects_slow_data_stage(prepared: Prepared, monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
+    (owner, name), work = SLOW_STAGES[cause], time.sleep if cause == "storage" else spin
+    plain: Any = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *a, **k: (work(DELAY_S), plain(*a, **k))[1])
     found = click_run(prepared)
     assert (found.bottleneck, found.cause) == ("data", cause)
     assert cause != "parse" or "more CPU" in found.text

@@ -165,11 +165,8 @@ def test_append_file_writes_later_after_full_disk(tmp_path: Path, monkeypatch: p
         fails_with(OSError, "No space", file.flush)
     assert not os.path.exists(file.path)  # An older file would still exist.
     again = AppendFile(file.path)
-    for appended, data, end, expected in (
-        (file, b"gh", file.flush, b"abcdefgh"),
-        (file, b"i", file.close, b"abcdefghi"),
-        (again, b"again", again.close, b"again"),
-    ):
+    steps = ((file, b"gh", file.flush), (file, b"i", file.close), (again, b"again", again.close))
+    for (appended, data, end), expected in zip(steps, (b"abcdefgh", b"abcdefghi", b"again"), strict=True):
         appended.write(data)
         end()
         assert Path(file.path).read_bytes() == expected
@@ -333,9 +330,8 @@ def check(records: list[dict[str, Any]]) -> None:
 
 def run(*, finished: bool = True) -> list[dict[str, Any]]:
     """Return a fake run of a click model: 200 steps of 64 rows, two epochs, resumed from step 100 after a failure."""
-    events = []
-    for event in run_events.run(finished=finished):
-        event = dict(event)
+    events = run_events.run(finished=finished)
+    for event in events:
         if event["kind"] == "prepared":
             event["rows_of_sets"] = {"train": 6400, "validation": 640}
         elif event["kind"] == "start":
@@ -344,7 +340,6 @@ def run(*, finished: bool = True) -> list[dict[str, Any]]:
             event["auroc"] = 0.7 + event["step"] / 10_000
         elif event["kind"] == "finish":
             event["metrics"] = {"auroc": 0.72}
-        events.append(event)
     return events
 
 
