@@ -164,7 +164,8 @@ def explained(path: str, error: Exception, *, waited_s: float, hint: str) -> Exc
     cause = cause_of(error)
     match classify_error(error):
         case "passing":
-            return OSError(f"{bucket}: the store was unavailable for {waited_s:.0f} s ({cause}); {hint}")
+            fix = "Correct the endpoint, or try again when it answers"
+            return OSError(f"{bucket}: the store was unavailable for {waited_s:.0f} s ({cause}); {hint}. {fix}")
         case "denied":
             return InputError(f"{bucket}: access denied ({cause}); {_CREDENTIALS[scheme]} ({hint})")
         case "no bucket":
@@ -199,10 +200,10 @@ def retry(path: str, call: Callable[[], _Result], *, hint: Callable[[], str]) ->
                 raise explained(path, error, waited_s=waited_s, hint=hint()) from None
             if waited_s > 2 and not warned:
                 warned = True
-                _logger.warning("Retrying %s for up to %.0f s (%s)", path, limit_s, cause_of(error))
+                _logger.warning("Retrying %s for up to %.0f s (%s)", bucket_of(path), limit_s, cause_of(error))
         else:
             if warned:
-                _logger.warning("Reached the store of %s again after %.0f s", path, time.monotonic() - start)
+                _logger.warning("Reached the store of %s again after %.0f s", bucket_of(path), time.monotonic() - start)
             return result
         time.sleep(min(random.uniform(0.5, 1.0) * wait_s, max(start + limit_s - time.monotonic(), 0.0)))
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
