@@ -95,8 +95,8 @@ def serving(
         fresh = instance is None or not (instance.applications or instance.with_proxies)
         if instance is not None and APPLICATION in instance.applications:
             raise InputError(
-                "this Ray cluster already runs a `rayrec serve`. Change its model (--swap) or stop it (--stop), both with "
-                "--cluster.address."
+                f"{reached}: this Ray cluster already runs a `rayrec serve`. Change its model (--swap) or stop it (--stop), both "
+                f"with --cluster.address {reached}"
             )
         ends_serve = fresh and not private_ray  # A private Ray ends anyway
         try:

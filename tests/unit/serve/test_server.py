@@ -121,6 +121,15 @@ def test_port_has_one_server_until_process_ends() -> None:
         pass
 
 
+def test_cluster_with_server_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ray.is_initialized", "rayrec.serve.server.source_of", "rayrec.serve.server.quieten"):
+        monkeypatch.setattr(name, lambda *_: "run")
+    monkeypatch.setattr("rayrec.cluster.connection.connect", lambda *_, **__: "10.0.0.1:6379")
+    monkeypatch.setattr(server, "find_instance", _instance)
+    context = server.serving("run", config=ServeConfig(), address=None, console=Console(quiet=True))
+    rejects("^10.0.0.1:6379: .* already runs .*--swap.*--stop.* --cluster.address 10.0.0.1:6379", context.__enter__)
+
+
 def test_host_header_matches_server_names() -> None:
     for value, host, allowed, own in (
         ("localhost:8000", "127.0.0.1", (), True),
