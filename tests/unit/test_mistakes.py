@@ -1,6 +1,7 @@
 """User errors detected before anything starts: one line, exit status 2, and no Ray."""
 
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,8 @@ Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]
 
 
 def command(line: str, **files: str | bytes | pa.Table) -> Make:
-    """Give a command. FOLDER is the folder of the test, which has these files; two underscores stand for a dot."""
+    """Give a command, after variables such as A=1. FOLDER is the folder of the test, which has these files; two underscores stand
+    for a dot."""
 
     def make(folder: Path) -> list[str]:
         for name, content in files.items():
@@ -48,9 +50,9 @@ def table(content: str | pa.Table, schema: str = SCHEMA, *, verb: str = "train")
     return command(line, schema__yaml=schema, **{file: content})
 
 
-def good(flags: str) -> Make:
+def good(flags: str, *variables: str) -> Make:
     paths = "--train-data.path FOLDER/train.txt --storage-path FOLDER/runs"
-    return command(f"train criteo_demo {paths} {flags}", train__txt=CRITEO * 50)
+    return command(" ".join((*variables, "train criteo_demo", paths, flags)), train__txt=CRITEO * 50)
 
 
 MISTAKES: dict[str, tuple[Make, str]] = {
@@ -106,7 +108,16 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "MLflow": (good("--trackers.mlflow --trackers.mlflow-uri s3://bucket/x"), "MLflow does not support s3"),
     # machines
     "workers without CPUs": (good("--workers 9 --scaling.cpus-per-worker 1 --cluster.num-cpus 2"), "9 workers need 9 CPU"),
-    "GPUs on a machine without": (good("--scaling.use-gpu"), "needs 1 GPU on one machine, and all machines together have 0"),
+    "GPUs on a machine without": (good("--gpus 1"), "all machines together have 0 GPU. To train on CPUs, omit --gpus and set"),
+    "no Ray there": (good("", "RAY_ADDRESS=127.0.0.1:1"), "RAY_ADDRESS=127.0.0.1:1: no Ray cluster answers there (Connection"),
+    "no such host": (good("", "RAY_ADDRESS=a.invalid:1"), "RAY_ADDRESS=a.invalid:1: no Ray cluster answers there ("),
+    "dashboard": (good("", "RAY_ADDRESS=http://a:8265"), "RAY_ADDRESS=http://a:8265: must be the address of a Ray cluster. Use"),
+    "address without host": (good("", "RAY_ADDRESS=6379"), "RAY_ADDRESS=6379: must be the address of a Ray cluster. Use HOST:"),
+    "address without number": (good("", "RAY_ADDRESS=a:b"), " Use HOST:PORT of "),
+    "number too high": (good("--cluster.address 127.0.0.1:70000"), "127.0.0.1:70000: no Ray cluster answers there ("),
+    "no Ray of a server": (command("RAY_ADDRESS=127.0.0.1:1 serve --stop"), "or omit it (and unset RAY_ADDRESS) to use"),
+    "supervise": (command("supervise --address a:b -- train criteo_demo --storage-path FOLDER"), "URL of a Ray dashboard, such"),
+    "port in use": (command("serve FOLDER --port IN_USE", manifest__json="{}"), " (Address already in use, by process "),
     "several workers in one process": (good("--scaling.num-workers 2 --cluster.address none"), "scaling.num_workers 2"),
     "threads at an address": (command("vocabulary log --out v --engine threads --address host:1"), "engine threads"),
     "tokenizer absent": (command("preprocess FOLDER --format mds --out FOLDER/m --tokenizer none"), "tokenizer: none not found"),
@@ -133,7 +144,12 @@ def test_user_error_prints_one_line_before_start(name: str, tmp_path: Path, monk
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", raising(AssertionError("Ray was started")))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)  # Another test of this process may use Ray.
-    status = cli.run(make(tmp_path))
+    arguments = make(tmp_path)
+    while "=" in arguments[0]:
+        monkeypatch.setenv(*arguments.pop(0).split("=", 1))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        status = cli.run([port if argument == "IN_USE" else argument for argument in arguments])
     out, err = capsys.readouterr()
     assert (status, out, err.count("\n")) == (2, "", 1), err
     assert err.startswith("rayrec")

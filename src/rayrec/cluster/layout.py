@@ -140,7 +140,7 @@ def layout(
     if not training:
         needed = ", ".join(f"{required[name]:g} {name}" for name in sorted(special))
         have = ", ".join(f"{sum(node.resources.get(name, 0) for node in nodes):g} {name}" for name in sorted(special))
-        gpus = "Leave out --gpus and --scaling.use-gpu to train on CPUs; `rayrec doctor` shows the GPUs that torch sees"
+        gpus = "To train on CPUs, omit --gpus and set --scaling.no-use-gpu. `rayrec doctor` shows the GPUs that torch sees"
         fix = gpus if "GPU" in special else "Change scaling.resources_per_worker"
         raise InputError(f"scaling: a worker needs {needed} on one machine, and all machines together have {have}. {fix}")
     other_nodes = [node for node in nodes if node not in training] if special else []

@@ -5,7 +5,6 @@ import os
 import shutil
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -411,27 +410,6 @@ def test_rejected_token_is_reported(
 def test_other_ray_version_is_rejected(user: Path, head: Head) -> None:
     head.version = "2.9.0"
     rejects(r"runs Ray 2\.9\.0, but this environment has Ray 2\.", require_head, head.address, source="")
-
-
-@pytest.mark.usefixtures("user")
-def test_address_without_listener_is_rejected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    address = f"127.0.0.1:{free_ports(1)}"
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    monkeypatch.setattr("ray.is_initialized", lambda: False)  # other tests of this process share a Ray
-    begin_s = time.monotonic()
-    refused = rf"RAY_ADDRESS={address}: no Ray cluster answers there \(Connection refused\)"
-    rejects(refused, connection.connect, None)
-    assert time.monotonic() - begin_s < 10
-
-
-@pytest.mark.usefixtures("user")
-def test_invalid_address_is_rejected() -> None:
-    for address, message in (
-        ("127.0.0.1:70000", "no Ray cluster answers there"),
-        ("6379", "must be the address of a Ray cluster"),
-        ("host:port", "must be the address of a Ray cluster|host not found"),
-    ):
-        rejects(message, require_head, address, source=address)
 
 
 @pytest.mark.usefixtures("user")
