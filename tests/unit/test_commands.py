@@ -17,7 +17,7 @@ import pytest
 import yaml
 from builders.faults import raising, rejects
 
-from rayrec import cli, recipes
+from rayrec import cli, recipes, train
 from rayrec.cli import print_json, show
 from rayrec.cli.flags import recipe_flags
 from rayrec.cli.parser import command_flags, parse
@@ -205,7 +205,7 @@ def test_run_name_results_and_summary_rows_are_well_formed(capsys: Capture) -> N
     summary["checkpoint"] = "runs/a/checkpoints/step_00000001"
     rows = dict(summary_rows(summary, folder="runs/a"))
     assert rows["report"] == "runs/a/report.html"
-    assert rows["next"].startswith("rayrec evaluate")
+    assert rows["next"].startswith("rayrec serve runs/a ")
     assert "next" not in dict(summary_rows({**summary, "metrics": {"accuracy": 0.9}}, folder="runs/a"))
 
 
@@ -319,6 +319,7 @@ def test_recipe_accepts_file_or_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert parse(COMMANDS["train"], ["runs/demo/", "--steps", "9"]).arguments == [resumed.replace(steps=9)]
     assert run(capsys, "resume", "none")[2].startswith("rayrec resume: none: not a recipe, and no run (no config.yaml)")
     (tmp_path / "log.txt").write_text("")
+    rejects("^train_data.path: must be a training log, got None. Pass --data PATH", train, "criteo_demo")
     for data in ("log.txt", "runs"):
         rejects(f"^{data}: not a recipe.* rayrec train criteo_demo --data {data}", parse, COMMANDS["train"], [data])
 

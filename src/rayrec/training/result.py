@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import html
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -153,5 +154,5 @@ def summary_rows(summary: dict[str, Any], *, folder: str) -> list[tuple[str, str
         ("checkpoint", summary["checkpoint"]),
         ("run", folder),
         ("report", f"{folder}/report.html"),
-        *([("next", "rayrec evaluate, predict, export or serve, with this run")] if "auroc" in metrics else []),
+        *([("next", f"rayrec serve {shlex.quote(folder)}  # or evaluate, predict, export")] if "auroc" in metrics else []),
     ]
