@@ -1,6 +1,6 @@
 #!/bin/bash
 # Runs a rayrec command on machines that ssh reaches, on a Ray cluster made for it: run.sh HEAD,MACHINE,... COMMAND ...
-#   deploy/ssh/run.sh me@10.0.0.1,me@10.0.0.2 train criteo_kaggle --train-data.path /data/criteo --storage-path /data/runs --name kaggle
+#   deploy/ssh/run.sh me@10.0.0.1,me@10.0.0.2 train criteo_kaggle --train-data.path /data/criteo --storage-path /data/runs --name kaggle-2026-05-04
 # Starts Ray on all, runs the command on the first, prints its output, ends what it started, and returns the command's status. At
 # SIGTERM or Ctrl-C the run saves first. Log and runs are at the same path on all machines, or in a store. Environment:
 #   RAYREC_BIN    folder of `ray` and `rayrec` on every machine [~/env/bin]

@@ -94,7 +94,7 @@ def _show_run(result: Result) -> Shown:
     not_flags=NOT_FLAGS | {"data", "eval_data", "stop"},
     examples=(
         "rayrec train criteo_demo --data log/train.txt",
-        "rayrec train criteo_demo --data s3://bucket/log --name daily --workers 8",
+        "rayrec train criteo_demo --data s3://bucket/log --name day-2026-05-04 --workers 8",
         "rayrec train my.yaml",
     ),
 )
@@ -191,7 +191,7 @@ def _show_outcome(outcome: Outcome) -> Shown:
     recipe="after --",
     options=[("supervision", "rayrec.cluster.restart_policy:SuperviseConfig")],
     show=_show_outcome,
-    examples=("rayrec supervise --address http://head:8265 -- train criteo_kaggle --data s3://bucket/log --name daily",),
+    examples=("rayrec supervise --address http://head:8265 -- train criteo_kaggle --data s3://bucket/log --name day-2026-05-04",),
 )
 def supervise(
     config: TrainConfig,
