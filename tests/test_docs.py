@@ -539,11 +539,11 @@ def test_site_describes_code(site: Path) -> None:
     assert "rayrec_serve_rows_total" in pages["metrics"]
 
 
-def _search(entries: list[dict[str, str]], query: str) -> list[str]:
+def _search(entries: list[dict[str, Any]], query: str) -> list[str]:
     """Rank the pages of a search index as the site does (Material's lunr), best first.
 
     BM25 of the words that begin with a word of the query, 1,000-fold in titles. Entries are pages and, with an anchor, their
-    sections; a page ranks as its best entry, and a page's own entry counts more.
+    sections; a page ranks as its best entry, times its boost, and a page's own entry counts more.
     """
 
     def words(text: str) -> list[str]:
@@ -562,6 +562,7 @@ def _search(entries: list[dict[str, str]], query: str) -> list[str]:
     best: dict[str, float] = {}
     for entry, score, matched in zip(entries, scores, matches, strict=True):
         page, anchor, _ = entry["location"].partition("#")
+        score *= entry.get("boost", 1)
         best[page] = max(best.get(page, 0), score * (1 + ((not anchor) + matched / len(terms)) ** 2))
     return sorted((page for page, score in best.items() if score), key=best.__getitem__, reverse=True)
 
@@ -587,6 +588,11 @@ SEARCHES = {
     "resume": "checkpoints",
     "fault tolerance": "faults",
     "quantize": "export",
+    "optimizer": "configure",
+    "learning rate": "configure",
+    "categories": "clicks",
+    "metrics": "predict",
+    "AUC": "predict",
 }
 """The field's words, and the page that a search for each must find first."""
 
@@ -599,7 +605,7 @@ def test_searches_find_their_page_first(site: Path) -> None:
 
 @pytest.mark.slow
 def test_site_is_readable_in_browser(site: Path) -> None:
-    """Pictures follow the site's own switch of dark and light, and the search answers."""
+    """Pictures follow the site's own switch of dark and light, wide enough to be read, and the search answers."""
     handler = functools.partial(SimpleHTTPRequestHandler, directory=site)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, chromium() as browser:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -609,7 +615,7 @@ def test_site_is_readable_in_browser(site: Path) -> None:
             with opened(browser, url, width=width, scheme="light") as page:
                 if scheme == "dark":
                     page.click("label[title=Dark]")
-                shown = page.evaluate("[...document.images].filter(image => image.offsetWidth).map(image => image.src)")
+                shown = page.evaluate("[...document.images].filter(image => image.offsetWidth > 500).map(image => image.src)")
                 assert all(f"-{scheme}.svg" in source for source in shown)
                 assert shown or name.startswith("reference")
         with opened(browser, url, width=1280, scheme="light") as page:

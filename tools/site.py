@@ -18,6 +18,12 @@ REFERENCE, AFTER = "Reference", "Guides"
 PROJECT = {"Contributing": "CONTRIBUTING.md", "Changelog": "CHANGELOG.md", "Security": "SECURITY.md"}
 """Pages of the root, which are the last group."""
 
+MAIN = ("checkpoints", "clicks", "configure", "faults", "models", "predict", "prepare", "tune", "validate")
+"""Pages that the search prefers."""
+
+LISTS = ("reference/", "benchmarks", "changelog", "five-systems")
+"""Beginnings of pages that mention everything, which the search shows after others."""
+
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 PICTURE = re.compile(r'<picture><source [^>]* srcset="([^"]+)"><img alt="([^"]+)" src="([^"]+)"></picture>')
@@ -75,7 +81,10 @@ def from_the_root(text: str) -> str:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Turn links to files outside of docs/ into links to the repository, if `repo_url` names it; else only their text stays.
-    Pictures follow the site's switch of dark and light."""
+    Pictures follow the site's switch of dark and light. Sets the page's boost in the search, as front matter, which GitHub would
+    show, does."""
+    name = page.file.src_uri.removesuffix(".md")
+    page.meta["search"] = {"boost": 2 if name in MAIN else 0.5 if name.startswith(LISTS) else 1}
     markdown = PICTURE.sub(r"![\2](\3#only-light)![\2](\1#only-dark)", markdown)
     depth = page.file.src_uri.count("/") + 1
 
