@@ -50,17 +50,10 @@ def program(tmp_path: Path) -> Path:
 def started(program: Path, address: str, *, added: dict[str, str] | None = None) -> tuple[dict[str, Any], str]:
     """Run the program; return its report of its process, and its standard error."""
     context = [] if added is None else ["--language=PYTHON", CONTEXT + json.dumps({"env_vars": added})]
-    done = subprocess.run(
-        [sys.executable, forked_worker.__file__, "-s", str(program), "--one", *context],
-        input="a line",
-        capture_output=True,
-        text=True,
-        cwd=program.parent,
-        env={**os.environ, forked_worker.SOCKET: address, "HERE": "here"},
-        preexec_fn=lambda: (os.setpgid(0, 0), os.nice(3)),  # type: ignore[arg-type, return-value]
-        timeout=120,
-        check=False,  # the program ends with 2
-    )
+    command = [sys.executable, forked_worker.__file__, "-s", str(program), "--one", *context]
+    options: Any = {"env": {**os.environ, forked_worker.SOCKET: address, "HERE": "here"}, "cwd": program.parent, "timeout": 120}
+    options |= {"preexec_fn": lambda: (os.setpgid(0, 0), os.nice(3)), "capture_output": True}
+    done = subprocess.run(command, input="a line", text=True, check=False, **options)  # not forked, the program ends with 2
     return json.loads(done.stdout), done.stderr
 
 
