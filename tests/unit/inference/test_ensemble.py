@@ -17,7 +17,6 @@ from rayrec import checkpoint as checkpoints
 from rayrec import recipes
 from rayrec.checkpoint.writer import TargetSlice, join
 from rayrec.cli import run
-from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.logs.text_parser import parse
 from rayrec.inference.config import ComparisonGates
@@ -128,10 +127,8 @@ def test_chunk_offsets_are_preserved(tmp_path: Path, monkeypatch: pytest.MonkeyP
     checkpoints.save(str(tmp_path / "b"), {"u": table[:, :2] * 2}, state={})
     source = [checkpoints.Checkpoint(str(tmp_path / name)) for name in "ab"]
     (tmp_path / "out").mkdir()
-    folders = [
-        {"t": TargetSlice("table", (20, 8)), "bias": TargetSlice("b", (3,)), "number": TargetSlice("n", ())},
-        {"u": TargetSlice("table", (20, 8), 6)},
-    ]
+    second = {"u": TargetSlice("table", (20, 8), 6)}
+    folders = [{"t": TargetSlice("table", (20, 8)), "bias": TargetSlice("b", (3,)), "number": TargetSlice("n", ())}, second]
     join(str(tmp_path / "out"), list(zip(source, folders, strict=True)), state={"x": 1}, extra_files=lambda folder: None)
     joined = checkpoints.Checkpoint(str(tmp_path / "out"))
     result = dict(checkpoints.full_tensors(joined))
@@ -139,19 +136,16 @@ def test_chunk_offsets_are_preserved(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name, expected in (("table", torch.cat([table, table[:, :2] * 2], dim=1)), ("b", bias), ("n", number)):
         assert torch.equal(result[name], expected)
     checkpoints.verify(joined)
-    with pytest.raises(InputError, match="of its 160 elements"):
-        join(str(tmp_path / "out"), [(source[0], folders[0])], state={}, extra_files=lambda folder: None)
+    incomplete = [(source[0], folders[0])]
+    rejects("of its 160 elements", join, str(tmp_path / "out"), incomplete, state={}, extra_files=lambda folder: None)
 
 
 def test_ensemble_settings_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = recipes.criteo_demo()
     several = recipe.replace(workload={"model": {"class": "ensemble"}})
-    model: Any = several.workload.model  # type: ignore[attr-defined]
-    assert model.models == (
-        recipe.workload.model.replace(embedding_penalty=0.0),  # type: ignore[attr-defined]
-        FinalNetConfig(embedding_dim=16),
-    )
-    assert model.embedding_penalty == recipe.workload.model.embedding_penalty  # type: ignore[attr-defined]
+    own, model = (config.workload.model for config in (recipe, several))  # type: ignore[attr-defined]
+    assert model.models == (own.replace(embedding_penalty=0.0), FinalNetConfig(embedding_dim=16))
+    assert model.embedding_penalty == own.embedding_penalty
     changed = {"class": "ensemble", "models": [{"class": "deepfm", "mlp": [8]}, FINAL.to_dict() | {"embedding_penalty": 0}]}
     model = recipe.replace(workload={"model": changed}).workload.model  # type: ignore[attr-defined]
     assert model.models == (DeepFMConfig(mlp=(8,)), FINAL.replace(embedding_penalty=0.0))
@@ -234,9 +228,7 @@ def test_comparison_matches_single_evaluations(found: dict[str, Any], compared: 
     labels = _labels(log)
     assert (found["rows"], found["label_rate"]) == (ROWS, pytest.approx(labels.mean()))
     assert [model["name"] for model in found["models"]] == ["a", "b", "c"]
-    logits = [
-        saved.logits(saved.preprocessor.encode(parse(saved.preprocessor.schema, log.read_bytes())[0])) for saved in compared
-    ]
+    logits = [one.logits(one.preprocessor.encode(parse(one.preprocessor.schema, log.read_bytes())[0])) for one in compared]
     for report, expected in zip(found["models"], logits, strict=True):
         metrics = binary_metrics(expected, labels)
         assert {name: report[name] for name in metrics} == pytest.approx(metrics, abs=1e-4)
@@ -306,8 +298,8 @@ def test_invalid_comparison_is_rejected_first(compared: list, log: Path, tmp_pat
         ([tmp_path / "none"], "none: "),
     ):
         rejects(match, rayrec.compare, [str(place) for place in (compared[0].run, *places)], str(log), **QUIET)
-    with pytest.raises(InputError, match="runs/mnist: recipe mnist_resnet18 does not predict clicks"):
-        compare_checkpoints(["runs/a", "runs/mnist"], "log", configs=[compared[0].config, recipes.mnist_resnet18()])
+    runs, configs = ["runs/a", "runs/mnist"], [compared[0].config, recipes.mnist_resnet18()]
+    rejects("runs/mnist: recipe mnist_resnet18 does not predict clicks", compare_checkpoints, runs, "log", configs=configs)
 
 
 def test_different_rows_are_rejected(compared: list[Saved], log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,8 +311,8 @@ def test_different_rows_are_rejected(compared: list[Saved], log: Path, monkeypat
         return rows
 
     monkeypatch.setattr("rayrec.inference.evaluate.scored_rows", changed)
-    with pytest.raises(InputError, match=r"b: rows or labels do not match a\. Compare models of one log\."):
-        rayrec.compare([str(saved.run) for saved in compared[:2]], str(log), **QUIET)
+    runs = [str(saved.run) for saved in compared[:2]]
+    rejects(r"b: rows or labels do not match a\. Compare models of one log\.", rayrec.compare, runs, str(log), **QUIET)
 
 
 def test_baselines_train_on_model_rows(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -361,7 +353,7 @@ def test_baseline_features(tmp_path: Path) -> None:
     assert (features.shape, features[0].max(), features.nnz) == ((2, 1 + (1 << 20)), 2, 6)
     assert features.sum(axis=1).tolist() == [[0.5 + 3], [1.5 + 2]]
     only_lists = EncodedRows(np.zeros((2, 0), np.float32), [lists], {"label": np.array([0.0, 1.0], np.float32)})
-    with pytest.raises(InputError, match=r"neither numbers nor columns of one category. Leave out lightgbm"):
-        Baselines(preprocessor, only_lists, only_lists, "", recipes.criteo_demo()).fit("lightgbm")
-    with pytest.raises(InputError, match="must name the training log"):
-        open_baselines(recipes.criteo_demo(), str(save_clicks(tmp_path / "run").checkpoint), max_rows=1, kinds=())
+    of_lists = Baselines(preprocessor, only_lists, only_lists, "", recipes.criteo_demo())
+    rejects("neither numbers nor columns of one category. Leave out lightgbm", of_lists.fit, "lightgbm")
+    checkpoint = str(save_clicks(tmp_path / "run").checkpoint)
+    rejects("must name the training log", open_baselines, recipes.criteo_demo(), checkpoint, max_rows=1, kinds=())

@@ -21,7 +21,7 @@ import pytest
 from builders import click_models
 from builders.click_models import SMALL, Saved, bucketed_preprocessor, lists_preprocessor, multi_hot_preprocessor, save_clicks
 from builders.exports import ROWS, changed, export_of, reseal, scored_by_strangers, write_criteo_rows
-from builders.faults import fails_with, flip, rejects
+from builders.faults import Trap, fails_with, flip, rejects
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
 import rayrec
@@ -274,11 +274,6 @@ def test_every_model_is_exported(tmp_path: Path, saved: Saved, name: str) -> Non
 
 
 # Damaged or forged exports and checkpoints, which are rejected in one line and run no code ----------------------------
-class _Trap:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.abort, ()  # type: ignore[return-value]
-
-
 @pytest.fixture
 def copied(exported: Callable[[str], Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(exported("int8"), tmp_path / "copied"))
@@ -301,7 +296,7 @@ def test_damaged_export_is_rejected(copied: Path, name: str) -> None:
 
 
 def test_pickles_in_export_are_rejected(copied: Path, tmp_path: Path) -> None:
-    (copied / "preprocessor" / "weights").write_bytes(pickle.dumps(_Trap()))
+    (copied / "preprocessor" / "weights").write_bytes(pickle.dumps(Trap()))
     _refused(copied, r"copied/preprocessor/weights: must not be a pickle, .*\. Remove it")
     saved = save_clicks(tmp_path / "run")
     (saved.checkpoint / "weights.pt").touch()
@@ -383,7 +378,7 @@ def _head_of_nothing(folder: Path) -> None:
         (_bytes("preprocessor/tokens.npy", b"\x93NUMPY"), ""),
         *((_bytes("preprocessor/preprocessor.json", data), "") for data in (b"[]", b"[" * 10**5)),
         (_bytes("preprocessor/preprocessor.json", b'{"version": 2, "profile": 1, "schema": []}'), ""),
-        *((_bytes("tables.safetensors", data), "safetensors") for data in (b"\xff" * 8, b"", pickle.dumps(_Trap()))),
+        *((_bytes("tables.safetensors", data), "safetensors") for data in (b"\xff" * 8, b"", pickle.dumps(Trap()))),
         *((_bytes("tables.safetensors", b"\x02\0\0\0\0\0\0\0" + data), "safetensors") for data in (b"[]", b"{}")),
         (_bytes("tables.safetensors", (10**5).to_bytes(8, "little") + b"[" * 10**5), "safetensors"),
         (_head_of_nothing, "outside of the file"),
@@ -448,9 +443,8 @@ def test_forged_checkpoint_is_rejected(saved: Saved, tmp_path: Path, place: str,
 def _own_log(folder: Path) -> Saved:
     """Save a model of a text log with one hashed column, with mixed bits of categories."""
     schema = Schema(label="click", dense=("age",), sparse=("user", "tags"), lists=("tags",), tokens="any", delimiter=",")
-    preprocessor = Preprocessor(
-        "test", schema, (DenseColumn(),), (SparseColumn(100, None, mixed=True), SparseColumn(4, 2)), np.array([1, 2], np.uint64)
-    )
+    columns = (SparseColumn(100, None, mixed=True), SparseColumn(4, 2))
+    preprocessor = Preprocessor("test", schema, (DenseColumn(),), columns, np.array([1, 2], np.uint64))
     lines = [f"{row % 3 // 2},{row % 40},u{row % 150},{row % 4}|{row % 3}" for row in range(300)]
     log = folder / "log.csv"
     log.write_text("\n".join(["click,age,user,tags", *lines]) + "\n")
@@ -479,18 +473,14 @@ def _check_strangers(folder: Path, encoder: Any) -> EncodedRows:
 
 def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
     """DIN with items and shops in one attention unit. Some rows have no shop for an item."""
-    features = (
-        Feature(name="items", vocabulary="item", max_length=3),
-        Feature(name="shops", vocabulary="shop", max_length=3, aligned_with="items"),
-    )
+    shops = Feature(name="shops", vocabulary="shop", max_length=3, aligned_with="items")
+    features = (Feature(name="items", vocabulary="item", max_length=3), shops)
     sparse, lists = ("item", "shop", "items", "shops"), ("items", "shops")
     schema = Schema(label="click", sparse=sparse, lists=lists, features=features, tokens="any", delimiter=",")
     preprocessor = Preprocessor("test", schema, (), (SparseColumn(30, None),) * 4, np.zeros(0, np.uint64))
     items = [[f"i{(row + number) % 40}" for number in range(row % 6)] for row in range(200)]
-    lines = [
-        f"{row % 3 // 2},i{row % 40},s{row % 7},{'|'.join(of_row)},{'|'.join('s' + item[-1] for item in of_row)}"
-        for row, of_row in enumerate(items)
-    ]
+    of_rows = [f"{'|'.join(of_row)},{'|'.join('s' + item[-1] for item in of_row)}" for of_row in items]
+    lines = [f"{row % 3 // 2},i{row % 40},s{row % 7},{of_row}" for row, of_row in enumerate(of_rows)]
     log = tmp_path / "log.csv"
     log.write_text("\n".join(["click,item,shop,items,shops", *lines]) + "\n")
     model = DINConfig(embedding_dim=4, attention=(8,), mlp=(8,))
