@@ -49,7 +49,12 @@ def write_log(folder: Path, name: str, *, users: int = 120) -> str:
 def small(name: str, log: str, storage: Path, steps: int, **changes: Any) -> rayrec.TrainConfig:
     """Return the recipe with a small model, which learns from the log and evaluates on it."""
     schema = LISTS if name == "next_item" else PAIRS
-    workload = {"model": SMALL[name], **{f"{kind}_optimizer": {"learning_rate": 0.02} for kind in ("sparse", "dense")}}
+    constant = {"schedule": {"decay_fraction": 0.0}}  # A decay depends on the number of steps
+    workload = {
+        "model": SMALL[name],
+        **constant,
+        **{f"{kind}_optimizer": {"learning_rate": 0.02} for kind in ("sparse", "dense")},
+    }
     fields: dict[str, Any] = {"workload": workload, "eval_data": {"path": log}, "batch_size": 32}
     fields |= {"early_stopping": {"patience": 0}, "trackers": LEAN["trackers"], **changes}
     return short_run(recipes.ALL[name](log, schema), storage, steps, **fields)
