@@ -24,7 +24,7 @@ HOUSE = {
     "crowded folders": (1, 0),
     "circles": (0, 0),
     "long signatures": (0, 0),
-    "lines of tests": (42_400, 300),
+    "lines of tests": (42_000, 300),
 }
 """Size and shape of src/rayrec, and the size of tests. These only fall: lower a bound in the commit that lowers its count."""
 MOST_FILES = 15
