@@ -1,24 +1,21 @@
 """Parsing of request rows with the parsers of the training log, and its errors."""
 
-import contextlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, islice, pairwise
+from itertools import islice
 from typing import Any, final
 
-import numpy as np
 import pyarrow as pa
 
 from rayrec.config import InputError, line_of
 from rayrec.data.encoding.rules import seconds_of
-from rayrec.data.logs.column_values import EMPTY, REJECTED, Text
 from rayrec.data.logs.csv_reader import read_csv_text
 from rayrec.data.logs.faults import LABEL_FAULT, Fault
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import TextParser, padded
-from rayrec.data.raw_block import RawBlock, packed_bits
+from rayrec.data.raw_block import RawBlock
 from rayrec.schema import Schema
 from rayrec.serve.requests import RequestBody, RequestError, delimiter_of, row_ends, shorten
 
@@ -31,8 +28,6 @@ _A_LABEL = "label of rows without one"
 
 Outcome = slice | RequestError
 """Result of one body: its range of the rows that were read together, or its error."""
-_Convert = Callable[[Any, str, int], Any]
-"""Function (value, column, row) that converts a JSON value. Raises RequestError if it is invalid."""
 
 
 class RowReader(ABC):
@@ -76,24 +71,13 @@ def _fields(row: bytes, delimiter: str) -> list[str]:
 
 @final
 class HexadecimalReader(RowReader):
-    """Reader for schemas with hexadecimal tokens. The native parser reads text; all JSON rows become columns at once."""
+    """Reader for schemas with hexadecimal tokens. The native parser reads text, and JSON rows as lines of text."""
 
     def __init__(self, schema: Schema) -> None:
         super().__init__(schema)
         self._labelled = schema if schema.label else schema.replace(label=_A_LABEL)
 
     def read(self, bodies: Sequence[RequestBody]) -> tuple[RawBlock, list[Outcome]]:
-        texts, rows = [body for body in bodies if body.rows is None], [body.rows for body in bodies if body.rows is not None]
-        if not rows:
-            return self._parse_texts(texts)
-        if not texts:
-            return self._fill_columns(rows, 0)
-        first, of_texts = self._parse_texts(texts)
-        second, of_rows = self._fill_columns(rows, first.rows)
-        outcomes = {True: iter(of_texts), False: iter(of_rows)}
-        return RawBlock.concatenated([first, second]), [next(outcomes[body.rows is None]) for body in bodies]
-
-    def _parse_texts(self, bodies: list[RequestBody]) -> tuple[RawBlock, list[Outcome]]:
         parser = TextParser(self._labelled, sum(body.num_rows for body in bodies))
         outcomes: list[Outcome] = []
         for body in bodies:
@@ -101,8 +85,11 @@ class HexadecimalReader(RowReader):
             try:
                 if body.format == "csv":
                     raise RequestError(415, "rows of this model must be application/json or text/tab-separated-values")
-                num_fields = 1 + body.text.partition(b"\n")[0].count(b"\t")
-                self._parse(parser, body.text, labelled=self._is_labelled(body, num_fields))
+                if body.rows is not None:
+                    self._parse(parser, self._lines(body.rows), labelled=True)
+                else:
+                    num_fields = 1 + body.text.partition(b"\n")[0].count(b"\t")
+                    self._parse(parser, body.text, labelled=self._is_labelled(body, num_fields))
                 outcomes.append(slice(start, parser.rows))
             except RequestError as error:
                 parser.drop_after(start)
@@ -119,79 +106,44 @@ class HexadecimalReader(RowReader):
             fault = faults.first[0]
             raise _row_error(fault, text.count(b"\n", 0, fault.byte or 0))
 
-    def _fill_columns(self, bodies: list[list[Any]], start: int) -> tuple[RawBlock, list[Outcome]]:
-        """Convert the rows of JSON bodies together, numbered from `start`; one body after the other if a row is invalid."""
-        try:
-            block = self._columns([row for rows in bodies for row in rows])
-        except RequestError as error:
-            if len(bodies) == 1:
-                return RawBlock.empty(self.schema), [error]
-            parts: list[RawBlock] = []
-            outcomes: list[Outcome] = []
-            for rows in bodies:
-                part, outcome = self._fill_columns([rows], start)
-                parts.append(part)
-                outcomes += outcome
-                start += part.rows
-            return RawBlock.concatenated(parts), outcomes
-        return block, [slice(*ends) for ends in pairwise(accumulate(map(len, bodies), initial=start))]
-
-    def _columns(self, rows: list[Any]) -> RawBlock:
-        """Convert JSON rows to columns. Raises RequestError for the first invalid value."""
+    def _lines(self, rows: list[Any]) -> bytes:
+        """Return JSON rows as labelled lines. Raises RequestError for values that lines cannot have; the parser checks others."""
         dense, sparse = self.schema.dense, self.schema.sparse
+        lines = []
         for number, row in enumerate(rows):
             self._check_names(row, number)
-        integers = _array(rows, dense, int, _integer, pa.int64())
-        present, values = integers.buffers()
-        numbers = np.frombuffer(values or b"", np.int64, len(integers)).reshape(len(rows), len(dense))
-        _reject((numbers > MAX_INTEGER) | (numbers < -MAX_INTEGER), "not an integer", dense)
-        missing = np.zeros((len(rows), len(dense) + len(sparse)), bool)
-        if present is not None:
-            bits = np.unpackbits(np.frombuffer(present, np.uint8), count=numbers.size, bitorder="little")
-            missing[:, : len(dense)] = bits.reshape(numbers.shape) == 0
-            numbers = np.where(missing[:, : len(dense)], 0, numbers)
-        tokens = np.empty((len(rows), len(sparse)), np.uint32)
-        status = Text.of(_array(rows, sparse, str, _hexadecimal, pa.large_binary())).call("rayrec_text_hexadecimal", tokens)
-        status = status.reshape(tokens.shape)
-        _reject(status == REJECTED, "not 8 hexadecimal digits", sparse)
-        missing[:, len(dense) :] = status == EMPTY
-        return RawBlock(self.schema, numbers, tokens, packed_bits(missing))
+            fields = [
+                "" if value is None else str(value) if type(value) is int else _integer_text(value, name, number)
+                for name, value in zip(dense, map(row.get, dense), strict=True)
+            ]
+            fields += ["" if value is None else value for value in map(row.get, sparse)]
+            try:
+                lines.append("0\t" + "\t".join(fields))
+            except TypeError:
+                name = next(name for name in sparse if not isinstance(row.get(name), str | None))
+                raise _hexadecimal_error(name, number) from None
+        text = "\n".join(lines)
+        ends = text.count("\t"), text.count("\n"), text.count("\r")
+        if ends != (len(rows) * (len(dense) + len(sparse)), len(rows) - 1, 0):
+            raise next(
+                _hexadecimal_error(name, number)
+                for number, row in enumerate(rows)
+                for name in sparse
+                if {*(row.get(name) or "")} & {"\t", "\n", "\r"}
+            )
+        return text.encode()
 
 
-def _array(rows: list[Any], names: Sequence[str], kind: type, convert: _Convert, arrow_type: pa.DataType) -> pa.Array:
-    """Return the values of the columns `names`, row by row. Converts them one by one unless all are of type `kind`. Raises
-    RequestError for the first that `convert` rejects."""
-    values = [value for row in rows for value in map(row.get, names)]
-    if set(map(type, values)) <= {kind, type(None)}:
-        with contextlib.suppress(ValueError, OverflowError):  # Not Unicode, or beyond 64 bits: named below
-            return pa.array(values, arrow_type)
-    converted = [convert(row.get(name), name, number) for number, row in enumerate(rows) for name in names]
-    return pa.array(converted, arrow_type)
-
-
-def _reject(bad: np.ndarray, kind: str, names: Sequence[str]) -> None:
-    """Raise RequestError for the first of the values `bad`, bool [rows, columns]."""
-    if bad.any():
-        row, column = divmod(int(bad.argmax()), len(names))
-        raise _row_error(Fault("", None, kind, names[column]), row)
-
-
-def _integer(value: Any, name: str, number: int) -> int | None:
-    if value is None:
-        return None
+def _integer_text(value: Any, name: str, number: int) -> str:
     if type(value) is float and value.is_integer():  # In JSON, 3.0 is an integer
-        value = int(value)
-    if type(value) is not int:
-        raise RequestError(400, f"row {number}: {name} is {_kind(value)}, not an integer", row=number, field=name)
-    if not -MAX_INTEGER <= value <= MAX_INTEGER:
-        raise RequestError(400, f"row {number}: {name} has more than 18 digits", row=number, field=name)
-    return value
+        if abs(value) > MAX_INTEGER:
+            raise RequestError(400, f"row {number}: {name} has more than 18 digits", row=number, field=name)
+        return str(int(value))
+    raise RequestError(400, f"row {number}: {name} is {_kind(value)}, not an integer", row=number, field=name)
 
 
-def _hexadecimal(value: Any, name: str, number: int) -> str | None:
-    if value is not None and not (type(value) is str and value.isascii()):
-        raise RequestError(400, f"row {number}: {name} is not 8 hexadecimal digits as a string", row=number, field=name)
-    return value
+def _hexadecimal_error(name: str, number: int) -> RequestError:
+    return RequestError(400, f"row {number}: {name} is not 8 hexadecimal digits as a string", row=number, field=name)
 
 
 @final
