@@ -98,9 +98,9 @@ class BatchScorer:
             return outcome
         body_fields = {name: np.ascontiguousarray(field[outcome]) for name, field in fields.items()}
         for field in body_fields.values():
-            bad = np.flatnonzero(~np.isfinite(field).reshape(len(field), -1).all(axis=1))
-            if len(bad):
-                return RequestError(422, f"row {bad[0]} has no finite score; its numbers are too large", row=int(bad[0]))
+            if not np.isfinite(field).all():
+                row = int(np.isfinite(field).reshape(len(field), -1).all(axis=1).argmin())
+                return RequestError(422, f"row {row} has no finite score; its numbers are too large", row=row)
         body_unknown = np.ascontiguousarray(unknown[outcome])
         return ScoreResponse(body_fields, body_unknown, self._columns, self.model.version, self.model.preprocessor_hash)
 

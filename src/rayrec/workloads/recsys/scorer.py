@@ -63,6 +63,7 @@ class PlainModel(nn.Module):
         super().__init__()
         self.network, self.inputs, self.heads, self.width = network, inputs, heads, width
         self.sequences, self._unpooled, self.tables = sequences, unpooled, tables
+        self._has_predict = hasattr(network, "predict")
         self.predicts_by_tables = True
         """Flag for predictions that read full tables. Otherwise only evaluations do."""
 
@@ -84,7 +85,7 @@ class PlainModel(nn.Module):
         """Return the head values for inputs of `forward`, by tensor name."""
         embedded = self.embedded(pooled, *sequences)
         values = self.outputs(dense, embedded)
-        if hasattr(self.network, "predict"):
+        if self._has_predict:
             values = self.network.predict(values, embedded)  # type: ignore[operator]
             for head in self.heads:
                 head.check(values, rows=dense.shape[0], where=f"{type(self.network).__name__}: predict")
