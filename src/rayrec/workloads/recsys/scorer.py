@@ -63,7 +63,7 @@ class PlainModel(nn.Module):
         super().__init__()
         self.network, self.inputs, self.heads, self.width = network, inputs, heads, width
         self.sequences, self._unpooled, self.tables = sequences, unpooled, tables
-        self._has_predict = hasattr(network, "predict")
+        self._has_predict = hasattr(network, "predict")  # Modules are slow to answer this, and requests may have one row
         self.predicts_by_tables = True
         """Flag for predictions that read full tables. Otherwise only evaluations do."""
 
