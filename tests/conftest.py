@@ -12,6 +12,7 @@ import pytest
 from filelock import FileLock
 from hosts.cloud_stores import S3Store
 from hypothesis import HealthCheck, settings
+from ranks import server
 
 from rayrec.cluster import connection
 from rayrec.data.engine import STOP_REQUESTED
@@ -49,9 +50,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported so far stays: the garbage collector, which torch and others call often, need not look at it again."""
+    """What was imported stays, also for ranks: the garbage collector, which torch often calls, need not look at it again."""
     gc.collect()
     gc.freeze()
+    server.start()
 
 
 @pytest.fixture(scope="session")

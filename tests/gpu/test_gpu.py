@@ -27,7 +27,8 @@ from rayrec.recipes import criteo_demo, gpt2_tiny, mnist_resnet18
 from rayrec.workloads.base import TrainConfig
 
 DEVICE = os.environ.get("RAYREC_GPU_TESTS_ON", "cuda")
-pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a GPU")
+# Evaluated when a test begins: ranks are forked after the import, and a process that has asked for CUDA has none after a fork.
+pytestmark = pytest.mark.skipif("DEVICE == 'cuda' and not torch.cuda.is_available()", reason="needs a GPU")
 
 ROWS, STEPS = 20_000, 20
 

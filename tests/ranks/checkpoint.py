@@ -1,6 +1,5 @@
 """Functions of ranks in checkpoint tests, each in a separate process, started by `run_ranks`."""
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -18,19 +17,17 @@ import torch
 from builders.faults import watched
 from builders.savers import Run
 from builders.savers import save as save_now
+from ranks import server
 from torch import distributed
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import Checkpoint, acquire_lease, check_shared, folder_of, lease, write_token, writer
 from rayrec.checkpoint.communicator import Communicator
 from rayrec.config import InputError
-
-IMPORTED_ONCE = [
-    *("rayrec.checkpoint", "rayrec.training.launchers.process_worker", "rayrec.training.trainer"),
-    *("rayrec.workloads.recsys.worker", "rayrec.workloads.data_parallel.worker", "torch._dynamo", "torch.distributed.fsdp"),
-    *("torch.distributed._shard.sharded_tensor", "torch.distributed.optim", "torch.distributed.tensor"),
-]
-"""Modules imported by the process from which ranks are forked, which saves several seconds per rank."""
 
 
 def run_ranks(
@@ -38,18 +35,12 @@ def run_ranks(
 ) -> list[str]:
     """Run a function, or one of this module by name, on each rank with the folder and its rank. Returns the outputs. All must
     exit with 0, except a rank that kills itself. `grouped`: they begin as one process group."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED_ONCE)
     with tempfile.TemporaryDirectory() as meeting:
         places = [(what, rank, size, folder, meeting, grouped) for rank in range(size)]
-        processes = [context.Process(target=_be_rank, args=place, daemon=True) for place in places]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(300)
+        exit_codes = server.call_each(_be_rank, places)
         outputs = [Path(meeting, f"output_{rank}").read_text() for rank in range(size)]
     expected = [-signal.SIGKILL if rank == killed else 0 for rank in range(size)]
-    assert [process.exitcode for process in processes] == expected, "\n".join(outputs)
+    assert exit_codes == expected, "\n".join(outputs)
     return outputs
 
 
@@ -82,11 +73,6 @@ def whole(factor: float = 1) -> dict[str, torch.Tensor]:
 
 def sharded(factor: float = 1) -> dict[str, Any]:
     """Return the same tensors, sharded over the process group."""
-    from torch.distributed._shard import sharded_tensor
-    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     values, size = whole(factor), distributed.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     for name, placement in (("rows", Shard(0)), ("columns", Shard(1)), ("same", Replicate())):
@@ -147,9 +133,6 @@ def read_some(folder: str, rank: int) -> None:
     distributed.barrier()
     (chunk,) = Checkpoint(path).manifest()["tensors"]["a"]["chunks"]
     assert (chunk["bytes"], len(chunk["sha256"])) == (16384, 16)
-
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
 
     mine = torch.zeros(200 if rank == 0 else 312, 8)  # 6,400 bytes on rank 0: its last block is rank 1's first
     whole_size: dict[str, Any] = {"shape": torch.Size([512, 8]), "stride": (8, 1), "run_check": False}
@@ -255,8 +238,6 @@ def save_apart(folder: str, rank: int) -> None:
 
 def claimed_table(held_by: list[int]) -> Any:
     """Return a table of 7 rows that this rank assigns to `held_by`, or if empty, to the next rank."""
-    from torch.distributed._shard import sharded_tensor
-
     owner = held_by[0] if held_by else 1 - distributed.get_rank()
     metadata = sharded_tensor.ShardMetadata([0, 0], [7, 1], f"rank:{owner}/cpu")
     shards = [sharded_tensor.Shard(torch.zeros(7, 1), metadata)] if held_by else []
