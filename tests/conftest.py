@@ -1,8 +1,10 @@
 """Fixtures that tests of several kinds share: a small synthetic click log, a local Ray, an S3 server that can be killed."""
 
+import functools
 import gc
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,6 +49,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("extended")
     rank = {f"test_{name}.py": number for number, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a process a file at a time, and all files with tests of the shared Ray to the same one: the other starts none."""
+    from xdist.scheduler import LoadFileScheduling
+
+    @functools.cache
+    def place(file: str) -> str:
+        return "ray" if re.search(r"\blocal_ray\b", (config.rootpath / file).read_text()) else file
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return place(super()._split_scope(nodeid))
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:
