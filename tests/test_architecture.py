@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import grimp
@@ -41,6 +42,11 @@ def _relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def test_imports_point_down() -> None:
     # In a process of its own, for it silences the loggers of the one it runs in.
     code = "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True))"
@@ -63,7 +69,7 @@ def _circles(graph: grimp.ImportGraph) -> list[frozenset[str]]:
 
 def _long_signatures(path: Path) -> list[str]:
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             given = {argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
             if len(given - {"self", "cls"}) > MOST_PARAMETERS:
@@ -115,18 +121,17 @@ def test_importing_is_cheap(module: str) -> None:
         f"import {module}\n"
         "print(time.perf_counter() - start, *{name.partition('.')[0] for name in set(sys.modules) - before})"
     )
-    seconds, loaded = [], set()
-    for _ in range(3):
+    for _ in range(3):  # a busy machine may be slow once
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         took, *names = run.stdout.split()
-        seconds.append(float(took))
-        loaded |= set(names)
-    assert not (loaded & HEAVY) - ({"numpy", "pyarrow"} if module == "rayrec.storage" else set())
-    assert min(seconds) < 1.0  # 0.01 s on a quiet machine (0.2 s is the promise); the bound is for busy ones
+        assert not (set(names) & HEAVY) - ({"numpy", "pyarrow"} if module == "rayrec.storage" else set())
+        if float(took) < 1.0:  # 0.01 s on a quiet machine (0.2 s is the promise); the bound is for busy ones
+            return
+    pytest.fail(f"to import {module} takes {took} s")
 
 
 def test_modules_have_docstrings_and_names_of_subjects() -> None:
-    assert [path for path in MODULES if not (ast.get_docstring(ast.parse(path.read_text())) or "").strip()] == []
+    assert [path for path in MODULES if not (ast.get_docstring(_tree(path)) or "").strip()] == []
     assert [path for path in MODULES if re.search(r"util|helper|manager|misc|common", path.stem)] == []
 
 
@@ -139,12 +144,13 @@ NOT_OF_RAY_OR_TORCH = {"os._exit", "ctypes._NamedFuncPointer"}
 
 def _private_names(tree: ast.AST) -> Iterator[str]:
     """Imports of private names, and private attributes of objects that the module does not define itself."""
-    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    own |= {node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
-    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    nodes = list(ast.walk(tree))
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     of_self = {id(node) for node in attributes if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")}
     own |= {node.attr for node in attributes if id(node) in of_self}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module):
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             names = [f"{module}{alias.name}" for alias in node.names]
@@ -156,8 +162,8 @@ def _private_names(tree: ast.AST) -> Iterator[str]:
 
 
 def test_private_names_of_ray_and_torch_are_in_compat_only() -> None:
-    trees = {path: ast.parse(path.read_text()) for path in MODULES if path.parent.name != "compat"}
-    assert {path: names for path, tree in trees.items() if (names := {*_private_names(tree)} - NOT_OF_RAY_OR_TORCH)} == {}
+    outside = [path for path in MODULES if path.parent.name != "compat"]
+    assert {path: names for path in outside if (names := {*_private_names(_tree(path))} - NOT_OF_RAY_OR_TORCH)} == {}
 
 
 def test_private_names_are_detected() -> None:
@@ -197,9 +203,7 @@ def test_documented_layout_matches_code() -> None:
 
 
 # -- the lock
-PROJECT, SHIM = (
-    tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in ("", "packaging/fbgemm-gpu-cpu")
-)
+PROJECT, SHIM = (tomllib.loads((ROOT / at / "pyproject.toml").read_text())["project"] for at in ("", "packaging/fbgemm-gpu-cpu"))
 LOCK = dict(re.findall(r"^([^#\s].*)==(.*)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
 
 
