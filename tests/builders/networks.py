@@ -1,46 +1,38 @@
 """Networks of every click model for two numbers and features a, b and c: each structure that its settings can give it."""
 
 from dataclasses import replace
+from typing import Any
 
+from rayrec import models
 from rayrec.models.base import ClickModelConfig, ModelInputs
-from rayrec.models.ranking.autoint import AutoIntConfig
-from rayrec.models.ranking.dcnv2 import DCNv2Config
-from rayrec.models.ranking.dcnv3 import DCNv3Config
-from rayrec.models.ranking.deepfm import DeepFMConfig
-from rayrec.models.ranking.dlrm import DLRMConfig
-from rayrec.models.ranking.finalmlp import FinalMLPConfig
-from rayrec.models.ranking.finalnet import FinalNetConfig
-from rayrec.models.ranking.gdcn import GDCNConfig
-from rayrec.models.ranking.linear import LinearConfig
-from rayrec.models.ranking.masknet import MaskNetConfig
-from rayrec.models.ranking.mmoe import MMoEConfig
-from rayrec.models.ranking.ple import PLEConfig
-from rayrec.models.ranking.widedeep import WideDeepConfig
-from rayrec.models.ranking.wukong import WukongConfig
-from rayrec.models.ranking.xdeepfm import XDeepFMConfig
 from rayrec.schema import Label
 
 DIM = 4
 INPUTS = ModelInputs(2, ("a", "b", "c"), "click")
 SEVERAL = replace(INPUTS, more_labels=(Label(name="like"), Label(name="seconds", kind="number")))
 
-CROSSES = DCNv2Config(embedding_dim=DIM, cross_layers=2, mlp=(8, 6), dropout=0.3, batch_norm=True)
-GDCN = GDCNConfig(embedding_dim=DIM, cross_layers=2, mlp=(8, 6), dropout=0.3)
-MASKNET = MaskNetConfig(embedding_dim=DIM, mlp=(8, 6), num_blocks=2, block_dim=5, reduction_ratio=0.5, dropout=0.3)
-FINALMLP = FinalMLPConfig(embedding_dim=DIM, first_mlp=(8, 6), second_mlp=(4,), heads=2, gate_mlp=(3,))
-FINALNET = FinalNetConfig(embedding_dim=DIM, first_tower=(12, 8), second_tower=(10,), second_dropout=0.3)
-WUKONG = WukongConfig(embedding_dim=DIM, linear_vectors=3, product_vectors=2, rank=2, block_mlp=(6,), mlp=(8,), dropout=0.3)
-DEEPFM = DeepFMConfig(embedding_dim=DIM, mlp=(8, 6), batch_norm=True, dropout=0.3)
-WIDEDEEP = WideDeepConfig(embedding_dim=DIM, mlp=(8,), dropout=0.3)
-XDEEPFM = XDeepFMConfig(embedding_dim=DIM, interaction=(5, 3), mlp=(8,), dropout=0.3)
-DCNV3 = DCNv3Config(embedding_dim=DIM, deep_layers=2, shallow_layers=3)
-AUTOINT = AutoIntConfig(embedding_dim=DIM, layers=2, attention_dim=6, heads=2, mlp=(8,), dropout=0.3)
-MMOE = MMoEConfig(embedding_dim=DIM, experts=3, expert=(8, 6), gate=(5,), tower=(7,), dropout=0.3)
-PLE = PLEConfig(embedding_dim=DIM, levels=2, own_experts=2, expert=(9,), gate=(5,), tower=(8,), dropout=0.3)
-DLRM = DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(7, 6, 4), top_mlp=(8, 5, 1), cross_layers=2, cross_low_rank=3)
+
+def small(name: str, **settings: Any) -> Any:
+    return models.config_class(name)(embedding_dim=DIM, **settings)
+
+
+CROSSES = small("dcnv2", cross_layers=2, mlp=(8, 6), dropout=0.3, batch_norm=True)
+GDCN = small("gdcn", cross_layers=2, mlp=(8, 6), dropout=0.3)
+MASKNET = small("masknet", mlp=(8, 6), num_blocks=2, block_dim=5, reduction_ratio=0.5, dropout=0.3)
+FINALMLP = small("finalmlp", first_mlp=(8, 6), second_mlp=(4,), heads=2, gate_mlp=(3,))
+FINALNET = small("finalnet", first_tower=(12, 8), second_tower=(10,), second_dropout=0.3)
+WUKONG = small("wukong", linear_vectors=3, product_vectors=2, rank=2, block_mlp=(6,), mlp=(8,), dropout=0.3)
+DEEPFM = small("deepfm", mlp=(8, 6), batch_norm=True, dropout=0.3)
+WIDEDEEP = small("widedeep", mlp=(8,), dropout=0.3)
+XDEEPFM = small("xdeepfm", interaction=(5, 3), mlp=(8,), dropout=0.3)
+DCNV3 = small("dcnv3", deep_layers=2, shallow_layers=3)
+AUTOINT = small("autoint", layers=2, attention_dim=6, heads=2, mlp=(8,), dropout=0.3)
+MMOE = small("mmoe", experts=3, expert=(8, 6), gate=(5,), tower=(7,), dropout=0.3)
+PLE = small("ple", levels=2, own_experts=2, expert=(9,), gate=(5,), tower=(8,), dropout=0.3)
+DLRM = small("dlrm", interaction="dot", bottom_mlp=(7, 6, 4), top_mlp=(8, 5, 1), cross_layers=2, cross_low_rank=3)
 DLRM = DLRM.replace(projection_first=(6, 8), projection_second=(5, 12))
 CONFIGS: dict[str, ClickModelConfig] = {
-    "linear": LinearConfig(number_scale=4.0, category_scale=0.5),
+    "linear": models.config_class("linear")(number_scale=4.0, category_scale=0.5),
     "widedeep": WIDEDEEP,
     "widedeep batch norm": WIDEDEEP.replace(batch_norm=True),
     "deepfm": DEEPFM,

@@ -18,16 +18,9 @@ def cases() -> list[tuple[np.ndarray, np.ndarray]]:
     labels = (generator.random(count) < 0.3).astype(np.uint8)
     smooth = (generator.normal(size=count) + labels).astype(np.float32)
     skewed = np.where(np.arange(count) < 8000, np.float32(-2), smooth).astype(np.float32)  # one key on most rows
-    return [
-        (smooth, labels),
-        (smooth.round(1), labels),
-        (skewed, labels),
-        (np.zeros(count, np.float32), labels),
-        (np.sort(smooth), labels),  # each rank another range
-        (smooth, np.zeros(count, np.uint8)),
-        (smooth[:3], np.array([0, 1, 0], np.uint8)),
-        (smooth[:0], labels[:0]),
-    ]
+    logits = [smooth, smooth.round(1), skewed, np.zeros(count, np.float32), np.sort(smooth)]  # sorted: each rank another range
+    few = [(smooth[:3], np.array([0, 1, 0], np.uint8)), (smooth[:0], labels[:0])]
+    return [*((each, labels) for each in logits), (smooth, np.zeros(count, np.uint8)), *few]
 
 
 def bounds(count: int, world_size: int) -> list[list[int]]:

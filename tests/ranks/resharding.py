@@ -1,20 +1,21 @@
 """Functions of ranks that train small models under several sharding plans, each in a separate process."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from builders.click_models import whole_model
+from ranks import click
 from torch import distributed
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec import checkpoint
-from rayrec.batch import DENSE, Batch
+from rayrec.batch import Batch
 from rayrec.checkpoint.state import all_tensors, restore_all
 from rayrec.models.base import ModelInputs
 from rayrec.models.ranking.dlrm import DLRMConfig
@@ -42,20 +43,13 @@ def run_stages(stages: list[Stage], folder: str, rank: int) -> None:
 
 def batch(step: int, rank: int, world_size: int) -> Batch:
     """Return a rank's part of the same global batch, for any number of ranks. In the first step, the last one has no rows."""
-    generator = torch.Generator().manual_seed(step)
-    ids = [torch.randint(rows, (ROWS,), generator=generator) for rows in TABLES]
-    dense, labels = torch.rand(ROWS, 3, generator=generator), torch.rand(ROWS, generator=generator).round()
-    size = ROWS // (world_size - (step == 0 and world_size > 1))
-    mine = slice(rank * size, (rank + 1) * size)
-    values = torch.cat([column[mine] for column in ids])
-    lengths = torch.ones(len(values), dtype=torch.int64)
-    sparse = KeyedJaggedTensor(keys=feature_names(len(TABLES)), values=values, lengths=lengths)
-    return Batch({DENSE: dense[mine]}, world_size / ROWS, sparse, {"label": labels[mine]})
+    shares = world_size - (step == 0 and world_size > 1)
+    return replace(click.batch(TABLES, step, rank, shares, rows=ROWS), loss_weight=world_size / ROWS)
 
 
 def build(stage: Stage, rank: int) -> tuple[DistributedModelParallel, Any]:
     config = DLRMConfig(embedding_dim=16, bottom_mlp=(8, 16), top_mlp=(8, 1), interaction="dot")
-    model = whole_model(config, TABLES, inputs=ModelInputs(3, tuple(feature_names(len(TABLES)))), embedding_device="meta")
+    model = whole_model(config, TABLES, inputs=ModelInputs(2, tuple(feature_names(len(TABLES)))), embedding_device="meta")
     sparse = optim.SparseOptimizerConfig(kind=stage["sparse"], learning_rate=0.5, eps=stage.get("eps", 1e-8))
     optimizer_class, arguments = sparse.build()
     apply_optimizer_in_backward(optimizer_class, model.embeddings.parameters(), arguments)
