@@ -22,6 +22,7 @@ from builders import click_models
 from builders.click_models import SMALL, Saved, bucketed_preprocessor, lists_preprocessor, multi_hot_preprocessor, save_clicks
 from builders.exports import ROWS, changed, export_of, reseal, scored_by_strangers, write_criteo_rows
 from builders.faults import Trap, fails_with, flip, rejects
+from builders.own_click_model import OwnConfig
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
 import rayrec
@@ -607,26 +608,26 @@ def test_triton_config_fits_schema() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quantize", "make"),
+    ("quantize", "model", "make"),
     [
-        pytest.param(None, lambda: None, marks=pytest.mark.extended),
-        ("int4", lambda: multi_hot_preprocessor(5)),
-        pytest.param("int8", bucketed_preprocessor, marks=pytest.mark.extended),  # without dense columns
+        pytest.param(None, SMALL, lambda: None, marks=pytest.mark.extended),
+        ("int4", OwnConfig(embedding_dim=8), lambda: multi_hot_preprocessor(5)),
+        pytest.param("int8", SMALL, bucketed_preprocessor, marks=pytest.mark.extended),  # without dense columns
     ],
 )
-def test_graph_scores_match_export(tmp_path: Path, quantize: Any, make: Any) -> None:
+def test_graph_scores_match_export(tmp_path: Path, quantize: Any, model: Any, make: Any) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    saved = save_clicks(tmp_path / "run", preprocessor=make())
+    saved = save_clicks(tmp_path / "run", model=model, preprocessor=make())
     report = export_of(saved, tmp_path / "out", quantize=quantize, triton=True, max_auroc_loss=0.1, ignore_parity=True)
     assert report["triton"]["max_relative_difference"] < 1e-5
     assert report["parity"]["failure"].startswith("no rows of the run's log")
-    model = tmp_path / "out" / "triton" / "click_model"
-    config = text_format.Parse((model / "config.pbtxt").read_text(), _model_config()())
-    session = onnxruntime.InferenceSession(str(model / "1" / "model.onnx"), providers=["CPUExecutionProvider"])
+    folder = tmp_path / "out" / "triton" / "click_model"
+    config = text_format.Parse((folder / "config.pbtxt").read_text(), _model_config()())
+    session = onnxruntime.InferenceSession(str(folder / "1" / "model.onnx"), providers=["CPUExecutionProvider"])
     dims = {tensor.name: list(tensor.dims) for tensor in config.input}
     assert {tensor.name: tensor.shape[1:] for tensor in session.get_inputs()} == dims
     assert [(tensor.name, tensor.shape[1:]) for tensor in session.get_outputs()] == [("logit", [1])]
-    served = open_served(str(tmp_path / "out"))  # its files are in the manifest, and sound
+    served = open_served(str(tmp_path / "out"), own=OwnConfig)  # its files are in the manifest, and sound
     for count in (50, 1):
         rows = saved.rows(count)
         np.testing.assert_allclose(session.run(None, onnx_inputs(rows))[0][:, 0], served.score(rows), rtol=0, atol=1e-5)
