@@ -27,8 +27,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # several tests' threads sh
 LONGEST = """
 faults nodes train models vision ingest predict supervise serve engines install tune s3 language
 write synthetic every_model search data_parallel materialized table_log ensemble fork_server golden_replies resume
-dataframe_input adopt commands counts ranking rules split_files golden_outputs splits listener planted_bottlenecks
-huggingface planning scoring architecture golden_inputs
+dataframe_input adopt commands counts ranking rules split_files goldens splits listener planted_bottlenecks
+huggingface planning scoring architecture
 """
 """Files that take more than ten seconds on two cores, those that take longest first."""
 _is_connected = connection.is_connected
