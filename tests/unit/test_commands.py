@@ -46,8 +46,7 @@ UNTIL_TRAINED = [
     ("preprocess log/train.txt --out preprocessed --format parquet", HEAVY),
     ("train criteo_demo --name run --data log --batch-size 512 --steps 2 --workers 1 --scaling.threads-per-worker 1", RAY),
 ]
-"""Commands and modules they must not import, because each delays a start by up to a few seconds. One process runs all commands,
-so they are ordered by their imports."""
+"""Commands, and modules that they must not import, which take seconds. One process runs all, in the order of their imports."""
 TRAINED = [
     ("report runs/run", HEAVY),
     ("evaluate runs/run log/train.txt", HEAVY - {"torch"}),

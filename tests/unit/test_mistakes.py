@@ -21,8 +21,7 @@ Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]
 
 
 def command(line: str, **files: str | bytes | pa.Table) -> Make:
-    """Give a command, after variables such as A=1. FOLDER is the folder of the test, which has these files; two underscores stand
-    for a dot."""
+    """Give a command, after variables such as A=1. FOLDER is the test's, with these files; two underscores stand for a dot."""
 
     def make(folder: Path) -> list[str]:
         for name, content in files.items():

@@ -1,5 +1,4 @@
-"""The files for Slurm decide rightly what to do when a run ends; Slurm's commands are stand-ins (tests/integration/test_slurm.py
-has the real ones)."""
+"""The files for Slurm decide rightly what to do when a run ends; its commands are stand-ins (integration/test_slurm.py: real)."""
 
 import os
 import re

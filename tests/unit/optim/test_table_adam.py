@@ -118,8 +118,7 @@ def test_moments_decay_without_subnormals_alike_on_any_threads(monkeypatch: pyte
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("threads", [1, 2, 0])
 def test_row_gradients_match_autograd(threads: int, pooled: bool, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Test three features with bags of 0 to 3 ids, two of which share a table, and one without ids. 0 threads means torch
-    operators."""
+    """Test three features with bags of 0 to 3 ids, two of one table, and one without ids. 0 threads means torch operators."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     generator = torch.Generator().manual_seed(1)
     lengths = torch.cat([torch.randint(4, (3 * 10,), generator=generator), torch.zeros(10, dtype=torch.int64)])

@@ -23,8 +23,7 @@ from rayrec.workloads.base import TrainConfig, WorkerContext
 
 
 def config(**changes: Any) -> TrainConfig:
-    """Return a configuration with 13 steps of 8 rows in two epochs and a bit (last step of an epoch: 4 rows), evaluated every 5
-    and saved every 4 steps."""
+    """Return a configuration of 13 steps of 8 rows in two epochs and a bit (4 rows last), evaluated every 5 and saved every 4."""
     optimizer = DenseOptimizerConfig(kind="adamw", learning_rate=0.01, max_gradient_norm=0.5)
     workload = NextToken(optimizer=optimizer, schedule=LearningRateSchedule(warmup_steps=3, decay_fraction=0.5))
     made = TrainConfig(recipe="next_token", workload=workload, steps=13, batch_size=8, evaluate_every=5, log_every=2)

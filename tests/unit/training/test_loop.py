@@ -118,8 +118,7 @@ class Run:
         recipe: str = "criteo_demo",
         **changes: Any,
     ) -> None:
-        """`stop`: last step, in epochs of 20; `evaluation`: batches per evaluation; `changes`: configuration or stop signal
-        fields."""
+        """`stop`: last step, in epochs of 20; `evaluation`: batches; `changes`: configuration or stop signal fields."""
         self.evaluation = evaluation
         self.pipeline = pipeline = Pipeline(ahead)
         self.saves: list[tuple[int, int, float | None, bool, bool]] = []
@@ -192,8 +191,7 @@ def test_pause_evaluates_and_saves_without_changing_run() -> None:
 
 
 def test_evaluations_per_epoch() -> None:
-    """Recipes with published settings evaluate once per epoch, because their patience counts epochs; `evaluate_every`
-    overrides."""
+    """Recipes with published settings evaluate once per epoch: their patience counts epochs; `evaluate_every` overrides."""
     for recipe, config, expected in (
         ("criteo_demo", {}, [5, 10, 15, 20, 25, 30, 35, 40]),
         ("criteo_demo", {"evaluations_per_epoch": 3}, [7, 14, 21, 28, 35, 40]),
