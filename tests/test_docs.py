@@ -569,9 +569,7 @@ def _search(entries: list[dict[str, Any]], query: str) -> list[str]:
 
 def test_search_prefers_titles_to_headings_to_text() -> None:
     titles = {"b.html": "Other", "a.html": "Atomic files", "c.html#s": "Is atomic", "d.html": "Empty"}
-    entries = [
-        {"location": page, "title": title, "text": f"<p>{'atomic' * (title != 'Empty')}</p>"} for page, title in titles.items()
-    ]
+    entries = [{"location": at, "title": name, "text": f"<p>{'atomic' * (name != 'Empty')}</p>"} for at, name in titles.items()]
     assert _search(entries, "Atomic") == ["a.html", "c.html", "b.html"]
 
 

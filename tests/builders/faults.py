@@ -92,9 +92,7 @@ def flip(path: str | Path, place: int | None = None, *, bit: int = 1) -> None:
     Path(path).write_bytes(data)
 
 
-def until(
-    condition: Callable[[], Any], *, timeout_s: float = 60, pause_s: float = 0.01, told: Callable[[], object] = lambda: ""
-) -> Any:
+def until(condition: Callable[[], Any], *, timeout_s: float = 60, pause_s: float = 0.01, told: Callable[[], object] = str) -> Any:
     """Wait for a condition, and return what it comes to. `told`: more text of the error if it does not come."""
     deadline_s = time.monotonic() + timeout_s
     while not (found := condition()):

@@ -226,16 +226,14 @@ def click_loader(
     return Loader(order, ClickBatches(source, inputs, **of_reader), sharding, state=state, **settings)
 
 
-def row_loader(
-    shuffle: str, rank: int = 0, world_size: int = 1, *, state: dict[str, Any] | None = None, **changes: Any
-) -> Loader:
+def row_loader(order: str, rank: int = 0, world_size: int = 1, *, state: dict[str, Any] | None = None, **changes: Any) -> Loader:
     """Return a worker's loader of 101 numbered rows in five chunks."""
     settings: dict[str, Any] = {"epochs": 2, "batch_size": 8, **changes}
     small_steps = settings.pop("small_steps", False)
-    order = RowOrder((20, 31, 7, 25, 18), shuffle, 3, 2, small_steps, data_hash="0a1b2c")
+    rows = RowOrder((20, 31, 7, 25, 18), order, 3, 2, small_steps, data_hash="0a1b2c")
     source = ArrayRows({"number": np.arange(101), "image": np.arange(404, dtype=np.float32).reshape(101, 2, 2)})
     sharding = BatchSharding(rank, world_size, settings.pop("batch_size"))
-    return Loader(order, ArrayBatches(source), sharding, state=state, **settings)
+    return Loader(rows, ArrayBatches(source), sharding, state=state, **settings)
 
 
 def fields(batch: Batch) -> Iterator[tuple[str, np.ndarray]]:

@@ -28,8 +28,7 @@ def test_report_is_readable(browser: Browser, tmp_path: Path, scheme: str, width
     path = tmp_path / "report.html"
     path.write_text(report.render(report.Run(run_events.CONFIG, run_events.run(), run_events.SUMMARY)))
     with opened(browser, path.as_uri(), width=width, scheme=scheme) as page:
-        texts = chart_texts(page)
-        assert {"200", "step"} <= set(texts)
+        assert {"200", "step"} <= set(chart_texts(page))
         assert page.title()
 
 

@@ -13,12 +13,8 @@ from hosts.processes import run_command
 
 from rayrec import cli
 
-SMALL = (
-    "--num_embeddings 1000 --embedding_dim 8 --dense_arch_layer_sizes 16,8 --over_arch_layer_sizes 8,1 --limit_train_batches 4"
-)
-TORCHRUN = (
-    "--nnodes 1 --nproc_per_node 2 --rdzv_backend c10d --rdzv_endpoint localhost --rdzv_id 54321 --role trainer dlrm_main.py"
-)
+SMALL = "--num_embeddings 100 --embedding_dim 8 --dense_arch_layer_sizes 16,8 --over_arch_layer_sizes 8,1 --limit_train_batches 4"
+TORCHRUN = "--nnodes 1 --nproc_per_node 2 --rdzv_backend c10d --rdzv_endpoint localhost --rdzv_id 543 --role trainer dlrm_main.py"
 TORCHX = "run -s local_cwd dist.ddp -j 1x2 --script dlrm_main.py --"
 
 

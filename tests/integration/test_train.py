@@ -432,11 +432,9 @@ def test_environment_reaches_workers_and_tasks(
     (tmp_path / "env.yaml").write_text("env_vars: {FROM_FILE: 'yes'}")
     (seen := tmp_path / "environments").mkdir()
     environment = environment_for(tmp_path / "cache", FI_PROVIDER="efa", SEEN=str(seen))
-    flags = (
-        f"--train-data.path {click_log}/train.txt --name seen --storage-path {tmp_path} --steps 30 --log-every 5 --batch-size 64"
-    )
+    flags = f"--train-data.path {click_log}/train.txt --name seen --storage-path {tmp_path} --steps 30 --log-every 5"
     flags += " --scaling.num-workers 2 --scaling.cpus-per-worker 0.5 --cluster.address " + ("local" if is_local else head.address)
-    flags += f" --cluster.runtime-env {tmp_path}/env.yaml --cluster.data-task-memory-bytes 10000000"
+    flags += f" --cluster.runtime-env {tmp_path}/env.yaml --cluster.data-task-memory-bytes 10000000 --batch-size 64"
     flags += f" --cluster.env NCCL_DEBUG=WARN MY_TOKEN={SECRET} FI_PROVIDER SEEN --cluster.env KINETO_USE_DAEMON=1"
     run_command(*RAYREC, "train", f"{tmp_path}/recipe.py:recipe", *flags.split(), env=environment, timeout_s=300)
     variables = {"NCCL_DEBUG": "WARN", "FI_PROVIDER": "efa", "MY_TOKEN": SECRET, "FROM_FILE": "yes", "KINETO_USE_DAEMON": "1"}

@@ -148,9 +148,7 @@ def test_unlabelled(click_log: Path, tmp_path: Path, format: str, preprocessor: 
     assert_same_epochs(index, dataset.index, preprocessor, (0, 500), labelled=False)
 
 
-@pytest.mark.parametrize(
-    ("format", "rows"), [*((format, 2**31) for format in WRITABLE_FORMATS), ("npy", 2**40), ("parquet", 2**40)]
-)
+@pytest.mark.parametrize(("format", "rows"), [*((name, 2**31) for name in WRITABLE_FORMATS), ("npy", 2**40), ("parquet", 2**40)])
 def test_large_ids(days: LogIndex, tmp_path: Path, format: str, rows: int) -> None:
     large = hashed(SCHEMA, rows)
     assert large.id_dtype == (np.int32 if rows == 2**31 else np.int64)

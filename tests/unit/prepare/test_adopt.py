@@ -474,9 +474,7 @@ def trained(path: Path, runs: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", ["pack", "pad"])
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_rows_of_unequal_length_are_packed_or_padded(
-    tmp_path: Path, tokenizer: Path, layout: str, compression: str | None
-) -> None:
+def test_rows_of_unequal_length_are_packed_or_padded(tmp_path: Path, tokenizer: Path, layout: str, compression: Any) -> None:
     rows = [row[: 2 + number % 20] for number, row in enumerate(np.random.default_rng(2).integers(1, 260, (60, 22)))]
     columns = {"attention_mask": "ndarray:uint8", "input_ids": "ndarray:int64"}
 

@@ -495,16 +495,14 @@ def tally(rows: int) -> TrainedRows:
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
-@pytest.mark.parametrize(
-    ("fault", "rows", "wrong"), [({}, 200, (0, 0)), ({"skip": 7}, 190, (10, 0)), ({"again": 7}, 200, (0, 10))]
-)
-def test_rows_count_when_trained(ahead: int, fault: dict[str, int], rows: int, wrong: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("fault", "rows", "off"), [({}, 200, (0, 0)), ({"skip": 7}, 190, (10, 0)), ({"again": 7}, 200, (0, 10))])
+def test_rows_count_when_trained(ahead: int, fault: dict[str, int], rows: int, off: tuple[int, int]) -> None:
     run, batches = Run(ahead=ahead, checkpoint={"every": 5}), 19 if "again" in fault else 20
     run.loader = Loader(0, batches, numbered=True, **fault)
     run.loader.steps = rows // 10
     assert run.run()
     assert (run.progress.rows, [fields["rows"] for fields in run.fields if "rows" in fields][-1]) == (rows, rows)
-    assert run.progress.trained.lost_and_repeated(tally(10 * batches)) == wrong
+    assert run.progress.trained.lost_and_repeated(tally(10 * batches)) == off
 
 
 def test_trained_rows_span_attempts_and_may_be_missing() -> None:
@@ -595,8 +593,7 @@ def test_finish_evaluates_chosen_weights(
 def test_finish_evaluates_all_rows_after_short_evaluations(tmp_path: Path) -> None:
     run = Evaluated(tmp_path, sets=("validation", "test"), patience=0)
     object.__setattr__(run.attempt, "config", run.attempt.config.replace(eval_rows=5))
-    short = dataclasses.replace(STOPPED_EARLY, metrics={"auroc": 0.1}, target=0.5)
-    result = run.finish(short)
+    result = run.finish(dataclasses.replace(STOPPED_EARLY, metrics={"auroc": 0.1}, target=0.5))
     assert run.evaluations == [("validation", 7.0), ("test", 7.0)]  # without a limit
     assert (result["validation"], result["metrics"], result["target_step"]) == (LAST, LAST, None)
     (kind, event), *_ = run.events

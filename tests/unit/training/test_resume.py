@@ -348,10 +348,8 @@ def test_warm_start_keeps_known_and_starts_new_rows(tmp_path: Path, captured: Ca
         if not vocabulary or not tensor.dim():
             assert torch.equal(tensor, before[name]), name  # the network, and the numbers of Adam's steps
             continue
-        number = new_p.inputs.sparse.index(vocabulary)
-        old_ids, new_ids = (
-            dict(zip(p.vocabulary(number).tolist(), p.sparse[number].ids().tolist(), strict=True)) for p in (old_p, new_p)
-        )
+        n = new_p.inputs.sparse.index(vocabulary)
+        old_ids, new_ids = (dict(zip(p.vocabulary(n).tolist(), p.sparse[n].ids().tolist(), strict=True)) for p in (old_p, new_p))
         fresh = torch.zeros_like(tensor)
         if name.startswith("model."):
             TableValues(SEED, vocabulary, len(tensor), DIM).fill(fresh)

@@ -301,8 +301,7 @@ def test_spill_rejects_full_disk_and_url_and_creates_folder(clicks: list[Segment
     assert open_spill_files(tmp_path) == 0
     rejects("must be local", Spill, "s3://bucket/x", 1)
     (tmp_path / "file").write_bytes(b"")
-    spill = Spill(str(tmp_path / "file" / "folder"), 1)
-    rejects("Not a directory", spill.write, [])
+    rejects("Not a directory", Spill(str(tmp_path / "file" / "folder"), 1).write, [])
 
 
 @pytest.mark.parametrize("task_bytes", [1, 1 << 30])

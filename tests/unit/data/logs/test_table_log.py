@@ -47,9 +47,7 @@ from rayrec.schema import Schema
 GENRES = ["Action", "Comedy", "Film-Noir", "Sci-Fi", "Children's", "Ænima", "12"]
 LABELLED = Schema(label="y", sparse=("s",), tokens="any", delimiter=",")
 LISTS = ("genres", "tags")
-MOVIES = LABELLED.replace(
-    label="clicked", weight="weight", dense=("rating", "age"), sparse=("user", "movie", *LISTS), lists=LISTS
-)
+FILMS = LABELLED.replace(label="clicked", weight="weight", dense=("rating", "age"), sparse=("user", "movie", *LISTS), lists=LISTS)
 
 
 def index_of(paths: Sequence[Path], schema: Schema, cache: Path, segment_bytes: int = 1 << 20, engine: Any = None) -> LogIndex:
@@ -87,7 +85,7 @@ def movies(rows: int, seed: int = 0) -> list[dict[str, Any]]:
 
 def as_csv(rows: list[dict[str, Any]], delimiter: str = ",", **changes: Any) -> bytes:
     out = io.StringIO(newline="")
-    names = [*MOVIES.columns[::-1], "unused"]  # by name, not by place
+    names = [*FILMS.columns[::-1], "unused"]  # by name, not by place
     writer = csv.writer(out, delimiter=delimiter, **{"lineterminator": "\n", **changes})
     writer.writerow(names)
     for row in rows:
@@ -97,7 +95,7 @@ def as_csv(rows: list[dict[str, Any]], delimiter: str = ",", **changes: Any) -> 
 
 
 def as_table(rows: list[dict[str, Any]]) -> pa.Table:
-    return pa.table({name: [row[name] for row in rows] for name in [*MOVIES.columns, "clicked"][1:]})
+    return pa.table({name: [row[name] for row in rows] for name in [*FILMS.columns, "clicked"][1:]})
 
 
 def tokens_in(array: pa.Array, **how: bool) -> np.ndarray:
@@ -138,7 +136,7 @@ def test_any_log_comes_out_alike_of_parquet_and_csv(tmp_path: Path, seed: int) -
     (tmp_path / "d.CSV").write_bytes(b"\xef\xbb\xbf" + as_csv(rows, quoting=csv.QUOTE_ALL).rstrip(b"\n"))
     for name in sorted(os.listdir(tmp_path)):
         for segment_bytes in (1 << 20, 3000):
-            raw, faults = read([tmp_path / name], MOVIES, tmp_path / "cache", segment_bytes)
+            raw, faults = read([tmp_path / name], FILMS, tmp_path / "cache", segment_bytes)
             assert faults.total == 0
             check_movies(raw, rows)
 
@@ -147,7 +145,7 @@ def test_any_log_comes_out_alike_of_parquet_and_csv(tmp_path: Path, seed: int) -
 def test_delimiters(tmp_path: Path, written: str, declared: str) -> None:
     rows = movies(30)
     (tmp_path / "a.csv").write_bytes(as_csv(rows, written))
-    check_movies(read([tmp_path / "a.csv"], MOVIES.replace(delimiter=declared), tmp_path)[0], rows)
+    check_movies(read([tmp_path / "a.csv"], FILMS.replace(delimiter=declared), tmp_path)[0], rows)
 
 
 def test_several_files_are_one_log(tmp_path: Path) -> None:
@@ -158,14 +156,14 @@ def test_several_files_are_one_log(tmp_path: Path) -> None:
     pq.write_table(as_table(rows[30:]), tmp_path / "b.parquet")
     pq.write_table(as_table(rows[:0]).cast(as_table(rows).schema), tmp_path / "none.parquet")
     paths = [tmp_path / name for name in ("a.csv", "empty.csv", "header.csv", "b.parquet", "none.parquet")]
-    index = index_of(paths, MOVIES, tmp_path / "cache", 2000)
-    check_movies(read_tables(index.segments, MOVIES), rows)
+    index = index_of(paths, FILMS, tmp_path / "cache", 2000)
+    check_movies(read_tables(index.segments, FILMS), rows)
     assert index.format == "table"
     assert sum(segment.rows for segment in index.segments) == 100
     for segment in index.segments:  # each also alone
-        check_movies(read_tables([segment], MOVIES), rows[segment.first_row : segment.first_row + segment.rows])
+        check_movies(read_tables([segment], FILMS), rows[segment.first_row : segment.first_row + segment.rows])
     shuffled = random.Random(0).sample(index.segments, len(index.segments))
-    check_movies(read_tables(shuffled, MOVIES), [row for s in shuffled for row in rows[s.first_row : s.first_row + s.rows]])
+    check_movies(read_tables(shuffled, FILMS), [row for s in shuffled for row in rows[s.first_row : s.first_row + s.rows]])
     assert len(list(index.parts(0, 100))) == len(index.segments)
     assert LogIndex.from_dict(index.to_dict()) == index
 
@@ -238,20 +236,20 @@ def test_table_sources_match_text(tmp_path: Path) -> None:
 # Segments -------------------------------------------------------------------------------------------------------------
 def test_small_row_groups_are_joined_and_large_ones_rewritten(tmp_path: Path) -> None:
     pq.write_table(as_table(movies(1000)), tmp_path / "a.parquet", row_group_size=10)
-    index = index_of([tmp_path / "a.parquet"], MOVIES, tmp_path / "cache", 10_000)
+    index = index_of([tmp_path / "a.parquet"], FILMS, tmp_path / "cache", 10_000)
     assert {segment.path for segment in index.segments} == {str(tmp_path / "a.parquet")}
     assert 5 < len(index.segments) < 50
     assert all(segment.start % 10 == 0 for segment in index.segments)
     assert not (tmp_path / "cache" / "tables").exists()
     rows = movies(20_000)
     pq.write_table(as_table(rows), tmp_path / "a.parquet")
-    index = index_of([tmp_path / "a.parquet"], MOVIES, tmp_path / "cache", 10_000)
+    index = index_of([tmp_path / "a.parquet"], FILMS, tmp_path / "cache", 10_000)
     paths = {segment.path for segment in index.segments}
     assert {os.path.basename(path) for path in paths} == {"a.parquet"}
     assert len(paths - {str(tmp_path / "a.parquet")}) == len(paths) > 1  # several parts
     sizes = [segment.rows for segment in index.segments]
     assert max(sizes) < 3 * 20_000 / len(sizes)
-    check_movies(read_tables(index.segments, MOVIES), rows)
+    check_movies(read_tables(index.segments, FILMS), rows)
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
@@ -277,26 +275,26 @@ def test_second_index_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     rows = movies(50)
     (tmp_path / "a.csv").write_bytes(as_csv(rows))
     engine, cache = LoopEngine(), tmp_path / "cache"
-    index = index_of([tmp_path / "a.csv"], MOVIES, cache, engine=engine)
+    index = index_of([tmp_path / "a.csv"], FILMS, cache, engine=engine)
     done = engine.tasks
-    assert index_of([tmp_path / "a.csv"], MOVIES, cache, engine=engine) == index
+    assert index_of([tmp_path / "a.csv"], FILMS, cache, engine=engine) == index
     assert engine.tasks == done
     (index_file,) = cache.glob("index-*.json")
     index_file.unlink()
     with monkeypatch.context() as patch:
         patch.setattr(parquet, "read_csv", None)  # the Parquet files are still there
-        assert index_of([tmp_path / "a.csv"], MOVIES, cache, engine=engine) == index
+        assert index_of([tmp_path / "a.csv"], FILMS, cache, engine=engine) == index
     shutil.rmtree(cache / "tables")
-    assert index_of([tmp_path / "a.csv"], MOVIES, cache, engine=engine) == index
+    assert index_of([tmp_path / "a.csv"], FILMS, cache, engine=engine) == index
     (tmp_path / "a.csv").write_bytes(as_csv(rows[:20]))
-    assert index_of([tmp_path / "a.csv"], MOVIES, cache, engine=engine).rows == 20
+    assert index_of([tmp_path / "a.csv"], FILMS, cache, engine=engine).rows == 20
 
 
 def test_changed_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     rows = movies(100)
     pq.write_table(as_table(rows), path, row_group_size=20)
-    segments = index_of([path], MOVIES, tmp_path, 1000).segments
+    segments = index_of([path], FILMS, tmp_path, 1000).segments
     for changed, row_group_size in (
         (rows[:90], 20),
         (rows[:0], 20),
@@ -305,13 +303,13 @@ def test_changed_file_is_rejected(tmp_path: Path) -> None:
         ([{**row, "clicked": 1 - row["clicked"]} for row in rows], 20),
     ):
         pq.write_table(as_table(changed).cast(as_table(rows).schema), path, row_group_size=row_group_size)
-        rejects(r"a\.parquet: rows \d+-\d+ changed since the log was indexed", read_tables, segments, MOVIES)
+        rejects(r"a\.parquet: rows \d+-\d+ changed since the log was indexed", read_tables, segments, FILMS)
     pq.write_table(as_table(rows).drop_columns("user"), path, row_group_size=20)
-    rejects("no column named user", read_tables, segments, MOVIES)
+    rejects("no column named user", read_tables, segments, FILMS)
     path.write_bytes(path.read_bytes()[:-100])
-    rejects("cannot be read as Parquet", read_tables, segments, MOVIES)
+    rejects("cannot be read as Parquet", read_tables, segments, FILMS)
     path.unlink()
-    rejects("no such file", read_tables, segments, MOVIES)
+    rejects("no such file", read_tables, segments, FILMS)
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------
@@ -328,9 +326,7 @@ BAD_CELLS: list[tuple[str, str, list[bytes]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("column", "kind", "cell"), [(column, kind, cell) for column, kind, cells in BAD_CELLS for cell in cells]
-)
+@pytest.mark.parametrize(("column", "kind", "cell"), [(column, kind, cell) for column, kind, many in BAD_CELLS for cell in many])
 @pytest.mark.parametrize("parquet", [False, True])
 def test_bad_cells(tmp_path: Path, parquet: bool, column: str, kind: str, cell: bytes) -> None:
     good = {name: value.encode() for name, value in GOOD.items()}

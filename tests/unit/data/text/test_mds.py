@@ -329,23 +329,21 @@ def test_endless_line_is_cut_between_characters(text: str) -> None:
     assert all(place - position <= 8 for position, place in enumerate(found))
 
 
-@given(
-    texts=st.lists(WORDS, min_size=1, max_size=4), part_bytes=st.integers(1, 40), fraction=st.sampled_from([0.0, 0.1, 0.5, 0.99])
-)
-def test_parts_cover_text(texts: list[str], part_bytes: int, fraction: float, tmp_path_factory: pytest.TempPathFactory) -> None:
+@given(texts=st.lists(WORDS, min_size=1, max_size=4), part_bytes=st.integers(1, 40), share=st.sampled_from([0.0, 0.1, 0.5, 0.99]))
+def test_parts_cover_text(texts: list[str], part_bytes: int, share: float, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("parts")
     sources = []
     for number, text in enumerate(texts):
         (folder / str(number)).write_bytes(text.encode())
         sources.append(Source(str(folder / str(number)), f"{number}.txt", len(text.encode())))
-    parts = parts_of(sources, validation_fraction=fraction, part_bytes=part_bytes)
+    parts = parts_of(sources, validation_fraction=share, part_bytes=part_bytes)
     assert "".join(map(read_part, parts)) == "".join(texts)
     assert [part.number for part in parts] == list(range(len(parts)))
     sets = [part.set for part in parts]
     assert sets == sorted(sets)  # training text comes first
     total = len("".join(texts).encode())
     held_out = sum(part.stop - part.start for part in parts if part.set == "validation")
-    assert held_out == (0 if fraction == 0 else total - int(total * (1 - fraction)))
+    assert held_out == (0 if share == 0 else total - int(total * (1 - share)))
     begun = {part.path for part in parts if part.start == 0}
     assert sum(part.follows for part in parts) >= len(begun) - 2  # but for the first of each set
 

@@ -213,17 +213,15 @@ def first_missing_s(monkeypatch: pytest.MonkeyPatch, *parts: Any) -> int | None:
     return None
 
 
-@pytest.mark.parametrize(
-    ("nodes_left", "other_layout", "missing"), [(False, True, True), (True, True, False), (False, False, False)]
-)
-def test_missing_data_nodes_end_attempt(monkeypatch: Any, nodes_left: bool, other_layout: bool, missing: bool) -> None:
+@pytest.mark.parametrize(("nodes_left", "changed", "missing"), [(False, True, True), (True, True, False), (False, False, False)])
+def test_missing_data_nodes_end_attempt(monkeypatch: Any, nodes_left: bool, changed: bool, missing: bool) -> None:
     here = [Node("data", {"CPU": 8.0}), Node("worker", {"CPU": 8.0, "slot": 2.0})]
     monkeypatch.setattr(connection, "alive_nodes", lambda **_: here)
     wanted = config().replace(scaling={"num_workers": 2}, cluster={"data_nodes": "separate"})
     shares = ray_launcher.allocate_resources(wanted)
     monkeypatch.setattr(connection, "data_nodes", lambda shares, **_: here[:1] if nodes_left else [])
     monkeypatch.setattr(connection, "alive_nodes", lambda **_: here[1:])
-    later = wanted.replace(cluster={"data_nodes": "auto" if other_layout else "separate"})
+    later = wanted.replace(cluster={"data_nodes": "auto" if changed else "separate"})
     assert first_missing_s(monkeypatch, later, shares) == (25 if missing else None)
 
 
