@@ -2,16 +2,16 @@
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, final, get_args
+from typing import Final, Literal, NamedTuple, final, get_args
 
 import numpy as np
 import torch
 from torch import nn
 
 from rayrec.config import InputError
-from rayrec.native import c_fields, library
+from rayrec.native import c_fields, call
 
 Quantization = Literal["fp32", "fp16", "int8", "int4"]
 """Storage format of a table's values. int8 and int4 are integers with a scale and an offset per row."""
@@ -111,8 +111,7 @@ def _bytes(part: torch.Tensor) -> torch.Tensor:
     return part.clone(memory_format=torch.contiguous_format)
 
 
-@dataclass(frozen=True)
-class Lookup:
+class Lookup(NamedTuple):
     """Ids of one column of a batch."""
 
     ids: np.ndarray
@@ -143,6 +142,10 @@ class Tables(ABC):
         """Return the weighted sum of each row's embeddings for each column with a lookup, 0 without ids, float32 [rows, lookups *
         dim]. Thread-safe. Ids must be within their table (AssertionError)."""
 
+    def pool_one_each(self, ids: np.ndarray) -> torch.Tensor:
+        """Return the result of `pool` for one id per row in each column, int32 or int64 [columns, rows]."""
+        return self.pool([Lookup(column) for column in ids], ids.shape[1])
+
     @abstractmethod
     def one_by_one(self, column: int, ids: np.ndarray) -> torch.Tensor:
         """Return the embedding of each id of a column, float32 [ids, dim]. `ids`: C-contiguous int32 or int64. See `pool`."""
@@ -165,57 +168,56 @@ class HostTables(Tables):
             assert array.flags.c_contiguous
         self._arrays = tuple(arrays)
         self._kind = QUANTIZATIONS.index(row_format.quantization)
-        kernel = library().rayrec_pool_tables
-        kernel.restype = ctypes.c_int64
-        self._kernel = kernel
         # Template that each batch copies: filling the structures field by field takes as long as a small lookup.
         self._columns = (_CLookup * len(arrays))(
             *(_CLookup(a.ctypes.data, len(a), a.shape[1] * a.itemsize, None, None, 1, 4, None) for a in arrays)
         )
+        self._columns_array = np.frombuffer(memoryview(self._columns), np.dtype(_CLookup))
 
     def tensors(self) -> list[torch.Tensor]:
         return [torch.from_numpy(array) for array in self._arrays]
 
     def pool(self, lookups: Sequence[Lookup | None], rows: int) -> torch.Tensor:
         assert len(lookups) == len(self._arrays)
-        present = [lookup for lookup in lookups if lookup is not None]
-        if len(present) == len(lookups):
-            columns = type(self._columns).from_buffer_copy(self._columns)
-        else:
-            columns = self._some([number for number, lookup in enumerate(lookups) if lookup is not None])
-        return self._lookup(columns, present, rows)
+        return self._lookup({number: lookup for number, lookup in enumerate(lookups) if lookup is not None}, rows)
+
+    def pool_one_each(self, ids: np.ndarray) -> torch.Tensor:
+        assert ids.dtype in (np.int32, np.int64)
+        assert len(ids) == len(self._arrays)
+        ids, columns = np.ascontiguousarray(ids), self._columns_array.copy()
+        columns["ids"] = ids.ctypes.data + ids.strides[0] * np.arange(len(ids))
+        columns["id_bytes"] = ids.itemsize
+        return self._run(columns, ids.shape[1])
 
     def one_by_one(self, column: int, ids: np.ndarray) -> torch.Tensor:
-        return self._lookup(self._some([column]), [Lookup(ids)], len(ids))
+        return self._lookup({column: Lookup(ids)}, len(ids))
 
-    def _some(self, numbers: Sequence[int]) -> ctypes.Array[_CLookup]:
-        return (_CLookup * len(numbers))(*(self._columns[number] for number in numbers))
-
-    def _lookup(self, columns: ctypes.Array[_CLookup], lookups: Sequence[Lookup], rows: int) -> torch.Tensor:
-        out = torch.empty(rows, len(lookups) * self.row_format.dim)
-        if not rows or not lookups:
-            return out
-        for column, lookup in zip(columns, lookups, strict=True):
-            ids, offsets = lookup.ids, lookup.offsets
+    def _lookup(self, lookups: Mapping[int, Lookup], rows: int) -> torch.Tensor:
+        columns = (_CLookup * len(lookups))(*(self._columns[number] for number in lookups))
+        for column, (ids, offsets, weights) in zip(columns, lookups.values(), strict=True):
             assert ids.flags.c_contiguous
             assert ids.dtype in (np.int32, np.int64)
             column.ids, column.id_bytes = ids.ctypes.data, ids.itemsize
-            if lookup.weights is not None:
-                assert lookup.weights.flags.c_contiguous
-                assert lookup.weights.dtype == np.float32
-                assert lookup.weights.size == ids.size
-                column.weights = lookup.weights.ctypes.data
+            if weights is not None:
+                assert weights.flags.c_contiguous
+                assert weights.dtype == np.float32
+                assert weights.size == ids.size
+                column.weights = weights.ctypes.data
             if offsets is not None:
                 assert offsets.dtype == np.int64
                 assert len(offsets) == rows + 1
                 assert offsets[-1] == ids.size
                 column.offsets = offsets.ctypes.data
             else:
-                column.size = ids.size // rows
+                column.size = ids.size // max(rows, 1)
                 assert column.size * rows == ids.size
-        sizes = map(ctypes.c_int64, (len(columns), rows, self.row_format.dim))
-        bad = self._kernel(columns, *sizes, ctypes.c_int32(self._kind), ctypes.c_void_p(out.data_ptr()))
-        assert bad < 0, f"an id of lookup {bad} lies beyond its table's {columns[bad].num_embeddings} rows"
+        return self._run(columns, rows)
+
+    def _run(self, columns: ctypes.Array[_CLookup] | np.ndarray, rows: int) -> torch.Tensor:
+        dim, kind = self.row_format.dim, ctypes.c_int32(self._kind)
+        out = torch.empty(rows, len(columns) * dim)
+        bad = call("rayrec_pool_tables", columns, len(columns), rows, dim, kind, ctypes.c_void_p(out.data_ptr()))
+        assert bad < 0, f"an id of lookup {bad} lies beyond its table's rows"
         return out
 
 

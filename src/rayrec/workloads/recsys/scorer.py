@@ -185,6 +185,8 @@ class ClickScorer:
     def inputs(self, rows: EncodedRows, *, measuring: bool = False) -> list[torch.Tensor]:
         """Return the inputs of PlainModel. `measuring` includes tables that the network reads only in evaluations."""
         dense = torch.from_numpy(rows.dense).to(self._device)
+        if isinstance(rows.ids, np.ndarray) and not self._sequences:
+            return [dense, self._tables.pool_one_each(rows.ids)]
         lookups = [None if number in self._sequences else _lookup(ids) for number, ids in enumerate(rows.ids)]
         inputs = [dense, self._tables.pool(lookups, len(rows))]
         sequences = [_as_bags(rows.ids[number]) for number in self._sequences]
