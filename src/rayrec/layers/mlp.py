@@ -237,21 +237,19 @@ class MLP(nn.Module):
         self._dtype = compute_dtype(precision)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        first, hidden = 0, inputs
+        layers, hidden = list(self.layers), inputs  # A slice of the ModuleList would be a new module in each step.
         if self.norms is not None or self._dropout:
-            first = len(self.layers) - 1
-            for number in range(first):
-                hidden = self._stack(hidden, number, number + 1, relu=self.norms is None)
+            for number, layer in enumerate(layers[:-1]):
+                hidden = self._stack(hidden, [layer], relu=self.norms is None)
                 hidden = hidden if self.norms is None else self.norms[number](hidden).relu()
                 hidden = functional.dropout(hidden, self._dropout, training=self.training)
-        return self._stack(hidden, first, len(self.layers), relu=self.final_activation)
+            del layers[:-1]
+        return self._stack(hidden, layers, relu=self.final_activation, float_last=not self.final_activation)
 
-    def _stack(self, inputs: torch.Tensor, first: int, end: int, *, relu: bool) -> torch.Tensor:
-        """Apply the layers from `first` to before `end`. `relu`: whether the last of them has one."""
-        layers = list(self.layers)[first:end]  # A slice of the ModuleList would be a new module in each step.
+    def _stack(self, inputs: torch.Tensor, layers: list[nn.Module], *, relu: bool, float_last: bool = False) -> torch.Tensor:
+        """Apply layers. `relu`: whether the last of them has one. `float_last`: as in `linear_stack`."""
         parameters: list[Any] = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
-        float_last = end == len(self.layers) and not self.final_activation
-        relus = (True,) * (end - first - 1) + (relu,)
+        relus = (True,) * (len(layers) - 1) + (relu,)
         return linear_stack(inputs, parameters, relus=relus, dtype=self._dtype, float_last=float_last)
 
 
