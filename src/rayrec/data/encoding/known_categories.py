@@ -99,7 +99,7 @@ class OOVCounter:
             block = self._preprocessor.derivation.applied(block)
         unknown = np.zeros((block.rows, len(self._unknown_ids)), np.int32)
         if self._singles:
-            first = np.stack([_one_hot(ids[index]) for index in self._singles])
+            first = ids if isinstance(ids, np.ndarray) else np.stack([_one_hot(ids[index]) for index in self._singles])
             is_unknown = (self._unknown_ids[self._singles] == first.T) & ~block.singles_missing()
             if not self._lists:
                 return is_unknown * self._with_vocabulary
