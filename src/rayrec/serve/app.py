@@ -30,7 +30,7 @@ from rayrec.serve.config import ServeConfig
 from rayrec.serve.counters import CONTENT_TYPE, Counters, Snapshot
 from rayrec.serve.openapi import document
 from rayrec.serve.replica_models import ReplicaModels
-from rayrec.serve.requests import FORMATS, RequestError, open_body, shorten
+from rayrec.serve.requests import FORMATS, RequestError, count_byte, open_body, shorten
 
 if TYPE_CHECKING:
     from rayrec.inference.model import ServedModel
@@ -97,7 +97,7 @@ class ScoringApp:
             scope = {**scope, "root_path": root, "path": root + "/" if path == root else path}
         scope["app"] = self  # Starlette then raises HTTPException if no route matches
         # Ray Serve's proxies parse the body of a request with an upgrade offer as the next request.
-        offers_upgrade = any(name == b"upgrade" for name, _ in scope["headers"])
+        offers_upgrade = b"upgrade" in dict(scope["headers"])
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -112,7 +112,7 @@ class ScoringApp:
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check the header Host, and call the handler of the path."""
         if scope["type"] == "http":
-            hosts = Request(scope).headers.getlist("host")
+            hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
             if len(hosts) > 1 or (not hosts and scope["http_version"] != "1.0"):
                 raise RequestError(400, f"a request must have one header Host, got {len(hosts)}", headers=_CLOSE)
             if hosts and not self._config.is_allowed_host(hosts[0]):
@@ -277,8 +277,8 @@ def json_memory(text: bytes, *, schema: Schema) -> int:
     """Estimate the maximum memory of JSON text until it is answered, in bytes. Parsed by CPython, an object with one member takes
     232 bytes, a list with one item 80, a short string or number up to 16 per byte. A category in a list takes up to 64 more when
     it becomes a token and an id. The row limit bounds all other memory."""
-    num_bytes = 16 * len(text) + 232 * text.count(b"{") + 80 * text.count(b"[")
-    return num_bytes + 64 * text.count(b",") if schema.lists else num_bytes
+    num_bytes = 16 * len(text) + 232 * count_byte(text, ord("{")) + 80 * count_byte(text, ord("["))
+    return num_bytes + 64 * count_byte(text, ord(",")) if schema.lists else num_bytes
 
 
 def text_memory(text: bytes, *, schema: Schema) -> int:

@@ -3,7 +3,6 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any, final
 
@@ -17,13 +16,12 @@ from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import TextParser, padded
 from rayrec.data.raw_block import RawBlock
 from rayrec.schema import Schema
-from rayrec.serve.requests import RequestBody, RequestError, delimiter_of, row_ends, shorten
+from rayrec.serve.requests import RequestBody, RequestError, count_byte, delimiter_of, row_ends, shorten
 
 _MAX_FIELDS = 10_000
 MAX_INTEGER = 10**18 - 1
 MAX_NUMBER = 10**18
 """Largest magnitude of a number, as in text, which may have 18 digits."""
-_A_LABEL = "label of rows without one"
 
 
 Outcome = slice | RequestError
@@ -73,12 +71,8 @@ def _fields(row: bytes, delimiter: str) -> list[str]:
 class HexadecimalReader(RowReader):
     """Reader for schemas with hexadecimal tokens. The native parser reads text, and JSON rows as lines of text."""
 
-    def __init__(self, schema: Schema) -> None:
-        super().__init__(schema)
-        self._labelled = schema if schema.label else schema.replace(label=_A_LABEL)
-
     def read(self, bodies: Sequence[RequestBody]) -> tuple[RawBlock, list[Outcome]]:
-        parser = TextParser(self._labelled, sum(body.num_rows for body in bodies))
+        parser = TextParser(self.schema, sum(body.num_rows for body in bodies))
         outcomes: list[Outcome] = []
         for body in bodies:
             start = parser.rows
@@ -94,7 +88,7 @@ class HexadecimalReader(RowReader):
             except RequestError as error:
                 parser.drop_after(start)
                 outcomes.append(error)
-        return replace(parser.block(), schema=self.schema, labels={}), outcomes
+        return parser.block(), outcomes
 
     def _parse(self, parser: TextParser, text: bytes, *, labelled: bool) -> None:
         start = parser.rows
@@ -113,33 +107,31 @@ class HexadecimalReader(RowReader):
         for number, row in enumerate(rows):
             self._check_names(row, number)
             fields = [
-                "" if value is None else str(value) if type(value) is int else _integer_text(value, name, number)
-                for name, value in zip(dense, map(row.get, dense), strict=True)
+                "" if value is None else str(value) if type(value) is int else self._integer_text(row, number, value)
+                for value in map(row.get, dense)
             ]
             fields += ["" if value is None else value for value in map(row.get, sparse)]
             try:
                 lines.append("0\t" + "\t".join(fields))
             except TypeError:
-                name = next(name for name in sparse if not isinstance(row.get(name), str | None))
-                raise _hexadecimal_error(name, number) from None
-        text = "\n".join(lines)
-        ends = text.count("\t"), text.count("\n"), text.count("\r")
-        if ends != (len(rows) * (len(dense) + len(sparse)), len(rows) - 1, 0):
+                raise _hexadecimal_error(next(n for n in sparse if not isinstance(row.get(n), str | None)), number) from None
+        text = "\n".join(lines).encode()
+        ends = [count_byte(text, byte) for byte in b"\t\n\r"]
+        if ends != [len(rows) * (len(dense) + len(sparse)), len(rows) - 1, 0]:
             raise next(
                 _hexadecimal_error(name, number)
                 for number, row in enumerate(rows)
                 for name in sparse
                 if {*(row.get(name) or "")} & {"\t", "\n", "\r"}
             )
-        return text.encode()
+        return text
 
-
-def _integer_text(value: Any, name: str, number: int) -> str:
-    if type(value) is float and value.is_integer():  # In JSON, 3.0 is an integer
-        if abs(value) > MAX_INTEGER:
-            raise RequestError(400, f"row {number}: {name} has more than 18 digits", row=number, field=name)
-        return str(int(value))
-    raise RequestError(400, f"row {number}: {name} is {_kind(value)}, not an integer", row=number, field=name)
+    def _integer_text(self, row: dict[str, Any], number: int, value: Any) -> str:
+        if type(value) is float and value.is_integer() and abs(value) <= MAX_INTEGER:  # In JSON, 3.0 is an integer
+            return str(int(value))
+        name = next(name for name in self.schema.dense if row.get(name) is value)
+        wrong = "has more than 18 digits" if type(value) is float and value.is_integer() else f"is {_kind(value)}, not an integer"
+        raise RequestError(400, f"row {number}: {name} {wrong}", row=number, field=name)
 
 
 def _hexadecimal_error(name: str, number: int) -> RequestError:
