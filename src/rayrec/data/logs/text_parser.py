@@ -36,8 +36,7 @@ _FAULT_DTYPE = np.dtype([("byte", np.int64), ("kind", np.int32), ("column", np.i
 
 def max_rows_in(schema: Schema, length: int) -> int:
     """Return the maximum number of rows in `length` bytes: a row has a byte per separator and one for its label."""
-    shortest = len(schema.columns) + (1 if schema.label else 0)
-    return length // shortest + 1
+    return length // (len(schema.columns) + (1 if schema.label else 0)) + 1
 
 
 def padded(text: bytes | bytearray | memoryview | np.ndarray) -> np.ndarray:
@@ -59,6 +58,8 @@ class TextParser:
         self._categories = np.empty((capacity, len(schema.sparse)), category_type(schema))
         self._missing = np.empty(capacity, np.uint64)
         self._labels = np.empty(capacity, np.float32)
+        columns = (self._numbers, self._categories, self._missing, self._labels)
+        self._addresses = [(column.ctypes.data, column.strides[0]) for column in columns]
         self._files: list[tuple[str, int]] = []
 
     def parse(
@@ -85,14 +86,13 @@ class TextParser:
         counts = np.zeros(len(FAULT_KINDS), np.int64)
         details = np.zeros(max_faults, _FAULT_DTYPE)
         num_details = ctypes.c_int64()
-        columns = (self._numbers, self._categories, self._missing, self._labels)
         layout = CLayout(labelled, len(schema.dense), len(schema.sparse), MAX_LINE_BYTES)
-        out = CRawRows(*(column[before:].ctypes.data for column in columns), self.capacity - before)
+        out = CRawRows(*(start + before * row_bytes for start, row_bytes in self._addresses), self.capacity - before)
         parsed = (counts, details, len(details), ctypes.byref(num_details))
         rows = call("rayrec_parse", text, length, ctypes.byref(layout), ctypes.byref(out), *parsed)
         assert rows >= 0, "capacity is derived from the shortest possible row"
         self.rows += rows
-        if not counts.any():
+        if not np.count_nonzero(counts):
             return Faults()
         names = (*([schema.label or ""] * labelled), *schema.dense, *schema.sparse, "")
         located = [(start, FAULT_KINDS[kind], names[column]) for start, kind, column in details[: num_details.value].tolist()]
