@@ -332,8 +332,7 @@ def test_unpooled_lookups_and_skipped_columns_match_numpy(quantization: Quantiza
         np.testing.assert_allclose(tables.one_by_one(1, list_ids).numpy(), values[1][list_ids], rtol=1e-6)
         pooled = tables.pool([Lookup(ids), None, Lookup(ids)], 2).numpy()
         np.testing.assert_allclose(pooled, np.concatenate([values[0][ids], values[2][ids]], axis=1), rtol=1e-6)
-        both = tables.pool_one_each(np.stack([ids] * 3)).numpy()[:, [*range(4), *range(8, 12)]]
-        np.testing.assert_array_equal(both, pooled)
+        np.testing.assert_array_equal(tables.pool_one_each(np.stack([ids] * 3)).numpy()[:, [*range(4), *range(8, 12)]], pooled)
         assert (tables.one_by_one(1, list_ids[:0]).shape, tables.pool([None] * 3, 2).shape) == ((0, 4), (2, 0))
         fails_with(AssertionError, "beyond its table's", tables.one_by_one, 1, np.array([9]))
 
