@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,35 +35,40 @@ huggingface planning scoring architecture
 _is_connected = connection.is_connected
 
 
+@functools.cache
+def _needs_ray(file: Path) -> bool:
+    return bool(re.search(r"\blocal_ray\b", file.read_text()))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Hide the shared Ray from tests that do not ask for it, so that they work in this process, and clear stop requests."""
+    """Hide the shared Ray from tests that do not ask for it, so that they work in this process; end it after the last file that
+    needs it. Clear stop requests."""
     STOP_REQUESTED.clear()
     connection.is_connected = _is_connected if "local_ray" in getattr(item, "fixturenames", ()) else lambda: False
+    if _is_connected() and not _needs_ray(item.path):
+        sys.modules["ray"].shutdown()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark exhaustive tests as extended too. Put files that take longest first, for two processes that take a file each in turn
-    (with pytest-xdist's option --no-loadscope-reorder, which keeps this order)."""
+    """Mark exhaustive tests as extended too. Put files that need the shared Ray first, then those that take longest: two
+    processes take a file each in turn, with pytest-xdist's option --no-loadscope-reorder in this order."""
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.add_marker("extended")
     rank = {f"test_{name}.py": number for number, name in enumerate(LONGEST.split())}
-    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+    items.sort(key=lambda item: (not _needs_ray(item.path), rank.get(item.path.name, len(rank))))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give a process a file at a time, and all files with tests of the shared Ray to the same one: the other starts none."""
+    """Give a process a file at a time, and all files that need the shared Ray to the same one: the other starts none."""
     from xdist.scheduler import LoadFileScheduling
-
-    @functools.cache
-    def place(file: str) -> str:
-        return "ray" if re.search(r"\blocal_ray\b", (config.rootpath / file).read_text()) else file
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return place(super()._split_scope(nodeid))
+            file = super()._split_scope(nodeid)
+            return "ray" if _needs_ray(config.rootpath / file) else file
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
