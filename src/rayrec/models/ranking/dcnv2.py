@@ -1,5 +1,6 @@
 """DCN V2 (Wang et al., "Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to Rank Systems", 2021)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,25 +40,30 @@ class DCNv2Config(MLPConfig):
             raise InputError("DCNv2Config.mlp: must have one or more sizes for structure stacked_parallel, got (). Set them.")
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
-        return DCNv2(self, inputs, precision=precision)
+        def network(width: int) -> CrossAndDeep:
+            stacked, settings = self.stacked_mlp, self.layer_settings(precision)
+            crosses = self._crosses(width, precision)
+            return CrossAndDeep(width, crosses, mlp=self.mlp, stacked_mlp=stacked, structure=self.structure, **settings)
+
+        return CrossNetwork(self, inputs, network)
+
+    def _crosses(self, width: int, precision: Precision) -> Crosses | CrossMixture:
+        if self.low_rank is not None and self.experts is not None:
+            return CrossMixture(
+                width, layers=self.cross_layers, experts=self.experts, low_rank=self.low_rank, precision=precision
+            )
+        return Crosses(CrossLayer(width, low_rank=self.low_rank, precision=precision) for _ in range(self.cross_layers))
 
 
-class DCNv2(nn.Module):
-    def __init__(self, config: DCNv2Config, inputs: ModelInputs, *, precision: Precision) -> None:
+class CrossNetwork(nn.Module):
+    """Cross layers and MLPs, created by `network` for the width of all features."""
+
+    def __init__(self, config: MLPConfig, inputs: ModelInputs, network: Callable[[int], CrossAndDeep]) -> None:
         super().__init__()
         self._label = inputs.label
         self.number_vectors = number_vectors(inputs.num_dense, config.embedding_dim)
         width = (inputs.num_dense + len(inputs.features)) * config.embedding_dim
-        crosses, stacked, settings = _crosses(width, config, precision), config.stacked_mlp, config.layer_settings(precision)
-        self.network = CrossAndDeep(width, crosses, mlp=config.mlp, stacked_mlp=stacked, structure=config.structure, **settings)
+        self.network = network(width)
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         return {self._label: self.network(fields(dense, self.number_vectors, embedded).flatten(1))}
-
-
-def _crosses(width: int, config: DCNv2Config, precision: Precision) -> Crosses | CrossMixture:
-    if config.low_rank is not None and config.experts is not None:
-        return CrossMixture(
-            width, layers=config.cross_layers, experts=config.experts, low_rank=config.low_rank, precision=precision
-        )
-    return Crosses(CrossLayer(width, low_rank=config.low_rank, precision=precision) for _ in range(config.cross_layers))

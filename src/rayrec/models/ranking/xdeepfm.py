@@ -8,23 +8,20 @@ from torch import nn
 from torch.nn import functional
 
 from rayrec.bounds import Sizes, SomeSizes
-from rayrec.layers.keyed_embeddings import FieldsAndLinear, KeyedEmbeddings, width_with_weight
+from rayrec.layers.keyed_embeddings import FieldsAndLinear, KeyedEmbeddings
 from rayrec.layers.mlp import LogitTower, Precision, UninitializedLinear, compute_dtype, xavier_linear
-from rayrec.models.base import MLPConfig, ModelInputs
+from rayrec.models.base import ModelInputs
+from rayrec.models.ranking.deepfm import DeepFMConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class XDeepFMConfig(MLPConfig):
+class XDeepFMConfig(DeepFMConfig):
     """Linear model, compressed interaction network and MLP with common embeddings and added logits."""
 
     interaction: SomeSizes = (16, 16, 16)
     """Number of vectors in each layer of the compressed interaction network. Each layer adds one order of interactions."""
     mlp: Sizes = (400, 400, 400)
     """Layer widths of the MLP over all features. If empty, the model has no MLP."""
-
-    @property
-    def width(self) -> int:
-        return width_with_weight(self.embedding_dim)
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return XDeepFM(self, inputs, precision=precision)
