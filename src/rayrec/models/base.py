@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from annotated_types import Gt, Lt
 
 from rayrec import models
-from rayrec.bounds import Count, Share, Sizes
+from rayrec.bounds import Count, Share, Sizes, SomeSizes
 from rayrec.config import CLASS, Config, InputError, same_class
 
 if TYPE_CHECKING:
@@ -212,6 +212,28 @@ class MLPConfig(ClickModelConfig):
 
     def layer_settings(self, precision: Precision) -> TowerSettings:
         """Return the settings of the MLP's layers, except their widths."""
+        return {"dropout": self.dropout, "batch_norm": self.batch_norm, "precision": precision}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(ClickModelConfig):
+    """Base configuration of multi-label models with experts, gates, and a tower for each label."""
+
+    SEVERAL_LABELS: ClassVar[bool] = True
+
+    expert: SomeSizes = (512, 256, 128)
+    """Layer widths of each expert."""
+    gate: Sizes = ()
+    """Widths of a gate's layers before its softmax. If empty, the gate is linear, as in the paper."""
+    tower: Sizes = (128, 64)
+    """Layer widths of each label's tower."""
+    dropout: Share = 0.0
+    """Dropout probability of each layer."""
+    batch_norm: bool = False
+    """Whether to use batch norm, over the global batch, in experts, gates and towers."""
+
+    def layer_settings(self, precision: Precision) -> TowerSettings:
+        """Return the settings of all layers, except their widths."""
         return {"dropout": self.dropout, "batch_norm": self.batch_norm, "precision": precision}
 
 

@@ -3,26 +3,23 @@ RecSys 2020)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import nn
 
-from rayrec.bounds import Count, Share, Sizes, SomeSizes
+from rayrec.bounds import Count
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
 from rayrec.layers.mlp import Experts, Gate, LogitTower, Precision, TowerSettings
-from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.base import ExpertsConfig, ModelInputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class PLEConfig(ClickModelConfig):
+class PLEConfig(ExpertsConfig):
     """Multi-label model with levels of shared and label-specific experts, and a tower for each label.
 
     A gate weights a label's own and the shared experts, so that conflicting labels interfere less than in MMoE. Between levels,
     the shared gate weights the experts of all labels, as in the paper (in FuxiCTR only the shared ones).
     """
-
-    SEVERAL_LABELS: ClassVar[bool] = True
 
     levels: Count = 1
     """Number of expert levels, each on top of the previous one. One level is CGC."""
@@ -30,16 +27,6 @@ class PLEConfig(ClickModelConfig):
     """Number of each label's own experts per level."""
     shared_experts: Count = 1
     """Number of shared experts per level."""
-    expert: SomeSizes = (512, 256, 128)
-    """Layer widths of each expert."""
-    gate: Sizes = ()
-    """Widths of a gate's layers before its softmax. If empty, the gate is linear, as in the paper."""
-    tower: Sizes = (128, 64)
-    """Layer widths of each label's tower."""
-    dropout: Share = 0.0
-    """Dropout probability of each layer."""
-    batch_norm: bool = False
-    """Whether to use batch norm, over the global batch, in experts, gates and towers."""
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return PLE(self, inputs, precision=precision)
@@ -51,7 +38,7 @@ class PLE(nn.Module):
         self._labels = inputs.label_names
         width = (inputs.num_dense + len(inputs.features)) * config.embedding_dim
         self.number_vectors = number_vectors(inputs.num_dense, config.embedding_dim)
-        settings = TowerSettings(dropout=config.dropout, batch_norm=config.batch_norm, precision=precision)
+        settings = config.layer_settings(precision)
         self.levels, in_features = nn.ModuleList(), width
         for level in range(config.levels):
             last = level == config.levels - 1
