@@ -22,23 +22,15 @@ def mnist_resnet18(path: str | None = None) -> TrainConfig:
 
 def mnist_resnet18_augmented(path: str | None = None) -> TrainConfig:
     """Train ResNet18 on MNIST to over 99.4 % test accuracy: random augmentation, AdamW, learning rate warmup and decay."""
-    return TrainConfig(
-        recipe="mnist_resnet18_augmented",
-        workload=VisionWorkload(
-            model=ResNetConfig(),
-            augmentation=AugmentationConfig(max_shift=2.0, max_rotation_degrees=10.0, max_scale=0.1),
-            label_smoothing=0.1,
-            optimizer=DenseOptimizerConfig(kind="adamw", learning_rate=0.002, weight_decay=0.05, decay_matrices_only=True),
-            schedule=LearningRateSchedule(warmup_fraction=0.2, decay_fraction=0.8, decay="linear"),
-        ),
-        train_data=DataConfig(path=path, shuffle="full"),
-        epochs=7,
-        global_batch_size=256,
-        eval_batch_size=500,
-        evaluations_per_epoch=1,
-        precision="bf16",
-        scaling=ScalingConfig(num_workers=2),
+    workload = VisionWorkload(
+        model=ResNetConfig(),
+        augmentation=AugmentationConfig(max_shift=2.0, max_rotation_degrees=10.0, max_scale=0.1),
+        label_smoothing=0.1,
+        optimizer=DenseOptimizerConfig(kind="adamw", learning_rate=0.002, weight_decay=0.05, decay_matrices_only=True),
+        schedule=LearningRateSchedule(warmup_fraction=0.2, decay_fraction=0.8, decay="linear"),
     )
+    changes = {"workload": workload, "epochs": 7, "global_batch_size": 256, "precision": "bf16"}
+    return mnist_resnet18(path).replace(recipe="mnist_resnet18_augmented", **changes)
 
 
 def image_folder(path: str | None = None) -> TrainConfig:
