@@ -12,7 +12,7 @@ import json
 import textwrap
 import typing
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
@@ -185,7 +185,7 @@ class Config:
                 new[name] = current.updated(value, where=f"{where}{name}.")
             elif item_type is not None and isinstance(value, list | tuple):
                 new[name] = tuple(
-                    item_type.item(item, among=current, where=f"{where}{name}[{number}].") if isinstance(item, Mapping) else item
+                    item_type.item(item, where=f"{where}{name}[{number}].") if isinstance(item, Mapping) else item
                     for number, item in enumerate(value)
                 )
             else:
@@ -193,10 +193,9 @@ class Config:
         return dataclasses.replace(self, **new)
 
     @classmethod
-    def item(cls, values: Mapping[str, Any], *, among: Sequence[Config], where: str) -> Config:
-        """Build an item of a list that replaces the list `among`, from plain values and defaults. `where` prefixes errors.
-        Raises InputError for an unknown name, an invalid value, or a missing value."""
-        del among
+    def item(cls, values: Mapping[str, Any], *, where: str) -> Config:
+        """Build an item of a list from plain values and defaults. `where` prefixes errors. Raises InputError for an unknown name,
+        an invalid value, or a missing value."""
         for name in values:
             cls._check_field(name, where)
         for field in dataclasses.fields(cls):

@@ -15,8 +15,6 @@ from rayrec.bounds import Count, Share, Sizes, SomeSizes
 from rayrec.config import CLASS, Config, InputError, same_class
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import nn
 
     from rayrec.layers.mlp import Precision, TowerSettings
@@ -104,24 +102,30 @@ class ClickModelConfig(Config):
         return f"{cls.__module__}.{cls.__qualname__}"
 
     @classmethod
-    def item(cls, values: Mapping[str, Any], *, among: Sequence[Config], where: str) -> Config:
-        """Build one model of a list. `class` is the name of a rayrec model, or the class of a model in the list `among`."""
+    def item(cls, values: Mapping[str, Any], *, where: str) -> ClickModelConfig:
+        """Build one model of a list. `class` is the name of a rayrec model, or an imported class of user code."""
         name = values.get(CLASS)
         if name is None:
             raise InputError(f"{where}{CLASS}: must name a model, got none. rayrec's are {', '.join(models.names())}.")
-        classes = (type(model) for model in among if isinstance(model, ClickModelConfig))
-        user_class = next((other for other in classes if same_class(name, f"{other.__module__}.{other.__qualname__}")), None)
-        model_class = user_class or models.config_class(name)
+        model_class = models.config_class(name) or cls._imported_class(str(name))
         if model_class is None:
             raise InputError(f"{where}{CLASS}: model {name} not found. rayrec's are {', '.join(models.names())}.")
-        model: ClickModelConfig = model_class().updated(
-            {key: value for key, value in values.items() if key != CLASS}, where=where
-        )
-        return model
+        return model_class().updated(values, where=where)
 
     def of_class(self, name: object) -> ClickModelConfig | None:
-        cls = models.config_class(name)
-        return None if cls is None else cls.replacing(self)
+        """Return the defaults of rayrec's model, or of an imported user class. The same class keeps its settings."""
+        cls = models.config_class(name) or ClickModelConfig._imported_class(str(name))
+        return None if cls is None else self if cls is type(self) else cls.replacing(self)
+
+    @classmethod
+    def _imported_class(cls, name: str) -> type[ClickModelConfig] | None:
+        """Return the subclass in user code with a stored `class`. Imports nothing."""
+        classes: list[type[ClickModelConfig]] = [cls]
+        for parent in classes:
+            classes += parent.__subclasses__()
+        paths = {str(each._custom_class()): each for each in classes if each.__module__.partition(".")[0] != "rayrec"}
+        matches = {path: each for path, each in paths.items() if same_class(name, path)}
+        return matches.get(name) or (next(iter(matches.values())) if len(matches) == 1 else None)
 
     def _allowed_classes(self) -> str:
         return f"{super()._allowed_classes()}; rayrec's models are {', '.join(models.names())}"

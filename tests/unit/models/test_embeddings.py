@@ -195,6 +195,9 @@ def test_stored_class_replaces_recipe_class_of_every_family() -> None:
     assert recipes.load_config(changed.to_yaml()) == changed
     back = changed.replace(workload={"model": {"class": "dlrm"}}).workload.model
     assert back == DLRMConfig(embedding_dim=16, bottom_mlp=(512, 256, 16), members=2)
+    assert recipe.replace(workload={"model": {"class": "dlrm"}}) == recipe  # its own class keeps its settings
+    own = recipe.replace(workload={"model": {"class": f"{__name__}.OwnConfig"}}).workload.model
+    assert own == OwnConfig(embedding_dim=16, embedding_penalty=3e-4)
     for unknown in ("deepest", "os.system", "rayrec.models.base.ClickModelConfig"):
         with pytest.raises(InputError, match=rf"model\.class: .*; rayrec's models are {', '.join(models.names())}"):
             recipe.replace(workload={"model": {"class": unknown}})
