@@ -51,6 +51,10 @@ InputPath = Annotated[str, Argument("rows to score: a click log, images, text; f
 NewFolder = Annotated[str, Argument("output folder, written completely or not at all", "DIR")]
 RunFolder = Annotated[str, Argument("run folder or URL", "RUN")]
 CustomRecipe = Annotated[str | Callable[..., Any] | None, Argument("recipe of the checkpoint, if custom", "FILE.py:FUNCTION")]
+CustomRecipes = Annotated[
+    Sequence[str] | Sequence[Callable[..., Any]] | str | Callable[..., Any] | None,
+    Argument("recipes of the checkpoints, if custom", "FILE.py:FUNCTION"),
+]
 ClusterAddress = Annotated[
     str | None,
     Argument(

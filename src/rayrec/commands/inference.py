@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rayrec.commands.data import _console
@@ -12,10 +13,12 @@ from rayrec.commands.declaration import (
     Checkpoints,
     ClusterAddress,
     CustomRecipe,
+    CustomRecipes,
     InputPath,
     NewFolder,
     Shown,
     command,
+    load,
 )
 from rayrec.config import InputError, renamed
 
@@ -25,16 +28,16 @@ if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
 
 
-def _show_evaluation(result: dict[str, Any]) -> Shown:
-    from rayrec.inference.result_tables import evaluation_text
-
-    return Shown(result, evaluation_text(result))
+def _shown_by(formatter: str) -> Callable[[dict[str, Any]], Shown]:
+    """Return a function that shows a result as text, and its failed gates. `formatter` is in `rayrec.inference.result_tables`."""
+    path = f"rayrec.inference.result_tables:{formatter}"
+    return lambda result: Shown(result, load(path)(result), "; ".join(result.get("failures", ())))
 
 
 @command(
     "Score",
     options=[("", "rayrec.inference.config:EvaluationConfig")],
-    show=_show_evaluation,
+    show=_shown_by("evaluation_text"),
     examples=("rayrec evaluate runs/demo log/train.txt", "rayrec evaluate runs/demo new.txt --slice-by day"),
 )
 def evaluate(
@@ -57,37 +60,22 @@ def evaluate(
     from rayrec.inference.evaluate import evaluate as run
 
     settings = EvaluationConfig().updated(options)
-
-    def config_of(folder: str) -> TrainConfig:
-        return _with_group(_scoring_config(folder, recipe, cluster_address, settings), settings.group)
-
-    return run(
-        checkpoint,
-        path,
-        config=config_of(checkpoint),
-        options=settings,
-        other=None if settings.compare is None else config_of(settings.compare),
-        console=_console(console),
-    )
-
-
-def _show_comparison(result: dict[str, Any]) -> Shown:
-    from rayrec.inference.result_tables import comparison_text
-
-    return Shown(result, comparison_text(result), "; ".join(result["failures"]))
+    folders = [checkpoint] if settings.compare is None else [checkpoint, settings.compare]
+    configs = [_scoring_config(folder, recipe, cluster_address, settings, settings.group) for folder in folders]
+    return run(checkpoint, path, config=configs[0], options=settings, other=configs[-1], console=_console(console))
 
 
 @command(
     "Score",
     options=[("gates", "rayrec.inference.config:ComparisonGates"), ("", "rayrec.inference.config:ComparisonConfig")],
-    show=_show_comparison,
+    show=_shown_by("comparison_text"),
     examples=("rayrec compare runs/dlrm runs/finalnet log/train.txt",),
 )
 def compare(
     checkpoints: Checkpoints,
     path: InputPath,
     *,
-    recipe: CustomRecipe = None,
+    recipe: CustomRecipes = None,
     gates: ComparisonGates | None = None,
     cluster_address: ClusterAddress = None,
     console: Console | None = None,
@@ -97,15 +85,13 @@ def compare(
 
     Returns metrics with intervals, the cost of each model, and the significant differences; see
     `rayrec.inference.evaluate.compare`. `options` are the fields of `rayrec.inference.config.ComparisonConfig`. Failed `gates`
-    are listed in the result's `failures` and raise no error. Other arguments: see `evaluate`. Raises InputError for models
-    without a common raw schema, label and rows."""
+    are listed in the result's `failures` and raise no error. `recipe` may be several, of which each checkpoint takes its own.
+    Other arguments: see `evaluate`. Raises InputError for models without a common raw schema, label and rows."""
     from rayrec.inference.config import ComparisonConfig
     from rayrec.inference.evaluate import compare as run
 
     settings = ComparisonConfig().updated(options)
-    configs = [
-        _with_group(_scoring_config(checkpoint, recipe, cluster_address, settings), settings.group) for checkpoint in checkpoints
-    ]
+    configs = [_scoring_config(folder, recipe, cluster_address, settings, settings.group) for folder in checkpoints]
     return run(checkpoints, path, configs=configs, options=settings, gates=gates, console=_console(console))
 
 
@@ -149,7 +135,7 @@ def predict_to(checkpoint: str, path: str, *, out: str, **options: Any) -> dict[
 
 
 @command("Score", examples=("rayrec ensemble runs/one runs/two --out both",))
-def ensemble(checkpoints: Checkpoints, *, out: NewFolder, recipe: CustomRecipe = None) -> dict[str, Any]:
+def ensemble(checkpoints: Checkpoints, *, out: NewFolder, recipe: CustomRecipes = None) -> dict[str, Any]:
     """Merge several click models into one, usable like any other model.
 
     Its logit is the mean of the logits of two or more models trained with the same Preprocessor; see
@@ -182,26 +168,27 @@ def _config_of(checkpoint: str, recipe: Any) -> TrainConfig:
     from rayrec.checkpoint import open_checkpoint
     from rayrec.recipes import find, load_config
 
-    custom = find(recipe) if isinstance(recipe, str) else recipe
+    customs = [recipe] if isinstance(recipe, str) or callable(recipe) else recipe or ()
+    recipes = [find(custom) if isinstance(custom, str) else custom for custom in customs]
     opened = open_checkpoint(checkpoint)
     opened.manifest()  # Raises if it is not a checkpoint.
     path = storage.join(opened.path, "config.yaml")
-    return load_config(storage.read_text(path), recipe=custom, source=path)
+    return load_config(storage.read_text(path), recipe=recipes, source=path)
 
 
-def _scoring_config(checkpoint: str, recipe: Any, cluster_address: str | None, settings: ScoringConfig) -> TrainConfig:
+def _scoring_config(
+    checkpoint: str, recipe: Any, cluster_address: str | None, settings: ScoringConfig, group: str | None = None
+) -> TrainConfig:
+    """Return a checkpoint's configuration with the settings of scoring, and another group column if given."""
     from rayrec.workloads.run_config import ClusterConfig
 
     config = _config_of(checkpoint, recipe).replace(cluster=ClusterConfig(address=cluster_address))
-    return config if settings.max_bad_fraction is None else config.replace(max_bad_fraction=settings.max_bad_fraction)
-
-
-def _with_group(config: TrainConfig, group: str | None) -> TrainConfig:
-    """Replace the group column of the schema, if requested."""
-    from rayrec.workloads.recsys.workload import ClickWorkload
-
+    if settings.max_bad_fraction is not None:
+        config = config.replace(max_bad_fraction=settings.max_bad_fraction)
     if group is None:
         return config
+    from rayrec.workloads.recsys.workload import ClickWorkload
+
     if not isinstance(config.workload, ClickWorkload):
         raise InputError(f"group: gauc requires a click model, and recipe {config.recipe} is not one. Omit group.")
     return config.replace(workload=config.workload.replace(schema=config.workload.schema.replace(group=group)))

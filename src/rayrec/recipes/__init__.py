@@ -3,7 +3,7 @@
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rayrec.config import InputError
 from rayrec.humanize import one_line
@@ -37,10 +37,10 @@ def __getattr__(name: str) -> Recipe:
     raise AttributeError(f"module 'rayrec.recipes' has no recipe '{name}'")
 
 
-def load_config(text: str, *, recipe: Recipe | None = None, source: str = "config") -> TrainConfig:
+def load_config(text: str, *, recipe: Recipe | Sequence[Recipe] | None = None, source: str = "config") -> TrainConfig:
     """Load a configuration from YAML text as written by `TrainConfig.to_yaml`, or a part of it. The recipe it names supplies all
-    classes and defaults. The text supplies plain values only. A recipe defined outside rayrec is passed as `recipe`. `source` is
-    named in errors. Raises InputError for invalid YAML, an unknown or different recipe, and invalid fields."""
+    classes and defaults. The text supplies plain values only. `recipe` is a recipe defined outside rayrec, or several to choose
+    from. `source` is named in errors. Raises InputError for invalid YAML, an unknown or different recipe, and invalid fields."""
     import yaml
 
     try:
@@ -52,9 +52,12 @@ def load_config(text: str, *, recipe: Recipe | None = None, source: str = "confi
     for field in values:
         if not isinstance(field, str):
             raise InputError(f"{source}: field names must be strings, got {field!r}")
-    default = (recipe or _built_in(values["recipe"], where=f"{source}: "))()
-    if default.recipe != values["recipe"]:
-        raise InputError(f"{source}: belongs to recipe {values['recipe']!r}, got recipe {default.recipe!r}")
+    defaults = [custom() for custom in ([recipe] if callable(recipe) else recipe or ())]
+    default = next((config for config in defaults if config.recipe == values["recipe"]), None)
+    if default is None and defaults and (callable(recipe) or str(values["recipe"]) not in ALL):
+        names = ", ".join(repr(config.recipe) for config in defaults)
+        raise InputError(f"{source}: belongs to recipe {values['recipe']!r}, got recipe {names}")
+    default = default or _built_in(values["recipe"], where=f"{source}: ")()
     try:
         return default.updated(values)
     except InputError as error:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import own_click_model
 from builders.click_models import ANY, SMALL, Saved, hashed_preprocessor, save_clicks
 from builders.faults import flip, rejects
 
@@ -285,6 +286,18 @@ def test_compare_command_output_and_exit_status(compared: list[Saved], log: Path
     assert [model["name"] for model in report["models"]] == ["a", "b"]
     assert "gauc" not in report["models"][0]
     assert "gates.min_auroc_gain: b gains" in captured.err.splitlines()[-1]
+
+
+def test_models_of_several_recipes_are_compared(compared: list[Saved], log: Path, tmp_path: Path) -> None:
+    models = own_click_model.OwnConfig(embedding_dim=8), own_click_model.SlowConfig(embedding_dim=4)
+    own = [save_clicks(tmp_path / str(number), model=model, recipe="own_model") for number, model in enumerate(models)]
+    places = [str(each.run) for each in (compared[0], *own)]
+    rejects(r"config\.yaml: no recipe 'own_model'", rayrec.compare, places, str(log), **QUIET)
+    found = rayrec.compare(places, str(log), recipe=[own_click_model.own_model, own_click_model.own_images], **QUIET)
+    sizes = [sum(parameter.numel() for parameter in each.model.parameters()) for each in (compared[0], *own)]
+    assert [model["parameters"] for model in found["models"]] == sizes
+    files = [f"{own_click_model.__file__}:{name}" for name in ("own_images", "own_model")]
+    assert run(["compare", *places, str(log), "--recipe", *files, "--resamples", "20", "--cluster.address", "none", "-q"]) == 0
 
 
 def test_invalid_comparison_is_rejected_first(compared: list, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
