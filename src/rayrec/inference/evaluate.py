@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -14,8 +14,10 @@ import pyarrow as pa
 import torch
 
 from rayrec import storage
+from rayrec.checkpoint import Checkpoint
 from rayrec.config import InputError
 from rayrec.data.arrow import numpy_of
+from rayrec.data.encoded_rows import EncodedRows
 from rayrec.humanize import json_values
 from rayrec.inference.config import ComparisonConfig, ComparisonGates, EvaluationConfig
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
@@ -304,10 +306,12 @@ def compare(
             labels, groups, checksums = scored.labels, scored.groups, scored.checksums
         elif (len(scored.labels), scored.checksums) != (len(labels), checksums):
             raise InputError(f"{name}: rows or labels do not match {models[0].described['name']}. Compare models of one log.")
-        models.append(_Model(scored.logits, _described(name, job, config, scored, seconds)))
+        speed = scored.rows / seconds if seconds else math.nan
+        described = {"name": name, **job.described, **model_cost(job.checkpoint, config), "rows_per_s": speed}
+        models.append(_Model(scored.logits, described))
     last = len(models) - 1
     if baselines is not None:
-        models += [_baseline(kind, baselines, path, labels, console) for kind in options.baselines]
+        models += [_Model(*score_baseline(kind, baselines, baselines.rows(path), labels, console)) for kind in options.baselines]
     return json_values(_result(models, labels, groups, options, gates, last))
 
 
@@ -339,35 +343,33 @@ def _names(checkpoints: Sequence[str]) -> list[str]:
     return names
 
 
-def _described(name: str, job: ScoringJob, config: TrainConfig, scored: ScoredRows, seconds: float) -> dict[str, Any]:
+def model_cost(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Any]:
+    """Return the `parameters` of a click model's checkpoint, and the network's `multiply_adds` per row."""
     assert isinstance(config.workload, ClickWorkload)
     parameters = sum(
         math.prod(entry["shape"])
-        for tensor, entry in job.checkpoint.manifest()["tensors"].items()
+        for tensor, entry in checkpoint.manifest()["tensors"].items()
         if tensor.startswith(PREFIX) and entry["dtype"].startswith(("F", "BF"))  # Skips index buffers
     )
-    inputs = ModelInputs.of(load_preprocessor(job.checkpoint.path).inputs)
+    inputs = ModelInputs.of(load_preprocessor(checkpoint.path).inputs)
     with torch.random.fork_rng(devices=[]):
         network = config.workload.model.build(inputs, precision=config.precision).eval()
-    return {
-        "name": name,
-        **job.described,
-        "parameters": parameters,
-        "multiply_adds": network_multiply_adds(network, inputs, config.workload.model),
-        "rows_per_s": scored.rows / seconds if seconds else math.nan,
-    }
+    return {"parameters": parameters, "multiply_adds": network_multiply_adds(network, inputs, config.workload.model)}
 
 
-def _baseline(kind: Kind, baselines: Baselines, path: str, labels: np.ndarray, console: Console) -> _Model:
+def score_baseline(
+    kind: Kind, baselines: Baselines, rows: Iterable[EncodedRows], labels: np.ndarray, console: Console
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Train a baseline and score rows. Return the logits, float32 [rows], and the baseline as in the `models` of `compare`."""
     console.note(f"Training {kind} on {len(baselines.train):,} rows")
     scorer = baselines.fit(kind)
     start, done = time.perf_counter(), 0
     logits, scored_labels = [], []
     with console.preparing():
-        for rows in baselines.rows(path):
-            logits.append(scorer.logits(rows))
-            scored_labels.append(rows.label)
-            done += len(rows)
+        for part in rows:
+            logits.append(scorer.logits(part))
+            scored_labels.append(part.label)
+            done += len(part)
             console.progress(f"score {kind} (rows)", done, len(labels))
     seconds = time.perf_counter() - start
     assert np.array_equal(np.concatenate(scored_labels).astype(np.uint8), labels), "rows in the order that models scored"
@@ -379,7 +381,7 @@ def _baseline(kind: Kind, baselines: Baselines, path: str, labels: np.ndarray, c
         "multiply_adds": None,
         "rows_per_s": done / seconds if seconds else math.nan,
     }
-    return _Model(np.concatenate(logits), described)
+    return np.concatenate(logits), described
 
 
 def _result(

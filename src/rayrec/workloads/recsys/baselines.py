@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rayrec.workloads.run_config import DataConfig
 
 Kind = Literal["lightgbm", "logistic"]
+PACKAGES: Final[dict[Kind, str]] = {"lightgbm": "lightgbm", "logistic": "sklearn"}
 
 _FOLDS: Final = 5
 _SMOOTHING: Final = 20.0
@@ -66,11 +67,12 @@ class Baselines:
         """Train a baseline. `settings` override LightGBM's defaults, or set `strengths`, the inverse L2 penalties to try."""
         return _Trees.fit(self, **settings) if kind == "lightgbm" else _Logistic.fit(self, **settings)
 
-    def rows(self, path: str) -> Iterator[EncodedRows]:
-        """Yield the rows of a labeled log in order. Raises InputError if it cannot be read or has too many invalid lines."""
+    def rows(self, path: str, first: int = 0, stop: int | None = None) -> Iterator[EncodedRows]:
+        """Yield the rows of a labeled log in order, all or from row `first` to before `stop`. Raises InputError if it cannot be
+        read or has too many invalid lines."""
         data = self.config.eval_data.replace(path=path, files=())
         index = open_run_log(data, self.preprocessor, cache=self.cache, max_bad_fraction=self.config.max_bad_fraction)
-        return encode_parts(index.parts(0, index.rows), self.preprocessor)
+        return encode_parts(index.parts(first, index.rows if stop is None else stop), self.preprocessor)
 
 
 def open_baselines(config: TrainConfig, checkpoint: str, *, max_rows: int, kinds: tuple[Kind, ...]) -> Baselines:
@@ -78,7 +80,7 @@ def open_baselines(config: TrainConfig, checkpoint: str, *, max_rows: int, kinds
     bytes for each number and id of these rows, and several times as much while a baseline is trained. Raises InputError for a
     missing package, an unreadable log, and a run without validation rows."""
     for kind in kinds:
-        require("lightgbm" if kind == "lightgbm" else "sklearn", extra="baselines")
+        require(PACKAGES[kind], extra="baselines")
     assert isinstance(config.workload, ClickWorkload)
     preprocessor, cache = load_preprocessor(checkpoint), cache_folder(checkpoint)
     path = config.train_data.path
@@ -171,15 +173,8 @@ class _Trees:
         trees_model = cls(rates, None)
         train_set = lightgbm.Dataset(np.concatenate(columns, axis=1), labels)
         validation_set = train_set.create_valid(trees_model._features(baselines.validation), baselines.validation.label)
-        parameters = {
-            "objective": "binary",
-            "learning_rate": 0.05,
-            "verbosity": -1,
-            "seed": 0,
-            "deterministic": True,
-            "force_row_wise": True,
-            **settings,
-        }
+        repeatable = {"seed": 0, "deterministic": True, "force_row_wise": True}
+        parameters = {"objective": "binary", "learning_rate": 0.05, "verbosity": -1, **repeatable, **settings}
         stop = lightgbm.early_stopping(_PATIENCE, verbose=False)
         trees_model._booster = lightgbm.train(parameters, train_set, _TREES, valid_sets=[validation_set], callbacks=[stop])
         return trees_model
