@@ -3,11 +3,11 @@
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, Self, final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,9 @@ METRICS = ("auroc", "logloss", "normalized_entropy", "calibration")
 """Metrics with intervals, in this order."""
 
 Array = npt.NDArray[np.float64]
-Method = Literal["delong", "bootstrap"]
+Placements = tuple[Array, Array]
+"""Share of the other class that each row is ordered correctly with, or its difference between models: positives, negatives."""
+Method = Literal["delong", "bootstrap", "seeds"]
 
 MIN_ROWS: Final = 30
 """Minimum row count for intervals and p-values. Resampling fewer rows repeats few values and underestimates the variation."""
@@ -164,9 +166,9 @@ class _Model:
             calibration = _product(all_weights, self.probabilities) / np.float64(num_positives)
             return np.array([auroc, logloss, logloss / entropy, calibration])
 
-    def placements(self) -> tuple[Array, Array]:
-        """Return the correctly ordered share of the other class for each row, by class and in row order: for positives the
-        negatives below, for negatives the positives above. Ties count one half."""
+    def placements(self) -> Placements:
+        """Return the placements in row order: for positives the negatives below, for negatives the positives above. Ties count
+        one half."""
         sorted_negatives, sorted_positives = self._sorted
         of_positives = _unsorted(self.positives, (self.below + self.upto) / (2 * max(1, len(self.negatives))))
         below, upto = _count_below(sorted_positives, sorted_negatives)
@@ -235,17 +237,78 @@ def _bootstrap_p_value(differences: Array) -> float:
     return min(1.0, 2 * (rarer + 1) / (len(finite) + 1))
 
 
-def _delong(first: tuple[Array, Array], second: tuple[Array, Array], confidence: float) -> Difference:
+def _delong(first: Placements, second: Placements, confidence: float) -> Difference:
     """Return the AUROC difference from the placements of two models."""
-    on_positives, on_negatives = (a - b for a, b in zip(first, second, strict=True))
-    num_positives, num_negatives = len(on_positives), len(on_negatives)
-    if num_positives < 2 or num_negatives < 2:
-        return Difference(math.nan, math.nan, math.nan, math.nan, "delong")
-    difference = float(np.mean(on_positives))
-    variance = np.var(on_positives, ddof=1) / num_positives + np.var(on_negatives, ddof=1) / num_negatives
-    error = math.sqrt(variance)
+    differences = first[0] - second[0], first[1] - second[1]
+    difference, error = float(np.mean(differences[0])), math.sqrt(_row_variance(differences))
     if not error:
         return Difference(difference, difference, difference, 1.0 if not difference else 0.0, "delong")
     width = NormalDist().inv_cdf((1 + confidence) / 2) * error
     p_value = math.erfc(abs(difference) / error / math.sqrt(2))
     return Difference(difference, difference - width, difference + width, p_value, "delong")
+
+
+def _row_variance(placements: Placements) -> float:
+    """Return DeLong's variance. NaN with too few rows."""
+    if min(map(len, placements)) < MIN_CLASS_ROWS or sum(map(len, placements)) < MIN_ROWS:
+        return math.nan
+    return float(sum(np.var(of_class, ddof=1) / len(of_class) for of_class in placements))
+
+
+@dataclass(frozen=True)
+class SeededScores:
+    """Metrics of one setting, trained with several seeds and scored on the same rows."""
+
+    aurocs: Array
+    """AUROC of each seed, [seeds]."""
+    loglosses: Array
+    """Log loss of each seed, [seeds]."""
+    placements: Placements
+    """Mean placements over the seeds."""
+    row_variance: float
+    """Mean over the seeds of the AUROC's variance over rows."""
+
+    @classmethod
+    def of(cls, seeds: Iterable[tuple[Any, Any]]) -> Self:
+        """Return the scores for the logits and labels of each seed, read in turn. Memory: 8 bytes per row and seed."""
+        metrics, placements = [], []
+        for logits, labels in seeds:
+            model = _Model(*checked(logits, labels))
+            metrics.append(model.metrics(np.ones(len(model.losses), np.uint8)))
+            placements.append(model.placements())
+        aurocs, loglosses, *_ = np.stack(metrics, axis=1)
+        positives, negatives = (np.mean(of_class, axis=0) for of_class in zip(*placements, strict=True))
+        return cls(aurocs, loglosses, (positives, negatives), float(np.mean([_row_variance(each) for each in placements])))
+
+
+def compare_seeds(first: SeededScores, second: SeededScores, *, confidence: float) -> Difference:
+    """Compare the mean AUROC over seeds of two settings on the same rows: first minus second. NaN with one seed or too few rows.
+
+    This is the analysis of Obuchowski & Rockette 1995 ("Hypothesis testing of diagnostic accuracy for multiple readers and
+    multiple tests"). Seeds are readers nested in settings (Hillis 2014, Statistics in Medicine 33). The variance has two parts:
+    that of both means over seeds, and DeLong's over rows, minus what the first has of it already because seeds order rows
+    differently. Degrees of freedom are Satterthwaite's. Requires scipy."""
+    from scipy import stats
+
+    if min(len(first.aurocs), len(second.aurocs)) < 2:
+        return Difference(math.nan, math.nan, math.nan, math.nan, "seeds")
+    of_rows = _row_variance((first.placements[0] - second.placements[0], first.placements[1] - second.placements[1]))
+    variance = spread = 0.0
+    for scores in (first, second):
+        degrees, of_seeds = len(scores.aurocs) - 1, float(np.var(scores.aurocs, ddof=1)) / len(scores.aurocs)
+        of_rows -= (scores.row_variance - _row_variance(scores.placements)) / degrees
+        variance, spread = variance + of_seeds, spread + of_seeds**2 / degrees
+    variance += float(np.maximum(0, of_rows))  # NaN stays
+    difference = float(np.mean(first.aurocs) - np.mean(second.aurocs))
+    student = stats.t(variance**2 / spread if spread else math.inf, scale=math.sqrt(variance))
+    low, high = difference + student.ppf([(1 - confidence) / 2, (1 + confidence) / 2])
+    return Difference(difference, float(low), float(high), float(2 * student.sf(abs(difference))), "seeds")
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values corrected for their number (Holm 1979). NaN stays and does not count. Pure."""
+    values = np.asarray(p_values, np.float64)
+    order, count = np.argsort(values), np.count_nonzero(~np.isnan(values))  # NaN comes last
+    corrected = np.empty_like(values)
+    corrected[order] = np.minimum(1, np.maximum.accumulate(values[order] * (count - np.arange(len(values)))))
+    return corrected.tolist()

@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from ranks import metric
 from ranks.checkpoint import run_ranks
+from scipy import stats
 from sklearn.metrics import accuracy_score, log_loss, ndcg_score, roc_auc_score
 from torch import distributed
 
 from rayrec.metrics import binary as metrics
-from rayrec.metrics import ranking
+from rayrec.metrics import ranking, significance
 from rayrec.metrics.binary import binary_metrics
 from rayrec.metrics.ranking import NO_GROUP, RankingAccumulator, gauc, ranking_metrics
-from rayrec.metrics.significance import METRICS, Resampling, _Model, _poisson_table, compare, intervals
+from rayrec.metrics.significance import METRICS, Resampling, SeededScores, _Model, _poisson_table, compare, intervals
 
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -290,18 +291,11 @@ def _rows(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return logits, (generator.random(rows) < 1 / (1 + np.exp(-logits))).astype(np.uint8)
 
 
-def _delong_by_pairs(logits: np.ndarray, others: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """Return (difference, standard error) by DeLong et al. 1988 directly, over all pairs of rows."""
-    placed = []
-    for values in (logits, others):
-        positives, negatives = values[labels == 1][:, None], values[labels == 0][None, :]
-        right = (positives > negatives) + 0.5 * (positives == negatives)
-        placed.append((right.mean(axis=1), right.mean(axis=0)))
-    (first_positives, first_negatives), (second_positives, second_negatives) = placed
-    covariance = np.cov(first_positives, second_positives) / len(first_positives)
-    covariance += np.cov(first_negatives, second_negatives) / len(first_negatives)
-    contrast = np.array([1, -1])
-    return float(first_positives.mean() - second_positives.mean()), math.sqrt(contrast @ covariance @ contrast)
+def _delong_by_pairs(models: Any, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (AUROCs, covariance) of several models' logits by DeLong et al. 1988 directly, over all pairs of rows."""
+    order = [np.heaviside(row[labels == 1][:, None] - row[labels == 0], 0.5).astype(float) for row in models]
+    covariance = sum(np.cov([each.mean(axis=1 - axis) for each in order]) / order[0].shape[axis] for axis in (0, 1))
+    return np.array([each.mean() for each in order]), covariance
 
 
 @pytest.mark.parametrize("decimals", [7, 1, 0])
@@ -350,11 +344,54 @@ def test_intervals_depend_on_seed_only() -> None:
 def test_auroc_difference_matches_delong(decimals: int) -> None:
     logits, labels = _rows(700)
     others = (logits + np.random.default_rng(2).normal(0, 0.8, 700).astype(np.float32)).round(decimals)
-    difference, error = _delong_by_pairs(logits, others, labels)
+    aurocs, covariance = _delong_by_pairs((logits, others), labels)
+    difference, error = aurocs[0] - aurocs[1], math.sqrt(covariance.trace() - 2 * covariance[0, 1])
     found = compare(logits, others, labels, FEW)["auroc"]
     assert (found.method, found.difference) == ("delong", pytest.approx(difference, abs=1e-12))
     assert found.high - found.low == pytest.approx(2 * 1.959964 * error, rel=1e-6)
     assert found.p_value == pytest.approx(math.erfc(difference / error / math.sqrt(2)), rel=1e-9)
+
+
+def seeded(rng: np.random.Generator, labels: np.ndarray, seeds: int, own: float, of_seed: float, quality: float) -> Any:
+    """Logits of each seed: `own` noise of the setting, noise `of_seed` on rows, and a varying `quality`."""
+    factor = 1 + quality * rng.normal(size=(seeds, 1))
+    logits = factor * (2 * labels + own * rng.normal(size=len(labels))) + of_seed * rng.normal(size=(seeds, len(labels)))
+    return logits.astype(np.float32)
+
+
+def test_seed_comparison_matches_anova_of_readers() -> None:
+    """Obuchowski & Rockette's variance: of seeds, and covariances between seeds of one setting less those of two settings."""
+    rng = np.random.default_rng(0)
+    labels = (rng.random(90) < 0.4).astype(np.uint8)
+    logits = [seeded(rng, labels, seeds, 2.0, 0.5, 0.1) for seeds in (3, 2)]
+    aurocs, covariance = _delong_by_pairs(np.concatenate(logits), labels)
+    rows = covariance[[0, 0, 1], [1, 2, 2]].mean() + covariance[3, 4] - 2 * covariance[:3, 3:].mean()
+    of_seeds = [aurocs[:3].var(ddof=1) / 3, aurocs[3:].var(ddof=1) / 2]
+    variance = sum(of_seeds) + max(0, rows)
+    student = stats.t(variance**2 / (of_seeds[0] ** 2 / 2 + of_seeds[1] ** 2), scale=math.sqrt(variance))
+    scores = [SeededScores.of((row, labels) for row in each) for each in logits]
+    found, difference = significance.compare_seeds(*scores, confidence=0.9), aurocs[:3].mean() - aurocs[3:].mean()
+    expected = (difference, 2 * student.sf(abs(difference)), difference + student.ppf(0.05), difference + student.ppf(0.95))
+    assert (found.difference, found.p_value, found.low, found.high) == pytest.approx(expected, rel=1e-9)
+    fixed = [SeededScores.of([(each[0], labels)] * 2) for each in logits]
+    alone = vars(compare(logits[0][0], logits[1][0], labels, FEW)["auroc"])
+    assert vars(significance.compare_seeds(*fixed, confidence=0.95)) == pytest.approx({**alone, "method": "seeds"})
+    few = SeededScores.of((row[:29], labels[:29]) for row in logits[0])
+    for unknown in (few, SeededScores.of([(logits[1][0], labels)])):
+        assert math.isnan(significance.compare_seeds(unknown, unknown, confidence=0.95).p_value)
+
+
+@pytest.mark.parametrize("noise", [(2.0, 0.0, 0.0), (0.5, 2.0, 0.0), (1.0, 0.5, 0.1)])
+def test_equal_settings_have_uniform_p_values_over_seeds(noise: tuple[float, float, float]) -> None:
+    """Settings that differ at random: by rows, by seeds, or both."""
+    rng, found = np.random.default_rng(1), []
+    for _ in range(150):
+        labels = (rng.random(300) < 0.3).astype(np.uint8)
+        scores = [SeededScores.of((row, labels) for row in seeded(rng, labels, 3, *noise)) for _ in range(2)]
+        found.append(significance.compare_seeds(*scores, confidence=0.95).p_value)
+    assert stats.kstest(found, "uniform").pvalue > 0.02
+    corrected = significance.holm([0.01, math.nan, 0.04, 0.03, 0.6])
+    assert corrected == pytest.approx([0.04, math.nan, 0.09, 0.09, 0.6], nan_ok=True)
 
 
 def test_compare_detects_worse_but_no_equal_model() -> None:
