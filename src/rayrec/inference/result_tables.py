@@ -94,6 +94,22 @@ def comparison_text(result: dict[str, Any]) -> str:
     )
 
 
+SEEDS_NOTE = "Mean ± standard deviation over seeds; AUROC difference from the first row, 95% interval, p with Holm correction"
+_SPREADS, _TEST = ("auroc", "logloss", "validation"), ("difference", "low", "high", "corrected_p_value")
+
+
+def seeded_rows(groups: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return the cells of a comparison over seeds (see `rayrec.tuning.search.tune`): heads, then a row per setting."""
+    costs = ("seconds", "parameters", "multiply_adds")
+    rows = [["", "seeds", *_SPREADS, *costs, *_TEST]]
+    for group in groups:
+        row = [group["name"], _number(group.get("seeds"))]
+        row += [f"{_number(group.get(name))} ± {_number(group.get(f'{name}_std'))}" for name in _SPREADS]
+        row += ["-" if group.get(name) is None else f"{group[name]:,.0f}" for name in costs]
+        rows.append([*row, *(_number(group.get(name)) for name in _TEST)])
+    return rows
+
+
 def _difference(compared: dict[str, Any], name: str) -> list[str]:
     difference = compared["differences"].get(name)
     other = _number(compared.get(name)) if name in compared else ""

@@ -39,7 +39,6 @@ def ray_pool(cluster: ClusterConfig, options: TuneConfig, config: TrainConfig, *
         log_to_driver=console.verbose,
         environment=cluster,
     )
-    connection.ship_code(config)
     with Signals() as signals, signals.deferred():
         pool = RayPool(options, signals, max_failures=config.failure.max_failures, note=console.note)
         try:

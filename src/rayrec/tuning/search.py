@@ -5,12 +5,14 @@ import dataclasses
 import functools
 import json
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from rayrec import host_resources, storage
+from rayrec.checkpoint import open_checkpoint
 from rayrec.cluster import connection
 from rayrec.config import InputError
 from rayrec.data.engine import ThreadEngine
@@ -19,10 +21,12 @@ from rayrec.data.materialized.dataset import open_preprocessed
 from rayrec.data.materialized.formats import best_format
 from rayrec.data.materialized.writer import preprocess
 from rayrec.humanize import aligned, value_text
-from rayrec.inference.config import ScoringConfig
-from rayrec.inference.evaluate import ScoredRows
+from rayrec.imports import require
+from rayrec.inference.config import ComparisonConfig, ScoringConfig
+from rayrec.inference.evaluate import ScoredRows, model_cost, score_baseline
+from rayrec.inference.result_tables import SEEDS_NOTE, seeded_rows
 from rayrec.inference.scoring import ScoringRequest
-from rayrec.metrics.significance import METRICS, Resampling, compare_models
+from rayrec.metrics.significance import METRICS, Resampling, SeededScores, compare_models, compare_seeds, holm
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
 from rayrec.observe.report.charts import NUM_SERIES, Line, line_chart
@@ -32,6 +36,7 @@ from rayrec.training.trainer import check_settings, preflight
 from rayrec.tuning.space import Space, TuneConfig, with_values
 from rayrec.tuning.trials import InProcessPool, Pool, TrialState, cost, folder_of, run_waves, validations_in, wave_fractions
 from rayrec.workloads.base import RunContext, TrainConfig
+from rayrec.workloads.recsys.baselines import PACKAGES, open_baselines
 from rayrec.workloads.recsys.settings import Prepared
 from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.run_config import ClusterConfig
@@ -76,8 +81,9 @@ def tune(
     Returns:
         Plain JSON: `folder`, `best` (number, values, validation metric), `best_config` (a file for `rayrec train --config`),
         `trials` (one dict each), `compared` (test-set differences of the best trial minus the recipe's settings, with
-        intervals and p-values; None if the recipe's settings are best), `validation_rows`, `test_rows`, and `trained_share`
-        (trained rows, relative to training all trials to their end)."""
+        intervals and p-values; None if the recipe's settings are best, or with several seeds), `validation_rows`, `test_rows`,
+        `trained_share` (trained rows, relative to training all trials to their end), and `groups`. With several seeds, `groups`
+        has a dict per setting, the recipe's own first, and per baseline: test metrics, cost, and difference from the first."""
     options, console = options or TuneConfig(), console or Console()
     config = config.replace(name=config.name or f"tune-{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     workload = config.workload
@@ -85,17 +91,23 @@ def tune(
         raise InputError(f"tune: requires a click model, and recipe {config.recipe} is not one")
     if config.eval_data.path is not None or LogSource.at(config.train_data.path or "").is_preprocessed:
         raise InputError("tune: requires one raw log, split into training, validation and test rows. Omit --eval-data.path.")
+    if options.baselines and options.seeds == 1:
+        raise InputError("tune.baselines: require several seeds, got tune.seeds 1. Add --tune.seeds 3.")
+    if options.seeds > 1:
+        require("scipy", *(PACKAGES[kind] for kind in options.baselines), extra="baselines")
     folder = storage.join(storage.absolute(config.storage_path), str(config.name))
     space.check(config)
     check_settings(config)
     preflight(config.replace(scaling={"num_workers": 1}, cluster={"address": connection.IN_PROCESS}))
-    all_values = space.trials(options.trials, options.seed)
+    all_values = space.seeded_trials(config, options)
     for values in all_values:
         check_settings(with_values(config, values))
     if not connection.is_in_process(config.cluster.address):
         connection.require_direct(config.cluster.address)
     _check_same(folder, config, space, options)
     prepared, data = _prepare(config, folder, console)
+    if options.seeds > 1 and "test" not in prepared.sets:
+        raise InputError("tune.seeds: settings are compared on test rows, and the split has none. Choose another split.")
     configs = [
         _trial_config(config, number, values, folder=folder, data=data, options=options)
         for number, values in enumerate(all_values)
@@ -117,6 +129,8 @@ def _train(
                 return InProcessPool()
             from rayrec.tuning.ray_pool import ray_pool
 
+            for config in configs:
+                connection.ship_code(config)
             return stack.enter_context(ray_pool(cluster, options, configs[0], console=console))
 
         return run_waves(configs, pool, options, note=console.note)
@@ -127,7 +141,7 @@ def _check_same(folder: str, config: TrainConfig, space: Space, options: TuneCon
     searched = {
         "config": config.replace(cluster=ClusterConfig()).to_dict(),
         "space": space.plain(),
-        "options": {name: value for name, value in options.to_dict().items() if name != "concurrent"},
+        "options": {name: value for name, value in options.to_dict().items() if name not in ("concurrent", "baselines")},
         "waves": wave_fractions(options),
     }
     path = storage.join(folder, SEARCH)
@@ -226,9 +240,11 @@ def _conclude(
         errors = [f"trial {trial.number}: {trial.error}" for trial in trials if trial.error]
         raise InputError(f"tune: no trial finished ({errors[0] if errors else 'all were interrupted'})")
     best, baseline = finished[0], trials[0]
-    compared = None
-    if best.number and baseline.checkpoint is not None and "test" in prepared.sets:
-        compared = _compare(configs, best, baseline, console)
+    compared, groups = None, _groups(configs, trials, options, console) if options.seeds > 1 else []
+    if not groups and best.number and baseline.checkpoint is not None and "test" in prepared.sets:
+        scored = [_score_test_rows(configs[trial.number], str(trial.checkpoint), console) for trial in (best, baseline)]
+        differences = compare_models([rows.logits for rows in scored], scored[0].labels, Resampling()).differences[0, 1]
+        compared = {metric: vars(differences[metric]) for metric in METRICS}
     started = [trial for trial in trials if trial.share]
     full_rows = sum(trial.rows / trial.share for trial in started)
     winner = with_values(config, best.values).replace(name=None)
@@ -247,6 +263,7 @@ def _conclude(
         "validation_rows": prepared.sets["validation"].rows,
         "test_rows": prepared.sets["test"].rows if "test" in prepared.sets else 0,
         "compared": compared,
+        "groups": groups,
         "trained_share": sum(trial.rows for trial in started) / full_rows if full_rows else None,
         "trials": [{**vars(trial), "values": dict(trial.values)} for trial in ranked],
     }
@@ -257,14 +274,6 @@ def _conclude(
     console.note(table_text(plain))
     console.note(f"Wrote the best settings to {best_config} and the report to {page}")
     return {**plain, "report": page}
-
-
-def _compare(configs: Sequence[TrainConfig], best: Trial, baseline: Trial, console: Console) -> dict[str, Any]:
-    """Compute test-set differences of the best trial minus the recipe's own settings."""
-    scored = [_score_test_rows(configs[trial.number], str(trial.checkpoint), console) for trial in (best, baseline)]
-    differences = compare_models([rows.logits for rows in scored], scored[0].labels, Resampling()).differences[0, 1]
-    fields = ("difference", "low", "high", "p_value")
-    return {metric: {name: getattr(differences[metric], name) for name in fields} for metric in METRICS}
 
 
 def _score_test_rows(config: TrainConfig, checkpoint: str, console: Console) -> ScoredRows:
@@ -281,21 +290,64 @@ def _score_test_rows(config: TrainConfig, checkpoint: str, console: Console) -> 
     return test_rows
 
 
+def _groups(
+    configs: Sequence[TrainConfig], trials: Sequence[Trial], options: TuneConfig, console: Console
+) -> list[dict[str, Any]]:
+    """Compare settings over the seeds of their finished trials, and baselines, on the test rows."""
+    groups: list[dict[str, Any]] = []
+    scores: list[SeededScores] = []
+    for start in range(0, len(trials), options.seeds):
+        finished = [trial for trial in trials[start : start + options.seeds] if trial.checkpoint is not None]
+        if not finished:
+            continue
+        rows = [_score_test_rows(configs[trial.number], str(trial.checkpoint), console) for trial in finished]
+        labels, checkpoint = rows[0].labels, open_checkpoint(str(finished[0].checkpoint))
+        scores.append(SeededScores.of((scored.logits, scored.labels) for scored in rows))
+        name = ", ".join(_value(value) for field, value in finished[0].values.items() if field != "seed")
+        group: dict[str, Any] = {"name": name or "recipe", "trials": [trial.number for trial in finished], "seeds": len(finished)}
+        group |= {"seconds": statistics.fmean(trial.seconds for trial in finished)}
+        group |= _spread("validation", [math.nan if trial.best is None else trial.best for trial in finished])
+        groups.append(group | model_cost(checkpoint, configs[start]))
+    if options.baselines:
+        path, max_rows = str(configs[0].train_data.path), ComparisonConfig.baseline_rows
+        baselines = open_baselines(configs[0], checkpoint.path, max_rows=max_rows, kinds=options.baselines)
+        for kind in options.baselines:
+            test_rows = baselines.rows(path, *open_preprocessed(path).sets["test"])
+            logits, described = score_baseline(kind, baselines, test_rows, labels, console)
+            scores.append(SeededScores.of([(logits, labels)] * 2))  # Another seed would yield the same model.
+            groups.append(described)
+    for group, of_group in zip(groups, scores, strict=True):
+        group |= _spread("auroc", of_group.aurocs.tolist()) | _spread("logloss", of_group.loglosses.tolist())
+    tests = [compare_seeds(of_group, scores[0], confidence=Resampling.confidence) for of_group in scores[1:]]
+    for group, test, p_value in zip(groups[1:], tests, holm([test.p_value for test in tests]), strict=True):
+        group |= {**vars(test), "corrected_p_value": p_value}
+    return groups
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Return mean and standard deviation over seeds, NaN for one."""
+    return {name: statistics.fmean(values), f"{name}_std": statistics.stdev(values) if len(values) > 1 else math.nan}
+
+
 def table_text(result: Mapping[str, Any]) -> str:
-    """Format one line per trial, the best first, and notes on the best one."""
+    """Format one line per trial, the best first, notes on the best one, and with several seeds one line per setting."""
     heads, rows = _rows(result)
-    return "\n".join([*aligned([heads, *rows], left=()), *_notes(result)])
+    comparison = ["", *aligned(seeded_rows(result["groups"])), SEEDS_NOTE] if result["groups"] else []
+    return "\n".join([*aligned([heads, *rows], left=()), *_notes(result), *comparison])
 
 
 def render(name: str, result: Mapping[str, Any]) -> str:
     """Render the page of a search."""
     heads, rows = _rows(result)
+    groups = seeded_rows(result["groups"])
+    comparison = [table(groups[0], groups[1:], name="Comparison"), paragraph(SEEDS_NOTE)] if result["groups"] else []
     best = sorted(result["trials"], key=lambda trial: trial["number"] != result["best"]["number"])
     lines = [Line(f"trial {trial['number']}", [tuple(point) for point in trial["curve"]]) for trial in best[:NUM_SERIES]]
     fields = dict.fromkeys(field for trial in result["trials"] for field in trial["values"])
     return document(
         f"Search {name}",
         (
+            Section("Comparison", join_parts(comparison)),
             Section("Best", join_parts([paragraph(text) for text in _notes(result)])),
             Section("Trials", table(heads, rows, name="Trials", unfolded=True)),
             Section("Curves", charts([line_chart(f"Validation {result['metric']}", lines, x_label="step")])),

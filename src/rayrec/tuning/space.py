@@ -101,6 +101,16 @@ class Space:
                 trials.append({domain.field: {**combination, **sample}[domain.field] for domain in self.domains})
         return trials
 
+    def seeded_trials(self, config: TrainConfig, options: TuneConfig) -> list[dict[str, Any]]:
+        """Return the values of `trials`. With several seeds, each has all of them, and the recipe's own settings occur once."""
+        trials = self.trials(options.trials, options.seed)
+        if options.seeds == 1:
+            return trials
+        same = [values for values in trials if with_values(config, values) == config]
+        settings = [same[-1], *(values for values in trials if values not in same)]
+        seeds = range(options.seeds)
+        return [{**values, "seed": with_values(config, values).seed + seed} for values in settings for seed in seeds]
+
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     """Return the configuration of a trial. Raises InputError for incompatible values."""
@@ -144,7 +154,9 @@ class TuneConfig(Config):
     """Settings of a search: number of trials, selection, and resources per trial."""
 
     trials: Count = 20
-    """Number of trials, including the recipe's own settings. Ignored if all domains are grids."""
+    """Number of trials of different settings, including the recipe's own. Ignored if all domains are grids."""
+    seeds: Count = 1
+    """Number of seeds to train each setting with. Several train all trials to the end, and compare settings on test rows."""
     metric: Literal["auroc", "logloss"] = "auroc"
     """Validation metric that selects the best trial."""
     seed: int = 0
@@ -160,3 +172,5 @@ class TuneConfig(Config):
     """Number of GPUs per trial. With a fraction, several trials share a GPU."""
     concurrent: Count | None = None
     """Maximum number of concurrent trials. None: as many as fit."""
+    baselines: tuple[Literal["lightgbm", "logistic"], ...] = ()
+    """Baselines to compare settings with (see `rayrec compare`), trained on at most the last million training rows."""

@@ -161,7 +161,7 @@ class Pool(Protocol):
 def wave_fractions(options: TuneConfig) -> tuple[float, ...]:
     """Return the share of a trial's steps at each wave's end; the last is 1. Each is `keep_fraction` of the next. Uses the fewest
     waves whose cost without rounding, `keep**n * (1 + n * (1 - keep))` for n waves before the last, is at most a sixth. Pure."""
-    if not options.stop_early:
+    if not options.stop_early or options.seeds > 1:
         return (1.0,)
     keep = options.keep_fraction
     waves = next(n for n in itertools.count(1) if keep**n * (1 + n * (1 - keep)) <= _MAX_COST)

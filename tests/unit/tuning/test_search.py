@@ -5,6 +5,7 @@ import json
 import math
 import random
 import shutil
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders.faults import fails_with, raising, rejects
+from builders.own_click_model import OwnConfig
 from builders.runs import QUIET
 from pyarrow import csv
 
@@ -123,6 +125,33 @@ def test_killed_search_matches_uninterrupted_one(
     assert len(parts) == len(set(parts)) + 1
     assert outcomes(again) == outcomes(found)
     assert again["compared"] == found["compared"]
+
+
+def test_seeds_compare_models_on_test_rows(config: TrainConfig) -> None:
+    """With a model of user code, and the recipe's own settings in the grid. Baselines are added later."""
+    searched = config.replace(name="seeds", steps=18, seed=5, workload={"dense_optimizer": {"learning_rate": 0.004}})
+    own, models = f"{OwnConfig.__module__}.OwnConfig", "workload.model.class"
+    options: dict[str, Any] = {"search": {models: {"grid": [own, "dlrm"]}}, "seeds": 2, "console": QUIET}
+    rejects(r"^tune\.baselines: require several seeds", rayrec.tune, searched, **{**options, "seeds": 1}, baselines=["logistic"])
+    result = rayrec.tune(searched, **options)
+    assert sorted((trial["number"], trial["values"]["seed"]) for trial in result["trials"]) == [(0, 5), (1, 6), (2, 5), (3, 6)]
+    for group, name, numbers in zip(result["groups"], ("dlrm", own), ([0, 1], [2, 3]), strict=True):
+        assert (group["name"], group["trials"], group["seconds"] > 0) == (name, numbers, True)
+        runs = [storage.read_json(f"{result['folder']}/trials/trial_000{number}/summary.json") for number in numbers]
+        assert [(run["steps"], run["metrics"]["rows"]) for run in runs] == [(18, result["test_rows"])] * 2
+        for metric, rows in (("auroc", "metrics"), ("logloss", "metrics"), ("validation", "validation")):
+            values = [run[rows]["auroc" if metric == "validation" else metric] for run in runs]
+            expected = statistics.mean(values), statistics.stdev(values)
+            assert (group[metric], group[f"{metric}_std"]) == pytest.approx(expected, abs=1e-6)
+    again = rayrec.tune(searched, **options, baselines=["logistic"])
+    dlrm, other, logistic = again["groups"]
+    assert [dlrm["auroc"], other["auroc"]] == [group["auroc"] for group in result["groups"]]
+    assert other["difference"] == pytest.approx(other["auroc"] - dlrm["auroc"])
+    assert other["low"] < other["difference"] < other["high"]
+    assert 0 < logistic["p_value"] <= logistic["corrected_p_value"] <= 1
+    lines = of_searches.table_text(again).splitlines()
+    assert [line.split()[0] for line in lines[-4:-1]] == ["dlrm", own, "logistic"]
+    assert (lines[-1], lines[-1] in Path(again["report"]).read_text()) == (of_searches.SEEDS_NOTE, True)
 
 
 ONE_LABEL = Schema(label="click", dense=("price",), sparse=("item", "user", "day"), group="user", tokens="any", delimiter=",")
@@ -442,7 +471,7 @@ def search_result(**changes: Any) -> dict[str, Any]:
     values = {"workload.model.dropout": 0.25, "batch_size": 512}
     failed = trial(2, {**values, "batch_size": 1024}, None, state="failed", error="InputError: <too> large")
     result = {"metric": "auroc", "best": {"number": 1, "values": values, "auroc": 0.75, "checkpoint": "c"}}
-    result |= {"validation_rows": 1429, "test_rows": 1428, "trained_share": 0.1353}
+    result |= {"validation_rows": 1429, "test_rows": 1428, "trained_share": 0.1353, "groups": []}
     result["compared"] = {"auroc": {"difference": 0.012, "low": 0.002, "high": 0.022, "p_value": 0.0123}}
     return {**result, "trials": [trial(1, values, 0.75), trial(0, {}, 0.74), failed], **changes}
 
