@@ -328,7 +328,7 @@ NO_ROW = {
     ("docs/benchmarks.md", "700,000 rows/s"),  # a setting of its stand-in
     ("docs/cluster.md", "6,000 rows/s"),  # follows from the lines above it
     ("docs/spot.md", "1.1 s"),  # a setting of Ray's benchmark
-    ("docs/tune.md", "13.5 %"),  # follows from the formula beside it
+    ("docs/tune.md", "13.5 %"),  # follows from the numbers beside it
 }
 NO_ROW |= {("docs/models.md", "0.8162"), ("docs/models/crosses.md", "0.8162")}  # published by DCNv3's authors
 NO_ROW |= {("docs/from-fuxictr.md", "0.8150"), ("docs/models.md", "0.8146"), ("docs/models.md", "0.8150")}  # by BARS
