@@ -269,12 +269,7 @@ class ScoringRequest:
         from rayrec.ingest.ray_engine import RayEngine
 
         cluster = self.config.cluster
-        connection.connect(
-            cluster.address,
-            num_cpus=cluster.num_cpus,
-            object_store_bytes=cluster.object_store_bytes,
-            log_to_driver=self.console.verbose,
-        )
+        connection.connect(cluster.address, **cluster.connection, log_to_driver=self.console.verbose)
         require_reachable((self.checkpoint, self.path))
         cpus = sum(node.resources.get("CPU", 0.0) for node in connection.alive_nodes())
         return RayEngine(TaskPlacement(num_cpus=min(1.0, cpus)))

@@ -32,13 +32,7 @@ _NODES_POLL_S: Final = 10.0
 @contextlib.contextmanager
 def ray_pool(cluster: ClusterConfig, options: TuneConfig, config: TrainConfig, *, console: Console) -> Iterator[RayPool]:
     """Open a pool on the Ray cluster of `wanted`, or a local one, for trials like `config`. Raises InputError if none fits."""
-    connection.connect(
-        cluster.address,
-        num_cpus=cluster.num_cpus,
-        object_store_bytes=cluster.object_store_bytes,
-        log_to_driver=console.verbose,
-        environment=cluster,
-    )
+    connection.connect(cluster.address, **cluster.connection, log_to_driver=console.verbose)
     with Signals() as signals, signals.deferred():
         pool = RayPool(options, signals, max_failures=config.failure.max_failures, note=console.note)
         try:

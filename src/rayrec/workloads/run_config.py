@@ -1,7 +1,7 @@
 """Settings shared by all kinds of training, one class per group."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from annotated_types import Ge
 
@@ -157,6 +157,11 @@ class ClusterConfig(RuntimeEnvConfig):
         """Settings without effect outside Ray, and whether they are set."""
         names = ("object_store_bytes", "data_task_memory_bytes", "env", "runtime_env")
         return {f"cluster.{name}": getattr(self, name) not in (None, ()) for name in names}
+
+    @property
+    def connection(self) -> dict[str, Any]:
+        """Arguments of `rayrec.cluster.connection.connect`, besides the address."""
+        return {"num_cpus": self.num_cpus, "object_store_bytes": self.object_store_bytes, "environment": self}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -409,14 +409,8 @@ class RayLauncher:
 
     def connect(self, folder: str, console: Console) -> None:
         config = self._config
-        connection.connect(
-            config.cluster.address,
-            num_cpus=config.cluster.num_cpus,
-            object_store_bytes=config.cluster.object_store_bytes,
-            log_to_driver=console.verbose,
-            preload=() if config.scaling.use_gpu else config.workload.WORKER_MODULES,
-            environment=config.cluster,
-        )
+        cluster, preload = config.cluster, () if config.scaling.use_gpu else config.workload.WORKER_MODULES
+        connection.connect(cluster.address, **cluster.connection, log_to_driver=console.verbose, preload=preload)
         if not connection.is_local_ray():  # It has no dashboard.
             os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # The Train page shows the run.
         require_reachable((folder, config.train_data.path, config.eval_data.path, config.init_from))
