@@ -137,6 +137,25 @@ class KeyedEmbeddings(Mapping[str, torch.Tensor]):
         """Return the embeddings in feature order, [rows, num_features, dim]."""
         return self.flattened().unflatten(1, (len(self.features), self.dim))
 
+    def columns(self, columns: slice) -> KeyedEmbeddings:
+        """Return these columns of each embedding."""
+
+        def deliver() -> Delivery:
+            values, order = self.bags()
+            return values.unflatten(1, (len(order), self.dim))[:, :, columns].flatten(1), order
+
+        def sequences() -> dict[str, JaggedEmbeddings]:
+            return {
+                name: JaggedEmbeddings(unpooled.values[:, columns], unpooled.lengths)
+                for name, unpooled in self.all_sequences().items()
+            }
+
+        def table(feature: str) -> torch.Tensor:
+            return self.table(feature)[:, columns]
+
+        dim = columns.stop - columns.start
+        return KeyedEmbeddings(self.features, dim, deliver, sequences=sequences, ids=self.ids, table=table)
+
     def sequences(self, feature: str) -> JaggedEmbeddings:
         """Return a feature's unpooled embeddings. Raises KeyError unless it is in `ClickModelConfig.sequences`."""
         return self.all_sequences()[feature]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rayrec.batch import Batch
-from rayrec.layers.keyed_embeddings import Delivery, JaggedEmbeddings, KeyedEmbeddings
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.layers.mlp import Precision
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import Head, LabelHead, named_outputs, network_loss
@@ -41,7 +41,7 @@ class Ensemble(nn.Module):
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         """Return the mean logits by label, and all outputs of the members for the loss."""
         of_members = [
-            named_outputs(network(dense, _part(embedded, columns)), self._heads, where=type(network).__name__)
+            named_outputs(network(dense, embedded.columns(columns)), self._heads, where=type(network).__name__)
             for network, columns in zip(self.members, self._columns, strict=True)
         ]
         outputs = {head.name: torch.stack([values[head.name] for values in of_members]).mean(0) for head in self._heads}
@@ -62,26 +62,6 @@ class Ensemble(nn.Module):
 
     def _loss_of_labels(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
         return reduce(add, (head.losses(outputs, batch.labels) for head in self._heads if isinstance(head, LabelHead)))
-
-
-def _part(embedded: KeyedEmbeddings, columns: slice) -> KeyedEmbeddings:
-    """Return a member's columns of each embedding."""
-    dim = columns.stop - columns.start
-
-    def deliver() -> Delivery:
-        values, order = embedded.bags()
-        return values.unflatten(1, (len(order), embedded.dim))[:, :, columns].flatten(1), order
-
-    def sequences() -> dict[str, JaggedEmbeddings]:
-        return {
-            name: JaggedEmbeddings(unpooled.values[:, columns], unpooled.lengths)
-            for name, unpooled in embedded.all_sequences().items()
-        }
-
-    def table(feature: str) -> torch.Tensor:
-        return embedded.table(feature)[:, columns]
-
-    return KeyedEmbeddings(embedded.features, dim, deliver, sequences=sequences, ids=embedded.ids, table=table)
 
 
 def _name(number: int, output: str) -> str:
