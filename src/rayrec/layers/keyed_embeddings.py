@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Final, final
+from typing import final
 
 import torch
 from torch import nn
 
 from rayrec.layers.mlp import UninitializedLinear, init_values
 
-_ALIGNMENT: Final = 4
-"""Row width multiple that fbgemm requires."""
 Order = tuple[int, ...]
 """Feature number of each embedding, by position."""
 Delivery = tuple[torch.Tensor, Order]
@@ -194,11 +192,6 @@ class KeyedEmbeddings(Mapping[str, torch.Tensor]):
         return len(self.features)
 
 
-def width_with_weight(dim: int) -> int:
-    """Return the width of table rows that contain an embedding of `dim` values and a scalar. The rest is unused."""
-    return (dim // _ALIGNMENT + 1) * _ALIGNMENT
-
-
 def number_vectors(num_dense: int, dim: int) -> nn.Parameter:
     """Return the factor vector of each number, [num_dense, dim]. Each is a layer from 1 to `dim`, Xavier normal."""
     draw = partial(nn.init.normal_, std=(2 / (1 + dim)) ** 0.5)
@@ -227,7 +220,7 @@ class FieldsAndLinear(nn.Module):
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> tuple[torch.Tensor, torch.Tensor]:
         """Return float32 fields [rows, num_dense + num_features, dim], and the linear model's output, float32 [rows]. Takes
-        embeddings of `width_with_weight(dim)` values."""
+        embeddings of `rayrec.models.base.width_with_weight(dim)` values."""
         stacked = embedded.stacked()
         fields = torch.cat([dense.unsqueeze(2) * self.number_vectors, stacked[:, :, : self._dim]], dim=1)
         return fields, self.linear(dense).squeeze(1) + stacked[:, :, self._dim].sum(1)

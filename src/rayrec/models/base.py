@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
 from annotated_types import Gt, Lt
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from rayrec.layers.mlp import Precision, TowerSettings
     from rayrec.models.heads import Head
     from rayrec.schema import Label, Schema
+
+
+_ALIGNMENT: Final = 4
+"""Row width multiple that fbgemm requires."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +259,11 @@ def unpooled_features(config: ClickModelConfig, inputs: ModelInputs) -> tuple[st
         )
     tables = {table_of[name] for name in sequences}
     return tuple(name for name in inputs.features if table_of[name] in tables)
+
+
+def width_with_weight(dim: int) -> int:
+    """Return the width of table rows that contain an embedding of `dim` values and a scalar. The rest is unused."""
+    return (dim // _ALIGNMENT + 1) * _ALIGNMENT
 
 
 def table_key(feature: str) -> str:

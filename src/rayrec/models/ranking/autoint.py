@@ -8,9 +8,9 @@ from torch import nn
 from rayrec.bounds import Count, Share, Sizes
 from rayrec.config import InputError
 from rayrec.layers.attention import FieldAttention
-from rayrec.layers.keyed_embeddings import FieldsAndLinear, KeyedEmbeddings, fields, number_vectors, width_with_weight
+from rayrec.layers.keyed_embeddings import FieldsAndLinear, KeyedEmbeddings, fields, number_vectors
 from rayrec.layers.mlp import LogitTower, Precision, xavier_linear
-from rayrec.models.base import MLPConfig, ModelInputs
+from rayrec.models.base import MLPConfig, ModelInputs, width_with_weight
 
 
 @dataclass(frozen=True, kw_only=True)

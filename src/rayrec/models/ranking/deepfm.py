@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rayrec.layers.keyed_embeddings import FieldsAndLinear, KeyedEmbeddings, width_with_weight
+from rayrec.layers.keyed_embeddings import FieldsAndLinear, KeyedEmbeddings
 from rayrec.layers.mlp import LogitTower, Precision
-from rayrec.models.base import MLPConfig, ModelInputs
+from rayrec.models.base import MLPConfig, ModelInputs, width_with_weight
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from rayrec.bounds import Positive, Zero
-from rayrec.layers.keyed_embeddings import KeyedEmbeddings, width_with_weight
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.layers.mlp import Precision, UninitializedLinear, init_values
-from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.base import ClickModelConfig, ModelInputs, width_with_weight
 
 
 @dataclass(frozen=True, kw_only=True)

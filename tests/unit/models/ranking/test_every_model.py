@@ -21,9 +21,9 @@ from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.ingest.batches import sparse_features
-from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings, width_with_weight
+from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
 from rayrec.layers.mlp import Dice
-from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
+from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features, width_with_weight
 from rayrec.models.cost import network_cost, network_multiply_adds
 from rayrec.models.ensemble import build_network
 from rayrec.models.heads import network_loss
