@@ -69,6 +69,7 @@ CONFIGS: dict[str, ClickModelConfig] = {
     "ple batch norm": PLE.replace(batch_norm=True, levels=1),
     "dlrm dot": DLRM,
     "dlrm cross": DLRM.replace(interaction="cross"),
+    "dlrm first order": DLRM.replace(first_order=True),
     "dlrm projection": DLRM.replace(interaction="projection"),
     "dlrm batch norm": DLRM.replace(batch_norm=True),
     "dlrm dropout": DLRM.replace(bottom_dropout=0.2, top_dropout=0.4, batch_norm=True),

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rayrec.layers.dots import pairwise_dots
+from rayrec.layers.first_order import FirstOrder
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, Order, in_feature_order
 from rayrec.layers.mlp import MLP, Precision, compute_dtype, init_values, linear_stack
 
@@ -106,14 +107,27 @@ class ProjectionInteraction(Interaction):
 
 
 class DLRM(nn.Module):
-    """Bottom MLP, interaction and top MLP with one logit for each label."""
+    """Bottom MLP, interaction and top MLP with one logit for each label. `first_order` is added to the first logit, and takes the
+    value after the interaction's `dim` of each embedding."""
 
-    def __init__(self, labels: Sequence[str], bottom_mlp: MLP, interaction: Interaction, top_mlp: MLP) -> None:
+    def __init__(
+        self,
+        labels: Sequence[str],
+        bottom_mlp: MLP,
+        interaction: Interaction,
+        top_mlp: MLP,
+        first_order: FirstOrder | None = None,
+    ) -> None:
         super().__init__()
-        self.bottom_mlp, self.interaction, self.top_mlp = bottom_mlp, interaction, top_mlp
+        self.bottom_mlp, self.interaction, self.top_mlp, self.first_order = bottom_mlp, interaction, top_mlp, first_order
         self._labels = labels
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         bottom = self.bottom_mlp(dense)  # During the exchange of embeddings
-        logits = self.top_mlp(self.interaction(bottom, embedded))
-        return dict(zip(self._labels, logits.unbind(1), strict=True))
+        if self.first_order is None:
+            logits = self.top_mlp(self.interaction(bottom, embedded)).unbind(1)
+        else:
+            dim = self.interaction.dim
+            first, *others = self.top_mlp(self.interaction(bottom, embedded.columns(slice(0, dim)))).unbind(1)
+            logits = (first + self.first_order(dense, embedded.stacked()[:, :, dim]), *others)
+        return dict(zip(self._labels, logits, strict=True))

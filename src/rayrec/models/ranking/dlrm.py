@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from rayrec.bounds import Count, Share, SomeSizes
 from rayrec.config import CLASS, InputError, same_class
-from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.base import ClickModelConfig, ModelInputs, width_with_weight
 
 if TYPE_CHECKING:
     from rayrec.layers.dlrm import DLRM, Interaction
@@ -44,6 +44,10 @@ class DLRMConfig(ClickModelConfig):
     projection_second: SomeSizes = (2048, 2048)
     """Layer widths of the second branch (interaction "projection"). The last one must be a multiple of embedding_dim."""
 
+    first_order: bool = False
+    """Whether to add logistic regression to the main label's logit: a weight per category and a piecewise-linear function of each
+    number, which must be standardized."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bottom_mlp[-1] != self.embedding_dim:
@@ -67,8 +71,13 @@ class DLRMConfig(ClickModelConfig):
             changes = {**changes, "bottom_mlp": (*self.bottom_mlp[:-1], changes["embedding_dim"])}
         return super().updated(changes, where=where)
 
+    @property
+    def width(self) -> int:
+        return width_with_weight(self.embedding_dim) if self.first_order else self.embedding_dim
+
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> DLRM:
         from rayrec.layers.dlrm import DLRM
+        from rayrec.layers.first_order import FirstOrder
         from rayrec.layers.mlp import MLP
 
         settings: dict[str, Any] = {"batch_norm": self.batch_norm, "precision": precision}
@@ -76,7 +85,8 @@ class DLRMConfig(ClickModelConfig):
         interaction = self._interaction(inputs, precision)
         sizes = (*self.top_mlp[:-1], len(inputs.label_names))
         top = MLP(interaction.out_features, sizes, final_activation=False, dropout=self.top_dropout, **settings)
-        return DLRM(inputs.label_names, bottom, interaction, top)
+        first_order = FirstOrder(inputs.num_dense) if self.first_order else None
+        return DLRM(inputs.label_names, bottom, interaction, top, first_order)
 
     def _interaction(self, inputs: ModelInputs, precision: Precision) -> Interaction:
         from rayrec.layers.dlrm import CrossInteraction, DotInteraction, ProjectionInteraction

@@ -1,0 +1,40 @@
+"""First-order part of click models: logistic regression over categories and piecewise-linear functions of numbers."""
+
+from typing import Final, final
+
+import torch
+from torch import nn
+
+from rayrec.layers.mlp import UninitializedLinear, init_values
+
+_FIRST: Final = -1.5
+_LENGTH: Final = 0.5
+_PIECES: Final = 8
+"""Pieces of a number, from 1.5 standard deviations below its mean to 2.5 above."""
+_NUMBER_SCALE: Final = 10.0
+"""Factor of the numbers' weights, which optimizers such as Adam change by about the learning rate per step."""
+_CATEGORY_SCALE: Final = 0.5
+"""Factor of the categories' weights. Below 1, because learning rates of embeddings are too large for them."""
+
+
+def pieces(dense: torch.Tensor) -> torch.Tensor:
+    """Return standardized numbers [rows, num_dense], then the part of each in each piece, [rows, num_dense * pieces] (Gorishniy
+    et al., "On Embeddings for Numerical Features in Tabular Deep Learning", NeurIPS 2022, with equal bins)."""
+    starts = _FIRST + _LENGTH * torch.arange(_PIECES, dtype=dense.dtype, device=dense.device)
+    return torch.cat([dense, (dense.unsqueeze(2) - starts).clamp(0, _LENGTH).flatten(1)], dim=1)
+
+
+@final
+class FirstOrder(nn.Module):
+    """Logit of a weight per category and a piecewise-linear function of each number, initially 0."""
+
+    def __init__(self, num_dense: int) -> None:
+        super().__init__()
+        self.linear = UninitializedLinear(num_dense * (1 + _PIECES), 1)
+        init_values(self.linear.weight, nn.init.zeros_)
+        init_values(self.linear.bias, nn.init.zeros_)
+
+    def forward(self, dense: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return logits, float32 [rows]. `dense`: standardized numbers [rows, num_dense]; `weights`: of each feature's category,
+        [rows, num_features]."""
+        return _NUMBER_SCALE * self.linear(pieces(dense)).squeeze(1) + _CATEGORY_SCALE * weights.sum(1)
