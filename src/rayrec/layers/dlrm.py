@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rayrec.layers.dots import pairwise_dots
-from rayrec.layers.first_order import FirstOrder
+from rayrec.layers.first_order import FirstOrder, pieces
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, Order, in_feature_order
 from rayrec.layers.mlp import MLP, Precision, compute_dtype, init_values, linear_stack
 
@@ -123,6 +123,7 @@ class DLRM(nn.Module):
         self._labels = labels
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
+        dense = dense if self.first_order is None else pieces(dense)
         bottom = self.bottom_mlp(dense)  # During the exchange of embeddings
         if self.first_order is None:
             logits = self.top_mlp(self.interaction(bottom, embedded)).unbind(1)

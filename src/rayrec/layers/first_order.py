@@ -11,6 +11,8 @@ _FIRST: Final = -1.5
 _LENGTH: Final = 0.5
 _PIECES: Final = 8
 """Pieces of a number, from 1.5 standard deviations below its mean to 2.5 above."""
+NUMBER_WIDTH: Final = 1 + _PIECES
+"""Values of a number in `pieces`."""
 _NUMBER_SCALE: Final = 10.0
 """Factor of the numbers' weights, which optimizers such as Adam change by about the learning rate per step."""
 _CATEGORY_SCALE: Final = 0.5
@@ -18,23 +20,23 @@ _CATEGORY_SCALE: Final = 0.5
 
 
 def pieces(dense: torch.Tensor) -> torch.Tensor:
-    """Return standardized numbers [rows, num_dense], then the part of each in each piece, [rows, num_dense * pieces] (Gorishniy
-    et al., "On Embeddings for Numerical Features in Tabular Deep Learning", NeurIPS 2022, with equal bins)."""
+    """Return standardized numbers [rows, num_dense], followed by the part of each in each piece: [rows, num_dense * NUMBER_WIDTH]
+    (Gorishniy et al., "On Embeddings for Numerical Features in Tabular Deep Learning", NeurIPS 2022, with equal bins)."""
     starts = _FIRST + _LENGTH * torch.arange(_PIECES, dtype=dense.dtype, device=dense.device)
     return torch.cat([dense, (dense.unsqueeze(2) - starts).clamp(0, _LENGTH).flatten(1)], dim=1)
 
 
 @final
 class FirstOrder(nn.Module):
-    """Logit of a weight per category and a piecewise-linear function of each number, initially 0."""
+    """Logit of a weight per category and a piecewise-linear function of each number, both initially 0."""
 
     def __init__(self, num_dense: int) -> None:
         super().__init__()
-        self.linear = UninitializedLinear(num_dense * (1 + _PIECES), 1)
+        self.linear = UninitializedLinear(num_dense * NUMBER_WIDTH, 1)
         init_values(self.linear.weight, nn.init.zeros_)
         init_values(self.linear.bias, nn.init.zeros_)
 
     def forward(self, dense: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return logits, float32 [rows]. `dense`: standardized numbers [rows, num_dense]; `weights`: of each feature's category,
-        [rows, num_features]."""
-        return _NUMBER_SCALE * self.linear(pieces(dense)).squeeze(1) + _CATEGORY_SCALE * weights.sum(1)
+        """Return logits, float32 [rows]. `dense`: numbers from `pieces`; `weights`: of each feature's category, [rows,
+        num_features]."""
+        return _NUMBER_SCALE * self.linear(dense).squeeze(1) + _CATEGORY_SCALE * weights.sum(1)

@@ -45,8 +45,8 @@ class DLRMConfig(ClickModelConfig):
     """Layer widths of the second branch (interaction "projection"). The last one must be a multiple of embedding_dim."""
 
     first_order: bool = False
-    """Whether to add logistic regression to the main label's logit: a weight per category and a piecewise-linear function of each
-    number, which must be standardized."""
+    """Whether to add logistic regression to the main label's logit, with a weight per category, and to split each number, which
+    must be standardized, into pieces for it and the bottom MLP."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,15 +77,18 @@ class DLRMConfig(ClickModelConfig):
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> DLRM:
         from rayrec.layers.dlrm import DLRM
-        from rayrec.layers.first_order import FirstOrder
+        from rayrec.layers.first_order import NUMBER_WIDTH, FirstOrder
         from rayrec.layers.mlp import MLP
 
         settings: dict[str, Any] = {"batch_norm": self.batch_norm, "precision": precision}
-        bottom = MLP(inputs.num_dense, self.bottom_mlp, final_activation=True, dropout=self.bottom_dropout, **settings)
+        first_order = FirstOrder(inputs.num_dense) if self.first_order else None
+        number_width = NUMBER_WIDTH if first_order else 1
+        bottom = MLP(
+            number_width * inputs.num_dense, self.bottom_mlp, final_activation=True, dropout=self.bottom_dropout, **settings
+        )
         interaction = self._interaction(inputs, precision)
         sizes = (*self.top_mlp[:-1], len(inputs.label_names))
         top = MLP(interaction.out_features, sizes, final_activation=False, dropout=self.top_dropout, **settings)
-        first_order = FirstOrder(inputs.num_dense) if self.first_order else None
         return DLRM(inputs.label_names, bottom, interaction, top, first_order)
 
     def _interaction(self, inputs: ModelInputs, precision: Precision) -> Interaction:

@@ -290,6 +290,9 @@ def mlp(net: MLP, values: torch.Tensor, dropout: float) -> torch.Tensor:
 
 def of_dlrm(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
     """Compute bottom MLP, interaction (dots, crosses x0 * (U V x + b) + x, or products of two projections) and top MLP."""
+    if config.first_order:  # Halves of a deviation from -1.5 on, how far each number gets in them
+        ramps = [(x - start / 2).clamp(0, 0.5) for x in dense.t() for start in range(-3, 5)]
+        dense = torch.cat([dense, torch.stack(ramps, dim=1)], dim=1)
     bottom = mlp(net.bottom_mlp, dense, config.bottom_dropout)
     vectors = [bottom, *(values[:, n, :DIM] for n in range(3))]
     x0 = torch.cat(vectors, dim=1)
@@ -305,10 +308,8 @@ def of_dlrm(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, value
         second = mlp(net.interaction.second_branch, x0, 0.0).view(ROWS, DIM, -1)
         met = torch.cat([bottom, torch.einsum("rid,rdj->rij", first, second).flatten(1)], dim=1)
     logits = mlp(net.top_mlp, met, config.top_dropout)
-    if config.first_order:  # Halves of a deviation from -1.5 on, how far each number gets in them
-        ramps = [(x - start / 2).clamp(0, 0.5) for x in dense.t() for start in range(-3, 5)]
-        numbers = torch.cat([dense, torch.stack(ramps, dim=1)], dim=1)
-        first_order = 10 * linear(net.first_order.linear, numbers) + 0.5 * values[:, :, DIM].sum(1, keepdim=True)
+    if config.first_order:
+        first_order = 10 * linear(net.first_order.linear, dense) + 0.5 * values[:, :, DIM].sum(1, keepdim=True)
         logits = torch.cat([logits[:, :1] + first_order, logits[:, 1:]], dim=1)
     return {label: logits[:, number] for number, label in enumerate(SEVERAL.label_names)}
 
