@@ -162,7 +162,7 @@ CLUSTER: dict[str, dict[str, Any]] = {
     "torchrun": {"num_cpus": 2},
     "ray": {"num_cpus": 2, "address": "local", "object_store_bytes": 100_000_000},
 }
-DEMO_MODEL: dict[str, Any] = {"embedding_dim": 8, "bottom_mlp": [16, 8], "top_mlp": [16, 1]}
+DEMO_MODEL: dict[str, Any] = {"embedding_dim": 8, "bottom_mlp": [16, 8], "top_mlp": [16, 1], "first_order": False}
 DEMO: dict[str, Any] = {"workload": {"model": DEMO_MODEL}}
 GPT2: dict[str, Any] = {
     "precision": "fp32",
@@ -228,7 +228,7 @@ RUNS: dict[str, Run] = {
         "clicks",
         {
             "workload": {
-                "model": {"embedding_dim": 4, "bottom_mlp": [8, 4], "top_mlp": [8, 1]},
+                "model": {**DEMO_MODEL, "embedding_dim": 4, "bottom_mlp": [8, 4], "top_mlp": [8, 1]},
                 "teacher": {"checkpoint": "runs/criteo", "weight": 0.5},
             }
         },

@@ -34,8 +34,9 @@ def short_run(config: TrainConfig, storage: str | Path, steps: int | None, **cha
 
 
 def one_worker(log: Path, storage: str | Path, **changes: Any) -> TrainConfig:
-    """Return a run of some seconds on LOG/train.txt: 20 steps of one worker, evaluated and saved every 8."""
+    """Return a run of some seconds on LOG/train.txt: 20 steps of one worker, evaluated and saved every 8, of a plain DLRM."""
     fields: dict[str, Any] = {"steps": 20, "batch_size": 128, "evaluate_every": 8, "log_every": 4}
+    fields["workload"] = {"model": {"first_order": False}}
     fields |= {"early_stopping": {"patience": 0}, "train_data": {"block_bytes": 1 << 20, "segments_per_block": 4}}
     return short_run(recipes.criteo_demo(str(log / "train.txt")), storage, **{**fields, **changes})
 
