@@ -2,7 +2,8 @@
 
 `--data PATH` names a log in Criteo's format; without it a synthetic one of 20,000 rows is used. The log is rotated: each time
 another fourteenth of its rows is the test, and the one before it validates. The settings of a model are chosen on the validation
-rows of the first rotations; test rows take no part. `--models linear,logistic` limits the models, `--rotations N` the rotations.
+rows of the first rotations; test rows take no part. `default` is the recipe as it is, `dlrm` its DLRM without first_order.
+`--models linear,logistic` limits the models, `--rotations N` the rotations, `--settings N` the settings.
 `--movielens PYTHON` takes MovieLens-100K from an environment with RecBole, on recipe clicks (movielens_benchmark.py).
 """
 
@@ -31,8 +32,8 @@ from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.baselines import Kind, open_baselines
 
 MODELS: Final = (
-    "dlrm", "linear", "widedeep", "deepfm", "xdeepfm", "autoint", "dcnv2", "gdcn", "dcnv3", "masknet", "finalmlp", "finalnet",
-    "wukong",
+    "default", "dlrm", "linear", "widedeep", "deepfm", "xdeepfm", "autoint", "dcnv2", "gdcn", "dcnv3", "masknet", "finalmlp",
+    "finalnet", "wukong",
 )  # fmt: skip
 ROTATIONS: Final = 5
 TUNED_ON: Final = 3
@@ -66,7 +67,7 @@ Fit = Callable[[dict[str, float], Log], Metrics]
 def main(*, quick: bool) -> None:
     budget, rotations, models = (2, 2, MODELS[:2]) if quick else (BUDGET, ROTATIONS, MODELS)
     selected = option("--models")
-    rotations = int(option("--rotations") or rotations)
+    rotations, budget = int(option("--rotations") or rotations), int(option("--settings") or budget)
     with tempfile.TemporaryDirectory() as folder:
         head, lines, recipe = _log_lines()
         logs = [rotated(head, lines, folder, number, rotations) for number in range(rotations)]
@@ -74,15 +75,16 @@ def main(*, quick: bool) -> None:
             name: (partial(_trained, recipe, folder, name), _model_settings(name, budget)) for name in models
         }
         if recipe is criteo_demo:
-            contests["criteo_ensemble"] = partial(_trained, criteo_ensemble, folder, None), [{}]
+            contests["criteo_ensemble"] = partial(_trained, criteo_ensemble, folder, "criteo_ensemble"), [{}]
+            contests["two members of 8"] = partial(_trained, _two_members, folder, "members"), [{}]
         for kind, settings in _baseline_settings(budget).items():
             contests[kind] = partial(_baseline, recipe, folder, kind), settings
-        dlrm: list[Metrics] = []
+        default: list[Metrics] = []
         for name in selected.split(",") if selected else contests:
             with part("zoo", name):
                 fit, settings = contests[name]
-                results = _contest(name, fit, settings, logs, dlrm, rows=len(lines))
-                dlrm = results if name == "dlrm" else dlrm
+                results = _contest(name, fit, settings, logs, default, rows=len(lines))
+                default = results if name == "default" else default
 
 
 def option(name: str) -> str | None:
@@ -106,28 +108,30 @@ def lines_of(path: str) -> list[bytes]:
 
 
 def _contest(
-    name: str, fit: Fit, settings: list[dict[str, float]], logs: list[Log], dlrm: list[Metrics], *, rows: int
+    name: str, fit: Fit, settings: list[dict[str, float]], logs: list[Log], default: list[Metrics], *, rows: int
 ) -> list[Metrics]:
-    """Tune, train on every rotation, and emit a row. Return the metrics of each rotation. `dlrm`: DLRM's metrics, or empty."""
+    """Tune, train on every rotation, and emit a row. Return the metrics of each rotation. `default`: metrics of the recipe as
+    it is, or empty."""
     tuning = logs[: TUNED_ON if len(settings) > 1 else 0]
     tried = [[fit(candidate, log) for log in tuning] for candidate in settings]
     best = min(range(len(settings)), key=lambda number: _mean("validation_logloss", tried[number]) if tuning else 0)
     results = tried[best] + [fit(settings[best], log) for log in logs[len(tuning) :]]
-    better = [one.auroc - other.auroc for one, other in zip(results, dlrm or results, strict=True)]
-    auroc, peer = _mean("auroc", results), _mean("auroc", dlrm or results)
+    better = [one.auroc - other.auroc for one, other in zip(results, default or results, strict=True)]
+    auroc, peer = _mean("auroc", results), _mean("auroc", default or results)
     error = statistics.stdev(better) / math.sqrt(len(better)) if len(better) > 1 else 0.0
     best_settings = {field: float(f"{value:.3g}") for field, value in settings[best].items()}
-    note(f"  {name}: {auroc:.4f} {_mean('logloss', results):.4f}, over DLRM {auroc - peer:+.4f} ± {error:.4f}, {best_settings}")
+    over = f"over the default {auroc - peer:+.4f} ± {error:.4f}"
+    note(f"  {name}: {auroc:.4f} {_mean('logloss', results):.4f}, {over}, {best_settings}")
     emit(
         "zoo",
-        peer="dlrm" if dlrm else None,
+        peer="default" if default else None,
         workload=f"{name}, {rows:,} rows, {len(settings)} settings tried on {len(tuning)} rotations",
         unit="auroc",
         value=auroc,
-        ratio=(auroc - 0.5) / (peer - 0.5) if dlrm else None,
+        ratio=(auroc - 0.5) / (peer - 0.5) if default else None,
         repeats=len(results),
         logloss=round(_mean("logloss", results), 4),
-        over_dlrm=round(auroc - peer, 4),
+        over_default=round(auroc - peer, 4),
         standard_error=round(error, 4),
         settings=best_settings,
     )
@@ -174,16 +178,22 @@ def _log_uniform(draw: np.random.Generator, low: float, high: float) -> float:
     return float(np.exp(draw.uniform(np.log(low), np.log(high))))
 
 
-def _trained(recipe: Any, folder: str, model: str | None, settings: dict[str, float], log: Log) -> Metrics:
+def _two_members(path: str) -> TrainConfig:
+    return criteo_demo(path).replace(workload={"model": {"embedding_dim": 8, "members": 2}})
+
+
+def _trained(recipe: Any, folder: str, model: str, settings: dict[str, float], log: Log) -> Metrics:
     summary = rayrec.train(_config(recipe, folder, model, settings, log), console=Console(quiet=True)).summary
     metrics = summary["metrics"]
     return Metrics(summary["validation"]["logloss"], metrics["auroc"], metrics["logloss"])
 
 
-def _config(recipe: Any, folder: str, model: str | None, settings: dict[str, float], log: Log) -> TrainConfig:
+def _config(recipe: Any, folder: str, model: str, settings: dict[str, float], log: Log) -> TrainConfig:
     config = recipe(log.path)
     workload = config.workload
-    if model not in (None, "dlrm"):
+    if model == "dlrm":
+        workload = workload.replace(model=workload.model.replace(first_order=False))
+    elif model in MODELS[2:]:
         workload = workload.replace(model=workload.model.of_class(model))
     if "category_scale" in settings:
         workload = workload.replace(model=workload.model.replace(**settings))
@@ -196,7 +206,7 @@ def _config(recipe: Any, folder: str, model: str | None, settings: dict[str, flo
     new_config: TrainConfig = config.replace(
         workload=workload,
         storage_path=os.path.join(folder, "runs"),
-        name="-".join([model or "ensemble", str(log.number), *(f"{value:.6g}" for value in settings.values())]),
+        name="-".join([model, str(log.number), *(f"{value:.6g}" for value in settings.values())]),
         seed=log.number,
         scaling={"num_workers": 1},
         trackers={"prometheus": False, "tensorboard": False},
@@ -205,8 +215,8 @@ def _config(recipe: Any, folder: str, model: str | None, settings: dict[str, flo
 
 
 def _baseline(recipe: Any, folder: str, kind: Kind, settings: dict[str, float], log: Log) -> Metrics:
-    """Fit a baseline on the Preprocessor and split of DLRM's default run, which ends at once if it exists."""
-    config = _config(recipe, folder, "dlrm", {}, log)
+    """Fit a baseline on the Preprocessor and split of the default run, which ends at once if it exists."""
+    config = _config(recipe, folder, "default", {}, log)
     checkpoint = rayrec.train(config, console=Console(quiet=True)).summary["checkpoint"]
     baselines = open_baselines(config, checkpoint, max_rows=10**7, kinds=(kind,))
     if kind == "logistic":
