@@ -94,7 +94,7 @@ def test_adopted_weights_score_like_their_network(kind: str, click_log: Path, pr
 
     still = {"sparse_optimizer": {"learning_rate": 0.0}, "dense_optimizer": {"learning_rate": 0.0}, "preprocessor": preprocessor}
     crosses = {"cross_layers": 2, "cross_low_rank": 4} if "dcn" in kind else {}
-    model = {**SMALL, "interaction": report["interaction"], **crosses}
+    model = {**SMALL, "interaction": report["interaction"], "first_order": False, **crosses}
     config = one_worker(click_log, tmp_path, steps=1, evaluate_every=1, init_from=out, workload={**still, "model": model})
     assert train(config).summary["weights_sha256"] == weights_sha256(open_checkpoint(out))
 

@@ -84,7 +84,7 @@ def test_adagrad_doubles_and_adam_triples_table_memory() -> None:
     less = GPUS.replace("memory_gb=1000", "memory_gb=100", 1)
     rejects("host memory, 15% kept free, for a checkpoint's copy", plan, adagrad, cluster=less)
     assert "adagrad" in adagrad.to_yaml()
-    config = recipes.criteo_demo()
+    config = recipes.criteo_kaggle()
     sizes = {}
     for kind in ("sgd", "adam", "sparse_adam"):
         text = rayrec.plan(config.replace(workload={"sparse_optimizer": {"kind": kind}}), tables=[40_000] * 26)
@@ -152,7 +152,7 @@ def test_memory_excludes_object_store_and_is_shared_by_workers(monkeypatch: pyte
 
 
 def test_plan_waits_for_memory_of_other_processes() -> None:
-    workload = recipes.criteo_demo().workload
+    workload = recipes.criteo_kaggle().workload
     sizes = [400_000] * 26  # 674 MiB with their state
     model = build_model(workload, sizes, inputs=workload.schema)
     free = RankResources("a", "cpu", host_bytes=4 * GB, max_host_bytes=4 * GB, device_bytes=None)
@@ -295,7 +295,7 @@ def test_tables_are_checked_against_cluster_memory(config: TrainConfig, monkeypa
     wanted = train.call_args.args[1].num_embeddings
     assert not whole.notes
     assert min(wanted) >= LOG_ROWS
-    assert sum(whole.worker_bytes) == sum(rows * (16 + 1) * 4 for rows in wanted)
+    assert sum(whole.worker_bytes) == sum(rows * (20 + 1) * 4 for rows in wanted)
     rejects("tables", probed, config, Target(2, 1, 1_000_000), train)
     # This machine holds too little, and the cluster enough.
     free = int((PROCESS_BYTES + sum(whole.worker_bytes) // 2) / 0.7)  # of which Ray's object store takes 0.3
@@ -304,7 +304,7 @@ def test_tables_are_checked_against_cluster_memory(config: TrainConfig, monkeypa
     cut = probed(config, Target(2, 1, GB), train)
     assert (cut.plan, cut.worker_bytes) == (whole.plan, whole.worker_bytes)
     held = train.call_args.args[1].num_embeddings
-    assert sum(rows * (16 + 1) * 4 for rows in held) < sum(whole.worker_bytes) // 4
+    assert sum(rows * (20 + 1) * 4 for rows in held) < sum(whole.worker_bytes) // 4
     (note,) = cut.notes
     assert f"with {max(held):,} rows in the largest" in note
 
