@@ -118,7 +118,7 @@ def _measured(candidate: Candidate, log: Log, folder: str) -> Measured:
     settings = {**candidate.model, **candidate.preset}
     name = f"{log.number}-" + "-".join(f"{key}{value}".replace(" ", "") for key, value in settings.items())
     config = criteo_demo(log.path).replace(
-        workload={"model": candidate.model, "preset": candidate.preset},
+        workload={"model": {**candidate.model, "first_order": False}, "preset": candidate.preset},
         storage_path=os.path.join(folder, "runs"),
         name=name.replace("(", "").replace(")", "").replace(",", "."),
         seed=log.number,

@@ -118,7 +118,8 @@ def train(flags: Sequence[str], log: Path, run: Path) -> dict[str, float]:
 
 
 def train_once(flags: Sequence[str], log: Path, run: Path) -> dict[str, float]:
-    command = rayrec("train", "criteo_demo", "--train-data.path", str(log), "--epochs", "1", *flags)
+    network = ("--workload.model.no-first-order", "--epochs", "1")  # The plain script's
+    command = rayrec("train", "criteo_demo", "--train-data.path", str(log), *network, *flags)
     placed = ["--storage-path", str(run.parent), "--name", run.name]
     began_s, ended_s, out = run_command([*command, *placed], run.parent)
     stages = waterfall(read_events(run / "events.jsonl"), began_s=began_s, ended_s=ended_s)

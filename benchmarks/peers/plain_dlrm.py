@@ -2,7 +2,8 @@
 pipeline, batches cut from NumPy arrays that were preprocessed before.
 
 Usage: torchrun --nproc-per-node N plain_dlrm.py FOLDER; `rayrec preprocess --format npy --split sevenths` wrote the folder.
-Trains one epoch with the network, the optimizers and the number of steps of recipe criteo_demo, without its penalty and schedule.
+Trains one epoch with the network, the optimizers and the number of steps of recipe criteo_demo, without its
+first_order, penalty and schedule.
 Prints JSON: `first_step_s`, when the first step was done (Unix time), and `auroc` of the test rows.
 """
 
