@@ -20,8 +20,8 @@ _CATEGORY_SCALE: Final = 0.5
 
 
 def pieces(dense: torch.Tensor) -> torch.Tensor:
-    """Return standardized numbers [rows, num_dense], followed by the part of each in each piece: [rows, num_dense * NUMBER_WIDTH]
-    (Gorishniy et al., "On Embeddings for Numerical Features in Tabular Deep Learning", NeurIPS 2022, with equal bins)."""
+    """Return standardized numbers [rows, num_dense] and the part of each in each piece, [rows, num_dense * NUMBER_WIDTH]. Source:
+    Gorishniy et al., "On Embeddings for Numerical Features in Tabular Deep Learning", NeurIPS 2022. Ours have equal lengths."""
     starts = _FIRST + _LENGTH * torch.arange(_PIECES, dtype=dense.dtype, device=dense.device)
     return torch.cat([dense, (dense.unsqueeze(2) - starts).clamp(0, _LENGTH).flatten(1)], dim=1)
 
