@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rayrec.layers.dots import pairwise_dots
-from rayrec.layers.first_order import FirstOrder, pieces
+from rayrec.layers.first_order import FirstOrder, piecewise_linear
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, Order, in_feature_order
 from rayrec.layers.mlp import MLP, Precision, compute_dtype, init_values, linear_stack
 
@@ -123,12 +123,12 @@ class DLRM(nn.Module):
         self._labels = labels
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
-        dense = dense if self.first_order is None else pieces(dense)
+        dense = dense if self.first_order is None else piecewise_linear(dense)
         bottom = self.bottom_mlp(dense)  # During the exchange of embeddings
         if self.first_order is None:
             logits = self.top_mlp(self.interaction(bottom, embedded)).unbind(1)
         else:
             dim = self.interaction.dim
-            first, *others = self.top_mlp(self.interaction(bottom, embedded.columns(slice(0, dim)))).unbind(1)
-            logits = (first + self.first_order(dense, embedded.stacked()[:, :, dim]), *others)
+            first, *rest = self.top_mlp(self.interaction(bottom, embedded.columns(slice(0, dim)))).unbind(1)
+            logits = (first + self.first_order(dense, embedded.stacked()[:, :, dim]), *rest)
         return dict(zip(self._labels, logits, strict=True))

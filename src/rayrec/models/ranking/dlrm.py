@@ -45,8 +45,8 @@ class DLRMConfig(ClickModelConfig):
     """Layer widths of the second branch (interaction "projection"). The last one must be a multiple of embedding_dim."""
 
     first_order: bool = False
-    """Whether to add logistic regression to the main label's logit, with a weight per category and each number in pieces. The
-    bottom MLP gets the pieces, too. Numbers must be standardized."""
+    """Whether to add logistic regression to the main label's logit, with a weight per category and piecewise-linear numbers. The
+    bottom MLP gets these, too. Numbers must be standardized."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
