@@ -31,9 +31,7 @@ _read_folder()
 
 
 def __getattr__(name: str) -> Recipe:
-    """Return the recipe NAME for `rayrec.recipes.NAME`."""
-    if name in ALL:
-        return ALL[name]
+    """Raise AttributeError. For type checkers, `rayrec.recipes.NAME` is a recipe."""
     raise AttributeError(f"module 'rayrec.recipes' has no recipe '{name}'")
 
 

@@ -172,9 +172,6 @@ def criteo_ensemble(path: str | None = None) -> TrainConfig:
 # Models with the settings of BARS and the DCNv3 authors for Criteo_x4 evaluate on the last rows in log order, while the published
 # results use a random split.
 
-_MAX_EPOCHS = 100
-"""Epoch limit. Early stopping ends training before."""
-
 
 def criteo_finalnet(path: str | None = None) -> TrainConfig:
     """Train FinalNet of the Criteo Kaggle benchmark: dimension 16, towers 400-400, a feature gate, bucketized integers."""
@@ -221,19 +218,12 @@ def criteo_dcnv3(path: str | None = None) -> TrainConfig:
 def _x4(recipe: str, path: str | None, model: ClickModelConfig, *, batch_size: int, seed: int) -> TrainConfig:
     """Configure training as in FuxiCTR: Adam on tables and network, an L2 penalty on full tables, and joint gradient clipping.
     Evaluates once per epoch. An epoch without improvement divides the learning rates by ten. Two in a row end training."""
-    return TrainConfig(
-        recipe=recipe,
-        workload=ClickWorkload(
-            schema=SCHEMA,
-            preset=FUXICTR_X4.replace(split=KAGGLE_SPLIT),
-            model=model,
-            table_start=TableInit(kind="normal", std=1e-4),
-            sparse_optimizer=SparseOptimizerConfig(kind="adam", learning_rate=0.001, weight_decay=1e-5),
-            dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
-            max_gradient_norm=10.0,
-        ),
-        train_data=DataConfig(path=path, files=("train",)),
-        epochs=_MAX_EPOCHS,
+    tables = SparseOptimizerConfig(kind="adam", learning_rate=0.001, weight_decay=1e-5)
+    start, schedule = TableInit(kind="normal", std=1e-4), LearningRateSchedule()
+    return adam_config(recipe, path, FUXICTR_X4.replace(split=KAGGLE_SPLIT), model, tables).replace(
+        workload={"table_start": start, "schedule": schedule, "max_gradient_norm": 10.0},
+        train_data={"files": ("train",)},
+        epochs=100,  # Early stopping ends training before
         batch_size=batch_size,
         evaluations_per_epoch=1,
         seed=seed,

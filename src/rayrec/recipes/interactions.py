@@ -2,12 +2,11 @@
 
 from rayrec.data.encoding.presets import RAYREC
 from rayrec.models.base import TableInit
-from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
+from rayrec.optim.config import LearningRateSchedule, SparseOptimizerConfig
+from rayrec.recipes.criteo import adam_config
 from rayrec.schema import Feature, Schema
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.settings import read_schema
-from rayrec.workloads.recsys.workload import ClickWorkload
-from rayrec.workloads.run_config import DataConfig
 
 PLACEHOLDER = Schema(label=None, sparse=("user", "item"))
 """Placeholder for the schema from `--schema FILE`."""
@@ -23,24 +22,13 @@ def next_item(path: str | None = None, schema: Schema | str = PLACEHOLDER_OF_LIS
     """Train SASRec on lists of items in time order: --schema FILE."""
     from rayrec.models.retrieval.sasrec import SASRecConfig
 
-    return TrainConfig(
-        recipe="next_item",
-        workload=ClickWorkload(
-            schema=read_schema(schema),
-            preset=PRESET,
-            model=SASRecConfig(),
-            table_start=TableInit(kind="normal", std=0.02),
-            sparse_optimizer=SparseOptimizerConfig(kind="adam", learning_rate=0.001),
-            dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
-            # At the full rate, NDCG@10 varies by a tenth from epoch to epoch, and early stopping selects such an epoch.
-            schedule=LearningRateSchedule(decay_fraction=0.6, decay="cosine"),
-        ),
-        train_data=DataConfig(path=path),
-        epochs=30,
-        batch_size=128,
-        eval_batch_size=256,
-        evaluations_per_epoch=1,
-    )
+    tables = SparseOptimizerConfig(kind="adam", learning_rate=0.001)
+    config = adam_config("next_item", path, PRESET, SASRecConfig(), tables, schema=read_schema(schema))
+    # At the full rate, NDCG@10 varies by a tenth from epoch to epoch, and early stopping selects such an epoch.
+    schedule = LearningRateSchedule(decay_fraction=0.6, decay="cosine")
+    workload = {"table_start": TableInit(kind="normal", std=0.02), "schedule": schedule}
+    rounds = {"epochs": 30, "batch_size": 128, "eval_batch_size": 256, "evaluations_per_epoch": 1}
+    return config.replace(workload=workload, early_stopping={"patience": 0}, **rounds)
 
 
 def two_tower(path: str | None = None, schema: Schema | str = PLACEHOLDER) -> TrainConfig:
