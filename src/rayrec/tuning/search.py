@@ -109,7 +109,14 @@ def tune(
     if options.seeds > 1 and "test" not in prepared.sets:
         raise InputError("tune.seeds: settings are compared on test rows, and the split has none. Choose another split.")
     configs = [
-        _trial_config(config, number, values, folder=folder, data=data, options=options)
+        with_values(config, values).replace(
+            name=f"trial_{number:04d}",
+            storage_path=storage.join(folder, _TRIALS),
+            train_data={"path": data, "files": ()},
+            workload={"schema": {"group": None}},  # Preprocessed rows contain no raw values to group by.
+            scaling={"num_workers": 1, "use_gpu": options.gpus_per_trial > 0},
+            cluster=ClusterConfig(address=connection.IN_PROCESS, num_cpus=options.cpus_per_trial),
+        )
         for number, values in enumerate(all_values)
     ]
     states = _train(configs, config.cluster, options, console)
@@ -183,20 +190,6 @@ def _prepare(config: TrainConfig, folder: str, console: Console) -> tuple[Prepar
                 note=console.note,
             )
     return prepared, data
-
-
-def _trial_config(
-    config: TrainConfig, number: int, values: Mapping[str, Any], *, folder: str, data: str, options: TuneConfig
-) -> TrainConfig:
-    """Return the configuration of a trial, on the preprocessed rows."""
-    return with_values(config, values).replace(
-        name=f"trial_{number:04d}",
-        storage_path=storage.join(folder, _TRIALS),
-        train_data={"path": data, "files": ()},
-        workload={"schema": {"group": None}},  # Preprocessed rows contain no raw values to group by.
-        scaling={"num_workers": 1, "use_gpu": options.gpus_per_trial > 0},
-        cluster=ClusterConfig(address=connection.IN_PROCESS, num_cpus=options.cpus_per_trial),
-    )
 
 
 def _trial(number: int, values: Mapping[str, Any], config: TrainConfig, trial_state: TrialState, options: TuneConfig) -> Trial:
