@@ -296,7 +296,7 @@ def compare(
     baselines = None
     if options.baselines:
         baselines = open_baselines(configs[0], jobs[0].checkpoint.path, max_rows=options.baseline_rows, kinds=options.baselines)
-    models: list[_Model] = []
+    models: list[tuple[np.ndarray, dict[str, Any]]] = []
     labels, groups, checksums = np.empty(0, np.uint8), None, (0, 0)
     for name, job, config in zip(_names(checkpoints), jobs, configs, strict=True):
         start = time.perf_counter()
@@ -305,21 +305,14 @@ def compare(
         if not models:
             labels, groups, checksums = scored.labels, scored.groups, scored.checksums
         elif (len(scored.labels), scored.checksums) != (len(labels), checksums):
-            raise InputError(f"{name}: rows or labels do not match {models[0].described['name']}. Compare models of one log.")
+            raise InputError(f"{name}: rows or labels do not match {models[0][1]['name']}. Compare models of one log.")
         speed = scored.rows / seconds if seconds else math.nan
         described = {"name": name, **job.described, **model_cost(job.checkpoint, config), "rows_per_s": speed}
-        models.append(_Model(scored.logits, described))
+        models.append((scored.logits, described))
     last = len(models) - 1
     if baselines is not None:
-        models += [_Model(*score_baseline(kind, baselines, baselines.rows(path), labels, console)) for kind in options.baselines]
+        models += [score_baseline(kind, baselines, baselines.rows(path), labels, console) for kind in options.baselines]
     return json_values(_result(models, labels, groups, options, gates, last))
-
-
-@dataclass(frozen=True)
-class _Model:
-    logits: np.ndarray
-    """Logit of each row, float32 [rows]."""
-    described: dict[str, Any]
 
 
 def _check_schemas(checkpoints: Sequence[str], configs: Sequence[TrainConfig]) -> None:
@@ -385,19 +378,19 @@ def score_baseline(
 
 
 def _result(
-    models: Sequence[_Model],
+    models: Sequence[tuple[np.ndarray, dict[str, Any]]],
     labels: np.ndarray,
     groups: np.ndarray | None,
     options: ComparisonConfig,
     gates: ComparisonGates,
     last: int,
 ) -> dict[str, Any]:
-    compared = compare_models([model.logits for model in models], labels, options.resampling)
+    compared = compare_models([logits for logits, _ in models], labels, options.resampling)
     described = []
-    for model, of_model in zip(models, compared.intervals, strict=True):
-        ranking = {} if groups is None else gauc(groups, model.logits, labels)
-        described.append({**model.described, **binary_metrics(model.logits, labels), **ranking, "intervals": of_model})
-    names = [model.described["name"] for model in models]
+    for (logits, model), of_model in zip(models, compared.intervals, strict=True):
+        ranking = {} if groups is None else gauc(groups, logits, labels)
+        described.append({**model, **binary_metrics(logits, labels), **ranking, "intervals": of_model})
+    names = [model["name"] for model in described]
     gains = {  # 0 - x instead of -x avoids -0
         pair: {
             name: replace(difference, difference=0 - difference.difference, low=0 - difference.high, high=0 - difference.low)

@@ -1,6 +1,6 @@
 """Console tables of evaluation and comparison results."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rayrec.humanize import aligned
@@ -12,10 +12,6 @@ _COLUMNS = ("rows", "label_rate", "auroc", "logloss", "normalized_entropy", "cal
 
 def evaluation_text(result: dict[str, Any]) -> str:
     """Format the result of `evaluate`: a line per metric with interval and comparison, then a table per slice_by."""
-    return "\n".join(line for block in _blocks(result) for line in block)
-
-
-def _blocks(result: dict[str, Any]) -> Iterator[list[str]]:
     compared, intervals = result.get("compared"), result.get("intervals", {})
     rows = [["", "value", *(["interval"] if intervals else []), *(_COMPARED if compared else [])]]
     for name, value in result.items():
@@ -25,17 +21,19 @@ def _blocks(result: dict[str, Any]) -> Iterator[list[str]]:
         if intervals:
             row.append(_interval(intervals.get(name)))
         if compared:
-            row += _difference(compared, name)
+            row.append(_number(compared[name]) if name in compared else "")
+            row += _difference(compared["differences"].get(name))
         rows.append(row)
-    yield aligned(rows if len(rows[0]) > 2 else rows[1:])
+    lines = aligned(rows if len(rows[0]) > 2 else rows[1:])
     resampling = result.get("resampling")
     if resampling:
-        yield [f"intervals of {resampling['confidence']:.0%}, {resampling['resamples']:,} resamples"]
-    yield [f"{name}: {result[name]}" for name in _TEXT if name in result]
+        lines.append(f"intervals of {resampling['confidence']:.0%}, {resampling['resamples']:,} resamples")
+    lines += [f"{name}: {result[name]}" for name in _TEXT if name in result]
     if compared:
-        yield [f"other checkpoint: {compared['checkpoint']}"]
+        lines.append(f"other checkpoint: {compared['checkpoint']}")
     for by, slices in result.get("slices", {}).items():
-        yield ["", f"by {by}:", *_slices(slices)]
+        lines += ["", f"by {by}:", *_slices(slices)]
+    return "\n".join(lines)
 
 
 _COMPARED = ("other", "difference", "its interval", "p")
@@ -77,12 +75,7 @@ def comparison_text(result: dict[str, Any]) -> str:
         rows.append(row + ["-" if model[name] is None else f"{model[name]:,.0f}" for name, _ in _COSTS])
     pairs = [["difference", "auroc", "", "p", "logloss", "", "p"]]
     for pair in result["differences"]:
-        row = [f"{pair['model']} less {pair['other']}"]
-        for name in ("auroc", "logloss"):
-            of_metric = pair[name]
-            ends = _interval([of_metric["low"], of_metric["high"]], signed=True)
-            row += [_number(of_metric["difference"], signed=True), ends, _number(of_metric["p_value"])]
-        pairs.append(row)
+        pairs.append([f"{pair['model']} less {pair['other']}", *_difference(pair["auroc"]), *_difference(pair["logloss"])])
     resampling = result["resampling"]
     return "\n".join(
         [
@@ -110,13 +103,11 @@ def seeded_rows(groups: Sequence[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def _difference(compared: dict[str, Any], name: str) -> list[str]:
-    difference = compared["differences"].get(name)
-    other = _number(compared.get(name)) if name in compared else ""
+def _difference(difference: dict[str, Any] | None) -> list[str]:
     if difference is None:
-        return [other, "", "", ""]
+        return ["", "", ""]
     ends = _interval([difference["low"], difference["high"]], signed=True)
-    return [other, _number(difference["difference"], signed=True), ends, _number(difference["p_value"])]
+    return [_number(difference["difference"], signed=True), ends, _number(difference["p_value"])]
 
 
 def _interval(ends: Sequence[float | None] | None, *, signed: bool = False) -> str:
