@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayrec import host_resources
-from rayrec.collectives import Collectives, num_workers
+from rayrec.collectives import Collectives
 from rayrec.config import InputError
 from rayrec.metrics.binary import checked, converted, reject_nan
 from rayrec.native import c_fields, call
@@ -233,18 +233,12 @@ class RankingAccumulator:
         """Return the metrics over all ranks. Collective if distributed. Each group's rows go to one rank, by a hash of its key,
         so the result equals one process except for the order of a sum. Raises InputError on every rank if any logit is NaN."""
         sums = _Sums(self._ks)
-        if num_workers(process_group) == 1:
-            reject_nan(self._missing, self._total)
-            for rows in self._in_rounds(by_bucket=self._file is not None):
-                for of_round in _rounds(rows):
-                    sums.add(of_round)
-            return sums.metrics()
         ranks = Collectives(process_group)
         of_ranks = ranks.gather_floats([float(self._missing), float(self._total), float(self._file is not None)])
         missing, total, spilled = zip(*of_ranks, strict=True)
         reject_nan(int(sum(missing)), int(sum(total)))
         for rows in self._in_rounds(by_bucket=any(spilled)):
-            for of_round in _rounds(_exchanged(rows, ranks)):
+            for of_round in _rounds(_exchanged(rows, ranks) if ranks.num_ranks > 1 else rows):
                 sums.add(of_round)
         return sums.metrics([math.fsum(values) for values in zip(*ranks.gather_floats(sums.values()), strict=True)])
 
