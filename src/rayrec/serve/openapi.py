@@ -53,18 +53,16 @@ def example_row(preprocessor: Preprocessor) -> dict[str, Any]:
 
 
 def _columns(schema: Schema) -> dict[str, Any]:
-    dense: dict[str, Any]
-    token: dict[str, Any]
     if schema.tokens == "hexadecimal":
-        dense = {"type": ["integer", "null"], "minimum": -MAX_INTEGER, "maximum": MAX_INTEGER, "description": _MISSING}
+        dense: dict[str, Any] = {"type": ["integer", "null"], "minimum": -MAX_INTEGER, "maximum": MAX_INTEGER}
         # Limits the length too, because in some regex dialects $ also matches before a final line end.
-        token = {"type": ["string", "null"], "pattern": "^([0-9a-fA-F]{8})?$", "maxLength": 8}
+        token: dict[str, Any] = {"type": ["string", "null"], "pattern": "^([0-9a-fA-F]{8})?$", "maxLength": 8}
         token["description"] = f"A category: 8 hexadecimal digits. {_MISSING}"
     else:
         dense = {"type": ["number", "boolean", "null"], "minimum": -MAX_NUMBER, "maximum": MAX_NUMBER}
-        dense["description"] = _MISSING
         token = {"type": ["string", "integer", "boolean", "null"], "minimum": -(2**63), "maximum": 2**64 - 1}
         token["description"] = f"A category. {_MISSING}"
+    dense["description"] = _MISSING
     ignored = {"description": "Ignored."}
     scored = schema.unlabelled().columns
     categories = {"type": ["array", "null"], "items": token, "description": f"Any number of categories. {_MISSING}"}

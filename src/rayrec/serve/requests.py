@@ -16,7 +16,6 @@ Format = Literal["json", "tsv", "csv"]
 FORMATS: dict[str, Format] = {"application/json": "json", "text/tab-separated-values": "tsv", "text/csv": "csv"}
 """Accepted formats by media type."""
 
-
 _NONE: Final[Mapping[str, str]] = {}
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _JSON_STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)

@@ -23,7 +23,6 @@ MAX_INTEGER = 10**18 - 1
 MAX_NUMBER = 10**18
 """Largest magnitude of a number, as in text, which may have 18 digits."""
 
-
 Outcome = slice | RequestError
 """Result of one body: its range of the rows that were read together, or its error."""
 
