@@ -21,7 +21,6 @@ from rayrec.observe.event_json import command_line
 IN_PROCESS: Final = "none"
 """Address for training without Ray, in the command's own process."""
 
-
 _LOCAL_ENVIRONMENT: Final = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_worker_maximum_startup_concurrency": "64"}
 """Environment of a local Ray's processes. Its only node is never drained, so no process needs to watch for preemption. By default
 Ray starts only as many processes at a time as there are CPUs."""
@@ -263,8 +262,6 @@ def _answers(host: str, port: int) -> bool:
 
 _CONNECT_S: Final = 5.0
 _ANSWER_S: Final = 10.0
-
-
 _Answer = Literal["alive", "token rejected", "not Ray"]
 
 

@@ -144,9 +144,8 @@ class _Supervisor:
             elif self._state.submitted:
                 self._outage.end()
                 return None
-            number = (
-                self._state.tally.attempts if job is None else 0
-            )  # the same number, in case the first submission still arrives
+            # The same number, in case the first submission still arrives.
+            number = self._state.tally.attempts if job is None else 0
         jobs = self._jobs.all()
         for job in jobs:
             if job.live and job.metadata.get(RUN_KEY) == name:
