@@ -148,7 +148,7 @@ class Parts:
 
     def _end_part(self) -> None:
         with storage.writing(storage.join(self._folder.path, _name(self._number))) as path:
-            _write_parquet(self._journal.tables(), path)
+            _write_parquet((table for _, table in self._journal.entries()), path)
         if not self._number:
             self._folder.done("predict", 0, {})
         self._journal.remove()
@@ -190,7 +190,7 @@ class _Journal:
         self.path, self.rows = path, 0
         self._file = open(path, "ab+", buffering=0)  # noqa: SIM115
         complete_bytes = 0
-        for end, table in self._entries():
+        for end, table in self.entries():
             complete_bytes = end
             self.rows += len(table)
         self._file.truncate(complete_bytes)
@@ -205,10 +205,7 @@ class _Journal:
                 chunk = chunk[self._file.write(chunk) :]
         self.rows += len(table)
 
-    def tables(self) -> Iterator[pa.Table]:
-        return (table for _, table in self._entries())
-
-    def _entries(self) -> Iterator[tuple[int, pa.Table]]:
+    def entries(self) -> Iterator[tuple[int, pa.Table]]:
         """Yield the end offset and table of each complete entry."""
         with open(self.path, "rb") as file:
             size = os.fstat(file.fileno()).st_size

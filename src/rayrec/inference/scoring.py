@@ -17,7 +17,6 @@ from rayrec import host_resources
 from rayrec.checkpoint import Checkpoint, open_checkpoint, verify
 from rayrec.checkpoint.discovery import reject_pickles
 from rayrec.cluster import connection
-from rayrec.cluster.connection import is_in_process
 from rayrec.cluster.layout import Node
 from rayrec.config import InputError
 from rayrec.data.engine import StreamEngine, TaskPlacement, ThreadEngine
@@ -227,7 +226,7 @@ class ScoringRequest:
         reject_pickles(checkpoint.path, checkpoint.manifest()["files"])
         # Not in the actors: a pipeline of Ray Data 2.60 that fails at its first block leaks its actors and their CPUs.
         verify(checkpoint, "model.")
-        on_ray = as_dataset or not is_in_process(self.config.cluster.address)
+        on_ray = as_dataset or not connection.is_in_process(self.config.cluster.address)
         cpus = host_resources.usable_cpus(granted=self.config.cluster.num_cpus)
         engine: Callable[[], StreamEngine] = cache(self._engine_on_ray if on_ray else lambda: ThreadEngine(cpus))
         scoring = self.config.workload.open_scoring(

@@ -14,16 +14,14 @@ PLACEHOLDER = Schema(label=None, sparse=("user", "item"))
 PLACEHOLDER_OF_LISTS = PLACEHOLDER.replace(sparse=("item",), lists=("item",), features=(Feature(name="item", max_length=50),))
 """Placeholder schema for a log with item lists."""
 
-PRESET = RAYREC.replace(min_count=1)
-"""Preset with a separate id for each training item."""
-
 
 def next_item(path: str | None = None, schema: Schema | str = PLACEHOLDER_OF_LISTS) -> TrainConfig:
     """Train SASRec on lists of items in time order: --schema FILE."""
     from rayrec.models.retrieval.sasrec import SASRecConfig
 
     tables = SparseOptimizerConfig(kind="adam", learning_rate=0.001)
-    config = adam_config("next_item", path, PRESET, SASRecConfig(), tables, schema=read_schema(schema))
+    preset = RAYREC.replace(min_count=1)  # A separate id for each training item
+    config = adam_config("next_item", path, preset, SASRecConfig(), tables, schema=read_schema(schema))
     # At the full rate, NDCG@10 varies by a tenth from epoch to epoch, and early stopping selects such an epoch.
     schedule = LearningRateSchedule(decay_fraction=0.6, decay="cosine")
     workload = {"table_start": TableInit(kind="normal", std=0.02), "schedule": schedule}
