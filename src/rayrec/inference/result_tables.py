@@ -8,6 +8,10 @@ from rayrec.humanize import aligned
 _TEXT = ("checkpoint", "preprocessor")
 _COLUMNS = ("rows", "label_rate", "auroc", "logloss", "normalized_entropy", "calibration")
 """Metrics of slices."""
+_COMPARED = ("other", "difference", "its interval", "p")
+_COSTS = (("parameters", "parameters"), ("multiply_adds", "multiply-adds"), ("rows_per_s", "rows/s"))
+_SPREADS, _TEST = ("auroc", "logloss", "validation"), ("difference", "low", "high", "corrected_p_value")
+SEEDS_NOTE = "Mean ± standard deviation over seeds; AUROC difference from the first row, 95% interval, p with Holm correction"
 
 
 def evaluation_text(result: dict[str, Any]) -> str:
@@ -36,9 +40,6 @@ def evaluation_text(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-_COMPARED = ("other", "difference", "its interval", "p")
-
-
 def _slices(slices: Sequence[dict[str, Any]]) -> list[str]:
     with_intervals, compared = "intervals" in slices[0], "compared" in slices[0]
     header = ["", *_COLUMNS]
@@ -54,9 +55,6 @@ def _slices(slices: Sequence[dict[str, Any]]) -> list[str]:
             row += [_number(difference["difference"], signed=True), _number(difference["p_value"])]
         rows.append(row)
     return aligned(rows)
-
-
-_COSTS = (("parameters", "parameters"), ("multiply_adds", "multiply-adds"), ("rows_per_s", "rows/s"))
 
 
 def comparison_text(result: dict[str, Any]) -> str:
@@ -85,10 +83,6 @@ def comparison_text(result: dict[str, Any]) -> str:
             f"intervals of {resampling['confidence']:.0%}, {resampling['resamples']:,} resamples; AUROC by DeLong's test",
         ]
     )
-
-
-SEEDS_NOTE = "Mean ± standard deviation over seeds; AUROC difference from the first row, 95% interval, p with Holm correction"
-_SPREADS, _TEST = ("auroc", "logloss", "validation"), ("difference", "low", "high", "corrected_p_value")
 
 
 def seeded_rows(groups: Sequence[dict[str, Any]]) -> list[list[str]]:
