@@ -111,12 +111,7 @@ class DLRM(nn.Module):
     value after the interaction's `dim` of each embedding."""
 
     def __init__(
-        self,
-        labels: Sequence[str],
-        bottom_mlp: MLP,
-        interaction: Interaction,
-        top_mlp: MLP,
-        first_order: FirstOrder | None = None,
+        self, labels: Sequence[str], bottom_mlp: MLP, interaction: Interaction, top_mlp: MLP, first_order: FirstOrder | None
     ) -> None:
         super().__init__()
         self.bottom_mlp, self.interaction, self.top_mlp, self.first_order = bottom_mlp, interaction, top_mlp, first_order
@@ -130,5 +125,5 @@ class DLRM(nn.Module):
         else:
             dim = self.interaction.dim
             first, *rest = self.top_mlp(self.interaction(bottom, embedded.columns(slice(0, dim)))).unbind(1)
-            logits = (first + self.first_order(dense, embedded.stacked()[:, :, dim]), *rest)
+            logits = (first + self.first_order.logit(dense, embedded.stacked()[:, :, dim]), *rest)
         return dict(zip(self._labels, logits, strict=True))

@@ -148,10 +148,7 @@ class KeyedEmbeddings(Mapping[str, torch.Tensor]):
                 for name, unpooled in self.all_sequences().items()
             }
 
-        def table(feature: str) -> torch.Tensor:
-            return self.table(feature)[:, columns]
-
-        dim = columns.stop - columns.start
+        dim, table = columns.stop - columns.start, lambda feature: self.table(feature)[:, columns]
         return KeyedEmbeddings(self.features, dim, deliver, sequences=sequences, ids=self.ids, table=table)
 
     def sequences(self, feature: str) -> JaggedEmbeddings:

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Gt, Lt
 
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from rayrec.layers.mlp import Precision, TowerSettings
     from rayrec.models.heads import Head
     from rayrec.schema import Label, Schema
-
-
-_ALIGNMENT: Final = 4
-"""Row width multiple that fbgemm requires."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +259,7 @@ def unpooled_features(config: ClickModelConfig, inputs: ModelInputs) -> tuple[st
 
 def width_with_weight(dim: int) -> int:
     """Return the width of table rows that contain an embedding of `dim` values and a scalar. The rest is unused."""
-    return (dim // _ALIGNMENT + 1) * _ALIGNMENT
+    return (dim // 4 + 1) * 4  # fbgemm needs a multiple of 4
 
 
 def table_key(feature: str) -> str:

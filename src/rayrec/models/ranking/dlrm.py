@@ -81,11 +81,9 @@ class DLRMConfig(ClickModelConfig):
         from rayrec.layers.mlp import MLP
 
         settings: dict[str, Any] = {"batch_norm": self.batch_norm, "precision": precision}
-        first_order = FirstOrder(inputs.num_dense) if self.first_order else None
-        number_width = NUMBER_WIDTH if first_order else 1
-        bottom = MLP(
-            number_width * inputs.num_dense, self.bottom_mlp, final_activation=True, dropout=self.bottom_dropout, **settings
-        )
+        num_dense = inputs.num_dense * (NUMBER_WIDTH if self.first_order else 1)
+        first_order = FirstOrder(num_dense, number_scale=10.0, category_scale=0.5) if self.first_order else None
+        bottom = MLP(num_dense, self.bottom_mlp, final_activation=True, dropout=self.bottom_dropout, **settings)
         interaction = self._interaction(inputs, precision)
         sizes = (*self.top_mlp[:-1], len(inputs.label_names))
         top = MLP(interaction.out_features, sizes, final_activation=False, dropout=self.top_dropout, **settings)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from rayrec.bounds import Positive, Zero
+from rayrec.layers.first_order import FirstOrder
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings
-from rayrec.layers.mlp import Precision, UninitializedLinear, init_values
+from rayrec.layers.mlp import Precision
 from rayrec.models.base import ClickModelConfig, ModelInputs, width_with_weight
 
 
@@ -41,15 +42,10 @@ class LinearConfig(ClickModelConfig):
         return Linear(self, inputs)
 
 
-class Linear(nn.Module):
+class Linear(FirstOrder):
     def __init__(self, config: LinearConfig, inputs: ModelInputs) -> None:
-        super().__init__()
+        super().__init__(inputs.num_dense, number_scale=config.number_scale, category_scale=config.category_scale)
         self._label = inputs.label
-        self._number_scale, self._category_scale = config.number_scale, config.category_scale
-        self.linear = UninitializedLinear(inputs.num_dense, 1)
-        init_values(self.linear.weight, nn.init.zeros_)
-        init_values(self.linear.bias, nn.init.zeros_)
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
-        of_numbers = self._number_scale * self.linear(dense).squeeze(1)
-        return {self._label: of_numbers + self._category_scale * embedded.stacked()[:, :, 0].sum(1)}
+        return {self._label: self.logit(dense, embedded.stacked()[:, :, 0])}

@@ -10,7 +10,7 @@ from torch.nn import functional
 from rayrec.bounds import Count, Share, Sizes
 from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
-from rayrec.layers.mlp import LogitTower, Precision, UninitializedLinear, compute_dtype, linear_stack, xavier_linear
+from rayrec.layers.mlp import LogitTower, Precision, compute_dtype, linear_stack, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
@@ -107,10 +107,7 @@ class _MaskBlock(nn.Module):
         self._dropout, self._dtype = config.dropout, compute_dtype(precision)
 
     def forward(self, features: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        mask = linear_stack(features, _parameters(self.first, self.second), relus=(True, False), dtype=self._dtype)
+        parameters = (self.first.weight, self.first.bias, self.second.weight, self.second.bias)
+        mask = linear_stack(features, parameters, relus=(True, False), dtype=self._dtype)
         linear = linear_stack(mask * inputs, (self.layer.weight, None), relus=(False,), dtype=self._dtype)
         return functional.dropout(self.norm(linear.float()).relu(), self._dropout, training=self.training)
-
-
-def _parameters(*layers: UninitializedLinear) -> list[torch.Tensor]:
-    return [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
