@@ -85,7 +85,8 @@ def test_server_accepts_recipe_of_custom_model() -> None:
 def test_training_and_evaluation_report_same_metrics(tmp_path: Path) -> None:
     rayrec.generate(str(tmp_path / "log"), rows=3000, seed=0)
     log = str(tmp_path / "log" / "train.txt")
-    workload = {"schema": recipes.criteo_demo().workload.schema.replace(group="cat_5")}  # type: ignore[attr-defined]
+    schema = recipes.criteo_demo().workload.schema.replace(group="cat_5")  # type: ignore[attr-defined]
+    workload = {"schema": schema, "model": {"first_order": False}}  # Which would rank all of these rows right
     config = short_run(recipes.criteo_demo(log), tmp_path, 15, workload=workload, batch_size=64, eval_data={"path": log})
     result = train(config)
     evaluate = partial(rayrec.evaluate, result.checkpoint, console=QUIET)

@@ -266,10 +266,6 @@ def test_swaps_during_replica_start(tmp_path: Path) -> None:
 DAYS = [f"2026-05-0{number}" for number in range(1, 5)]
 
 
-def _ready_model(port: int) -> str:
-    return str(json.loads(ask(port, "GET", "/readyz")[1])["model"])
-
-
 @pytest.mark.usefixtures("own_cache")
 def test_nights_swap_running_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
@@ -290,7 +286,10 @@ def test_nights_swap_running_server(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return capsys.readouterr().err
 
     port = free_ports(1)
-    served = partial(_ready_model, port)
+
+    def served() -> str:
+        return str(json.loads(ask(port, "GET", "/readyz")[1])["model"])
+
     night(DAYS[0], swap=None)
     start = [*RAYREC, "serve", f"nightly/exports/{DAYS[0]}", "--port", str(port), "--cpus-per-replica", "0.5"]
     with Session(start, environment=environment_for(tmp_path / "ray"), output=tmp_path / "server") as server:

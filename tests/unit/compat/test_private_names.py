@@ -15,14 +15,10 @@ ALL = {**{("ray", name): entry for name, entry in ray_compat.NAMES.items()}}
 ALL |= {("torch", name): entry for name, entry in torch_compat.NAMES.items()}
 
 
-def _get(library: str, name: str) -> Any:
-    return getattr(ray_compat if library == "ray" else torch_compat, name)
-
-
 @pytest.mark.parametrize(("library", "name"), ALL)
 def test_private_name_exists_with_reason(library: str, name: str) -> None:
     entry = ALL[library, name]
-    assert isinstance(_get(library, name), ModuleType) == (entry.attribute is None)
+    assert isinstance(getattr({"ray": ray_compat, "torch": torch_compat}[library], name), ModuleType) == (entry.attribute is None)
     assert entry.reason.endswith(".")
     assert "\n" not in entry.reason
 

@@ -3,8 +3,6 @@
 Dropout is replaced by multiplication with 1 - probability, to also compare its positions and probabilities.
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from builders.networks import CONFIGS, DIM, INPUTS, SEVERAL, inputs_of
@@ -23,7 +21,6 @@ from rayrec.models.sharded_model import _Head
 
 ROWS = 17
 Outputs = dict[str, torch.Tensor]
-Reference = Callable[[nn.Module, ClickModelConfig, torch.Tensor, torch.Tensor], Outputs]
 
 
 def linear(layer: nn.Module, values: torch.Tensor) -> torch.Tensor:
@@ -343,11 +340,6 @@ def of_ple(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values
     return {label: logit(net.towers[k], states[k], p) for k, label in enumerate(SEVERAL.label_names)}
 
 
-def reference_of(name: str) -> Reference:
-    """Return the formula of a network in `CONFIGS`, whose name starts with the model's."""
-    return globals()["of_mixture" if name == "dcnv2 mixture" else f"of_{name.split(maxsplit=1)[0]}"]
-
-
 def cross_entropy(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return nn.functional.binary_cross_entropy_with_logits(logits.double(), wanted.double())
 
@@ -416,7 +408,8 @@ def test_model_matches_formula(name: str, *, training: bool) -> None:
     torch.manual_seed(0)
     net = shaken(config.build(inputs_of(config))).train(training)
     dense, values = leaf(ROWS, 2), leaf(ROWS, 3, config.width)
-    expected = reference_of(name)(net, config, dense, values)
+    formula = globals()["of_mixture" if name == "dcnv2 mixture" else f"of_{name.split(maxsplit=1)[0]}"]
+    expected = formula(net, config, dense, values)
     outputs = net(dense, KeyedEmbeddings.in_order(INPUTS.features, config.width, values.flatten(1)))
     compare(net, config, outputs, expected, [dense, values])
 
