@@ -165,6 +165,7 @@ def test_ray_data_keeps_no_statistics_of_usage(monkeypatch: pytest.MonkeyPatch) 
 
 
 # What commands write if Ray does the work: the bytes that threads write -----------------------------------------------
+@pytest.mark.extended
 @pytest.mark.usefixtures("own_cache")
 def test_outputs_of_ray_are_golden(tmp_path: Path) -> None:
     """One output of each command and of each way to write it: the others are the threads'."""

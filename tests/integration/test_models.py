@@ -122,6 +122,7 @@ def test_training_and_evaluation_report_same_metrics(tmp_path: Path) -> None:
 
 
 # Retrieval models -----------------------------------------------------------------------------------------------------
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["next_item", "two_tower"])
 def test_retrieval_model_trains_exports_and_serves(name: str, tmp_path: Path) -> None:
     log = write_log(tmp_path / "log", name)

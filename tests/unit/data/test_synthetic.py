@@ -267,6 +267,7 @@ def test_rows_match_generated_log(click_log: Path, segment_bytes: int) -> None:
     assert not last.labels
 
 
+@pytest.mark.extended
 def test_run_matches_generated_log_and_resumes(click_log: Path, tmp_path: Path) -> None:
     """The weights are those of the log, bit by bit; a run resumes exactly, and other commands take the rows too."""
     config = one_worker(click_log, tmp_path, train_data={"shuffle": "none"})

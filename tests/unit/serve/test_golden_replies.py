@@ -180,6 +180,7 @@ def _as_text(context: Any, value: Any) -> bytes | Any:
     return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("schema", "with_token"), [(FEW, False), (ANY, True)], ids=["hexadecimal", "any"])
 def test_fuzzer_passes(schema: Schema, with_token: bool) -> None:
     line = st.tuples(*[st.sampled_from(["", "3", "-7", "7e0ccccf"])] * len(schema.columns)).map("\t".join)

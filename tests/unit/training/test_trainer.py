@@ -337,6 +337,7 @@ def train_loop(data: TensorDataset, num_epochs: int, global_batch_size: int) -> 
     return np.reshape(losses, (num_epochs, -1)).mean(1).tolist()
 
 
+@pytest.mark.extended
 def test_result_cells_of_ddp_tutorial(tmp_path: Path) -> None:
     digits = write_digits(tmp_path / "digits", train=200, test=50)
     config = recipes.mnist_resnet18(str(digits)).replace(

@@ -60,6 +60,7 @@ def kept(folder: Path) -> tuple[Any, list[dict[str, float]]]:
     return run, rows
 
 
+@pytest.mark.extended
 def test_resuming_driver_replaces_offline_run(tmp_path: Path) -> None:
     events = run_events.run()
     track(tmp_path, events[: run_events.cut(events) + 1])

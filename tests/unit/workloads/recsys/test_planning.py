@@ -401,7 +401,7 @@ def test_closed_evaluation_stops_batch_thread(single_rank: None, monkeypatch: py
     assert loader.close.call_count == 2
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_unequal_workers_per_machine_train_one_model(tmp_path: Path) -> None:
     run_ranks(click.alone, 1, str(tmp_path))
     run_ranks(click.on_unequal_nodes, 3, str(tmp_path))
