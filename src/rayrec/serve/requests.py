@@ -55,7 +55,8 @@ class RequestBody:
 
 
 def count_byte(text: bytes, value: int) -> int:
-    """Count a byte. In long text, NumPy is eight times as fast as `bytes.count`."""
+    """Count a frequent byte. In long text, NumPy is eight times as fast as `bytes.count`, but it releases the GIL, which other
+    threads may keep for a while."""
     return text.count(value) if len(text) < 4096 else int(np.count_nonzero(np.frombuffer(text, np.uint8) == value))
 
 
@@ -86,7 +87,7 @@ def open_body(
         if b'"' in text and schema.tokens == "any":
             ends = sum(1 for _ in row_ends(text, delimiter_of(format, schema)))
         else:
-            ends = count_byte(text, ord("\n")) + count_byte(text, ord("\r")) - text.count(b"\r\n")
+            ends = text.count(b"\n") + text.count(b"\r") - text.count(b"\r\n")
         num_rows = ends + (bool(text) and not text.endswith((b"\n", b"\r")))
         body = RequestBody(format, num_rows, len(content), text=text, header=header, label=label)
     if not body.num_rows:
