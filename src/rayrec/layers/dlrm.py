@@ -125,5 +125,6 @@ class DLRM(nn.Module):
         else:
             dim = self.interaction.dim
             first, *rest = self.top_mlp(self.interaction(bottom, embedded.columns(slice(0, dim)))).unbind(1)
-            logits = (first + self.first_order.logit(dense, embedded.stacked()[:, :, dim]), *rest)
+            weights = embedded.columns(slice(dim, dim + 1)).flattened()
+            logits = (first + self.first_order.logit(dense, weights), *rest)
         return dict(zip(self._labels, logits, strict=True))
