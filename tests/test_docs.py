@@ -539,8 +539,7 @@ def _search(entries: list[dict[str, Any]], query: str) -> list[str]:
     """Rank the pages of a search index as the site does (Material's lunr), best first.
 
     BM25 of the words that begin with a word of the query, 1,000-fold in titles. Entries are pages and, with an anchor, their
-    sections; a page ranks as its best entry, times its boost, and a page's own entry counts more.
-    """
+    sections; a page ranks as its best entry, times its boost, and a page's own entry counts more."""
 
     def words(text: str) -> list[str]:
         return re.split(r"[\s\-]+", re.sub(r"<[^>]+>", " ", text).lower())

@@ -33,8 +33,7 @@ def at_first(
 ) -> Callable[..., Any]:
     """Return a function that raises the errors, one at each call, and then does what another one does.
 
-    `end`: only calls whose first argument, a path, ends so raise.
-    """
+    `end`: only calls whose first argument, a path, ends so raise."""
     left = list(errors)
 
     def call(*arguments: Any, **named: Any) -> Any:

@@ -2,8 +2,7 @@
 
 Ray nodes on one machine share its address, its files and its memory, which hides faults of clusters. Here each node is a set of
 namespaces (network, mount, UTS, IPC, PID) on a bridge that only they reach. Needs Linux, root, and the commands `ip` (package
-iproute2), `unshare`, `nsenter`, `setpriv` and `mount` (package util-linux); `missing()` says what this machine lacks.
-"""
+iproute2), `unshare`, `nsenter`, `setpriv` and `mount` (package util-linux); `missing()` says what this machine lacks."""
 
 import contextlib
 import functools

@@ -2,8 +2,7 @@
 has loaded the large libraries once. Reads a page a line of standard input, as JSON, and answers each with its exit status.
 
 A page's Python runs in one process and namespace, in order with the page's commands. A process behaves as one that was started
-from a shell: its own folder, environment and `sys.argv`, no thread and no state of another block.
-"""
+from a shell: its own folder, environment and `sys.argv`, no thread and no state of another block."""
 
 import atexit
 import functools

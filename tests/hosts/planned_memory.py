@@ -1,7 +1,6 @@
 """Memory of one CPU worker that trains a click model and saves it, forecast by `rayrec plan` and measured in a process.
 
-The process is not connected to Ray, so its own size without data is measured, and not the constant for a worker of Ray's.
-"""
+The process is not connected to Ray, so its own size without data is measured, and not the constant for a worker of Ray's."""
 
 import dataclasses
 import json

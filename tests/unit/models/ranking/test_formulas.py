@@ -1,7 +1,6 @@
 """Every click model against its paper's formula in plain torch: logits, loss and all gradients, in training and evaluation.
 
-Dropout is replaced by multiplication with 1 - probability, to also compare its positions and probabilities.
-"""
+Dropout is replaced by multiplication with 1 - probability, to also compare its positions and probabilities."""
 
 import pytest
 import torch
