@@ -521,6 +521,12 @@ def site(pages: Pages, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "built"
 
 
+@pytest.mark.parametrize("remote", ["https://me:word@git.org/a/b.git", "git@git.org:a/b.git", "ssh://git@git.org:22/a/b/"])
+def test_site_links_to_origin(remote: str) -> None:
+    web_address = script("tools", "site_hooks").web_address
+    assert [web_address(name) for name in (remote, "/srv/a/b.git", "")] == ["https://git.org/a/b", None, None]
+
+
 @pytest.mark.slow
 def test_site_describes_code(site: Path) -> None:
     """Every command, public name and kind of event, and fields, metrics and paths of HTTP from their tables."""

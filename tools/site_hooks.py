@@ -1,6 +1,7 @@
 """Hooks of MkDocs (mkdocs.yml): the navigation from docs/index.md, reference pages from the code, links that leave docs/."""
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,20 @@ def groups(index: str) -> dict[str, list[tuple[str, str]]]:
     return by_heading
 
 
+def web_address(remote: str) -> str | None:
+    """Return the web page of a Git remote without user and password, or None for a remote that is not on a web host."""
+    address = re.fullmatch(r"(?:https?://|ssh://)?(?:[^@/]+@)?([\w.-]+\.[a-z]+)(?::\d+)?[:/](.+?)(?:\.git)?/?", remote)
+    return f"https://{address[1]}/{address[2]}" if address else None
+
+
 def on_config(config: Any) -> Any:
-    """List all pages: pages of docs/index.md by group, and generated pages."""
+    """List all pages: pages of docs/index.md by group, and generated pages. Link to the repository, the checkout's origin, at
+    the end of each page (`repo_url` would load its figures from there)."""
+    command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
+    remote = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    if url := web_address(remote):
+        config.extra["repository"] = url
+        config.extra["social"] = [{"icon": "fontawesome/brands/git-alt", "link": url, "name": "Repository"}]
     nav: list[dict[str, Any]] = [{"Home": "index.md"}]
     for group, pages in groups((ROOT / "docs" / "index.md").read_text()).items():
         nav.append({group: [{title: path} for title, path in pages]})
@@ -80,7 +93,7 @@ def from_the_root(text: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Turn links to files outside of docs/ into links to the repository, if `repo_url` names it; else only their text stays.
+    """Turn links to files outside of docs/ into links to the repository, if it is known; else only their text stays.
     Pictures follow the site's switch of dark and light. Sets the page's boost in the search, as front matter, which GitHub would
     show, does."""
     name = page.file.src_uri.removesuffix(".md")
@@ -93,7 +106,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         if not target.startswith("../" * depth):
             return link[0]
         path = target.removeprefix("../" * depth)
-        return f"[{text}]({config.repo_url}/blob/main/{path})" if config.repo_url else text
+        return f"[{text}]({config.extra['repository']}/blob/main/{path})" if "repository" in config.extra else text
 
     parts = re.split(r"(```.*?```)", markdown, flags=re.DOTALL)
     return "".join(part if part.startswith("```") else LINK.sub(outside, part) for part in parts)
