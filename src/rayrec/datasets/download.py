@@ -152,7 +152,7 @@ def writing_to(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror}). Free space there or choose another --out.") from None
+        raise InputError(f"{path}: cannot be written ({error.strerror}). Free space, allow writing or change --out.") from None
 
 
 @dataclass(frozen=True)
