@@ -62,6 +62,7 @@ def test_every_manifest_is_in_kustomization() -> None:
     listed = set()
     for file in FOLDER.rglob("kustomization.yaml"):
         content = yaml.safe_load(file.read_text())
+        assert content["namespace"] == "rayrec", file
         generated = [name for made in content.get("configMapGenerator", ()) for name in made["files"]]
         for resource in (*content["resources"], *generated):
             assert (file.parent / resource).exists(), (file, resource)
@@ -115,15 +116,13 @@ def test_leaving_trainer_has_time_for_notice(kind: str) -> None:
     assert variable["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
     assert hasattr(ray_constants, variable["name"]), "Ray knows it"
     notice_s = float(variable["value"])
-    assert notice_s < spec["terminationGracePeriodSeconds"]
-    assert notice_s > _config_of_the_job().failure.grace_s
+    assert _config_of_the_job().failure.grace_s < notice_s < spec["terminationGracePeriodSeconds"]
 
 
 def test_serve_configuration_and_service_names_are_valid() -> None:
     checked = ServeDeploySchema.model_validate(yaml.safe_load(_manifest("RayService")["spec"]["serveConfigV2"]))
     (application,) = checked.applications
     assert application.import_path == "rayrec.serve:build"
-    assert build_application(application.args) is not None
     (deployment,) = application.deployments
     assert deployment.name == APPLICATION
     assert read_user_config(deployment.user_config).model == application.args["model"]
@@ -131,8 +130,7 @@ def test_serve_configuration_and_service_names_are_valid() -> None:
     autoscaling = application.args["autoscaling"]
     cpus = float(groups["replicas"]["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"])
     assert autoscaling["max_replicas"] * application.args["cpus_per_replica"] <= cpus * groups["replicas"]["maxReplicas"]
-    (application,) = yaml.safe_load(_manifest("RayService")["spec"]["serveConfigV2"])["applications"]
-    config = build_application(application["args"])._bound_deployment.init_args[0]
+    config = build_application(application.args)._bound_deployment.init_args[0]
     service, namespace = f"{_manifest('RayService')['metadata']['name']}-serve-svc", "rayrec"
     for name in (f"{service}:8000", f"{service}.{namespace}", f"{service}.{namespace}.svc.cluster.local", "10.8.0.1:8000"):
         assert config.is_allowed_host(name), "also of a pod's address, which probes and Prometheus use"
@@ -181,8 +179,7 @@ def test_network_policies_open_known_ports() -> None:
 
 
 def test_minio_has_matching_ports_labels_and_secret() -> None:
-    files = [FOLDER / "minio" / f"{name}.yaml" for name in ("statefulset", "service", "network")]
-    stateful, service, policy = (yaml.safe_load(file.read_text()) for file in files)
+    [stateful], [service], [policy] = (_objects(f"minio/{name}.yaml").values() for name in ("statefulset", "service", "network"))
     template, labels = stateful["spec"]["template"], {"app.kubernetes.io/name": "minio"}
     assert template["metadata"]["labels"] == stateful["spec"]["selector"]["matchLabels"] == service["spec"]["selector"] == labels
     assert policy["spec"]["podSelector"]["matchLabels"] == labels
@@ -193,7 +190,10 @@ def test_minio_has_matching_ports_labels_and_secret() -> None:
     assert (opened["port"], opened["targetPort"]) == (ports["s3"], "s3")
     (rule,) = policy["spec"]["ingress"]
     assert rule["ports"] == [{"port": ports["s3"]}]
-    assert {"podSelector": {"matchLabels": {"ray.io/is-ray-node": "yes"}}} in rule["from"]
+    nightly = _objects("nightly/cronjob.yaml")["CronJob"]["spec"]["jobTemplate"]["spec"]["template"]
+    of_ray, of_clients = (one["podSelector"]["matchLabels"] for one in rule["from"])
+    assert of_ray == {"ray.io/is-ray-node": "yes"}
+    assert all(of_clients.items() <= pod["metadata"]["labels"].items() for pod in (PLAIN["spec"]["template"], nightly))
     keys = [variable["valueFrom"]["secretKeyRef"] for variable in container["env"]]
     assert keys == [{"name": "store", "key": key} for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")]
     (volume,) = stateful["spec"]["volumeClaimTemplates"]
