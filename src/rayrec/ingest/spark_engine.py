@@ -186,7 +186,7 @@ class SparkEngine:
             raise RuntimeError(f"Spark, {name}: {report['message']}. Log: {self._save_log()}")
         if self.process.poll() is not None:
             raise InputError(self._exit_message())
-        newest = max((entry.stat().st_mtime for entry in os.scandir(folder)), default=0.0)
+        newest = max(map(_modified_s, os.scandir(folder)), default=0.0)
         if time.time() - newest < self.timeout_s:
             return time.monotonic()
         if time.monotonic() - last > self.timeout_s:
@@ -261,6 +261,13 @@ def _last_error(path: str, *, skip: int = 0) -> str:
         file.seek(skip)
         lines = file.read().decode(errors="replace").splitlines()
     return next((line.strip()[:300] for line in reversed(lines) if "Error" in line or "Exception" in line), "")
+
+
+def _modified_s(entry: os.DirEntry[str]) -> float:
+    """Return when a file was modified, or 0 if an executor renamed it after the folder was read."""
+    with suppress(FileNotFoundError):
+        return entry.stat().st_mtime
+    return 0.0
 
 
 def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:

@@ -1,5 +1,6 @@
 """Ray and Spark as engines, without either."""
 
+import os
 import shutil
 import subprocess
 import tempfile
@@ -71,10 +72,9 @@ def test_stream_limits_tasks_and_blocks(monkeypatch: Any) -> None:
 
 def test_policy_blocks_tasks_without_room() -> None:
     def may_start(active: int, waiting: int) -> bool:
-        operator: Any = Mock(num_active_tasks=lambda: active)
         state = SimpleNamespace(total_enqueued_output_blocks=lambda: waiting)
-        limits = ConcurrencyLimits(tasks=3, blocks=5)
-        return _LimitPolicy(None, defaultdict(lambda: state), None, limits=limits).can_add_input(operator)
+        policy = _LimitPolicy(None, defaultdict(lambda: state), None, limits=ConcurrencyLimits(tasks=3, blocks=5))
+        return policy.can_add_input(Mock(num_active_tasks=lambda: active))
 
     assert [may_start(active, 0) for active in range(5)] == [True, True, True, False, False]
     assert [may_start(1, waiting) for waiting in range(6)] == [True, True, True, True, False, False]
@@ -108,6 +108,13 @@ def test_spark_start_timeout_names_ray_error(
     with open(tmp_path / log, "a") as file:
         file.write("Traceback\nFileNotFoundError: '-Dray.address=1'\n")
     assert "OldError" not in rejects(f"^Spark did not start in 0.01 s .*{said}.*Log: ", engine._await_start)
+
+
+def test_spark_result_renamed_after_listing(tmp_path: Path) -> None:
+    (tmp_path / "000000.arrow.17").touch()
+    (entry,) = os.scandir(tmp_path)
+    os.rename(entry, tmp_path / "000000.arrow")
+    assert spark_engine._modified_s(entry) == 0
 
 
 def test_spark_on_ray_rejects_missing_java(monkeypatch: pytest.MonkeyPatch) -> None:
