@@ -242,8 +242,8 @@ def test_ssh_script_trains_on_two_machines(click_log: Path, shared: Path, tmp_pa
     """It ends all that it started, also at SIGTERM, after which the same command resumes."""
     with Network() as network:
         machines = [network.add(), network.add()]
-        variables = {"RAYREC_BIN": str(Path(sys.executable).parent), "RAYREC_SSH": str(network.ssh())}
-        variables |= {"RAYREC_HEAD": machines[0].address, "RAYREC_START": "--num-cpus=1 --object-store-memory=80000000"}
+        variables = {"RAYREC_BIN": f"{sys.prefix}/bin", "RAYREC_HEAD": machines[0].address, "RAY_AUTH_MODE": "disabled"}
+        variables |= {"RAYREC_SSH": str(network.ssh()), "RAYREC_START": "--num-cpus=1 --object-store-memory=80000000"}
         flags = train_flags(click_log, shared, f"by-ssh-{stopped}", **{**LONG, "scaling.cpus-per-worker": 0.6})
         words = [word for word in flags if word not in ("--scaling.resources-per-worker", "accelerator", "1")]
         command = [str(SSH), ",".join(machine.name for machine in machines), *words]
