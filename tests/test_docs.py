@@ -10,8 +10,7 @@ In README.md and other pages of the root, the pages in docs/ and the notebooks o
 A page finds what docs/quickstart.md leaves behind (log/, runs/), unless it generates its own log. It runs without Ray: its
 commands work in their own process. The pages of `WITH_RAY` show what only Ray has, and start it as readers do.
 
-The site (mkdocs.yml) is built from the same pages, and from the code.
-"""
+The site (mkdocs.yml) is built from the same pages, and from the code."""
 
 import ast
 import dataclasses

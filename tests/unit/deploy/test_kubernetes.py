@@ -1,7 +1,6 @@
 """The manifests for Kubernetes: what they say to rayrec and to Ray Serve is accepted by these, and they fit together.
 
-RAYREC_CRDS=FOLDER with KubeRay's CRDs (`ray-operator/config/crd/bases` of its repository) also validates against those.
-"""
+RAYREC_CRDS=FOLDER with KubeRay's CRDs (`ray-operator/config/crd/bases` of its repository) also validates against those."""
 
 import json
 import os
