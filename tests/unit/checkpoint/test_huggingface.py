@@ -101,8 +101,7 @@ def test_only_newest_training_uploads(saved: Path, tmp_path: Path) -> None:
 
 
 def on_separate_nodes(folder: str, rank: int) -> None:
-    out = Path(folder) / f"node-{rank}"
-    save(SyncCheckpoints(f"{folder}/store"), out, 10, rank=rank)
+    save(SyncCheckpoints(f"{folder}/store"), Path(folder) / f"node-{rank}", 10, rank=rank)
     assert SyncCheckpoints(f"{folder}/store").fetch(arguments(Path(folder) / f"new-{rank}"))
     assert len(list((Path(folder) / f"new-{rank}").rglob("*.pth"))) == 3
 

@@ -100,8 +100,7 @@ def test_row_losses_match_model_and_cost_counts_products() -> None:
     rows = ArrayRows({"tokens": np.zeros((3, BLOCK), np.int64)})
     context = WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1))
     cost = multiply_adds_per_row(config.workload, model, {"validation": rows}, context)
-    attention = 2 * BLOCK * width
-    assert cost == BLOCK * (layers * (12 * width * width + attention) + vocabulary_size * width)
+    assert cost == BLOCK * (layers * (12 * width * width + 2 * BLOCK * width) + vocabulary_size * width)
 
 
 # -- generation
@@ -159,8 +158,7 @@ def test_sampling_follows_probabilities_and_prompt_only() -> None:
     rows = 4000
     chances = torch.rand(rows, 1, generator=torch.Generator().manual_seed(0))
     drawn = torch.tensor(made(model, *[[3, 1, 4]] * rows, count=1, temperature=1.0, chances=chances)).flatten()
-    shares = torch.bincount(drawn, minlength=30) / rows
-    assert (shares - probabilities).abs().max() < 0.03
+    assert (torch.bincount(drawn, minlength=30) / rows - probabilities).abs().max() < 0.03
     assert made(model, [3, 1, 4], count=1, temperature=1.0, chances=torch.tensor([[0.0]]))[0][0] >= 0
     assert made(model, [3, 1, 4], count=1, temperature=1.0, chances=torch.tensor([[1 - 2**-24]]))[0][0] < 30
     model = model_of(TOKENIZER.vocabulary_size, scale=1.0)
@@ -301,8 +299,7 @@ def test_training_starts_from_matching_pretrained_weights(saved: Saved, tmp_path
             patch.chdir(tmp_path)
             prepared = prepare(begun, tmp_path)
         torch.manual_seed(5)
-        built = begun.workload.build(prepared)
-        assert torch.equal(built.transformer.wte.weight, model.transformer.wte.weight)
+        assert torch.equal(begun.workload.build(prepared).transformer.wte.weight, model.transformer.wte.weight)
     wider = config.replace(workload={"weights": str(export), "model": {"n_embd": 32}})
     rejects("n_embd must be 32, as in the model, got 16", prepare, wider, tmp_path)
 
