@@ -125,6 +125,6 @@ class DLRM(nn.Module):
         else:
             dim = self.interaction.dim
             first, *rest = self.top_mlp(self.interaction(bottom, embedded.columns(slice(0, dim)))).unbind(1)
-            weights = embedded.columns(slice(dim, dim + 1)).flattened()
+            weights = embedded.columns(slice(dim, dim + 1)).flattened().contiguous()  # Strides decide the order of a sum
             logits = (first + self.first_order.logit(dense, weights), *rest)
         return dict(zip(self._labels, logits, strict=True))

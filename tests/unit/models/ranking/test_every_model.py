@@ -138,6 +138,15 @@ def test_delivery_order_does_not_change_results(config: ClickModelConfig) -> Non
     torch.testing.assert_close(close, expected, atol=0.05 * expected.abs().max().item(), rtol=0.05)
 
 
+def test_delivery_order_does_not_change_bits_of_first_order() -> None:
+    names, order = tuple("abcdefghijklmnopqrstuvwxyz"), (*range(13, 26), *range(13))
+    net = DLRMConfig(embedding_dim=4, bottom_mlp=(4,), top_mlp=(1,), first_order=True).build(ModelInputs(2, names))
+    dense, values = torch.randn(99, 2), torch.randn(99, 26, 8)
+    given = net(dense, KeyedEmbeddings(names, 8, lambda: (values.flatten(1), tuple(range(26)))))
+    moved = net(dense, KeyedEmbeddings(names, 8, lambda: (values[:, list(order)].flatten(1), order)))
+    assert torch.equal(given["label"], moved["label"])
+
+
 # With lists -----------------------------------------------------------------------------------------------------------
 ROWS = 24
 
