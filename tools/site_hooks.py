@@ -1,6 +1,7 @@
 """Hooks of MkDocs (mkdocs.yml): the navigation from docs/index.md, reference pages from the code, links that leave docs/."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +54,8 @@ def on_config(config: Any) -> Any:
     """List all pages: pages of docs/index.md by group, and generated pages. Link to the repository, the checkout's origin, at
     the end of each page (`repo_url` would load its figures from there)."""
     command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
-    remote = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    has_git = shutil.which("git") is not None
+    remote = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() if has_git else ""
     if url := web_address(remote):
         config.extra["repository"] = url
         config.extra["social"] = [{"icon": "fontawesome/brands/git-alt", "link": url, "name": "Repository"}]
