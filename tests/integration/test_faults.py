@@ -256,8 +256,7 @@ def test_run_survives_full_disk(undisturbed: dict[str, Any], begin: Begin, small
     run = begin(storage=small_disk)
     run.wait_for_save(40)
     filling = fill(small_disk)
-    late = run.wait_for("checkpoint_late")
-    run.wait_for_step(late["step"] + 20)  # training continues
+    run.wait_for_step(run.wait_for("checkpoint_late")["step"] + 20)  # training continues
     assert_still_training(run)
     filling.unlink()
     finish(run, undisturbed, restarts=0)

@@ -151,8 +151,7 @@ def test_retrieval_model_trains_exports_and_serves(name: str, tmp_path: Path) ->
         columns = ("user", "item")
 
     # Exported, with small tables too, and served: the answers are the predictions.
-    plain = export(whole.checkpoint, tmp_path / "plain")
-    assert plain["program_parity"]["max_logit_difference"] < 1e-4
+    assert export(whole.checkpoint, tmp_path / "plain")["program_parity"]["max_logit_difference"] < 1e-4
     export(whole.checkpoint, tmp_path / "int8", quantize="int8")
     asked = [{key: value for key, value in row.items() if value} for row in rows.slice(0, 8).to_pylist()]
     for path in (whole.checkpoint, f"{tmp_path}/plain", f"{tmp_path}/int8"):

@@ -260,8 +260,7 @@ def test_invalid_rows_are_counted_or_rejected(click_log: Path, tmp_path: Path) -
     lines = lines_of(click_log)[:3000]
     lines[10] = b"not a row\n"
     lines[20] = lines[20].replace(b"\t", b"\tx", 1)
-    log = tmp_path / "train.txt"
-    log.write_bytes(b"".join(lines))
+    (tmp_path / "train.txt").write_bytes(b"".join(lines))
     config = small(tmp_path, tmp_path / "runs", steps=3, evaluate_every=3)
     result = train(config)
     assert (result.summary["bad_rows"], sum(result.summary["rows_of_sets"].values())) == (2, 2998)
@@ -297,8 +296,7 @@ def test_other_worker_count_resumes_without_loss(click_log: Path, tmp_path: Path
         two.wait_for_save()
         two.session.end()
         assert not two.events("finish")
-    alone = config.replace(scaling={"num_workers": 1})
-    summary = finished_run(alone, tmp_path / "one", cache=tmp_path)
+    summary = finished_run(config.replace(scaling={"num_workers": 1}), tmp_path / "one", cache=tmp_path)
     assert [event["world_size"] for event in events_of(tmp_path / "run", "start")] == [2, 1]
     check_no_rows_lost(summary)
     assert summary["rows"] == 2 * summary["rows_of_sets"]["train"]

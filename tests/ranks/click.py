@@ -103,8 +103,7 @@ def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int
     if tables == SEQUENCES:
         listed = torch.randint(tables[2], (rows, 4), generator=chance).int()
         counts = torch.randint(0, 5, (rows,), generator=chance)[mine]
-        values = listed[mine][torch.arange(4) < counts[:, None]]
-        bags = JaggedIds(values.numpy(), counts.int().numpy())
+        bags = JaggedIds(listed[mine][torch.arange(4) < counts[:, None]].numpy(), counts.int().numpy())
         sequences = sparse_features([keys[0], keys[2]], [columns[0], bags], count)
         keys, columns = keys[1:2], columns[1:2]
     features = sparse_features(keys, columns, count, weighted=tables == SHARED)

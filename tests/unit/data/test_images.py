@@ -34,8 +34,7 @@ CONFIG = ImageConfig(size=24, resize=32, crop_scale=(0.2, 1.0))
 
 def picture(label: int, row: int, kind: str) -> bytes:
     """Return an image of 40 x 32 pixels whose channel `label` is bright."""
-    chance = np.random.default_rng((label, row))
-    pixels = chance.integers(0, 60, (32, 40, 3), dtype=np.uint8)
+    pixels = np.random.default_rng((label, row)).integers(0, 60, (32, 40, 3), dtype=np.uint8)
     pixels[4:28, 4:36, label] += np.uint8(180)
     Image.fromarray(pixels).save(content := io.BytesIO(), format=kind, **({"quality": 95} if kind == "JPEG" else {}))
     return content.getvalue()

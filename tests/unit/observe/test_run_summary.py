@@ -137,8 +137,7 @@ def test_attempts_have_end_and_cost_and_standing_follows_events() -> None:
 
 def test_nodes_are_of_current_attempt() -> None:
     start = (3, "start", {"step": 0, "nodes": ["a", "a", "b", "a"]})
-    data = (4, "data_nodes", {"step": 1, "nodes": ["a", "c"]})
-    run = summary(*BEGIN[:2], start, data)
+    run = summary(*BEGIN[:2], start, (4, "data_nodes", {"step": 1, "nodes": ["a", "c"]}))
     assert run.nodes() == {"a": ["workers 0 to 1", "worker 3", "data tasks"], "b": ["worker 2"], "c": ["data tasks"]}
     run.update(event(5, "start", {"step": 1, "nodes": ["b"]}))
     assert run.nodes() == {"b": ["worker 0"]}
@@ -412,8 +411,7 @@ def test_diagnosis_skips_first_interval_and_sums_restarts() -> None:
     assert [found and found.bottleneck for found in told] == [None, None, "data", "model"]
     events = run({"data": 0.2, "backward": 0.3})
     again = [{**events[0], "time": 50.0, "step": 20, "rows": 2 * ROWS}]
-    redone = {**events[-1], "step": 30, "rows": 3 * ROWS, "time": 60.0}
-    whole = RunSummary([*events, *again, redone])
+    whole = RunSummary([*events, *again, {**events[-1], "step": 30, "rows": 3 * ROWS, "time": 60.0}])
     split = whole.time
     assert (split.total_s, split.rows) == (pytest.approx(5 * INTERVAL_S), 5 * ROWS)
     assert split.times_s["data"] == pytest.approx(10 + 4 * 2)
