@@ -130,7 +130,15 @@ def _memory(part: torch.Tensor, rows: _Rows, box: Sequence[tuple[int, int]]) -> 
 
 
 def _run(calls: Iterable[Callable[[], None]]) -> None:
-    """Run calls in threads (hashing, copying and reading release the GIL). Raises the error of the first failed call."""
+    """Run calls in threads (hashing, copying and reading release the GIL), a single one in this thread: most tensors are small.
+    Raises the error of the first failed call."""
+    calls = iter(calls)
+    first = list(itertools.islice(calls, 2))
+    if len(first) < 2:
+        for call in first:
+            call()
+        return
+    calls = itertools.chain(first, calls)
     for _ in in_order(lambda call: call(), calls, name="checkpoint-read", num_threads=NUM_THREADS, prefetch=8 * NUM_THREADS):
         pass
 
