@@ -1,6 +1,7 @@
 """File format of a checkpoint: file names, sealed manifest, block checksums. Does not import torch."""
 
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -145,16 +146,20 @@ def check_manifest(folder: str, manifest: dict[str, Any], fields: Any, *, fix: s
     names = {MANIFEST, *manifest["files"]}
     for tensor in manifest.get("tensors", {}).values():
         names.update(chunk["file"] for chunk in tensor["chunks"])
-    root = None if storage.is_url(folder) else os.path.realpath(folder)
+    real = functools.cache(os.path.realpath)
+    root = None if storage.is_url(folder) else real(folder)
     for name in sorted(names):
         if name.startswith("/") or ".." in name.split("/") or "\0" in name:
             raise DamagedError(f"{path}: damaged, {name!r} is outside of the folder; {fix}")
         if root is None:
             continue
-        target = os.path.realpath(os.path.join(root, name))
+        inside, base = os.path.split(name)
+        target = os.path.join(real(os.path.join(root, inside)), base)
+        if os.path.islink(target):
+            target = os.path.realpath(target)
         if not target.startswith(root + os.sep):
             raise DamagedError(f"{os.path.join(folder, name)}: links to {target}, outside of the folder; copy the file, or {fix}")
-        if os.path.exists(target) and not os.path.isfile(target):
+        if not os.path.isfile(target) and os.path.exists(target):
             raise DamagedError(f"{os.path.join(folder, name)}: damaged, not a regular file; {fix}")
 
 
