@@ -1,5 +1,6 @@
 """Installed distributions, import checks, machine resources and the origin of results. Does not diagnose."""
 
+import functools
 import json
 import os
 import platform
@@ -163,13 +164,16 @@ DISTRIBUTIONS = ("rayrec", "torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed DISTRIBUTIONS."""
-    result = {"python": platform.python_version()}
-    for name in DISTRIBUTIONS:
-        try:
-            result[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return result
+    found = {name: _version(name) for name in DISTRIBUTIONS}
+    return {"python": platform.python_version(), **{name: version for name, version in found.items() if version}}
+
+
+@functools.cache
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 _GIT_S = 5.0
