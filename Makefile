@@ -25,6 +25,7 @@ FUZZ_S ?= 10
 # A file at a time in each of two processes, the longest first (tests/conftest.py).
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 BENCHMARKS ?= ingest vocabulary preprocess train checkpoint recover predict serve observe mnist gpt2
+export PYTHONDONTWRITEBYTECODE := # empty: compiled tests and sources are written, or each process compiles them again
 export DATA # the shell, not make, puts it into commands, so that it may hold spaces
 
 .PHONY: help setup demo test test-extended test-exhaustive test-gpu gpu drills fuzz chaos check lint format types layers spelling prose docs site pictures wheel bench clean

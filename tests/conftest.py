@@ -1,5 +1,6 @@
 """Fixtures that tests of several kinds share: a small synthetic click log, a local Ray, an S3 server that can be killed."""
 
+import atexit
 import functools
 import gc
 import json
@@ -7,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ settings.register_profile("rayrec", deadline=None, suppress_health_check=[Health
 settings.load_profile("rayrec")
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # several tests' threads share two cores; before torch is imported
+os.fsync = os.fstat  # type: ignore[assignment]  # No test sees whether bytes outlive a loss of power, and to wait for it takes 12 s
 LONGEST = """
 faults nodes train models vision ingest predict supervise serve engines install tune s3 language
 write synthetic every_model search data_parallel materialized table_log ensemble fork_server golden_replies resume
@@ -33,6 +35,26 @@ huggingface planning scoring architecture
 """
 """Files that take more than ten seconds on two cores, those that take longest first."""
 _is_connected = connection.is_connected
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """End pytest-xdist's processes without taking the interpreter apart: that takes seconds, and nobody reads their status."""
+    if hasattr(config, "workerinput"):
+        atexit.register(os._exit, 0)
+
+
+def pytest_unconfigure() -> None:
+    """Leave nothing for the collections of all garbage that pytest ends with."""
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Collect folders backwards in the second process: each rewrites the assertions of half the files, and reads the others'."""
+    report = yield
+    if isinstance(collector, pytest.Directory) and os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
+        report.result.reverse()
+    return report
 
 
 @functools.cache
@@ -57,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("exhaustive"):
             item.add_marker("extended")
     rank = {f"test_{name}.py": number for number, name in enumerate(LONGEST.split())}
-    items.sort(key=lambda item: (not _needs_ray(item.path), rank.get(item.path.name, len(rank))))
+    items.sort(key=lambda item: (not _needs_ray(item.path), rank.get(item.path.name, len(rank)), item.path))
 
 
 @pytest.hookimpl(optionalhook=True)
