@@ -134,8 +134,7 @@ def save_clicks(
         for tables in built.table_modules():
             for parameter in tables.parameters():
                 parameter.mul_(scale)
-    place = _save(folder, step, built.state_dict(), config, given)
-    return Saved(folder, Path(place), config, given, built)
+    return Saved(folder, Path(_save(folder, step, built.state_dict(), config, given)), config, given, built)
 
 
 def save_two(folder: Path) -> tuple[Saved, Saved]:

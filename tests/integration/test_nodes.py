@@ -98,8 +98,7 @@ def test_user_without_cluster_token_is_rejected(cluster: list[Node], click_log: 
     flags = train_flags(click_log, shared, "refused")
     said = refusal(cluster[1].rayrec(*flags))
     assert "RAY_ADDRESS=10.77.0.1:6379: the Ray cluster requires a token, but this user has no token" in said
-    again = cluster[1].rayrec(*flags, RAY_AUTH_TOKEN="f" * 64)
-    assert "the Ray cluster rejects the token from RAY_AUTH_TOKEN" in refusal(again)
+    assert "the Ray cluster rejects the token from RAY_AUTH_TOKEN" in refusal(cluster[1].rayrec(*flags, RAY_AUTH_TOKEN="f" * 64))
 
 
 @pytest.mark.exhaustive
@@ -111,8 +110,7 @@ def test_unreachable_machine_ends_command_in_one_line(cluster: list[Node], click
 
 @pytest.mark.exhaustive
 def test_unshared_storage_is_rejected(cluster: list[Node], click_log: Path, own: Path) -> None:
-    flags = train_flags(click_log, own, "scattered", **{"scaling.num-workers": 1})
-    assert str(own) in refusal(cluster[0].rayrec(*flags))
+    assert str(own) in refusal(cluster[0].rayrec(*train_flags(click_log, own, "scattered", **{"scaling.num-workers": 1})))
 
 
 @pytest.mark.exhaustive

@@ -35,8 +35,7 @@ def joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same with the column parts of a state as one, which they must be equal for."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        whole = name.partition(".columns_")[0]
-        assert torch.equal(found.setdefault(whole, tensor), tensor), name
+        assert torch.equal(found.setdefault(name.partition(".columns_")[0], tensor), tensor), name
     return found
 
 
@@ -127,8 +126,7 @@ def test_column_part_states_join_as_mean(saved: Saved) -> None:
         assert torch.equal(state_of(tensors, 3), mean)
         assert not {name for name in tensors if ".columns_" in name}
     for part in range(0, 16, 4):
-        quarter = state_of(narrow, 3, f".columns_{part}_{part + 4}")
-        assert torch.equal(quarter, first if part < 8 else second)
+        assert torch.equal(state_of(narrow, 3, f".columns_{part}_{part + 4}"), first if part < 8 else second)
     assert not differing(joined(again), whole)
 
 

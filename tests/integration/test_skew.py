@@ -82,8 +82,7 @@ def test_predict(trained: np.ndarray, saved: Saved, index: LogIndex) -> None:
     process = _ScoringTask(workload=config.workload, config=config, checkpoint=str(saved.checkpoint), **options)
     given = {"precision": config.precision, "preprocessor": Preprocessor.load(f"{saved.checkpoint}/preprocessor")}
     scorer = load_scorer(config.workload.model, checkpoint=str(saved.checkpoint), device="cpu", **given)
-    block_scorer = process.block_scorer(saved.preprocessor, blocks, scorer)
-    table = pa.concat_tables(map(block_scorer, range(len(blocks))))
+    table = pa.concat_tables(map(process.block_scorer(saved.preprocessor, blocks, scorer), range(len(blocks))))
     assert table.column("row").to_pylist() == list(range(ROWS))
     np.testing.assert_allclose(table.column("logit").to_numpy(), trained, atol=TOLERANCE)
 

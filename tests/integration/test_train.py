@@ -154,8 +154,7 @@ def test_summary_counts_lost_and_repeated_rows(click_log: Path, tmp_path: Path, 
     config = small(click_log, tmp_path, steps=4, evaluate_every=4)
     assert isinstance(config.workload, ClickWorkload)
     # The configuration's own class; a subclass has all of its fields.
-    faulty = dataclasses.replace(config, workload=RepeatingWorkload(**vars(config.workload)))
-    summary = train(faulty).summary
+    summary = train(dataclasses.replace(config, workload=RepeatingWorkload(**vars(config.workload)))).summary
     assert summary["rows"] == 4 * 128
     assert summary["rows_lost"] == summary["rows_repeated"]
     assert 120 < summary["rows_lost"] <= 128  # two rows with equal residues cancel each other
@@ -216,8 +215,7 @@ def test_separate_data_nodes_keep_weights(finished: Trained, tmp_path: Path) -> 
 
 @pytest.mark.extended
 def test_torchrun_matches_weights_after_killed_process(finished: Trained, tmp_path: Path) -> None:
-    summary = torchrun(tmp_path, "run", f"{finished[1].folder}/config.yaml", kill=True)
-    check_same_run(summary, finished[1].summary, restarts=1)
+    check_same_run(torchrun(tmp_path, "run", f"{finished[1].folder}/config.yaml", kill=True), finished[1].summary, restarts=1)
 
 
 def test_other_seed_changes_weights(alone: Trained, tmp_path: Path) -> None:
@@ -264,8 +262,7 @@ def test_invalid_rows_are_counted_or_rejected(click_log: Path, tmp_path: Path) -
     config = small(tmp_path, tmp_path / "runs", steps=3, evaluate_every=3)
     result = train(config)
     assert (result.summary["bad_rows"], sum(result.summary["rows_of_sets"].values())) == (2, 2998)
-    strict = config.replace(name="strict", max_bad_fraction=0.0001)
-    rejects("more than max_bad_fraction.*too few columns.*at byte", train, strict)
+    rejects("more than max_bad_fraction.*too few columns.*at byte", train, config.replace(name="strict", max_bad_fraction=0.0001))
     assert not os.path.exists(tmp_path / "runs" / "strict" / "summary.json")
 
 

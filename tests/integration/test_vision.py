@@ -84,8 +84,7 @@ def test_export_matches_predictions(two: Result, digits: Path, tmp_path: Path) -
     model.load_state_dict(weights)
     # Going on from it: weights by torchvision's names, which the first step's loss shows.
     workload = {"weights": str(tmp_path / "out" / "model.safetensors"), "augmentation": {"max_shift": 0.0}}
-    again = train(small(digits, tmp_path, steps=1, workload=workload, **ALONE))
-    assert losses(again.folder)[0] < 0.7 * losses(two.folder)[0]
+    assert losses(train(small(digits, tmp_path, steps=1, workload=workload, **ALONE)).folder)[0] < 0.7 * losses(two.folder)[0]
     assert all(torch.isfinite(value).all() for value in weights.values())
 
 

@@ -77,8 +77,7 @@ def sharded(factor: float = 1) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (size,))
     for name, placement in (("rows", Shard(0)), ("columns", Shard(1)), ("same", Replicate())):
         values[f"model.{name}"] = distribute_tensor(values[f"model.{name}"], mesh, [placement])
-    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/cpu" for rank in range(size)])
-    table = sharded_tensor.zeros(spec, 7, 4)
+    table = sharded_tensor.zeros(ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/cpu" for rank in range(size)]), 7, 4)
     for shard in table.local_shards():
         (row, _), (rows, _) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
         shard.tensor.copy_(values["model.table"][row : row + rows])
@@ -230,8 +229,7 @@ def save_apart(folder: str, rank: int) -> None:
     assert "missing after it was written. storage_path must be shared by all workers" in told
     assert checkpoint.latest(own) is None
     for mine, elements in (([], 0), ([rank], 14)):  # nobody holds the table; both hold its first rows
-        tensors = {"model.table": claimed_table(mine)}
-        told = raised(partial(saver.begin, 2, tensors, state={}, score=None))
+        told = raised(partial(saver.begin, 2, {"model.table": claimed_table(mine)}, state={}, score=None))
         assert f"model.table: the workers have {elements} of its 7 elements" in told
     saver.close()
 

@@ -43,8 +43,7 @@ def _batch(schema: Any, step: int, rank: int, size: int) -> Batch:
         ids = [column[own].astype(np.int32) for column in pairs(step)]
     count = len(range(rows)[own])
     encoded = EncodedRows(np.empty((count, 0), np.float32), ids)
-    slicer = BatchSlicer(iter([encoded]), schema, unpooled=("item",), tables=tables)
-    return slicer.take(count, loss_weight=size / rows)
+    return BatchSlicer(iter([encoded]), schema, unpooled=("item",), tables=tables).take(count, loss_weight=size / rows)
 
 
 def train(folder: str, rank: int) -> None:

@@ -161,8 +161,7 @@ def test_checkpoint_and_log_are_read_from_cloud(folder: str, click_log: Path, tm
     checkpoint.verify(found)
     log = f"{folder}/train.txt"
     storage.write_bytes(log, b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:2_000]))
-    made = rayrec.vocabulary(log, out=str(tmp_path / "out"), console=Console(quiet=True), engine="threads")
-    assert made["rows"] == 2_000
+    assert rayrec.vocabulary(log, out=str(tmp_path / "out"), console=Console(quiet=True), engine="threads")["rows"] == 2_000
 
 
 def test_wrong_credentials_raise_one_line(store: CloudStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,8 +213,7 @@ def test_credentials_are_sent_on_request_and_only_in_hook(monkeypatch: pytest.Mo
     assert job_environment(RuntimeEnvConfig(), S3) == {}
     assert job_environment(RuntimeEnvConfig(), {**S3, "RAYREC_SEND_CREDENTIALS": "0"}) == {}
     # Ray pickles the hook and keeps it with the job's functions, but logs and shows the rest of a runtime environment.
-    environment = {**S3, "PATH": "/bin", "AWS_CA_BUNDLE": "/here.pem", "RAYREC_SEND_CREDENTIALS": "1"}
-    sent = job_environment(config, environment)
+    sent = job_environment(config, {**S3, "PATH": "/bin", "AWS_CA_BUNDLE": "/here.pem", "RAYREC_SEND_CREDENTIALS": "1"})
     assert list(sent) == ["worker_process_setup_hook"]
     assert SECRET not in repr(sent)
     for name in (*S3, "AWS_CA_BUNDLE", "MY_TOKEN"):

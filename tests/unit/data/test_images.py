@@ -97,8 +97,7 @@ def test_order_and_pixels_match_image_folder_and_shards(folder: Path, tmp_path: 
     assert [(index.path_of(row), index.labels[row]) for row in range(len(index))] == expected
     assert (index.classes, index.chunk_rows) == (CLASSES, (60,))
     numbers = np.array([59, 0, 7, 7])
-    arrays = rows_of(index).read(numbers)
-    for pixels, row in zip(arrays["images"], numbers, strict=True):
+    for pixels, row in zip(rows_of(index).read(numbers)["images"], numbers, strict=True):
         with Image.open(expected[row][0]) as image:
             box = (8.0, 4.0, 32.0, 28.0)  # the center 24 x 24 of 40 x 32 pixels
             assert np.array_equal(pixels, np.asarray(image.resize((24, 24), Image.Resampling.BILINEAR, box=box)))

@@ -114,8 +114,7 @@ def test_leaving_trainer_has_time_for_notice(kind: str) -> None:
     (variable,) = spec["containers"][0]["env"]
     assert variable["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
     assert hasattr(ray_constants, variable["name"]), "Ray knows it"
-    notice_s = float(variable["value"])
-    assert _config_of_the_job().failure.grace_s < notice_s < spec["terminationGracePeriodSeconds"]
+    assert _config_of_the_job().failure.grace_s < float(variable["value"]) < spec["terminationGracePeriodSeconds"]
 
 
 def test_serve_configuration_and_service_names_are_valid() -> None:

@@ -249,8 +249,7 @@ def test_comparison_matches_single_evaluations(found: dict[str, Any], compared: 
 
 
 def test_costs_match_checkpoints_and_gates_compare_models(found: dict[str, Any], compared: list[Saved], log: Path) -> None:
-    told_of = found["models"]
-    for saved, report in zip(compared, told_of, strict=True):
+    for saved, report in zip(compared, found["models"], strict=True):
         assert report["parameters"] == sum(parameter.numel() for parameter in saved.model.parameters())
         model = saved.config.workload.model  # type: ignore[attr-defined]
         inputs = ModelInputs.of(saved.preprocessor.inputs)

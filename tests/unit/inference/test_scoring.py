@@ -142,15 +142,13 @@ class Model:
         return score
 
     def scoring(self, *, thread_safe: bool) -> Scoring:
-        no_totals = raising(AssertionError("nothing is evaluated"))
-        return Scoring((1,) * BLOCKS, self.load, no_totals, {}, thread_safe=thread_safe)
+        return Scoring((1,) * BLOCKS, self.load, raising(AssertionError("nothing is evaluated")), {}, thread_safe=thread_safe)
 
 
 @pytest.mark.parametrize(("thread_safe", "num_loads"), [(True, 1), (False, 3)])
 def test_blocks_are_ordered_and_model_loads_are_minimal(thread_safe: bool, num_loads: int) -> None:
     model, threads, before = Model(num_threads=3), torch.get_num_threads(), {*threading.enumerate()}
-    pool = Pool(3, threads + 1, 0.0)
-    tables = scored_tables(model.scoring(thread_safe=thread_safe), pool=pool, device="cpu")
+    tables = scored_tables(model.scoring(thread_safe=thread_safe), pool=Pool(3, threads + 1, 0.0), device="cpu")
     assert [table["block"][0].as_py() for table in tables] == [*range(BLOCKS)]
     assert len(model.loads) == num_loads
     assert len({thread for _, thread, _ in model.scored}) == 3

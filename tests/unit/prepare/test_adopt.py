@@ -278,8 +278,7 @@ def test_adopt_skips_invalid_rows(folder: Path) -> None:
     dense[[0, 131, 132], 2], labels[[200, 0]] = (-np.inf, np.nan, np.inf), 2
     np.save(folder / "day_0_dense.npy", dense)
     np.save(folder / "day_0_labels.npy", labels)
-    told = r"4 invalid rows \(3 x a number is not finite, 1 x label is not 0 or 1\); first: .*at row 0"
-    rejects(told, adopt, str(folder))
+    rejects(r"4 invalid rows \(3 x a number is not finite, 1 x label is not 0 or 1\); first: .*at row 0", adopt, str(folder))
     made = adopt(str(folder), max_bad_fraction=0.01, rows_per_segment=100)
     assert (made["bad_rows"], made["rows"]) == (4, sum(ROWS) - 4)
     kept = np.delete(dense, [0, 131, 132, 200], axis=0)

@@ -348,8 +348,7 @@ def test_report_ignores_log_division(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ):
         monkeypatch.setattr(module, "_TASK_ROWS", task_rows)
         monkeypatch.setattr(module, "_READ_ROWS", read_rows)
-        config = CONFIG.replace(block_bytes=block_bytes, segments_per_block=16, memory_bytes=memory)
-        found.append(found_in(path, config=config))
+        found.append(found_in(path, config=CONFIG.replace(block_bytes=block_bytes, segments_per_block=16, memory_bytes=memory)))
         assert found[-1] == found[0]
     assert found[0]["faults"]["by_kind"] == {"too few columns": 30}
 

@@ -222,8 +222,7 @@ def test_id_tables_replace_counts(click_log: Path, tmp_path: Path, parsed: Parse
     made = vocabulary(path, out=out, id_tables=str(tmp_path / "tables"), config=PreparationConfig(preset="ray-template"))
     assert not parsed.segments
     assert list(made["num_embeddings"].values()) == [max(of.values()) + 1 for of in ids]
-    encoded = Preprocessor.load(out).encode(block).ids
-    for of, values, column in zip(ids, columns, encoded, strict=True):
+    for of, values, column in zip(ids, columns, Preprocessor.load(out).encode(block).ids, strict=True):
         np.testing.assert_array_equal(np.asarray(column), [of.get(value, 1) for value in values])
     run = train(one_worker(click_log, tmp_path, steps=2, evaluate_every=2, workload={"preprocessor": out}))
     assert Preprocessor.load(f"{run.folder}/preprocessor").hash() == made["hash"]

@@ -137,8 +137,7 @@ def test_idle_connection_is_closed(listen: Callable[..., int]) -> None:
 def test_line_ends_are_ignored_and_pipelined_requests_answered(listen: Callable[..., int]) -> None:
     answers = _answers(listen(), *[b"\r\n" + REQUEST + b"\r\n"] * 3, LAST)
     assert answers == [(200, None)] * 3 + [(200, "close")]
-    port = listen()
-    with _connected(port) as connection:
+    with _connected(listen()) as connection:
         connection.sendall(REQUEST * 50)
         answers = b""
         while answers.count(b"HTTP/1.1 200 ") < 50:

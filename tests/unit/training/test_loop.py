@@ -202,8 +202,7 @@ def test_evaluations_per_epoch() -> None:
         ("criteo_dcnv3", {}, [20, 40]),
         ("criteo_dcnv3", {"evaluate_every": 16}, [16, 32, 40]),
     ):
-        run = finished(recipe=recipe, stop=40, **{"evaluate_every": None, **config})
-        assert run.told("evaluate") == expected
+        assert finished(recipe=recipe, stop=40, **{"evaluate_every": None, **config}).told("evaluate") == expected
 
 
 @pytest.mark.parametrize("ahead", [1, 3])

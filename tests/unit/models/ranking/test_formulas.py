@@ -92,8 +92,7 @@ def of_deepfm(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, val
     """Compute equations 1 to 4: y_FM + y_DNN."""
     v = fields(net.fields, dense, values)
     pairs = sum((v[i] * v[j]).sum(1) for i in range(5) for j in range(i + 1, 5))
-    deep = logit(net.deep, torch.cat(v, dim=1), config.dropout)
-    return {"click": first_order(net.fields, dense, values) + pairs + deep}
+    return {"click": first_order(net.fields, dense, values) + pairs + logit(net.deep, torch.cat(v, dim=1), config.dropout)}
 
 
 def of_widedeep(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:

@@ -369,8 +369,7 @@ def test_is_connected_imports_no_ray_and_connect_rejects_none(monkeypatch: pytes
     assert not is_connected()
     assert "ray" not in sys.modules
     monkeypatch.setattr(connection, "is_connected", lambda: True)
-    refusal = r"^address none: needs Ray here. Omit the address, or use local or HOST:PORT$"
-    rejects(refusal, connection.connect, "none")
+    rejects(r"^address none: needs Ray here. Omit the address, or use local or HOST:PORT$", connection.connect, "none")
 
 
 def test_worker_modules_are_imported_and_threads_respect_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
