@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -320,6 +321,10 @@ def test_instructions_are_read_and_image_runs_demo_unprivileged() -> None:
     assert int(user) > 0  # a number, so that Kubernetes can tell that it is not root's
     after = [step.word for step in stage[[step.word for step in stage].index("USER") :]]
     assert "RUN" not in after
+    (listing,) = (part for step in _rests("RUN") for part in step.split("&&") if "tomllib" in part)
+    listing = listing.replace("/opt/rayrec/bin/python", sys.executable).replace("/needed.txt", "/dev/stdout")
+    for extras, text in (("onnx", "\nonnxruntime"), ("onnx,x", "EXTRAS: rayrec has no x, but spark, ")):
+        assert text in subprocess.getoutput(f"cd '{ROOT}'; BUILD=cpu EXTRAS={extras}; {listing}")
     (command,) = (json.loads(step.rest) for step in stage if step.word == "CMD")
     assert f"deploy/run-mode.sh /opt/rayrec/bin/{command[0]}" in _rests("COPY")
     assert not any("gcc" in step.rest for step in _last_stage())
