@@ -164,8 +164,8 @@ DISTRIBUTIONS = ("rayrec", "torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed DISTRIBUTIONS."""
-    found = {name: _version(name) for name in DISTRIBUTIONS}
-    return {"python": platform.python_version(), **{name: version for name, version in found.items() if version}}
+    installed = {name: version for name in DISTRIBUTIONS if (version := _version(name))}
+    return {"python": platform.python_version(), **installed}
 
 
 @functools.cache
