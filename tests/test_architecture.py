@@ -20,14 +20,15 @@ from rayrec.environment.installation import installed_distributions
 
 HOUSE = {
     # count: (at most, margin); a bound that is more than the margin above the count fails too
-    "files": (296, 3),
-    "lines": (55_500, 300),
+    "files": (300, 10),
+    "statements": (41_000, 3_000),
     "crowded folders": (1, 0),
     "circles": (0, 0),
     "long signatures": (0, 0),
-    "lines of tests": (42_000, 300),
+    "statements of tests": (34_000, 5_000),
 }
-"""Size and shape of src/rayrec, and the size of tests. These only fall: lower a bound in the commit that lowers its count."""
+"""Size and shape of src/rayrec, and the size of tests. Size is counted in statements, which line breaks do not change: write the
+plain form. Lower a bound in the commit that lowers its count; a new ability raises it by what it needs, in a commit that says so."""
 MOST_FILES = 15
 """Of a folder, beside its __init__.py; a folder with more is crowded."""
 MOST_PARAMETERS = 8
@@ -56,8 +57,8 @@ def test_imports_point_down() -> None:
 
 
 # -- size and shape
-def _lines(paths: Iterable[Path]) -> int:
-    return sum(len(path.read_text().splitlines()) for path in paths)
+def _statements(paths: Iterable[Path]) -> int:
+    return sum(isinstance(node, ast.stmt) for path in paths for node in ast.walk(_tree(path)))
 
 
 def _circles(graph: grimp.ImportGraph) -> list[frozenset[str]]:
@@ -83,11 +84,11 @@ def _house() -> dict[str, int | list[str]]:
     graph = grimp.build_graph("rayrec", cache_dir=None)
     return {
         "files": len(MODULES),
-        "lines": _lines(MODULES),
+        "statements": _statements(MODULES),
         "crowded folders": [f"{folder} {files}" for folder, files in folders.items() if files > MOST_FILES],
         "circles": [" <-> ".join(sorted(circle)) for circle in _circles(graph)],
         "long signatures": [place for path in MODULES for place in _long_signatures(path)],
-        "lines of tests": _lines((ROOT / "tests").rglob("*.py")),
+        "statements of tests": _statements((ROOT / "tests").rglob("*.py")),
     }
 
 
