@@ -27,8 +27,9 @@ HOUSE = {
     "long signatures": (0, 0),
     "statements of tests": (34_000, 5_000),
 }
-"""Size and shape of src/rayrec, and the size of tests. Size is counted in statements, which line breaks do not change: write the
-plain form. Lower a bound in the commit that lowers its count; a new ability raises it by what it needs, in a commit that says so."""
+"""Size and shape of src/rayrec, and the size of tests. Size is counted in statements, which line breaks do not change: write
+the plain form. Lower a bound in the commit that lowers its count. A new ability raises it by what it needs, in a commit that
+says so."""
 MOST_FILES = 15
 """Of a folder, beside its __init__.py; a folder with more is crowded."""
 MOST_PARAMETERS = 8
