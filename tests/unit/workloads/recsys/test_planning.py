@@ -1,6 +1,7 @@
 """Tests of click model plans and worker memory."""
 
 import json
+import os
 import queue
 import re
 import sys
@@ -14,6 +15,7 @@ from unittest.mock import MagicMock, Mock
 import numpy as np
 import pytest
 import torch
+import torchrec
 from builders.exports import write_criteo_rows
 from builders.faults import rejects
 from builders.logs import learn, open_index
@@ -353,13 +355,15 @@ def test_single_worker_step_has_no_device_sync(single_rank: None, monkeypatch: p
     assert {tensor.device.type for tensor in sharded.state_dict().values()} == {"meta"}
     # Each of these methods blocks the host on a GPU. torch's optimizers call them on host memory only.
     waits: list[str] = []
+    # Folders of the packages themselves: any path may hold the name of one, such as that of a checkout.
+    packages = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in (rayrec, torchrec))
 
     def counted(name: str) -> Any:
         plain = getattr(torch.Tensor, name)
 
         def method(self: torch.Tensor, *arguments: Any, **named: Any) -> Any:
             frame: FrameType | None = sys._getframe(1)
-            if "/torchrec/" in frame.f_code.co_filename or "/rayrec/" in frame.f_code.co_filename:
+            if frame.f_code.co_filename.startswith(packages):
                 waits.append(f"{name} by {frame.f_code.co_qualname}")
             return plain(self, *arguments, **named)
 
