@@ -1,13 +1,17 @@
 """Fixtures that tests of several kinds share: a small synthetic click log, a local Ray, an S3 server that can be killed."""
 
 import atexit
+import faulthandler
 import functools
 import gc
 import json
 import os
+import random
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,15 +41,53 @@ huggingface planning scoring architecture
 _is_connected = connection.is_connected
 
 
+_EXTENDED_LIMIT_S = 900
+_EXHAUSTIVE_LIMIT_S = 3600
+"""Limits of a test's time, setup included. That of other tests is `timeout` in pyproject.toml."""
+_GRACE_S = 60
+"""Time from the signal that ends a test at its limit to the end of the process, if the test does not react to the signal."""
+_STDERR = pytest.StashKey[int]()
+_TEMPORARY = pytest.StashKey[str]()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest reads the option
 def pytest_configure(config: pytest.Config) -> None:
-    """End pytest-xdist's processes without taking the interpreter apart: that takes seconds, and nobody reads their status."""
+    """Give the run a temporary folder of its own. End pytest-xdist's processes without taking the interpreter apart: that takes
+    seconds, and nobody reads their status."""
+    config.stash[_STDERR] = os.dup(2)  # tests run with captured descriptors
     if hasattr(config, "workerinput"):
         atexit.register(os._exit, 0)
+    elif config.option.basetemp is None:
+        # All runs of a user share pytest's default folder, and each run removes those of earlier ones.
+        config.stash[_TEMPORARY] = config.option.basetemp = tempfile.mkdtemp(prefix="rayrec-tests-")
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     """Leave nothing for the collections of all garbage that pytest ends with."""
     gc.freeze()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Remove the run's temporary folder, unless a test failed and its files may be of use."""
+    folder = session.config.stash.get(_TEMPORARY, None)
+    if folder and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """End the process, with the stacks of its threads, if a test goes on for long after its limit.
+
+    pytest-timeout ends a test at its limit by a signal, which Python code handles: a call that never returns to Python keeps it
+    from that. The watchdog is a thread of C that needs no lock of the interpreter; pytest-xdist then names the test.
+    """
+    marker = item.get_closest_marker("timeout")
+    limit = float(marker.args[0] if marker else item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(limit + _GRACE_S, exit=True, file=item.config.stash[_STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -73,12 +115,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark exhaustive tests as extended too. Put files that need the shared Ray first, then those that take longest: two
-    processes take a file each in turn, with pytest-xdist's option --no-loadscope-reorder in this order."""
+    """Mark exhaustive tests as extended too, and limit the time of both. Put files that need the shared Ray first, then those
+    that take longest: two processes take a file each in turn, with pytest-xdist's option --no-loadscope-reorder in this order.
+    RAYREC_TEST_ORDER, a number, draws another order of files, and of the tests in each: none may need an earlier one."""
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.add_marker("extended")
+            item.add_marker(pytest.mark.timeout(_EXHAUSTIVE_LIMIT_S))
+        elif item.get_closest_marker("extended"):
+            item.add_marker(pytest.mark.timeout(_EXTENDED_LIMIT_S))
     rank = {f"test_{name}.py": number for number, name in enumerate(LONGEST.split())}
+    seed = os.environ.get("RAYREC_TEST_ORDER")
+    if seed:
+        draw = random.Random(int(seed))
+        draw.shuffle(items)
+        files = sorted({item.path for item in items})
+        draw.shuffle(files)
+        rank = {path.name: number for number, path in enumerate(files)}
     items.sort(key=lambda item: (not _needs_ray(item.path), rank.get(item.path.name, len(rank)), item.path))
 
 
