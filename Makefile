@@ -23,7 +23,8 @@ SEEDS ?= 10
 CHAOS_S ?= 120
 FUZZ_S ?= 10
 # A file at a time in each of two processes, the longest first (tests/conftest.py).
-TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
+# A process that a test ends is not replaced: its replacement would run into the same test.
+TWO_PROCESSES := -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 BENCHMARKS ?= ingest vocabulary preprocess train checkpoint recover predict serve observe mnist gpt2
 export PYTHONDONTWRITEBYTECODE := # empty: compiled tests and sources are written, or each process compiles them again
 export DATA # the shell, not make, puts it into commands, so that it may hold spaces
@@ -123,7 +124,7 @@ prose: setup ## words, docstrings and names (tools/prose.py)
 	@echo "check: prose"; $(RUN)/python tools/prose.py
 
 docs: setup ## runs every example of the documentation, but for four notebooks on Ray
-	@if [ -e tests/test_docs.py ]; then $(RUN)/python -m pytest tests/test_docs.py -m "not exhaustive" -n 2 --dist worksteal; else echo "docs: no tests/test_docs.py"; fi
+	@if [ -e tests/test_docs.py ]; then $(RUN)/python -m pytest tests/test_docs.py -m "not exhaustive" -n 2 --max-worker-restart 0 --dist worksteal; else echo "docs: no tests/test_docs.py"; fi
 
 site: setup ## the documentation as a site in build/site, with reference pages made from the code; no network
 	@NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --strict
