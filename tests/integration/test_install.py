@@ -159,26 +159,71 @@ def _debian(scratch: Path) -> Path:
     return folder / "base"
 
 
-@pytest.mark.exhaustive
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("debootstrap"), reason="needs root, debootstrap and a Debian mirror")
-def test_image_builds_and_runs_demo(tmp_path: Path) -> None:
-    base, work = _debian(tmp_path), tmp_path / "stages"
-    work.mkdir()
-    # What Docker would bring: names. What a company's network would: pip's certificates and folder of wheels.
+def _network(base: Path) -> tuple[dict[Path, str], dict[str, str]]:
+    """Return what a network would bring to machines made from `base`: files to bind, and pip's environment.
+
+    Docker brings names. A company's network brings pip's certificates and folder of wheels.
+    """
     binds = {Path("/etc/resolv.conf"): "/etc/resolv.conf", Path("/etc/hosts"): "/etc/hosts"}
-    arguments = {"BUILD": "cpu"}
+    for file in binds.values():
+        (base / file[1:]).touch()
+    environment = {}
     (wheels,) = _said(sys.executable, "-m", "pip", "config", "get", "global.find-links") or ("",)
     if wheels:
         (base / "wheels").mkdir(exist_ok=True)
         binds[Path(wheels)] = "/wheels"
-        arguments["PIP_FIND_LINKS"] = "/wheels"
-    environment = {}
+        environment["PIP_FIND_LINKS"] = "/wheels"
     if certificates := os.environ.get("PIP_CERT"):
         (base / "certificates.pem").touch()
         binds[Path(certificates)] = "/certificates.pem"
         environment["PIP_CERT"] = "/certificates.pem"
-    for file in ("/etc/resolv.conf", "/etc/hosts"):
-        (base / file[1:]).touch()
+    return binds, environment
+
+
+NEEDS_DEBIAN = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("debootstrap"), reason="needs root, debootstrap and a Debian mirror"
+)
+
+
+@pytest.mark.exhaustive
+@NEEDS_DEBIAN
+def test_plain_clone_demonstrates_and_passes_its_tests(tmp_path: Path) -> None:
+    """The two commands of the README on a machine with Python, make and a compiler alone, for a user who is not root."""
+    base = _debian(tmp_path)
+    binds, environment = _network(base)
+    root = tmp_path / "machine"
+    subprocess.run(["cp", "-a", "--reflink=auto", str(base), str(root)], check=True)
+    machine = Stage(root, environment)
+    packages = ["python3", "python3-venv", "python3-dev", "gcc", "libc6-dev", "make"]
+    for command in (
+        ["apt-get", "update", "-qq"],
+        ["apt-get", "install", "-qq", "--yes", "--no-install-recommends", *packages],
+        ["useradd", "--create-home", "--uid", "10002", "somebody"],
+    ):
+        done = machine.run(*command, binds=binds, timeout_s=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+    (root / "etc/hostname").unlink(missing_ok=True)
+    clone = root / "home/somebody/rayrec"
+    subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(clone)], check=True)
+    shutil.rmtree(clone / ".git")  # there is no git either
+    subprocess.run(["chown", "--recursive", "10002:10002", str(clone)], check=True)
+    machine.user = "10002"
+    machine.folder = "/home/somebody/rayrec"
+    for target in ("demo", "test"):
+        done = machine.run("make", target, binds=binds, timeout_s=1700)
+        assert done.returncode == 0, done.stdout + done.stderr
+    (summary,) = (clone / "demo/runs").glob("*/summary.json")
+    assert json.loads(summary.read_text())["metrics"]["auroc"] > 0.7
+
+
+@pytest.mark.exhaustive
+@NEEDS_DEBIAN
+def test_image_builds_and_runs_demo(tmp_path: Path) -> None:
+    base, work = _debian(tmp_path), tmp_path / "stages"
+    work.mkdir()
+    binds, environment = _network(base)
+    # The folder of wheels is an argument of the build. It is no part of the image.
+    arguments = {"BUILD": "cpu", **{name: environment.pop(name) for name in ["PIP_FIND_LINKS"] if name in environment}}
     began_s = time.monotonic()
     image = build(ROOT / "deploy" / "Dockerfile", ROOT, work, base=Stage(base, environment), arguments=arguments, binds=binds)
     built_s = time.monotonic()
