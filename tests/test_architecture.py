@@ -8,11 +8,13 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import grimp
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from rayrec.environment.doctor import closure
@@ -219,6 +221,13 @@ def test_lock_matches_requirements() -> None:
     locked = [(asker, wish, LOCK[name]) for asker, wish in wanted if (name := canonicalize_name(wish.name)) in LOCK]
     assert [each for each in locked if not each[1].specifier.contains(each[2], prereleases=True)] == []
     assert list(LOCK) == sorted(LOCK)
+
+
+@pytest.mark.parametrize("python", ["3.11.0", "3.12.0", "3.13.0"])
+def test_lock_installs_on_every_supported_python(python: str) -> None:
+    """Debian 12 has 3.11.2, for example: a distribution that needs a later patch release ends `make setup`."""
+    asked = {name: metadata.metadata(name).get("Requires-Python") for name in LOCK}
+    assert [name for name, versions in asked.items() if versions and python not in SpecifierSet(versions)] == []
 
 
 def test_both_builds_of_fbgemm_are_of_one_version() -> None:
