@@ -254,7 +254,7 @@ def adopt(
         str,
         Argument(
             "folder with day_N_dense.npy, day_N_labels.npy, and day_N_sparse.npy or day_N_sparse_multi_hot.npz; MDS shards; or a "
-            "DLRM's state dict (.pt, .pth, .pkl)",
+            "DLRM's state dict (.pt, .pth, .pkl, .safetensors)",
             "FOLDER",
         ),
     ],
@@ -275,7 +275,7 @@ def adopt(
     from rayrec.prepare.config import reject_options
 
     adoption = AdoptionConfig().updated(options)
-    if not path.endswith((".pt", ".pth", ".pkl")):
+    if not path.endswith((".pt", ".pth", ".pkl", ".safetensors")):
         return run(path, out=out, config=adoption, console=_console(console))
     from rayrec.inference.dlrm_weights import adopt_dlrm
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -33,16 +34,16 @@ _TORCHREC: Final = {
 
 
 def adopt_dlrm(path: str, *, out: str, preprocessor: str, config: TrainConfig) -> dict[str, Any]:
-    """Write a DLRM's state dict (a file of torch.save) as a checkpoint atomically into folder `out`, for scoring, export and
-    `init_from`. It has no optimizer state. Tables are in the order of the Preprocessor's columns. Memory: twice the weights.
-    Executes nothing in the file. Returns JSON values: `out`, `interaction`, `tables` (rows of each), `preprocessor`. Raises
-    InputError for weights of another network or other columns.
+    """Write a DLRM's state dict (a file of torch.save or safetensors) as a checkpoint atomically into folder `out`, for scoring,
+    export and `init_from`. It has no optimizer state. Tables and layers are ordered by their names, not by their order in the
+    file; see `_tables_in_order`. Memory: twice the weights. Executes nothing in the file. Returns JSON values: `out`,
+    `interaction`, `tables` (rows of each), `preprocessor`. Raises InputError for weights of another network or other columns.
 
     Args:
         preprocessor: Folder of the Preprocessor with the ids of the tables' rows.
         config: Click model run whose schema and model are replaced."""
     columns = Preprocessor.load(preprocessor_folder(preprocessor))
-    model, weights = _converted(read_weights(path), path)
+    model, weights = _converted(read_weights(path), columns, path)
     described = config.replace(workload={"schema": columns.schema, "model": model})
     empty = empty_model(model, preprocessor=columns, precision="fp32")
     tables = list(dict.fromkeys(empty.table_weights().values()))
@@ -69,15 +70,11 @@ def adopt_dlrm(path: str, *, out: str, preprocessor: str, config: TrainConfig) -
     return {"out": storage.absolute(out), "interaction": model.interaction, "tables": rows, "preprocessor": columns.hash()}
 
 
-def _converted(state: dict[str, torch.Tensor], path: str) -> tuple[DLRMConfig, dict[str, list[torch.Tensor]]]:
+def _converted(
+    state: dict[str, torch.Tensor], columns: Preprocessor, path: str
+) -> tuple[DLRMConfig, dict[str, list[torch.Tensor]]]:
     """Return the model's configuration, and its weights by part, in order. Raises InputError for another network."""
-    kinds = _V1 if any(re.search(rf"(^|\.){_V1['table']}$", name) for name in state) else _TORCHREC
-    weights: dict[str, list[torch.Tensor]] = defaultdict(list)
-    for name, tensor in state.items():
-        part = next((part for part, pattern in kinds.items() if re.search(rf"(^|\.){pattern}$", name)), None)
-        if part is None:
-            raise InputError(f"{path}: {name} is not a weight of a DLRM with dot products or crosses. Save its state_dict()")
-        weights[part].append(tensor)
+    weights = _parts_in_order(state, columns, path)
     bottom, top, tables = weights["bottom"], weights["top"], weights["table"]
     if not (bottom and top and tables) or len({table.shape[1] for table in tables}) > 1:
         raise InputError(f"{path}: must have both MLPs and tables of one width. Save the full state_dict()")
@@ -85,7 +82,7 @@ def _converted(state: dict[str, torch.Tensor], path: str) -> tuple[DLRMConfig, d
     crosses = len(weights["down"])
     if width != (vectors * dim if crosses else dim + vectors * (vectors - 1) // 2):
         raise InputError(f"{path}: its top MLP takes {width} values, not those of all pairs' dot products. Train a new model")
-    if kinds is _V1:  # pairs (1, 0), (2, 0), (2, 1), ...; here (0, 1), (0, 2), ...
+    if _is_v1(state):  # pairs (1, 0), (2, 0), (2, 1), ...; here (0, 1), (0, 2), ...
         first, second = torch.triu_indices(vectors, vectors, offset=1)
         top[0] = torch.cat([top[0][:, :dim], top[0][:, dim + second * (second - 1) // 2 + first]], dim=1)
     crossed: dict[str, Any] = {"cross_layers": crosses, "cross_low_rank": weights["down"][0].shape[0]} if crosses else {}
@@ -97,3 +94,63 @@ def _converted(state: dict[str, torch.Tensor], path: str) -> tuple[DLRMConfig, d
         **crossed,
     )
     return model, weights
+
+
+def _is_v1(state: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether the weights have the names of dlrm_s_pytorch.py."""
+    return any(re.search(rf"(^|\.){_V1['table']}$", name) for name in state)
+
+
+def _parts_in_order(
+    state: Mapping[str, torch.Tensor], columns: Preprocessor, path: str
+) -> dict[str, list[torch.Tensor]]:
+    """Return the weights by part: tables in the order of the columns, layers by their numbers, weight before bias. The order in
+    the file does not count: safetensors, DCP and sorted dictionaries have layer 10 before layer 2. Raises InputError."""
+    kinds = _V1 if _is_v1(state) else _TORCHREC
+    names: dict[str, list[str]] = defaultdict(list)
+    for name in state:
+        part = next((part for part, pattern in kinds.items() if re.search(rf"(^|\.){pattern}$", name)), None)
+        if part is None:
+            raise InputError(f"{path}: {name} is not a weight of a DLRM with dot products or crosses. Save its state_dict()")
+        names[part].append(name)
+    ordered = {part: sorted(each, key=_layer_order) for part, each in names.items() if part != "table"}
+    ordered["table"] = _tables_in_order({name: len(state[name]) for name in names["table"]}, columns, path)
+    weights: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for part, each in ordered.items():
+        weights[part] = [state[name] for name in each]
+    return weights
+
+
+def _layer_order(name: str) -> tuple[list[int], bool]:
+    """Return the sort key of a layer's weight or bias: the numbers in its name, then weight before bias."""
+    return [int(number) for number in re.findall(r"\d+", name)], name.endswith("bias")
+
+
+def _tables_in_order(rows: Mapping[str, int], columns: Preprocessor, path: str) -> list[str]:
+    """Return the names of the tables in the order of the Preprocessor's columns, given the rows of each in the file's order.
+
+    Tables are ordered by the columns that they are named for (user or t_user), else by the number in their names (emb_l.10,
+    t_cat_10), else by their rows if no two tables have equally many. The file's order is used if it is not alphabetical, because
+    then no program has sorted it. Raises InputError if none applies: tables of equal size could be exchanged unnoticed."""
+    keys = {name: name.removesuffix(".weight").rpartition(".")[2] for name in rows}
+    for prefix in ("t_", ""):
+        of_columns = {prefix + feature: number for number, feature in enumerate(columns.inputs.sparse)}
+        if set(keys.values()) == set(of_columns):
+            return sorted(rows, key=lambda name: of_columns[keys[name]])
+    numbers = {name: re.search(r"^(.*?)(\d+)$", key) for name, key in keys.items()}
+    prefixes = {match and match[1] for match in numbers.values()}
+    if len(prefixes) == 1 and None not in prefixes:
+        return sorted(rows, key=lambda name: int(numbers[name][2]))  # type: ignore[index]
+    sizes = columns.num_embeddings
+    if sorted(rows.values()) == sorted(sizes) and len(set(sizes)) == len(sizes):
+        return sorted(rows, key=lambda name: sizes.index(rows[name]))
+    if list(rows) != sorted(rows):
+        return list(rows)
+    raise InputError(
+        f"{path}: cannot match the tables {_some(list(keys.values()))} with the columns {_some(columns.inputs.sparse)}. Name "
+        "each table t_COLUMN, or number them in the order of the columns"
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if names[3:] else "")

@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import rayrec
 from rayrec.checkpoint import open_checkpoint
 from rayrec.checkpoint.reader import weights_sha256
+from rayrec.checkpoint.safetensors import write_weights
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.logs.text_parser import parse
 from rayrec.datasets.criteo import SCHEMA
@@ -29,11 +30,11 @@ SMALL = {"embedding_dim": DIM, "bottom_mlp": BOTTOM, "top_mlp": TOP}
 class FirstDLRM(nn.Module):
     """The network of dlrm_s_pytorch.py: dot products of the pairs (1, 0), (2, 0), (2, 1), ..."""
 
-    def __init__(self, rows: list[int]) -> None:
+    def __init__(self, rows: list[int], *, bottom: tuple[int, ...] = BOTTOM, top: tuple[int, ...] = TOP) -> None:
         super().__init__()
         self.emb_l = nn.ModuleList(nn.EmbeddingBag(size, DIM, mode="sum") for size in rows)
-        self.bot_l = self._mlp((13, *BOTTOM), nn.ReLU())
-        self.top_l = self._mlp((DIM + 27 * 26 // 2, *TOP), nn.Sigmoid())
+        self.bot_l = self._mlp((13, *bottom), nn.ReLU())
+        self.top_l = self._mlp((DIM + 27 * 26 // 2, *top), nn.Sigmoid())
 
     @staticmethod
     def _mlp(sizes: tuple[int, ...], last: nn.Module) -> nn.Sequential:
@@ -48,14 +49,14 @@ class FirstDLRM(nn.Module):
         return self.top_l(torch.cat([x, *(products[:, i, j][:, None] for i, j in pairs)], dim=1))[:, 0]
 
 
-def torchrec_dlrm(rows: list[int], *, crosses: bool) -> nn.Module:
+def torchrec_dlrm(rows: list[int], *, crosses: bool, layers: int = 2, bottom: tuple[int, ...] = BOTTOM) -> nn.Module:
     configs = [
         EmbeddingBagConfig(name=f"t_{name}", embedding_dim=DIM, num_embeddings=size, feature_names=[name])
         for name, size in zip(SCHEMA.sparse, rows, strict=True)
     ]
-    arguments: dict[str, Any] = {"dense_in_features": 13, "dense_arch_layer_sizes": [*BOTTOM], "over_arch_layer_sizes": [*TOP]}
+    arguments: dict[str, Any] = {"dense_in_features": 13, "dense_arch_layer_sizes": [*bottom], "over_arch_layer_sizes": [*TOP]}
     arguments["embedding_bag_collection"] = EmbeddingBagCollection(tables=configs)
-    return DLRMTrain(DLRM_DCN(**arguments, dcn_num_layers=2, dcn_low_rank_dim=4) if crosses else DLRM(**arguments))
+    return DLRMTrain(DLRM_DCN(**arguments, dcn_num_layers=layers, dcn_low_rank_dim=4) if crosses else DLRM(**arguments))
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +98,74 @@ def test_adopted_weights_score_like_their_network(kind: str, click_log: Path, pr
     model = {**SMALL, "interaction": report["interaction"], "first_order": False, **crosses}
     config = one_worker(click_log, tmp_path, steps=1, evaluate_every=1, init_from=out, workload={**still, "model": model})
     assert train(config).summary["weights_sha256"] == weights_sha256(open_checkpoint(out))
+
+
+DEEP = (16,) * 11 + (DIM,)
+"""Sizes of an MLP whose layers have numbers of one and of two digits."""
+
+
+@pytest.fixture(scope="module")
+def equal_tables(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Preprocessor with tables of one size, of which any order would be accepted."""
+    out = str(tmp_path_factory.mktemp("equal") / "preprocessor")
+    rayrec.vocabulary(str(click_log / "train.txt"), out=out, max_num_embeddings=5, console=QUIET)
+    assert set(Preprocessor.load(out).num_embeddings) == {5}
+    return out
+
+
+def deep_network(kind: str, rows: list[int]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    if kind == "dlrm_s_pytorch":
+        return FirstDLRM(rows, bottom=DEEP, top=(*DEEP, 1)).state_dict()
+    return torchrec_dlrm(rows, crosses=True, layers=12, bottom=DEEP).state_dict()
+
+
+def renamed(state: dict[str, torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:
+    """Return the weights with other names for TorchRec's tables, which are named after their columns."""
+    of_columns = {f"embedding_bags.t_{column}.": f"embedding_bags.{name}." for column, name in zip(SCHEMA.sparse, names, strict=True)}
+    result = {}
+    for name, tensor in state.items():
+        found = next((old for old in of_columns if old in name), "")
+        result[name.replace(found, of_columns.get(found, ""))] = tensor
+    return result
+
+
+def adopted_hash(state: dict[str, torch.Tensor], preprocessor: str, folder: Path, *, file: str = "model.pt") -> str:
+    """Adopt the weights, and return the hash of the checkpoint's."""
+    folder.mkdir()
+    if file.endswith(".pt"):
+        torch.save(state, folder / file)
+    else:
+        write_weights(str(folder / file), state)
+    rayrec.adopt(str(folder / file), out=str(folder / "out"), preprocessor=preprocessor, console=QUIET)
+    return weights_sha256(open_checkpoint(str(folder / "out")))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([f"t_{column}" for column in SCHEMA.sparse], id="columns"),
+        pytest.param([f"table_{number}" for number in range(26)], id="numbers"),
+    ],
+)
+@pytest.mark.parametrize("file", ["model.pt", "model.safetensors"])
+@pytest.mark.parametrize("kind", ["dlrm_s_pytorch", "torchrec_dcn"])
+def test_order_in_file_changes_no_weight(kind: str, file: str, names: list[str], equal_tables: str, tmp_path: Path) -> None:
+    state = deep_network(kind, [5] * 26)
+    expected = adopted_hash(state, equal_tables, tmp_path / "in_order")
+    alphabetical = dict(sorted(renamed(state, names).items()))
+    assert list(alphabetical) != list(renamed(state, names))
+    assert adopted_hash(alphabetical, equal_tables, tmp_path / "alphabetical", file=file) == expected
+
+
+def test_tables_without_column_or_number_are_rejected(equal_tables: str, tmp_path: Path) -> None:
+    words = [f"table_{chr(ord('z') - number)}" for number in range(26)]
+    state = renamed(deep_network("torchrec_dcn", [5] * 26), words)
+    expected = adopted_hash(state, equal_tables, tmp_path / "as_registered")
+    assert expected == adopted_hash(deep_network("torchrec_dcn", [5] * 26), equal_tables, tmp_path / "as_columns")
+    torch.save(dict(sorted(state.items())), tmp_path / "model.pt")
+    options = {"out": str(tmp_path / "out"), "preprocessor": equal_tables, "console": QUIET}
+    rejects("cannot match the tables table_a, table_b, table_c, ...", rayrec.adopt, str(tmp_path / "model.pt"), **options)
 
 
 def test_other_networks_are_rejected(preprocessor: str, tmp_path: Path) -> None:
