@@ -84,11 +84,36 @@ def test_unsupported_flags_raise(tmp_path: Path) -> None:
         ("--in_memory_binary_criteo_path a --synthetic_multi_hot_criteo_path b", ("set only one",)),
         ("--num_embeddings_per_feature 1,2", ("must be 26 numbers",)),
         ("--dense_arch_layer_sizes 5,x", ("--dense_arch_layer_sizes: must be numbers of at least 1",)),
+        (f"--in_memory_binary_criteo_path {tmp_path}/none", (f"{tmp_path}/none: not found",)),
         (f"--in_memory_binary_criteo_path {tmp_path}", (f"`rayrec adopt {tmp_path} --num-embeddings-per-feature 100000,",)),
     ):
         with pytest.raises(InputError) as raised:
             train_settings(flags_of(words), workers=1, use_gpu=False)
         assert [fix for fix in fixes if fix not in str(raised.value)] == []
+
+
+def test_sharding_plan_lists_tables_and_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rayrec.commands.train.train", lambda *_, **__: None)
+    for rank, is_printed in ((0, True), (1, False)):
+        for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+            monkeypatch.setenv(name, str(value))
+        COMMANDS["dlrm"].function(print_sharding_plan=True, num_embeddings=1234)
+        err = capsys.readouterr().err
+        assert [f"cat_{number} " in err for number in range(26)] == [is_printed] * 26
+        assert ("table_wise" in err) == ("1,234" in err) == is_printed
+
+
+def test_diverging_loss_names_learning_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = "--embedding_dim 8 --dense_arch_layer_sizes 64,8 --over_arch_layer_sizes 64,1 --num_embeddings 100"
+    small += " --limit_train_batches 4 --limit_val_batches 1 --limit_test_batches 1"
+    assert cli.run(["dlrm", *small.split()]) == 0
+    assert "training diverges. Lower the learning rate, now 15 (--learning-rate)" in capsys.readouterr().err
 
 
 def test_trains_on_random_rows_and_adopted_arrays(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rayrec import storage
 from rayrec.bounds import Count, Finite, Natural
 from rayrec.commands.settings import named_configuration, value_at
 from rayrec.config import Config, InputError
@@ -113,7 +114,7 @@ class DLRMFlags(Config):
     allow_tf32: bool = False
     """--tf32."""
     print_sharding_plan: bool = False
-    """Accepted: RUN/events.jsonl has it."""
+    """Whether to print the sharding plan before training. RUN/events.jsonl always has it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -207,6 +208,8 @@ def _of_data(flags: DLRMFlags) -> tuple[str, dict[str, Any]]:
 
     path = flags.data
     assert path is not None
+    if not storage.exists(path):
+        raise InputError(f"{path}: not found. Pass the folder of TorchRec's arrays, or omit it to train on random rows.")
     dataset = LogSource.at(path).dataset()
     rows = "mlperf" if flags.table_rows == MLPERF_NUM_EMBEDDINGS else ",".join(map(str, flags.table_rows))
     adopt = f"`rayrec adopt {shlex.quote(path)} --num-embeddings-per-feature {rows}`"

@@ -136,7 +136,8 @@ def train(
 def dlrm(*, console: Console | None = None, stopwatch: Stopwatch | None = None, **flags: Any) -> Result:
     """Train with the flags of TorchRec's dlrm_main.py, and print the `rayrec train` command.
 
-    `flags` are the fields of `rayrec.commands.dlrm.DLRMFlags`. Without data, trains on random rows. Raises InputError for flags
+    `flags` are the fields of `rayrec.commands.dlrm.DLRMFlags`. `print_sharding_plan` also prints the plan of the tables, once.
+    Without data, trains on random rows. Raises InputError for flags
     without an equivalent, with the fix of each."""
     import torch
 
@@ -148,6 +149,8 @@ def dlrm(*, console: Console | None = None, stopwatch: Stopwatch | None = None, 
     workers = 1 if torchrun is None else torchrun.world_size
     recipe, settings = train_settings(parsed, workers=workers, use_gpu=torch.cuda.is_available())
     console.note(command_line(recipe, settings))
+    if parsed.print_sharding_plan and (torchrun is None or torchrun.rank == 0):
+        console.note(plan(recipe, tables=parsed.table_rows, **settings))
     return train(recipe, console=console, stopwatch=stopwatch, **settings)
 
 

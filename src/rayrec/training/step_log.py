@@ -27,6 +27,8 @@ _POLL_S = 5.0
 """Seconds between two polls for reasons to save, rounded to full steps. They reduce the time left of `failure.grace_s`."""
 _PREEMPTED_POLL_S = 1.0
 """The same after a preemption notice; it determines how long before the deadline the run ends."""
+_MAX_LOSS: Final = 1e9
+"""Loss that no initial weights have, in any common unit of labels."""
 TRAINING_COST = 3
 """Cost of a step in forward passes: the backward pass has two products for each forward product."""
 
@@ -219,6 +221,8 @@ class StepAccounting:
         self._next_poll_step = progress.step + 1
         """Step of the next poll for reasons to save. The first step takes longest, so its time predicts nothing."""
         self._poll_s = _POLL_S
+        self._first_loss: float | None = None
+        self._is_diverging = False
         self.total = progress.step + loader.steps
         self.cut: Cut = "none"
 
@@ -335,7 +339,18 @@ class StepAccounting:
                 fields["peak_fraction"] = done / self._peak
         self._log("step", fields)
         if not math.isfinite(loss):
-            raise InputError(f"the loss is {loss} at step {progress.step}. Lower the learning rates")
+            raise InputError(f"the loss is {loss} at step {progress.step}. Lower the learning rates (--learning-rate)")
+        if self._first_loss is None:
+            self._first_loss = loss
+        if not self._is_diverging and diverges(loss, first=self._first_loss):
+            self._is_diverging = True
+            self._log("diverging", {name: fields[name] for name in ("step", "loss", "learning_rate")})
+
+
+def diverges(loss: float, *, first: float) -> bool:
+    """Return whether a finite loss shows that training diverges, given the attempt's first logged one. Losses of regressions have
+    any unit, so the limit is relative to the first, or beyond any that a model starts with."""
+    return loss > 1000.0 * max(first, 1.0) or loss > _MAX_LOSS
 
 
 def _device_bytes() -> list[float]:
