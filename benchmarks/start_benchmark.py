@@ -51,6 +51,8 @@ SCORINGS = {
 SERVE = "serve"
 FIRST_STEP, EXIT, ANSWER = "first_step_s", "exit_s", "answer_s"
 PLAIN = {workers: f"plain TorchRec, {workers} by torchrun, rows preprocessed before" for workers in (1, 2)}
+PLAIN_NETWORK = ("--workload.model.no-first-order", "--workload.model.embedding-penalty", "0", "--epochs", "1")
+"""Flags with which recipe criteo_demo has the settings of the plain TorchRec script."""
 TIMEOUT_S = 600.0
 
 
@@ -118,8 +120,7 @@ def train(flags: Sequence[str], log: Path, run: Path) -> dict[str, float]:
 
 
 def train_once(flags: Sequence[str], log: Path, run: Path) -> dict[str, float]:
-    network = ("--workload.model.no-first-order", "--epochs", "1")  # The plain script's
-    command = rayrec("train", "criteo_demo", "--train-data.path", str(log), *network, *flags)
+    command = rayrec("train", "criteo_demo", "--train-data.path", str(log), *PLAIN_NETWORK, *flags)
     placed = ["--storage-path", str(run.parent), "--name", run.name]
     began_s, ended_s, out = run_command([*command, *placed], run.parent)
     stages = waterfall(read_events(run / "events.jsonl"), began_s=began_s, ended_s=ended_s)

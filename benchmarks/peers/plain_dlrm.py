@@ -2,13 +2,15 @@
 pipeline, batches cut from NumPy arrays that were preprocessed before.
 
 Usage: torchrun --nproc-per-node N plain_dlrm.py FOLDER; `rayrec preprocess --format npy --split sevenths` wrote the folder.
-Trains one epoch with the network, the optimizers and the number of steps of recipe criteo_demo, without its
-first_order, penalty and schedule.
+Trains one epoch with the network, the optimizers, the learning rates, their schedule and the number of steps of recipe
+criteo_demo, without its first_order and penalty.
 Prints JSON: `first_step_s`, when the first step was done (Unix time), and `auroc` of the test rows.
 """
 
 import gc
+import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -31,7 +33,17 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-GLOBAL_BATCH, MIN_STEPS, DIMENSION = 2048, 128, 16
+GLOBAL_BATCH = 2048
+MIN_STEPS = 128
+DIMENSION = 16
+BOTTOM = [128, 64, DIMENSION]
+TOP = [128, 64, 1]
+DENSE_LEARNING_RATE = 0.001
+TABLE_LEARNING_RATE = 0.1
+TABLE_EPS = 0.005
+DECAY_FRACTION = 0.8
+"""Share of the steps, at the end, over which both learning rates fall, by the square of the steps left."""
+LOWEST_LEARNING_RATE = 1e-7
 DEVICE = torch.device("cpu")
 
 
@@ -76,16 +88,28 @@ def sharded_model(num_embeddings: list[int]) -> DistributedModelParallel:
     model = DLRM(
         EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
         dense_in_features=13,
-        dense_arch_layer_sizes=[128, 64, DIMENSION],
-        over_arch_layer_sizes=[128, 64, 1],
+        dense_arch_layer_sizes=BOTTOM,
+        over_arch_layer_sizes=TOP,
     )
-    apply_optimizer_in_backward(RowWiseAdagrad, model.sparse_arch.parameters(), {"lr": 0.1, "eps": 0.005})
+    settings = {"lr": TABLE_LEARNING_RATE, "eps": TABLE_EPS}
+    apply_optimizer_in_backward(RowWiseAdagrad, model.sparse_arch.parameters(), settings)
     train, sharders = DLRMTrain(model), get_default_sharders()
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=distributed.get_world_size(), compute_device="cpu"), batch_size=GLOBAL_BATCH
     )
     plan = planner.collective_plan(train, sharders, distributed.GroupMember.WORLD)
     return DistributedModelParallel(train, device=DEVICE, plan=plan, sharders=sharders)
+
+
+def rate_factor(step: int, steps: int) -> float:
+    """Return the factor of the learning rates in a step, counted from 0, of `steps`."""
+    start = steps - max(1, round(steps * DECAY_FRACTION))
+    return 1.0 if step <= start else ((steps - step) / (steps - start)) ** 2
+
+
+def set_rates(optimizer: CombinedOptimizer, bases: list[float], factor: float) -> None:
+    for group, base in zip(optimizer.param_groups, bases, strict=True):
+        group["lr"] = max(base * factor, LOWEST_LEARNING_RATE)
 
 
 def auroc(logits: torch.Tensor, labels: torch.Tensor) -> float:
@@ -105,14 +129,17 @@ def trained(folder: Path) -> dict[str, float]:
     train, test = Rows(folder, "train"), Rows(folder, "test")
     sizes = [max(pair) for pair in zip(train.num_embeddings, test.num_embeddings, strict=True)]
     model = sharded_model(sizes)
-    dense = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(model.named_parameters())), lambda params: torch.optim.Adam(params, lr=0.003)
-    )
+    network = dict(in_backward_optimizer_filter(model.named_parameters()))
+    dense = KeyedOptimizerWrapper(network, lambda params: torch.optim.Adam(params, lr=DENSE_LEARNING_RATE))
     optimizer = CombinedOptimizer([model.fused_optimizer, dense])
+    bases = [group["lr"] for group in optimizer.param_groups]
     pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, execute_all_batches=True)
     global_batch = min(GLOBAL_BATCH, len(train) // MIN_STEPS)
     batches, first_step_s = train.batches(global_batch=global_batch, shuffled=True), 0.0
-    while True:
+    world_size = distributed.get_world_size()
+    steps = math.ceil((len(train) // world_size) / (global_batch // world_size))
+    for step in itertools.count():
+        set_rates(optimizer, bases, rate_factor(step, steps))  # zero_grad, first in `progress`, hands it to the tables
         try:
             pipeline.progress(batches)
         except StopIteration:

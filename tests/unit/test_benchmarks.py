@@ -18,9 +18,12 @@ from builders.faults import raising, rejects
 from builders.scripts import ROOT, script
 
 import rayrec
+from rayrec.cli.parser import parse
+from rayrec.commands import COMMANDS
 from rayrec.config import InputError
 from rayrec.data.synthetic import generate
 from rayrec.observe.console import Console
+from rayrec.optim.config import DenseOptimizerConfig
 
 gpu, measuring, paired, preempt, run, start, subprocesses = (
     script("benchmarks", name)
@@ -221,6 +224,26 @@ def found_by(seconds: float, *, trainings: tuple[str, ...], with_lightgbm: bool 
         **{name: {"exit_s": seconds} for name in start.SCORINGS},
     }
     return {**found, "LightGBM": {"exit_s": 10.0, "auroc": 0.6}} if with_lightgbm else found
+
+
+def test_plain_script_has_settings_of_recipe() -> None:
+    plain = script("benchmarks/peers", "plain_dlrm")
+    arguments = parse(COMMANDS["train"], ["criteo_demo", "--scaling.num-workers", "1", *start.PLAIN_NETWORK]).arguments
+    (config,) = arguments
+    model, tables, network = config.workload.model, config.workload.sparse_optimizer, config.workload.dense_optimizer
+    assert (model.interaction, model.first_order, model.embedding_penalty, config.epochs) == ("dot", False, 0.0, 1)
+    assert (model.embedding_dim, [*model.bottom_mlp], [*model.top_mlp]) == (plain.DIMENSION, plain.BOTTOM, plain.TOP)
+    assert (tables.kind, tables.learning_rate, tables.eps) == ("rowwise_adagrad", plain.TABLE_LEARNING_RATE, plain.TABLE_EPS)
+    assert network == DenseOptimizerConfig(kind="adam", learning_rate=plain.DENSE_LEARNING_RATE)
+    two = config.replace(scaling={"num_workers": 2})
+    for rows in (17_143, 94_286):  # of --quick and of the full benchmark
+        batch = min(plain.GLOBAL_BATCH, rows // plain.MIN_STEPS)
+        assert config.effective_batch_size(rows=rows, world_size=1) == batch
+        assert two.effective_batch_size(rows=rows, world_size=2) == batch // 2
+        steps = -(-rows // batch)
+        schedule = config.workload.schedule.for_steps(steps)
+        expected = [schedule.factor(step) for step in range(steps)]
+        assert [plain.rate_factor(step, steps) for step in range(steps)] == pytest.approx(expected)
 
 
 report_of = partial(start.Report, rows=1000, repeats=3)

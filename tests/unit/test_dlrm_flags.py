@@ -112,8 +112,10 @@ def test_diverging_loss_names_learning_rate(
     monkeypatch.chdir(tmp_path)
     small = "--embedding_dim 8 --dense_arch_layer_sizes 64,8 --over_arch_layer_sizes 64,1 --num_embeddings 100"
     small += " --limit_train_batches 4 --limit_val_batches 1 --limit_test_batches 1"
-    assert cli.run(["dlrm", *small.split()]) == 0
-    assert "training diverges. Lower the learning rate, now 15 (--learning-rate)" in capsys.readouterr().err
+    assert cli.run(["dlrm", *small.split()]) == 2
+    err = capsys.readouterr().err
+    assert "training diverges. Lower the learning rate, now 15 (--learning-rate)" in err
+    assert "of 32 logits are NaN: the model diverged" in err
 
 
 def test_trains_on_random_rows_and_adopted_arrays(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,9 +101,7 @@ def _is_v1(state: Mapping[str, torch.Tensor]) -> bool:
     return any(re.search(rf"(^|\.){_V1['table']}$", name) for name in state)
 
 
-def _parts_in_order(
-    state: Mapping[str, torch.Tensor], columns: Preprocessor, path: str
-) -> dict[str, list[torch.Tensor]]:
+def _parts_in_order(state: Mapping[str, torch.Tensor], columns: Preprocessor, path: str) -> dict[str, list[torch.Tensor]]:
     """Return the weights by part: tables in the order of the columns, layers by their numbers, weight before bias. The order in
     the file does not count: safetensors, DCP and sorted dictionaries have layer 10 before layer 2. Raises InputError."""
     kinds = _V1 if _is_v1(state) else _TORCHREC

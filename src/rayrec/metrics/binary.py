@@ -88,7 +88,9 @@ def checked(logits: Any, labels: Any) -> tuple[Floats, Labels]:
 def reject_nan(missing: int, rows: int) -> None:
     """Raise InputError if any logits are NaN: `missing` out of `rows`."""
     if missing:
-        raise InputError(f"{missing} of {rows} logits are NaN: the model diverged or its inputs contain NaN")
+        raise InputError(
+            f"{missing} of {rows} logits are NaN: the model diverged or its inputs contain NaN. Lower --learning-rate"
+        )
 
 
 def row_losses(logits: Floats, labels: Labels) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:

@@ -122,7 +122,8 @@ def deep_network(kind: str, rows: list[int]) -> dict[str, torch.Tensor]:
 
 def renamed(state: dict[str, torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:
     """Return the weights with other names for TorchRec's tables, which are named after their columns."""
-    of_columns = {f"embedding_bags.t_{column}.": f"embedding_bags.{name}." for column, name in zip(SCHEMA.sparse, names, strict=True)}
+    pairs = zip(SCHEMA.sparse, names, strict=True)
+    of_columns = {f"embedding_bags.t_{column}.": f"embedding_bags.{name}." for column, name in pairs}
     result = {}
     for name, tensor in state.items():
         found = next((old for old in of_columns if old in name), "")

@@ -11,7 +11,7 @@ import torch
 from rayrec.batch import Batch, StepOutput
 from rayrec.collectives import sum_over_workers
 from rayrec.data.encoding.rules import SparseColumn
-from rayrec.metrics.binary import is_correct
+from rayrec.metrics.binary import is_correct, reject_nan
 from rayrec.metrics.means import RowMetrics
 from rayrec.models.heads import BinaryHead, Head, labels_accumulator
 
@@ -65,6 +65,7 @@ class EvaluationCounts:
         if not isinstance(self.heads[0], BinaryHead):
             return
         logits = output.outputs[main].float().cpu().numpy().astype(np.float64)  # device sync, as in the metrics
+        reject_nan(int(np.count_nonzero(np.isnan(logits))), logits.size)
         bins = ((np.clip(logits, -_EDGE, _EDGE - 1e-6) + _EDGE) * _BINS_PER_LOGIT).astype(np.int64)
         for row, weights in enumerate((None, output.labels[main].cpu().numpy(), 1 / (1 + np.exp(-logits)))):
             self._by_logit[row] += np.bincount(bins, weights=weights, minlength=_NUM_BINS)
