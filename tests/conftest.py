@@ -4,9 +4,9 @@ import atexit
 import faulthandler
 import functools
 import gc
+import hashlib
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -124,15 +124,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(_EXHAUSTIVE_LIMIT_S))
         elif item.get_closest_marker("extended"):
             item.add_marker(pytest.mark.timeout(_EXTENDED_LIMIT_S))
-    rank = {f"test_{name}.py": number for number, name in enumerate(LONGEST.split())}
     seed = os.environ.get("RAYREC_TEST_ORDER")
     if seed:
-        draw = random.Random(int(seed))
-        draw.shuffle(items)
-        files = sorted({item.path for item in items})
-        draw.shuffle(files)
-        rank = {path.name: number for number, path in enumerate(files)}
+        # By a hash, since the two processes collect in different orders and must agree.
+        items.sort(key=lambda item: (not _needs_ray(item.path), _drawn(seed, str(item.path)), _drawn(seed, item.nodeid)))
+        return
+    rank = {f"test_{name}.py": number for number, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: (not _needs_ray(item.path), rank.get(item.path.name, len(rank)), item.path))
+
+
+def _drawn(seed: str, name: str) -> bytes:
+    return hashlib.sha256(f"{seed} {name}".encode()).digest()
 
 
 @pytest.hookimpl(optionalhook=True)
