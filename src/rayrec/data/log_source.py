@@ -20,10 +20,11 @@ from rayrec.data.engine import Engine, TaskContext, grouped
 from rayrec.data.logs.csv_reader import check_columns, csv_columns, read_csv
 from rayrec.data.logs.faults import HEAD_BYTES, LABEL_FAULT, Faults, likely_cause
 from rayrec.data.logs.index import CachedIndex, LogIndex, SegmentEntry, numbered
-from rayrec.data.logs.parquet import is_parquet, open_parquet
+from rayrec.data.logs.parquet import check_schema, is_parquet, open_parquet
+from rayrec.data.logs.partitions import columns_of, with_partitions
 from rayrec.data.logs.random_log import check_random, index_random, random_files
 from rayrec.data.logs.table_log import SUFFIXES, TABLES_ONLY, column_names, index_tables, is_table
-from rayrec.data.logs.table_parser import check_types, label_faults
+from rayrec.data.logs.table_parser import label_faults
 from rayrec.data.logs.text_log import Chunk, cut, index_chunk
 from rayrec.data.logs.text_parser import MAX_LINE_BYTES
 from rayrec.data.materialized.dataset import MANIFEST, PreprocessedDataset, open_preprocessed, open_verified
@@ -297,14 +298,14 @@ def _check_table(path: str, schema: Schema) -> tuple[int, Faults]:
     label, head = schema.label, None
     if is_parquet(path):
         with open_parquet(path) as parquet:
-            check_columns(parquet.schema_arrow.names, schema.columns, path=path, optional=schema.optional)
-            check_types(parquet.schema_arrow, schema, path=path)
-            if label is not None:
-                batch = next(parquet.iter_batches(_HEAD_ROWS, columns=[label]), None)
-                head = None if batch is None else pa.table(batch)
+            check_schema(parquet, path, schema)
+            stored = [name for name in parquet.schema_arrow.names if name == label]
+            batch = next(parquet.iter_batches(_HEAD_ROWS, columns=stored), None)
+            head = None if batch is None else pa.table(batch)
     else:
-        check_columns(csv_columns(path, schema), schema.columns, path=path, optional=schema.optional)
+        check_columns(columns_of(path, csv_columns(path, schema)), schema.columns, path=path, optional=schema.optional)
         head = next(read_csv(path, schema, read_bytes=HEAD_BYTES), None)
+    head = None if head is None else with_partitions(head, path, schema)
     if label is None or head is None:
         return 0, Faults()
     faults = label_faults(head, schema, label, path=path)

@@ -14,6 +14,7 @@ from rayrec.data.logs import column_values as values
 from rayrec.data.logs.csv_reader import FAULT, check_columns, csv_columns, read_csv
 from rayrec.data.logs.faults import LABEL_FAULT, Faults, distinct_labels
 from rayrec.data.logs.parquet import is_parquet, open_parquet
+from rayrec.data.logs.partitions import with_sampled_partitions
 from rayrec.data.logs.table_log import is_table
 from rayrec.schema import Schema
 
@@ -92,7 +93,7 @@ def _head(path: str) -> tuple[pa.Table, str]:
         table = rows and rows.filter(pc.equal(rows.column(FAULT), 0)).drop_columns([FAULT])
     if not table:
         raise InputError(f"{path}: no usable rows below column names. Add a header, or choose another file")
-    return table, delimiter
+    return with_sampled_partitions(table, files), delimiter
 
 
 def _role(array: pa.Array, name: str, error: values.MakeError) -> str:

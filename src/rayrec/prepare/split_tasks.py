@@ -24,7 +24,8 @@ from rayrec.data.job import JobFolder
 from rayrec.data.logs.csv_reader import FAULT, CsvRange, check_columns, csv_columns, read_csv, row_start
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import Segment, changed
-from rayrec.data.logs.parquet import is_parquet, missing_partitions, open_parquet, partitions_of, with_partitions
+from rayrec.data.logs.parquet import is_parquet, open_parquet
+from rayrec.data.logs.partitions import columns_of, with_partitions
 from rayrec.data.logs.reading import line_starts
 from rayrec.data.logs.table_parser import good_rows_of, parse_table
 from rayrec.data.logs.text_log import read_text
@@ -226,8 +227,9 @@ class Tables:
     def _of_parquet(self) -> Iterator[pa.Table]:
         task, schema = self._task, self._schema
         with open_parquet(task.file) as parquet:
-            names = [*parquet.schema_arrow.names, *missing_partitions(task.file, parquet.schema_arrow.names)]
-            check_columns(names, schema.columns, path=task.file, optional=schema.optional)
+            check_columns(
+                columns_of(task.file, parquet.schema_arrow.names), schema.columns, path=task.file, optional=schema.optional
+            )
             groups = list(range(task.start, task.stop))
             for batch in parquet.iter_batches(batch_size=BATCH_ROWS, row_groups=groups, use_threads=False):
                 yield pa.Table.from_batches([batch])
@@ -235,14 +237,8 @@ class Tables:
     def _of_csv(self) -> Iterator[pa.Table]:
         task, schema = self._task, self._schema
         stored = csv_columns(task.file, schema)
-        elsewhere = set(partitions_of(task.file)) - set(stored)
-        full_schema = schema.replace(
-            dense=tuple(name for name in schema.dense if name not in elsewhere),
-            sparse=(
-                *(name for name in schema.sparse if name not in elsewhere),
-                *(name for name in stored if name not in schema.columns),
-            ),
-        )
+        other = tuple(name for name in stored if name not in schema.columns)
+        full_schema = schema.replace(sparse=(*schema.sparse, *other))
         part = CsvRange(task.file, full_schema, task.start, task.stop)
         for table in part if task.stop else read_csv(task.file, full_schema):
             yield table.select([*stored, FAULT])

@@ -57,6 +57,12 @@ def name_of(path: str) -> str:
     return posixpath.basename(split_options(path)[0])
 
 
+def folder_names(path: str) -> list[str]:
+    """Return the names of the folders above a file, the outermost first, without options; of a file:// URL as on the disk."""
+    body = unquote(path) if scheme_of(path) == "file" else split_options(path)[0]
+    return posixpath.dirname(body).split("/")
+
+
 def bucket_of(path: str) -> str:
     """Return the URL of the bucket (Azure: container) of an object store's URL, without options."""
     return "/".join(split_options(path)[0].split("/")[:3])
@@ -67,6 +73,7 @@ def url_of(inner: str, path: str) -> str:
     if not is_url(path):
         return inner
     if not in_object_store(path):
+        inner = inner.replace("%", "%25") if scheme_of(path) == "file" else inner  # `local_path` decodes it
         return path[: path.index("://") + 3] + inner
     within = inner.partition("/")[2]
     return bucket_of(path) + (f"/{within}" if within else "") + split_options(path)[1]

@@ -120,9 +120,10 @@ def test_folders_of_partitions_are_one_log(tmp_path: Path, glob: str, csv: bool)
 
 
 def test_partitions_reject_invalid_columns(tmp_path: Path) -> None:
-    hive(tmp_path / "log")
-    message = "column dt is the partition dt=2026-01-01, which is not a number; add it to"
-    rejects(message, open_index, f"{tmp_path}/log", CLICKS.replace(dense=("dt",)))
+    (tmp_path / "log" / "land=de").mkdir(parents=True)
+    pq.write_table(table(5), tmp_path / "log" / "land=de" / "part.parquet")
+    message = "column land is the partition land=de, which is not a number; add it to"
+    rejects(message, open_index, f"{tmp_path}/log", CLICKS.replace(dense=("land",)))
     pq.write_table(table(5), tmp_path / "flat.parquet")
     flat = open_index(f"{tmp_path}/flat.parquet", CLICKS, cache=tmp_path / "cache")
     rejects(r"split last_partition: .*flat.parquet must be in a folder named KEY=VALUE", Split(kind="last_partition").rows, flat)

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.logs.partitions import columns_of
 from rayrec.native import call
 from rayrec.schema import Schema
 from rayrec.storage.cache import is_gzip
@@ -197,7 +198,7 @@ class _Splitter:
 
     def __init__(self, path: str, delimiter: str, columns: Sequence[str], schema: Schema) -> None:
         self.path = path
-        self.names = present_columns(columns, schema)
+        self.names = tuple(name for name in present_columns(columns, schema) if name in columns)  # others: of partitions
         self.delimiter, self.columns = delimiter, len(columns)
         index = {name: number for number, name in enumerate(self.names)}
         self.places = np.array([index.get(name, -1) for name in columns], np.int32)
@@ -208,7 +209,8 @@ class _Splitter:
     def of_file(cls, path: str, head: bytes, schema: Schema) -> _Splitter:
         """Create a splitter for the file that begins with `head`. Raises InputError if its header lacks a column."""
         delimiter, columns = read_header(head, schema, path=path)
-        check_columns(columns, schema.columns, path=path, hint=f" (split at {delimiter!r})", optional=schema.optional)
+        names = columns_of(path, columns)
+        check_columns(names, schema.columns, path=path, hint=f" (split at {delimiter!r})", optional=schema.optional)
         return cls(path, delimiter, columns, schema)
 
     def split(self, text: bytes, *, final: bool, max_rows: int | None = None) -> tuple[list[pa.Table], bytes]:

@@ -15,6 +15,7 @@ import numpy as np
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.logs.faults import HEAD_BYTES, Faults, likely_cause
+from rayrec.data.logs.partitions import partition_names
 from rayrec.native import call
 from rayrec.schema import Schema
 from rayrec.storage.cache import head_of
@@ -213,7 +214,7 @@ def source_of(path: str) -> tuple[str, str]:
     unpacked (see `unpacked_path`) or rewritten in several parts (see data/logs/parquet.py)."""
     folder, base = storage.folder_of(path), storage.name_of(path)
     plain = folder.partition("?")[0]
-    partitions = "".join(f"{name}/" for name in partition_names(plain))
+    partitions = "".join(f"{name}/" for name in partition_names(path))
     rewritten = re.fullmatch(r"(.*/tables/[0-9a-f]{16})/\d{5}(/[^/]*=[^/]*)*", plain)
     if rewritten:
         return rewritten[1], partitions + base.removesuffix(".parquet")
@@ -227,16 +228,6 @@ def sources_in_order(paths: Iterable[str]) -> list[tuple[str, str]]:
     if all(storage.name_of(key) == name.rpartition("/")[2] for key, name in sources):
         return sorted(sources)
     return sorted(sources, key=lambda source: source[1])
-
-
-def partition_names(folder: str) -> list[str]:
-    """Return the last folders of a path that are named KEY=VALUE."""
-    names: list[str] = []
-    for name in reversed(folder.split("/")):
-        if not storage.PARTITION.fullmatch(name):
-            break
-        names.insert(0, name)
-    return names
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +16,8 @@ import pyarrow.parquet as pq
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.logs.csv_reader import FAULT, check_columns, present_columns, read_csv
-from rayrec.data.logs.index import changed, checksum, partition_names
+from rayrec.data.logs.index import changed, checksum
+from rayrec.data.logs.partitions import columns_of, partition_names, with_partitions
 from rayrec.data.logs.table_parser import check_types
 from rayrec.schema import Schema
 from rayrec.storage.cache import version_key
@@ -87,14 +87,18 @@ def _leaves(metadata: pq.FileMetaData, names: Sequence[str]) -> list[int]:
     return [i for i, path in enumerate(paths) if path in roots or path.partition(".")[0] in roots]
 
 
+def check_schema(parquet: pq.ParquetFile, path: str, schema: Schema) -> None:
+    """Check the columns of a file and its partitions, and their types. Raises InputError."""
+    check_columns(columns_of(path, parquet.schema_arrow.names), schema.columns, path=path, optional=schema.optional)
+    empty = with_partitions(parquet.schema_arrow.empty_table(), path, schema)
+    check_types(empty.schema, schema, path=path)
+
+
 def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str) -> list[ParquetPart]:
     """Return the Parquet files for `file`: itself, or rewritten ones in `folder`. Raises InputError for unusable columns."""
     if is_parquet(file.path):
         with open_parquet(file.path) as parquet:
-            names = [*parquet.schema_arrow.names, *missing_partitions(file.path, parquet.schema_arrow.names)]
-            check_columns(names, schema.columns, path=file.path, optional=schema.optional)
-            empty = with_partitions(parquet.schema_arrow.empty_table(), file.path, schema)
-            check_types(empty.schema, schema, path=file.path)
+            check_schema(parquet, file.path, schema)
             groups = _group_sizes(parquet, schema.columns)
         if all(size <= 2 * segment_bytes or rows <= 1 for rows, size in groups):
             return [ParquetPart(file.path, file.path, 0, groups)]
@@ -104,10 +108,10 @@ def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str
     if storage.exists(manifest):
         stored = storage.read_json(manifest)
     else:
-        tables = _read_parquet(file.path, schema) if is_parquet(file.path) else read_csv(file.path, _stored(schema, file.path))
+        tables = _read_parquet(file.path, schema) if is_parquet(file.path) else _read_csv(file.path, schema)
         name = storage.name_of(file.path).removesuffix(".gz").removesuffix(".parquet") + ".parquet"
         # Folder names store the values of partition columns.
-        name = "/".join([*partition_names(storage.folder_of(file.path).partition("?")[0]), name])
+        name = "/".join([*partition_names(file.path), name])
         stored = list(_write_parts(tables, folder, name, schema, segment_bytes))
         storage.write_json(manifest, stored)  # Last: files without it are ignored
     parts, first_row = [], 0
@@ -117,58 +121,17 @@ def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str
     return parts
 
 
-def partitions_of(path: str) -> dict[str, str | None]:
-    """Return the columns and values of the folders KEY=VALUE directly above a file, None if missing."""
-    columns = {}
-    for name in partition_names(storage.folder_of(path).partition("?")[0]):
-        key, _, value = name.partition("=")
-        columns[unquote(key)] = None if value == "__HIVE_DEFAULT_PARTITION__" else unquote(value)
-    return columns
-
-
-def missing_partitions(path: str, names: Sequence[str]) -> dict[str, str | None]:
-    """Return the partition columns of a file that are not among its own columns `names`."""
-    return {key: value for key, value in partitions_of(path).items() if key not in names}
-
-
-def with_partitions(table: pa.Table, path: str, schema: Schema, *, columns: Sequence[str] | None = None) -> pa.Table:
-    """Add the file's partition columns that the schema (or `columns`) names: numbers for the label, the weight and dense columns,
-    text for categories. Raises InputError for a value that must be a number."""
-    required = schema.columns if columns is None else columns
-    for key, value in missing_partitions(path, table.column_names).items():
-        if key in required:
-            table = table.append_column(key, pa.repeat(_partition_value(key, value, schema, path), len(table)))
-    return table
-
-
-def _partition_value(key: str, value: str | None, schema: Schema, path: str) -> pa.Scalar:
-    if key in schema.sparse:
-        return pa.scalar(value, pa.string())
-    try:
-        number = None if value is None else float(value)
-    except ValueError:
-        raise InputError(
-            f"{path}: column {key} is the partition {key}={value}, which is not a number; add it to the sparse columns"
-        ) from None
-    if number is not None and number.is_integer():
-        return pa.scalar(int(number), pa.int64())
-    return pa.scalar(number, pa.float64())
-
-
-def _stored(schema: Schema, path: str) -> Schema:
-    """Return the schema of a CSV file's own columns, without partition columns."""
-    partitions = partitions_of(path)
-    return schema.replace(
-        dense=tuple(name for name in schema.dense if name not in partitions),
-        sparse=tuple(name for name in schema.sparse if name not in partitions),
-    )
-
-
 def _read_parquet(path: str, schema: Schema) -> Iterator[pa.Table]:
     with open_parquet(path) as parquet:
         names = list(present_columns(parquet.schema_arrow.names, schema))
         for batch in parquet.iter_batches(batch_size=1 << 15, columns=names, use_threads=False):
             yield pa.table(batch).select(names)
+
+
+def _read_csv(path: str, schema: Schema) -> Iterator[pa.Table]:
+    for table in read_csv(path, schema):
+        with_partitions(table.slice(0, 0), path, schema)  # An unusable value ends this before the file is rewritten
+        yield table
 
 
 def _write_parts(
@@ -264,7 +227,7 @@ def read_rows(path: str, start: int, stop: int, schema: Schema, *, columns: Sequ
     if groups is None:
         raise changed(path, start, stop, "rows")
     names = schema.columns if columns is None else columns
-    check_columns([*footer.names, *missing_partitions(path, footer.names)], names, path=path, optional=schema.optional)
+    check_columns(columns_of(path, footer.names), names, path=path, optional=schema.optional)
     stored = [name for name in (*names, FAULT) if name in footer.names]
     chunks = _chunks_of(footer.metadata, groups, stored)
     spans = _spans(chunks)

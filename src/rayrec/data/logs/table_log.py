@@ -15,7 +15,8 @@ from rayrec.data.engine import TaskContext, grouped
 from rayrec.data.logs.csv_reader import csv_columns
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import CachedIndex, LogIndex, Segment, SegmentEntry, changed, numbered
-from rayrec.data.logs.parquet import VERSION, ParquetPart, is_parquet, open_parquet, partitions_of, prepared, read_rows
+from rayrec.data.logs.parquet import VERSION, ParquetPart, is_parquet, open_parquet, prepared, read_rows
+from rayrec.data.logs.partitions import columns_of
 from rayrec.data.logs.table_parser import good_rows_of, parse_table
 from rayrec.data.raw_block import RawBlock
 from rayrec.data.stage_times import stage
@@ -160,12 +161,11 @@ def good_rows(segment: Segment, schema: Schema) -> np.ndarray:
 
 def column_names(file: storage.File, schema: Schema) -> tuple[str, ...]:
     """Return the columns of a table's file, none if it is empty."""
-    partitions = tuple(partitions_of(file.path))
     if not is_parquet(file.path):
         columns = csv_columns(file.path, schema)
-        return columns and (*columns, *partitions)
+        return columns and columns_of(file.path, columns)
     with open_parquet(file.path) as parquet:
-        return (*parquet.schema_arrow.names, *partitions)
+        return columns_of(file.path, parquet.schema_arrow.names)
 
 
 def _read_table(segment: Segment, schema: Schema) -> pa.Table:
