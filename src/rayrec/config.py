@@ -176,6 +176,7 @@ class Config:
                 return other.updated(changes, where=where)
         if changes.keys() & self.RENAMED.keys():
             changes = self._with_new_names(changes, where)
+        changes = self.expanded(changes)
         types = field_types(type(self))  # type: ignore[arg-type]
         new: dict[str, Any] = {}
         for name, value in changes.items():
@@ -191,6 +192,10 @@ class Config:
             else:
                 new[name] = _tuples(value)
         return dataclasses.replace(self, **new)
+
+    def expanded(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the changes with short forms of values written out, for classes that accept any. Raises InputError."""
+        return changes
 
     @classmethod
     def item(cls, values: Mapping[str, Any], *, where: str) -> Config:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -10,6 +12,16 @@ from rayrec.config import Config, InputError, packaged_json
 
 MAX_COLUMNS = 64
 """Maximum feature columns of a log with hexadecimal tokens: its mask of missing values has 64 bits per row."""
+
+
+BRACKETS = "brackets"
+"""`Feature.list_delimiter` of lists written as ['a', 'b'] or as JSON."""
+
+
+def _check_delimiter(name: str, value: str) -> None:
+    """Check a separator in text. Raises InputError."""
+    if len(value) != 1 or ord(value) > 127 or value in '\n\r"':
+        raise InputError(f"schema: {name} must be one ASCII character other than a quote or a line end, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +34,23 @@ class Label(Config):
     """Label type. binary: 1 or 0; number: any finite number; count: a number of 0 or more, such as views; predicts its mean."""
     missing: Literal["fault", "allowed"] = "allowed"
     """Handling of empty values. fault: the row is invalid; allowed: the row does not train this label."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelRule(Config):
+    """Rule that makes 1 and 0 of the values in `Schema.label`. Empty values stay faults."""
+
+    at_least: float | None = None
+    """Smallest number that counts as 1, such as 4 for ratings of 1 to 5. None: `positive` decides."""
+    positive: tuple[str, ...] = ()
+    """Values that count as 1, such as `yes`; all others count as 0. Numbers match in any form."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.at_least is None) == (not self.positive):
+            raise InputError("schema: label must have either at_least or positive, such as {name: rating, at_least: 4}")
+        if self.at_least is not None and not math.isfinite(self.at_least):
+            raise InputError(f"schema: at_least of the label must be a finite number, got {self.at_least}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +69,16 @@ class Feature(Config):
     aligned_with: str | None = None
     """List column with the items that this list describes, such as the items of earlier clicks for the list of their shops. In
     each row, both must have categories at the same positions. None: independent."""
+    list_delimiter: str | None = None
+    """Separator of the categories and weights in text for a column of `Schema.lists`: one ASCII character, with blanks around
+    categories removed, or `brackets` for ['a', 'b'] and ["a", "b"]. None: `Schema.list_delimiter`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_length is not None and self.max_length < 1:
             raise InputError(f"schema: max_length of feature {self.name} must be at least 1, got {self.max_length}")
+        if self.list_delimiter not in (None, BRACKETS):
+            _check_delimiter(f"list_delimiter of feature {self.name}", self.list_delimiter or "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +86,10 @@ class Schema(Config):
     """Columns of a click log, in the order label, dense, sparse without a header; otherwise they are found by name."""
 
     label: str | None = "label"
-    """Column with 1 for a click and 0 for no click. None: the first of `labels` is the main label, or the log is unlabelled."""
+    """Column with 1 for a click and 0 for no click. None: the first of `labels` is the main label, or the log is unlabelled. In
+    YAML also a mapping with `label_rule`: {name: rating, at_least: 4} or {name: answer, positive: [yes]}."""
+    label_rule: LabelRule | None = None
+    """Rule for a label with other values than 1 and 0. None: the column has 1 and 0. Needs tokens "any"."""
     dense: tuple[str, ...] = ()
     """Numeric columns."""
     sparse: tuple[str, ...] = ()
@@ -79,9 +116,12 @@ class Schema(Config):
     """Labels in addition to `label`. Needs tokens "any"."""
     timestamp: str | None = None
     """Column with the time of each row: a date, a timestamp, ISO 8601 text, or seconds since 1970-01-01 00:00 UTC. Batches
-    contain it; no built-in model uses it. Needs tokens "any"."""
+    contain it; no built-in model uses it, unless it is in `dense` or `sparse` too. Needs tokens "any"."""
     nan: Literal["fault", "missing"] = "fault"
     """Handling of NaN in dense columns. fault: the row is invalid; missing: the value is missing."""
+    missing: tuple[str, ...] = ()
+    """Values that mean a missing number or category, such as NA, in files and requests. In dense columns, numbers match in any
+    form. Empty text and null are always missing. Needs tokens "any"."""
     group: str | None = field(default=None, compare=False)
     """Column of `sparse`, such as the user, within whose values evaluations measure ranking too (gauc). Not used to train."""
     category_rules: Literal[1, 2] = field(default=2, compare=False)
@@ -97,15 +137,15 @@ class Schema(Config):
             raise InputError("schema: no feature columns; name at least one in dense or sparse")
         self._check_named_columns()
         self._check_features()
+        if self.label_rule is not None and self.label is None:
+            raise InputError("schema: label must name a column with at_least or positive")
         for name in ("delimiter", "list_delimiter"):
-            value = getattr(self, name)
-            if len(value) != 1 or ord(value) > 127 or value in '\n\r"':
-                raise InputError(f"schema: {name} must be one ASCII character other than a quote or a line end, got {value!r}")
+            _check_delimiter(name, getattr(self, name))
         if self.delimiter == self.list_delimiter:
             raise InputError(f"schema: delimiter and list_delimiter must differ, got {self.delimiter!r} for both")
         if self.tokens == "any":
             return
-        for name in ("lists", "weight", "integers", "features", "labels", "timestamp"):
+        for name in ("lists", "weight", "integers", "features", "labels", "timestamp", "label_rule", "missing"):
             if getattr(self, name):
                 raise InputError(f"schema: {name} needs tokens: any")
         if self.delimiter != "\t":
@@ -125,8 +165,11 @@ class Schema(Config):
         for feature in self.features:
             if feature.name not in self.sparse:
                 raise InputError(f"schema: features names {feature.name}, which must be in sparse")
-            if (feature.max_length or feature.weights) and feature.name not in self.lists:
-                raise InputError(f"schema: feature {feature.name} has max_length or weights, which need a column of lists")
+            of_lists = feature.max_length or feature.weights or feature.list_delimiter
+            if of_lists and feature.name not in self.lists:
+                raise InputError(
+                    f"schema: feature {feature.name} has max_length, weights or list_delimiter, which need a column of lists"
+                )
             if feature.aligned_with is not None:
                 self._check_aligned(feature, self.feature(feature.aligned_with))
             if feature.vocabulary in separate:
@@ -157,6 +200,8 @@ class Schema(Config):
             if unknown:
                 kind = "sparse" if among == self.sparse else "dense or sparse"
                 raise InputError(f"schema: {field_name} names {', '.join(unknown)}, which must be in {kind}")
+        if self.timestamp in self.lists:
+            raise InputError(f"schema: timestamp must not be a column of lists, got {self.timestamp}")
         if self.group is not None and (self.group not in self.sparse or self.group in self.lists):
             raise InputError(f"schema: group must be a column of sparse with one category per row, got {self.group}")
 
@@ -165,8 +210,9 @@ class Schema(Config):
         """All column names, in the order of files without a header."""
         named = tuple(name for name in (self.label, self.weight) if name)
         labels = tuple(label.name for label in self.labels)
-        times = (self.timestamp,) if self.timestamp else ()
-        return named + self.dense + self.sparse + self.list_weights + labels + times
+        features = self.dense + self.sparse
+        times = (self.timestamp,) if self.timestamp and self.timestamp not in features else ()
+        return named + features + self.list_weights + labels + times
 
     @cached_property
     def singles(self) -> tuple[str, ...]:
@@ -192,6 +238,10 @@ class Schema(Config):
         """Return the settings of a column of `sparse`."""
         return next((feature for feature in self.features if feature.name == name), Feature(name=name))
 
+    def list_mark(self, name: str) -> str:
+        """Return the separator in text of a column of `lists`, or BRACKETS."""
+        return self.feature(name).list_delimiter or self.list_delimiter
+
     @cached_property
     def vocabularies(self) -> tuple[str, ...]:
         """Vocabulary name of each column of `sparse`."""
@@ -208,15 +258,31 @@ class Schema(Config):
 
     def unlabelled(self) -> Schema:
         """Return the schema without labels, weight and timestamp, which only training uses."""
-        return self.replace(label=None, weight=None, labels=(), timestamp=None)
+        return self.replace(label=None, label_rule=None, weight=None, labels=(), timestamp=None)
+
+    def expanded(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the changes with a label's mapping divided into name and rule. Another label has no rule unless it is given."""
+        changes = dict(changes)
+        label = changes.get("label")
+        if isinstance(label, Mapping):
+            rule = dict(label)
+            changes["label"] = rule.pop("name", None)
+            changes["label_rule"] = rule or None
+        elif "label" in changes and label != self.label:
+            changes.setdefault("label_rule", None)
+        rule = changes.get("label_rule")
+        if isinstance(rule, Mapping):
+            changes["label_rule"] = LabelRule.item(rule, where="label.")
+        return changes
 
     def describe(self) -> dict[str, Any]:
         """Return the fields that decide how a log is read, as JSON values, without newer ones of no effect, to keep hashes."""
         plain = self.to_dict()
         del plain["group"]
         for feature in plain["features"]:
-            if feature["aligned_with"] is None:
-                del feature["aligned_with"]
+            for name in ("aligned_with", "list_delimiter"):
+                if feature[name] is None:
+                    del feature[name]
         if self.tokens == "hexadecimal":
             del plain["category_rules"]
         return {name: value for name, value in plain.items() if name not in _ADDED or value != _ADDED[name]}
@@ -236,13 +302,33 @@ _SYNONYMS = {"target": "label", "numerical": "dense", "numeric": "dense", "conti
 """Names of other tools for fields of a schema."""
 
 
+def _safe_load(text: str) -> Any:
+    """Parse YAML. Items of lists, and of the label's `positive`, are text as written: `no` and `null` are values and names."""
+    import yaml
+
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            nested = value.value if isinstance(value, yaml.MappingNode) and key.value == "label" else [(key, value)]
+            for _, each in nested:
+                for item in each.value if isinstance(each, yaml.SequenceNode) else ():
+                    if isinstance(item, yaml.ScalarNode):
+                        item.tag = "tag:yaml.org,2002:str"
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
 def load_schema(text: str, where: str) -> Schema:
     """Parse a schema from YAML (or JSON) text, such as `{label: click, dense: [age], sparse: [user, item]}`. `where` is the
     text's source, for messages. Raises InputError for invalid YAML or columns."""
     import yaml
 
     try:
-        values = yaml.safe_load(text)
+        values = _safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         raise InputError(f"{where}: not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):

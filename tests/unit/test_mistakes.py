@@ -88,7 +88,10 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "no schema": (command("train clicks --data FOLDER/a.csv", a__csv="y,b\n"), "has y, b; fix it, or the schema: `rayrec schema"),
     "other tools' schema": (table("a\n", "{target: y, numerical: [a]}"), "has fields target, numerical; name them label, dense"),
     "labels in words": (table("click,age,user,item\nyes,1,2,3\nno,1,2,3\n"), "found no, yes in column click; derive one,"),
-    "ratings": (table("click,age,user,item\n" + "".join(f"{n},1,2,3\n" for n in range(1, 6))), "such as click >= 4\n"),
+    "ratings": (
+        table("click,age,user,item\n" + "".join(f"{n},1,2,3\n" for n in range(1, 6))),
+        "in the schema label: {name: click, at_least: 4}\n",
+    ),
     "text for a language model": (command("train gpt2_tiny --data FOLDER/a", a="b\n"), "must contain token blocks. Create them"),
     "column absent": (table("click,age,user\n1,2,3\n"), "no column named item"),
     "label absent": (table("age,user,item\n1,2,3\n"), "no column named click"),

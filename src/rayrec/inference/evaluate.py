@@ -256,6 +256,7 @@ def _grouped(groups: np.ndarray, names: list[str]) -> list[RowSlice]:
 
 _RAW_FIELDS: Final = (
     "label", "dense", "sparse", "tokens", "lists", "weight", "integers", "optional", "delimiter", "list_delimiter", "nan",
+    "label_rule", "missing",
 )  # fmt: skip
 """Schema fields that determine the rows of a log and their columns."""
 

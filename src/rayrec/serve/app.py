@@ -25,6 +25,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
+from rayrec.schema import BRACKETS
 from rayrec.serve.batcher import Batcher
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.counters import CONTENT_TYPE, Counters, Snapshot
@@ -284,7 +285,8 @@ def json_memory(text: bytes, *, schema: Schema) -> int:
 def text_memory(text: bytes, *, schema: Schema) -> int:
     """Estimate the maximum memory of TSV or CSV: 8 bytes per byte, and 40 more per category in a list."""
     num_bytes = 8 * len(text)
-    return num_bytes + 40 * text.count(schema.list_delimiter.encode()) if schema.lists else num_bytes
+    marks = set("".join(schema.list_mark(name).replace(BRACKETS, ", ") for name in schema.lists))
+    return num_bytes + 40 * sum(text.count(mark.encode()) for mark in marks)
 
 
 async def _drain(chunks: AsyncIterator[bytes], max_bytes: int) -> None:

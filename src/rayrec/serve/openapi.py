@@ -90,6 +90,7 @@ def _contents(schema: Schema, example: dict[str, Any], config: ServeConfig) -> d
             described = f"A line a row, its columns in this order, {header}: {names}. A label before them is ignored."
             described += " The parameter label=present or label=absent says whether there is one."
             if schema.lists:
-                described += f" Categories of a list are joined by {schema.list_delimiter}."
+                marks = {schema.list_mark(name): None for name in schema.lists}
+                described += f" Categories of a list are joined by {' or '.join(map(repr, marks))}."
             content[media_type] = {"schema": {"type": "string", "pattern": "[^\\r\\n]", "description": described}}
     return content

@@ -165,13 +165,18 @@ class AnyReader(RowReader):
         arrays: dict[str, pa.Array] = {}
         for name in self.schema.columns:
             is_number = name in self.schema.dense or name in self.schema.list_weights
-            item_of, kind = (_number, pa.float64()) if is_number else (_token_text, pa.large_string())
+            item_of, kind = (self._number, pa.float64()) if is_number else (_token_text, pa.large_string())
             values: Iterator[Any] = (row.get(name) for row in rows)
             if name in self.schema.lists or name in self.schema.list_weights:
                 arrays[name] = pa.array(_lists(values, name, item_of), pa.large_list(kind))
             else:
                 arrays[name] = pa.array([item_of(value, name, number) for number, value in enumerate(values)], kind)
         return pa.table(arrays)
+
+    def _number(self, value: Any, name: str, row: int) -> float | None:
+        if type(value) is str and value in self.schema.missing:
+            return None
+        return _number(value, name, row)
 
     def _split(self, body: RequestBody) -> pa.Table:
         """Parse text: TSV without a header, CSV with one if its first line is the columns' names."""

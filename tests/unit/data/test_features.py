@@ -113,7 +113,7 @@ def test_schema_rejects_invalid_features() -> None:
         ),
         ("labels: [{name: item}]", "column names must be unique"),
         ("labels: [{name: like, kind: sum}]", "Label.kind: has the wrong type .*, got 'sum'"),
-        ("timestamp: user", "column names must be unique"),
+        ("timestamp: history", "timestamp must not be a column of lists, got history"),
         ('tokens: hexadecimal\ndelimiter: "\\t"\nlists: []\ntimestamp: at', "timestamp needs tokens: any"),
     ):
         rejects(message, load_schema, f"sparse: [user, item, history]\nlists: [history]\n{text}", "schema.yaml")

@@ -14,6 +14,7 @@ from rayrec.data.encoding.known_categories import ENDS, frequency_ends
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import MIN_INTEGER, DenseColumn, SparseColumn
 from rayrec.data.logs.splits import Split
+from rayrec.data.raw_block import category_type
 from rayrec.hashing import murmur3
 from rayrec.schema import Schema
 
@@ -138,7 +139,7 @@ def make_preprocessor(preset: Preset, schema: Schema, counts: Counts) -> Preproc
         schema=schema,
         dense=tuple(_dense_column(preset, moments) for moments in counts.dense_moments.tolist()),
         sparse=tuple(sparse),
-        tokens=np.concatenate(vocabularies) if vocabularies else np.zeros(0, np.uint32),
+        tokens=np.concatenate(vocabularies) if vocabularies else np.zeros(0, category_type(schema)),
         integer_buckets=preset.dense == "buckets",
         file_minimum={"": min(minimums.values(), default=0), **minimums} if preset.dense_from_file_minimum else None,
         multi_hot=preset.multi_hot,

@@ -19,6 +19,47 @@ ISO_TIME = r"^\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d:?\d\d
 """Pattern of dates and times as ISO 8601 text."""
 
 
+QUOTED = r"""(?s)"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""
+"""Pattern of an item in quotes. Like the next three, with equal results in Python's `re` and in Arrow's RE2."""
+BRACKET_ITEM = (
+    r"""(?s)[ \t]*(?:(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|(-?[0-9.]+))[ \t]*(?:,|[ \t]|$)"""
+    r"""|(?:null|None|NaN|nan)[ \t]*(?:,|$)|([^,"'\[\]]*?)[ \t]*(?:,|$))"""
+)
+"""Pattern of an item between brackets and its end: text in quotes, a number, a missing item, or other text."""
+BRACKETED = r"""(?s)^[ \t]*\[(?:[^"'\[\]]|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')*\][ \t]*$"""
+"""Pattern of a list in brackets without lists in it."""
+GLUED = r"""'[^, \t\]]|[^', \t\[][ \t]*'"""
+"""Pattern of other text next to an item in quotes, once each QUOTED item is replaced by a quote."""
+
+
+def bracket_items(text: str) -> list[str] | None:
+    """Return the items of a list in brackets, such as ['a', 'b'] or ["a", "b"], empty if missing. None for other text."""
+    if not text.strip(" \t"):
+        return []
+    if not re.search(BRACKETED, text) or "\x1e" in text or re.search(GLUED, re.sub(QUOTED, "'", text)):
+        return None
+    inner = text.strip(" \t")[1:-1]
+    matches = re.finditer(BRACKET_ITEM, inner)
+    return [unescaped(match[1] or match[2] or match[3] or match[4] or "") for match in matches]
+
+
+_ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+
+
+def unescaped(text: str) -> str:
+    """Replace the escapes of JSON and Python in the text of an item in quotes."""
+    if "\\" not in text:
+        return text
+
+    def plain(match: re.Match[str]) -> str:
+        code = match[1]
+        return chr(int(code[1:], 16)) if len(code) > 1 else _ESCAPES.get(code, code)
+
+    pattern = r"(?s)\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U000[0-9a-fA-F]{5}|.)"
+    # JSON writes a character beyond 16 bits as two surrogates.
+    return re.sub(pattern, plain, text).encode("utf-16", "surrogatepass").decode("utf-16")
+
+
 def seconds_of(value: date | str) -> float | None:
     """Return the seconds since 1970 of a date or time, or of its ISO 8601 text, in UTC unless it has a zone. Other text: None."""
     if isinstance(value, str):

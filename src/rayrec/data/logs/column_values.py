@@ -8,8 +8,10 @@ n^2 / 2^65 such pairs are expected: 3e-8 for a million, 0.03 for a billion, 1 fo
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
@@ -17,8 +19,9 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from rayrec.config import InputError
-from rayrec.data.encoding.rules import ISO_TIME
+from rayrec.data.encoding.rules import BRACKET_ITEM, BRACKETED, GLUED, ISO_TIME, QUOTED, unescaped
 from rayrec.native import call
+from rayrec.schema import BRACKETS
 
 VALUE, EMPTY, REJECTED = 0, 1, 2  # rayrec_text_status in native/kernels.h
 
@@ -76,6 +79,101 @@ def integer_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
             text_tokens(pc.cast(pa.array(values[large]), pa.string()), tokens)
             out[large] = tokens
     return empty.astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class Markers:
+    """Values that mean a missing number or category."""
+
+    texts: pa.Array
+    """Markers as they are written, large_binary."""
+    numbers: np.ndarray
+    """Values of the markers that are numbers, float64."""
+    integers: np.ndarray
+    """Tokens of the markers that are integers, uint64."""
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def of(cls, markers: tuple[str, ...]) -> Markers:
+        texts = pa.array([marker.encode() for marker in markers], pa.large_binary())
+        values, status = _text_numbers(texts)
+        numbers = values[(status == VALUE) & ~np.isnan(values)]
+        integral = numbers[(np.trunc(numbers) == numbers) & (np.abs(numbers) < 2.0**53)]
+        return cls(texts, numbers, integral.astype(np.int64).view(np.uint64))
+
+    @classmethod
+    def of_labels(cls, markers: tuple[str, ...], positive: tuple[str, ...]) -> Markers:
+        """Return the markers in a label column: none that are numbers or count as 1, since -1 may be a label."""
+        texts = [marker.encode() for marker in markers if marker not in positive]
+        _, status = _text_numbers(pa.array(texts, pa.large_binary()))
+        return cls.of(tuple(text.decode() for text, kind in zip(texts, status, strict=True) if kind != VALUE))
+
+    def to_null(self, array: pa.Array) -> pa.Array:
+        """Replace the markers among the values of a text column by null. Columns of other types are returned unchanged."""
+        if not len(self.texts) or not is_text(array.type):
+            return array
+        array = pc.cast(array, pa.large_binary())
+        marked = pc.is_in(array, value_set=self.texts)
+        return pc.if_else(marked, pa.scalar(None, pa.large_binary()), array) if pc.any(marked).as_py() else array
+
+    def mark_numbers(self, values: np.ndarray, status: np.ndarray) -> np.ndarray:
+        """Return the status of numbers, EMPTY for the markers among them, uint8 [values]."""
+        if not len(self.numbers):
+            return status
+        return np.where((status == VALUE) & np.isin(values, self.numbers), EMPTY, status)
+
+    def mark_tokens(self, tokens: np.ndarray, status: np.ndarray) -> np.ndarray:
+        """Return the status of categories, EMPTY for the integers among the markers, uint8 [values]."""
+        if not len(self.integers):
+            return status
+        return np.where((status == VALUE) & np.isin(tokens, self.integers), EMPTY, status)
+
+
+def split_lists(array: pa.Array, mark: str, *, trim: bool) -> tuple[pa.Array, np.ndarray]:
+    """Split lists in text at `mark`, a character or BRACKETS. With `trim`, without blanks around items; those in brackets never
+    have them. Return a list array, null for null, and which values are no lists in brackets, bool [values]."""
+    text = pc.cast(array, pa.large_binary())
+    if mark == BRACKETS:
+        return _split_brackets(text)
+    if trim:
+        text = pc.replace_substring_regex(text, pattern=r"^[ \t]+|[ \t]+$", replacement="")
+        pattern = rf"[ \t]*{re.escape(mark)}[ \t]*"
+        return pc.split_pattern_regex(text, pattern=pattern), np.zeros(len(array), bool)
+    return pc.split_pattern(text, pattern=mark), np.zeros(len(array), bool)
+
+
+_ITEM_END = "\x1e"
+"""End of an item while lists in brackets are split. Values that contain it are no lists."""
+
+
+def _split_brackets(text: pa.Array) -> tuple[pa.Array, np.ndarray]:
+    """Split lists in brackets. Values of RE2's and Python's expressions are equal, see `rules.bracket_items`."""
+    is_list_text = pc.match_substring_regex(text, BRACKETED)
+    is_list_text = pc.and_(is_list_text, pc.invert(pc.match_substring(text, _ITEM_END)))
+    unquoted = pc.replace_substring_regex(text, pattern=QUOTED, replacement="'")
+    is_list_text = pc.and_(is_list_text, pc.invert(pc.match_substring_regex(unquoted, GLUED)))
+    empty = pc.or_(pc.is_null(text), pc.match_substring_regex(text, r"^[ \t]*$").fill_null(True))
+    bad = pc.invert(pc.or_(is_list_text.fill_null(False), empty)).to_numpy(zero_copy_only=False)
+    inner = pc.replace_substring_regex(text, pattern=r"(?s)^[ \t]*\[(.*)\][ \t]*$", replacement=r"\1")
+    marked = pc.replace_substring_regex(inner, pattern=BRACKET_ITEM, replacement=rf"\1\2\3\4{_ITEM_END}")
+    marked = pc.if_else(pc.and_(is_list_text, pc.invert(empty)).fill_null(False), marked, pa.scalar(b"", pa.large_binary()))
+    lists = pc.split_pattern(marked, pattern=_ITEM_END)
+    items = pc.list_flatten(lists)
+    escaped = pc.match_substring(items, "\\")
+    if pc.any(escaped).as_py():
+        # Escapes are rare, so that only the distinct items with one are decoded in Python.
+        coded = items.filter(escaped).dictionary_encode()
+        plain = pa.array([_unescaped_bytes(item) for item in coded.dictionary.to_pylist()], items.type)
+        items = pc.replace_with_mask(items, escaped, plain.take(coded.indices))
+        lists = pa.LargeListArray.from_arrays(pc.cast(lists.offsets, pa.int64()), items)
+    return lists, bad
+
+
+def _unescaped_bytes(item: bytes) -> bytes:
+    try:
+        return unescaped(item.decode()).encode()
+    except UnicodeError:  # Rejected as a category
+        return item
 
 
 LIMIT = 10**18

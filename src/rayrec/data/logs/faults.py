@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from rayrec.config import packaged_json
 
@@ -74,28 +74,40 @@ class Faults:
         kinds = ", ".join(f"{count:,} x {kind}" for kind, count in sorted(self.counts.items()))
         return f"{self.total:,} invalid rows ({kinds}); first: {self.first[0]}"
 
-    def wrong_labels(self) -> str | None:
-        """Return the problem and its fix if most faults are labels other than 0 and 1, else None."""
+    def wrong_labels(self, *, with_rule: bool = False) -> str | None:
+        """Return the problem and its fix if most faults are labels other than 0 and 1, else None. `with_rule` names the rule of a
+        schema, which tables may have."""
         if not self.labels or 2 * self.counts.get(LABEL_FAULT, 0) <= self.total:
             return None
         column, values = next(iter(self.labels.items()))
+        values = [value for value in values if value]
         wrong = [value for value in values if value not in ("0", "1")]
-        if len(wrong) == 1 and not _is_number(wrong[0]):  # A header line, or a placeholder
+        if not values or (len(wrong) == 1 and not is_number(wrong[0])):  # A header line, or a placeholder
             return None
-        numbers = [float(value) for value in values] if all(map(_is_number, values)) else None
-        threshold = values[min(len(values) - 1, len(values) * 3 // 5)]
-        if numbers and {0.0, 1.0}.issuperset(numbers):
+        rule, value = label_rule(values)
+        if all(map(is_number, values)) and {0.0, 1.0}.issuperset(map(float, values)):
             fix = "write them as 0 and 1"
-        elif numbers:
-            fix = f"derive one, such as {column} >= {threshold}"
         else:
-            positive = next((value for value in values if value.lower() in _POSITIVE), threshold)
-            fix = f"derive one, such as {column} == {positive!r}"
+            shown_value = value if rule == "at_least" else repr(value)
+            fix = f"derive one, such as {column} {'>=' if rule == 'at_least' else '=='} {shown_value}"
+            if with_rule:
+                stored = value if rule == "at_least" else f"[{value!r}]"
+                fix += f", or write in the schema label: {{name: {column}, {rule}: {stored}}}"
         shown = ", ".join(values[:_MAX_SHOWN]) + (" and others" if values[_MAX_SHOWN:] else "")
         return f"labels must be 0 or 1, found {shown} in column {column}; {fix}"
 
 
-def _is_number(text: str) -> bool:
+def label_rule(values: Sequence[str]) -> tuple[Literal["at_least", "positive"], str]:
+    """Return a rule for distinct labels, sorted as by `distinct_labels`: the smallest number of the upper two fifths, or the text
+    that means a click."""
+    threshold = values[min(len(values) - 1, len(values) * 3 // 5)]
+    if all(map(is_number, values)):
+        return "at_least", threshold
+    return "positive", next((value for value in values if value.lower() in _POSITIVE), threshold)
+
+
+def is_number(text: str) -> bool:
+    """Return whether text is a finite number."""
     try:
         return math.isfinite(float(text))
     except ValueError:
@@ -105,7 +117,7 @@ def _is_number(text: str) -> bool:
 def distinct_labels(values: Iterable[str]) -> list[str]:
     """Return the first distinct values, numbers in order before other texts."""
     texts = {value[:LABEL_LETTERS] for value in values}
-    order = {text: (0, float(text), text) if _is_number(text) else (1, 0.0, text) for text in texts}
+    order = {text: (0, float(text), text) if is_number(text) else (1, 0.0, text) for text in texts}
     return sorted(texts, key=order.__getitem__)[:_MAX_LABELS]
 
 

@@ -153,7 +153,7 @@ class LogIndex:
             return
         why = self.faults.describe() if self.faults.total else "it is empty"
         cause = self._cause()
-        wrong_labels = None if cause else self.faults.wrong_labels()
+        wrong_labels = None if cause else self.faults.wrong_labels(with_rule=self.format == "table")
         if cause or wrong_labels:
             why += f"; {cause or wrong_labels}"
         if not self.rows:

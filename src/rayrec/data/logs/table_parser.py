@@ -15,6 +15,7 @@ from rayrec.data.logs.column_values import (
     MAX_SECONDS,
     REJECTED,
     VALUE,
+    Markers,
     Text,
     float_tokens,
     integer_tokens,
@@ -24,6 +25,7 @@ from rayrec.data.logs.column_values import (
     numbers_of,
     plain_array,
     resolved,
+    split_lists,
     text_tokens,
     times_of,
     type_error,
@@ -31,7 +33,7 @@ from rayrec.data.logs.column_values import (
 from rayrec.data.logs.csv_reader import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, present_columns
 from rayrec.data.logs.faults import LABEL_FAULT, Fault, Faults, distinct_labels
 from rayrec.data.raw_block import RawBlock, category_type, number_type, packed_bits
-from rayrec.schema import Label, Schema
+from rayrec.schema import Feature, Label, LabelRule, Schema
 
 _KINDS = (
     "label is missing",
@@ -50,10 +52,11 @@ _KINDS = (
     "not a time",
     "categories are not at the places of the list that it is aligned with",
     "not a number of 0 or more",
+    "not a list in brackets",
 )
 (
     NO_LABEL, LABEL, WEIGHT, NOT_FINITE, TOO_LARGE, NOT_AN_INTEGER, NOT_HEXADECIMAL, NOT_UTF8, FEW, MANY, QUOTE, NOT_INTEGRAL,
-    LIST_WEIGHTS, TIME, LIST_POSITIONS, NEGATIVE,
+    LIST_WEIGHTS, TIME, LIST_POSITIONS, NEGATIVE, BRACKET,
 ) = range(len(_KINDS))  # fmt: skip
 _FULL_ROW = -1
 _POSITION_BITS = 32
@@ -66,6 +69,9 @@ class _TableParser:
     def __init__(self, table: pa.Table, schema: Schema, path: str) -> None:
         self.table, self.schema, self.path = table, schema, path
         self.type_error = type_error(table.schema, path)
+        self.markers = Markers.of(schema.missing)
+        rule = schema.label_rule
+        self.label_markers = Markers.of_labels(schema.missing, rule.positive if rule is not None else ())
         self.fault_kinds = np.full(table.num_rows, -1, np.int8)
         self.fault_columns = np.zeros(table.num_rows, np.int16)
         self.labels: dict[str, list[str]] = {}
@@ -142,13 +148,18 @@ class _TableParser:
     def _numbers(self, name: str, *, times: bool = False) -> tuple[np.ndarray, np.ndarray]:
         return numbers_of(self._array(name), name, self.type_error, times=times)
 
+    def _label_numbers(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        return numbers_of(self.label_markers.to_null(self._array(name)), name, self.type_error)
+
     def _dense(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the values of a dense column, `number_type`, 0 if missing or rejected, and which are missing."""
         if self.schema.tokens == "hexadecimal":
             values, status = integers_of(self._array(name), name, self.type_error)
             self._reject(status == REJECTED, NOT_AN_INTEGER, name)
             return values, status == EMPTY
-        values, status = self._numbers(name, times=True)
+        array = self.markers.to_null(self._array(name))
+        values, status = numbers_of(array, name, self.type_error, times=True)
+        status = self.markers.mark_numbers(values, status)
         if self.schema.nan == "missing":
             status = np.where(np.isnan(values), EMPTY, status)
             values = np.where(status == EMPTY, 0.0, values)
@@ -160,14 +171,31 @@ class _TableParser:
 
     def clicks(self, name: str) -> np.ndarray:
         """Return `Schema.label`, float32 [rows]."""
-        values, status = self._numbers(name)
+        if self.schema.label_rule is not None:
+            return self._ruled_clicks(name, self.schema.label_rule)
+        values, status = self._label_numbers(name)
         self._reject(status == EMPTY, NO_LABEL, name)
         self._reject_labels((status != EMPTY) & ((status != VALUE) | ((values != 0) & (values != 1))), name)
         return (values == 1).astype(np.float32)
 
+    def _ruled_clicks(self, name: str, rule: LabelRule) -> np.ndarray:
+        """Return `Schema.label` by its rule, float32 [rows]."""
+        array = self.label_markers.to_null(self._array(name))
+        values, status = numbers_of(array, name, self.type_error)
+        self._reject((status == EMPTY) | np.isnan(values), NO_LABEL, name)
+        if rule.at_least is not None:
+            self._reject((status == REJECTED) | ~np.isfinite(values), NOT_FINITE, name)
+            return ((status == VALUE) & (values >= rule.at_least)).astype(np.float32)
+        positive = Markers.of(rule.positive)
+        is_positive = (status == VALUE) & np.isin(values, positive.numbers)
+        if is_text(array.type):
+            texts = pc.is_in(pc.cast(array, pa.large_binary()), value_set=positive.texts)
+            is_positive |= texts.to_numpy(zero_copy_only=False)
+        return is_positive.astype(np.float32)
+
     def _label(self, label: Label) -> np.ndarray:
         """Return an additional label, NaN if missing (the missing number of pandas), float32 [rows]."""
-        values, status = self._numbers(label.name)
+        values, status = self._label_numbers(label.name)
         missing = (status == EMPTY) | np.isnan(values)
         if label.missing == "fault":
             self._reject(missing, NO_LABEL, label.name)
@@ -220,6 +248,14 @@ class _TableParser:
 
     def _categories(self, array: pa.Array, name: str, out: np.ndarray) -> tuple[np.ndarray, int]:
         """Write categories to `out`, 0 if missing or rejected; return (status, fault kind of REJECTED), see column_values."""
+        status, kind = self._tokens(self.markers.to_null(array), name, out)
+        marked = self.markers.mark_tokens(out, status)
+        if marked is not status:
+            out[marked == EMPTY] = 0
+        return marked, kind
+
+    def _tokens(self, array: pa.Array, name: str, out: np.ndarray) -> tuple[np.ndarray, int]:
+        """Write categories to `out` as `_categories`, without the schema's markers of missing ones."""
         schema = self.schema
         if types.is_null(array.type):
             out[:] = 0
@@ -259,12 +295,13 @@ class _TableParser:
             weights = None if feature.weights is None else np.zeros(0, np.float32)
             column = JaggedIds(np.zeros(0, np.uint64), np.zeros(rows, np.int32), weights)
             return column, np.zeros(rows, bool), NOT_UTF8, np.zeros(0, np.int64)
-        items, lengths = self._items(array, name)
+        items, lengths, bad = self._items(array, name, feature)
+        self._reject(bad, BRACKET, name)
         tokens = np.empty(len(items), np.uint64)
         status, kind = self._categories(items, name, tokens)
         bad, weights = np.zeros(rows, bool), None
         if feature.weights is not None:
-            weights, bad = self._list_weights(feature.weights, lengths, status != EMPTY)
+            weights, bad = self._list_weights(feature, lengths, status != EMPTY)
             kind = LIST_WEIGHTS if bad.any() else kind
         present, row_of = status != EMPTY, np.repeat(np.arange(rows), lengths)
         positions = ((row_of << _POSITION_BITS) + expand_ranges(np.zeros(rows, np.int64), lengths))[present]
@@ -276,25 +313,30 @@ class _TableParser:
         column = JaggedIds(tokens, lengths.astype(np.int32), weights)
         return column if feature.max_length is None else column.last(feature.max_length), bad, kind, positions
 
-    def _items(self, array: pa.Array, name: str) -> tuple[pa.Array, np.ndarray]:
-        """Return the concatenated items of lists, or of text split into lists, and each list's length, int64 [rows]."""
+    def _items(self, array: pa.Array, name: str, feature: Feature) -> tuple[pa.Array, np.ndarray, np.ndarray]:
+        """Return the concatenated items of a feature's lists or weights, each list's length, int64 [rows], and which text is not
+        a list, bool [rows]."""
+        bad = np.zeros(len(array), bool)
         if is_text(array.type):
-            array = pc.split_pattern(pc.cast(array, pa.large_binary()), pattern=self.schema.list_delimiter)
+            trim = feature.list_delimiter is not None
+            array, bad = split_lists(self.markers.to_null(array), self.schema.list_mark(feature.name), trim=trim)
         elif not is_list(array.type):
             raise self.type_error(name, "a list is needed, or text with the schema's list_delimiter; remove it from lists")
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
-        return resolved(pc.list_flatten(array)), lengths
+        return resolved(pc.list_flatten(array)), lengths, bad
 
-    def _list_weights(self, name: str, lengths: np.ndarray, present: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _list_weights(self, feature: Feature, lengths: np.ndarray, present: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the weight of each list item, float32 [sum(lengths)], and the rejected rows, bool [rows]. `present` marks the
         items that are categories, bool. A row is rejected if its weight and item counts differ, or if a category's weight is not
         a finite number. A row without categories may also have no weights."""
+        name = feature.weights or ""
         array = self._array(name)
         weights = np.zeros(len(present), np.float32)
         num_weights = np.zeros(len(lengths), np.int64)
         values, status = np.zeros(0), np.zeros(0, np.uint8)
         if not types.is_null(array.type):
-            items, num_weights = self._items(array, name)
+            items, num_weights, bad = self._items(array, name, feature)
+            self._reject(bad, BRACKET, name)
             values, status = numbers_of(items, name, self.type_error)
         good = (status == VALUE) & np.isfinite(values) & (np.abs(values) <= LIMIT)
         fits = num_weights == lengths

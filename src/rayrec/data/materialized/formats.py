@@ -270,9 +270,15 @@ def named_columns(rows: EncodedRows, schema: Schema) -> pa.Table:
             columns[schema.feature(name).weights or ""] = ids_to_arrow(ids, ids.weights)
     columns |= {name: arrow_numbers(values) for name, values in rows.labels.items() if name != schema.label}
     if rows.timestamps is not None:
-        assert schema.timestamp
-        columns[schema.timestamp] = arrow_numbers(rows.timestamps)
+        columns[_timestamp_column(schema)] = arrow_numbers(rows.timestamps)
     return pa.table(columns)
+
+
+def _timestamp_column(schema: Schema) -> str:
+    """Return the column of the rows' times, which may be a model input of the same name too."""
+    assert schema.timestamp is not None
+    is_input = schema.timestamp in (*schema.dense, *schema.sparse)
+    return f"{schema.timestamp}.timestamp" if is_input else schema.timestamp
 
 
 def from_named_columns(table: pa.Table, schema: Schema) -> EncodedRows:
@@ -285,7 +291,8 @@ def from_named_columns(table: pa.Table, schema: Schema) -> EncodedRows:
     labels = {name: numpy_of(columns[name]).astype(np.float32, copy=False) for name in names}
     weights = numpy_of(columns[schema.weight]) if schema.weight in columns else None
     ids = [ids_from_arrow(columns[name], columns.get(schema.feature(name).weights or "")) for name in schema.sparse]
-    timestamps = numpy_of(columns[schema.timestamp]) if schema.timestamp in columns else None
+    timestamp = _timestamp_column(schema) if schema.timestamp is not None else None
+    timestamps = numpy_of(columns[timestamp]) if timestamp in columns else None
     return EncodedRows(dense, ids, labels, weights, timestamps=timestamps)
 
 

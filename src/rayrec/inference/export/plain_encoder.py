@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rayrec.data.encoding.rules import DenseColumn, SparseColumn, bucket_tokens, expand_bag, seconds_of
+from rayrec.data.encoding.rules import DenseColumn, SparseColumn, bracket_items, bucket_tokens, expand_bag, seconds_of
 from rayrec.hashing import xxh64
 
 Ids = np.ndarray | tuple[np.ndarray, np.ndarray]
@@ -33,9 +33,9 @@ _LIMIT = 10**18
 _STORED = {"version", "profile", "schema", "dense", "sparse", "integer_buckets", "file_minimum", "multi_hot", "constants", "hash"}
 _SCHEMA = {
     *("label", "dense", "sparse", "tokens", "lists", "weight", "delimiter", "list_delimiter", "integers", "optional"),
-    *("features", "labels", "timestamp", "nan", "category_rules"),
+    *("features", "labels", "timestamp", "nan", "category_rules", "label_rule", "missing"),
 }
-_FEATURE = {"name", "vocabulary", "max_length", "weights", "aligned_with"}
+_FEATURE = {"name", "vocabulary", "max_length", "weights", "aligned_with", "list_delimiter"}
 
 
 class Encoder:
@@ -56,6 +56,10 @@ class Encoder:
                 raise ValueError(f"preprocessor.json: weights of list {name} are not supported by this program")
         self._hexadecimal = self.schema["tokens"] == "hexadecimal"
         self._booleans = self.schema.get("category_rules", 1) >= 2
+        self._missing = set(self.schema.get("missing", ()))
+        numbers = [_marker_number(marker) for marker in self._missing]
+        self._missing_numbers = {number for number in numbers if number is not None}
+        self._missing_tokens = {int(number) % 2**64 for number in self._missing_numbers if _is_integral(number)}
         self._buckets: bool = stored["integer_buckets"]
         minimum = stored["file_minimum"]
         self._least = None if minimum is None else minimum[""]
@@ -90,8 +94,8 @@ class Encoder:
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, list[Ids]]:
         """Encode rows. Returns dense features, float32 [rows, dense columns], and the ids of each sparse column.
 
-        A value that is absent, None or empty is missing. Categories are text, integers or dates. Lists are lists of categories,
-        or text with the schema's list_delimiter. A date or time in a column of numbers, or its
+        A value that is absent, None, empty or in the schema's missing is missing. Categories are text, integers or dates.
+        Lists are lists of categories, or text with their list_delimiter. A date or time in a column of numbers, or its
         ISO 8601 text, becomes its seconds since 1970.
 
         Raises ValueError with row and column for anything else."""
@@ -125,7 +129,7 @@ class Encoder:
             value = seconds_of(value)
         if isinstance(value, str):
             text = value.strip(" \t")
-            if text == "":
+            if text == "" or value in self._missing:
                 return None
             if self._hexadecimal and re.fullmatch("-?[0-9]+", text):
                 value = int(text)
@@ -141,7 +145,7 @@ class Encoder:
             value = int(value)
         if not isinstance(value, int if self._hexadecimal else (int, float)) or not -_LIMIT <= value <= _LIMIT:
             raise ValueError(f"row {row}: {name} must be a number of this column, got {value!r}")
-        return value
+        return None if value in self._missing_numbers else value
 
     def _categories(self, rows: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Return tokens, a mask of missing ones, and for lists the number of tokens in each row."""
@@ -171,13 +175,31 @@ class Encoder:
         for row, values in enumerate(rows):
             items = _plain(values.get(name))
             if isinstance(items, str):
-                items = items.split(self.schema["list_delimiter"])
+                items = self._split(items, name)
             if not isinstance(items, (list, tuple, np.ndarray, type(None))):
                 raise ValueError(f"row {row}: {name} must be a list, got {items!r}")
             lists.append([self._token(_plain(item), name, row) for item in (() if items is None else items)])
         return lists
 
+    def _split(self, text: str, name: str) -> list[str] | str:
+        """Split a list in text. Text that is not a list in brackets is returned unchanged."""
+        mark = self._features.get(name, {}).get("list_delimiter")
+        if text in self._missing:
+            return []
+        if mark == "brackets":
+            items = bracket_items(text)
+            return text if items is None else items
+        if mark is not None:
+            return [item.strip(" \t") for item in text.split(mark)]
+        return text.split(self.schema["list_delimiter"])
+
     def _token(self, value: Any, name: str, row: int) -> int | None:
+        if isinstance(value, str) and value in self._missing:
+            return None
+        token = self._present_token(value, name, row)
+        return None if token in self._missing_tokens else token
+
+    def _present_token(self, value: Any, name: str, row: int) -> int | None:
         if value is None or value == "" or (isinstance(value, float) and np.isnan(value)):
             return None
         if self._hexadecimal:
@@ -210,6 +232,18 @@ class Encoder:
 
 def _positions(tokens: Sequence[int | None]) -> list[int]:
     return [index for index, token in enumerate(tokens) if token is not None]
+
+
+def _marker_number(marker: str) -> float | None:
+    """Return the number that a marker of missing values stands for. None for other text."""
+    text = marker.strip(" \t")
+    if text in _BOOLEANS:
+        return float(_BOOLEANS[text])
+    return float(text) if _NUMBER.fullmatch(text) else None
+
+
+def _is_integral(number: float) -> bool:
+    return number.is_integer() and abs(number) < 2**53
 
 
 def _plain(value: Any) -> Any:

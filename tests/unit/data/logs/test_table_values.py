@@ -1,0 +1,309 @@
+"""Schema fields on values (missing markers, list marks, label rules): equal inputs of files, requests, frames and encode.py."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from builders.faults import rejects
+
+from rayrec.data.encoded_rows import EncodedRows, JaggedIds
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.presets import RAYREC, make_preprocessor
+from rayrec.data.encoding.rules import bracket_items
+from rayrec.data.frames import transform_table
+from rayrec.data.log_source import LogSource
+from rayrec.data.logs.column_values import split_lists
+from rayrec.data.logs.csv_reader import read_csv, read_csv_text
+from rayrec.data.logs.table_parser import parse_table
+from rayrec.data.materialized.formats import from_named_columns
+from rayrec.data.raw_block import RawBlock
+from rayrec.inference.export.plain_encoder import Encoder
+from rayrec.schema import Feature, Label, LabelRule, Schema, load_schema
+from rayrec.serve.requests import RequestBody
+from rayrec.serve.row_readers import make_reader
+
+SCHEMA = Schema(
+    label=None,
+    dense=("age", "price"),
+    sparse=("user", "tags", "genres", "words"),
+    lists=("tags", "genres", "words"),
+    integers=("user",),
+    missing=("NA", "\\N", "?", "-1"),
+    features=(
+        Feature(name="tags", list_delimiter="^"),
+        Feature(name="genres", list_delimiter="brackets"),
+        Feature(name="words", list_delimiter=","),
+    ),
+)
+ROWS: list[dict[str, Any]] = [
+    {"age": "31", "price": "2.5", "user": "7", "tags": "a^b", "genres": "['x', 'y']", "words": "the,end"},
+    {"age": "NA", "price": "-1.0", "user": "NA", "tags": "NA^b", "genres": '["x", "ü, y"]', "words": "end, the"},
+    {"age": "?", "price": "\\N", "user": "-1", "tags": "?", "genres": "['-1', None]", "words": ""},
+    {"age": "-1", "price": "7", "user": "07", "tags": " a ^ b ", "genres": "[]", "words": "NA"},
+    {"age": "", "price": "-12", "user": "", "tags": "", "genres": "", "words": "the"},
+]
+PLAIN: list[dict[str, Any]] = [
+    {"age": 31, "price": 2.5, "user": 7, "tags": ["a", "b"], "genres": ["x", "y"], "words": ["the", "end"]},
+    {"age": None, "price": None, "user": None, "tags": ["b"], "genres": ["x", "ü, y"], "words": ["end", "the"]},
+    {"age": None, "price": None, "user": None, "tags": [], "genres": [], "words": []},
+    {"age": None, "price": 7, "user": 7, "tags": ["a", "b"], "genres": [], "words": []},
+    {"age": None, "price": -12, "user": None, "tags": [], "genres": [], "words": ["the"]},
+]
+"""The same rows without markers and marks."""
+
+
+def csv_text(rows: list[dict[str, Any]]) -> bytes:
+    def field(text: str) -> str:
+        return '"' + text.replace('"', '""') + '"' if "," in text or '"' in text else text
+
+    lines = [",".join(rows[0]), *(",".join(map(field, row.values())) for row in rows)]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def preprocessor_of(raw: RawBlock) -> Preprocessor:
+    preset = RAYREC.replace(min_count=1)
+    counts = preset.counting(raw.schema).empty()
+    counts.add_rows(raw, 0)
+    return make_preprocessor(preset, raw.schema, counts)
+
+
+def json_block(rows: list[dict[str, Any]], schema: Schema) -> RawBlock:
+    raw, outcomes = make_reader(schema).read([RequestBody("json", len(rows), 0, rows=rows)])
+    assert outcomes == [slice(0, len(rows))]
+    return raw
+
+
+def same_block(block: RawBlock, expected: RawBlock) -> None:
+    for name in ("numbers", "categories", "missing"):
+        np.testing.assert_array_equal(getattr(block, name), getattr(expected, name))
+    for column, other in zip(block.lists, expected.lists, strict=True):
+        np.testing.assert_array_equal(column.values, other.values)
+        np.testing.assert_array_equal(column.lengths, other.lengths)
+
+
+def same_rows(rows: EncodedRows, dense: np.ndarray, ids: list[Any]) -> None:
+    np.testing.assert_array_equal(rows.dense, dense)
+    for column, other in zip(rows.ids, ids, strict=True):
+        if isinstance(column, JaggedIds):
+            values, lengths = (other.values, other.lengths) if isinstance(other, JaggedIds) else other
+            np.testing.assert_array_equal(column.values, values)
+            np.testing.assert_array_equal(column.lengths, lengths)
+        else:
+            np.testing.assert_array_equal(column, other)
+
+
+EXPECTED = parse_table(pa.Table.from_pylist(PLAIN), SCHEMA.replace(missing=()))[0]
+
+
+def test_csv_file_matches_plain_rows(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_bytes(csv_text(ROWS))
+    table = next(read_csv(str(tmp_path / "log.csv"), SCHEMA))
+    raw, faults = parse_table(table, SCHEMA)
+    assert not faults.total
+    same_block(raw, EXPECTED)
+
+
+def test_parquet_strings_match_plain_rows() -> None:
+    raw, faults = parse_table(pa.Table.from_pylist(ROWS), SCHEMA)
+    assert not faults.total
+    same_block(raw, EXPECTED)
+
+
+def test_csv_request_matches_plain_rows() -> None:
+    raw, outcomes = make_reader(SCHEMA).read([RequestBody("csv", len(ROWS) + 1, 0, text=csv_text(ROWS))])
+    assert outcomes == [slice(0, len(ROWS))]
+    same_block(raw, EXPECTED)
+
+
+def test_json_request_matches_plain_rows() -> None:
+    marked = [dict(row) for row in PLAIN]
+    marked[1] |= {"age": "NA", "price": -1.0, "user": "NA", "tags": ["NA", "b"]}
+    marked[2] |= {"age": "?", "price": "\\N", "user": -1, "tags": ["?"], "genres": ["-1", -1, None]}
+    marked[3] |= {"age": -1, "user": "07", "words": ["NA"]}
+    same_block(json_block(marked, SCHEMA), EXPECTED)
+
+
+def test_encode_py_matches_training(tmp_path: Path) -> None:
+    preprocessor = preprocessor_of(parse_table(pa.Table.from_pylist(ROWS), SCHEMA)[0])
+    preprocessor.save(str(tmp_path))
+    for rows in (ROWS, PLAIN):
+        same_rows(preprocessor.encode(EXPECTED), *Encoder(str(tmp_path)).encode(rows))
+
+
+def test_transform_matches_training() -> None:
+    preprocessor = preprocessor_of(parse_table(pa.Table.from_pylist(ROWS), SCHEMA)[0])
+    rows = from_named_columns(transform_table(pa.Table.from_pylist(ROWS), preprocessor, source="rows"), preprocessor.schema)
+    expected = preprocessor.encode(EXPECTED)
+    same_rows(rows, expected.dense, list(expected.ids))
+
+
+def test_saved_preprocessor_keeps_value_fields(tmp_path: Path) -> None:
+    schema = SCHEMA.replace(label={"name": "rating", "at_least": 4.0})
+    preprocessor = preprocessor_of(RawBlock.empty(schema))
+    preprocessor.save(str(tmp_path))
+    assert Preprocessor.load(str(tmp_path)).schema == schema
+
+
+def test_old_schema_keeps_description() -> None:
+    described = Schema(label="y", dense=("a",), sparse=("s", "t"), lists=("t",), features=(Feature(name="t"),)).describe()
+    assert not {"missing", "label_rule"} & described.keys()
+    assert "list_delimiter" not in described["features"][0]
+
+
+@pytest.mark.parametrize(
+    ("array", "missing"),
+    [
+        pytest.param(pa.array([1, -1, 0]), [False, True, False], id="integers"),
+        pytest.param(pa.array([1.0, -1.0, None]), [False, True, True], id="floats"),
+        pytest.param(pa.array(["1", "-1.0", "NA"]), [False, True, True], id="text"),
+        pytest.param(pa.array(["NA", "x", "1"]).dictionary_encode(), [True, None, False], id="dictionary"),
+    ],
+)
+def test_markers_in_numbers_by_type(array: pa.Array, missing: list[bool | None]) -> None:
+    schema = Schema(label=None, dense=("a",), missing=("-1", "NA"))
+    raw, faults = parse_table(pa.table({"a": array}), schema)
+    assert raw.missing[:, 0].tolist() == [each for each in missing if each is not None]
+    assert faults.total == missing.count(None)
+
+
+def test_marker_zero_keeps_faults() -> None:
+    raw, faults = parse_table(pa.table({"a": ["0", "x", "2"]}), Schema(label=None, dense=("a",), missing=("0",)))
+    assert (raw.missing[:, 0].tolist(), faults.total) == ([True, False], 1)
+
+
+RATINGS = ["5", "3", "4.0", "", "x"]
+
+
+def clicks(values: Any, rule: LabelRule, **fields: Any) -> tuple[list[float], dict[str, int]]:
+    schema = Schema(label="y", label_rule=rule, dense=("a",), **fields)
+    raw, faults = parse_table(pa.table({"y": values, "a": np.arange(len(values))}), schema)
+    return raw.labels["y"].tolist(), faults.counts
+
+
+def test_label_at_least_splits_numbers() -> None:
+    counts = {"label is missing": 1, "not a finite number": 1}
+    assert clicks(RATINGS, LabelRule(at_least=4)) == ([1, 0, 1], counts)
+
+
+@pytest.mark.parametrize(
+    ("values", "positive", "expected"),
+    [
+        pytest.param(["yes", "no", "maybe"], "yes", [1, 0, 0], id="words"),
+        pytest.param([">50K", "<=50K"], ">50K", [1, 0], id="census"),
+        pytest.param([-1, 1, -1], "1", [0, 1, 0], id="signs"),
+        pytest.param(["-1", "1.0", "+1"], "1", [0, 1, 1], id="signs in text"),
+        pytest.param([1.0, 2.0], "2", [0, 1], id="floats"),
+        pytest.param([True, False], "true", [1, 0], id="booleans"),
+    ],
+)
+def test_label_positive_matches_values(values: list[Any], positive: str, expected: list[float]) -> None:
+    assert clicks(values, LabelRule(positive=(positive,))) == (expected, {})
+
+
+def test_label_markers_are_missing_labels() -> None:
+    counts = {"label is missing": 2}
+    assert clicks(["1", "-1", "?", None], LabelRule(positive=("1",)), missing=("?", "-1")) == ([1, 0], counts)
+
+
+def test_further_label_markers_are_missing() -> None:
+    schema = Schema(label="y", labels=(Label(name="bought"),), dense=("a",), missing=("NA", "-1"))
+    raw, faults = parse_table(pa.table({"y": [0, 1], "bought": ["NA", "1"], "a": [1, 2]}), schema)
+    assert np.isnan(raw.labels["bought"]).tolist() == [True, False]
+    assert not faults.total
+
+
+def test_request_ignores_label_rule() -> None:
+    schema = SCHEMA.replace(label={"name": "answer", "positive": ["yes"]})
+    same_block(json_block([{**row, "answer": "perhaps"} for row in PLAIN], schema), EXPECTED)
+
+
+def test_text_outside_brackets_is_fault() -> None:
+    table = pa.Table.from_pylist([*ROWS, {**ROWS[0], "genres": "x, y"}, {**ROWS[0], "genres": "['x'"}])
+    _, faults = parse_table(table, SCHEMA)
+    assert faults.counts == {"not a list in brackets": 2}
+
+
+def test_list_weights_use_mark_of_list() -> None:
+    features = (Feature(name="s", weights="w", list_delimiter="^"),)
+    schema = Schema(label=None, sparse=("s",), lists=("s",), features=features)
+    raw, faults = parse_table(pa.table({"s": ["a^b", "a"], "w": ["1^0.5", "2"]}), schema)
+    assert raw.lists[0].weights is not None
+    assert (raw.lists[0].weights.tolist(), faults.total) == ([1, 0.5, 2], 0)
+
+
+def test_list_mark_may_be_delimiter_in_quotes() -> None:
+    schema = Schema(label=None, sparse=("s",), lists=("s",), delimiter=",", features=(Feature(name="s", list_delimiter=","),))
+    table = read_csv_text(b'"a,b"\nc\n', schema, delimiter=",", columns=["s"], path="rows")
+    assert parse_table(table, schema)[0].lists[0].lengths.tolist() == [2, 1]
+
+
+def test_brackets_match_python() -> None:
+    rng = random.Random(0)
+    texts = ["[" + "".join(rng.choice("ab,'\"[] \\1nN") for _ in range(rng.randrange(12))) + "]" for _ in range(20_000)]
+    lists, bad = split_lists(pa.array(texts), "brackets", trim=False)
+    for text, items, is_bad in zip(texts, lists.to_pylist(), bad.tolist(), strict=True):
+        expected = bracket_items(text)
+        assert is_bad == (expected is None), text
+        if expected is not None:
+            assert [item.decode() for item in items if item] == [item for item in expected if item], text
+
+
+def test_brackets_read_json_and_python() -> None:
+    rng = random.Random(1)
+    for _ in range(2000):
+        items = ["".join(rng.choice("aüß😀,'\"\\\n []") for _ in range(rng.randrange(1, 6))) for _ in range(rng.randrange(4))]
+        for text in (json.dumps(items), json.dumps(items, ensure_ascii=False), repr(items)):
+            assert [item for item in bracket_items(text) or [] if item] == items
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{label: {name: y, at_least: 3, positive: [a]}, dense: [a]}", "either at_least or positive"),
+        ("{label: {name: y, at_least: .nan}, dense: [a]}", "must be a finite number"),
+        ("{label: {at_least: 3}, dense: [a]}", "label must name a column"),
+        ("{label: {name: y, at_leas: 3}, dense: [a]}", "did you mean 'at_least'?"),
+        ("{label: {name: y, at_least: 3}, dense: [a], tokens: hexadecimal}", "label_rule needs tokens: any"),
+        ("{label: y, dense: [a], missing: [NA], tokens: hexadecimal}", "missing needs tokens: any"),
+        ("{sparse: [a], features: [{name: a, list_delimiter: ';'}]}", "need a column of lists"),
+        ("{sparse: [a], lists: [a], features: [{name: a, list_delimiter: '::'}]}", "one ASCII character"),
+    ],
+)
+def test_schema_rejects_value_fields(text: str, message: str) -> None:
+    assert message in rejects("", load_schema, text, "schema.yaml")
+
+
+def test_schema_lists_are_text_as_written() -> None:
+    schema = load_schema("{label: {name: y, positive: [yes, 1]}, dense: [no, 2020], missing: [null, NULL, ~, -1, NaN]}", "x")
+    assert schema.dense == ("no", "2020")
+    assert schema.missing == ("null", "NULL", "~", "-1", "NaN")
+    assert schema.label_rule == LabelRule(positive=("yes", "1"))
+
+
+def test_other_label_has_no_rule() -> None:
+    schema = Schema(label="y", label_rule=LabelRule(at_least=4), dense=("a",))
+    assert schema.replace(label="z").label_rule is None
+    assert schema.replace(dense=("b",)).label_rule == schema.label_rule
+
+
+def test_timestamp_may_be_dense() -> None:
+    schema = Schema(label=None, dense=("at",), timestamp="at")
+    assert schema.columns == ("at",)
+    raw, _ = parse_table(pa.table({"at": [5, 7]}), schema)
+    assert raw.times is not None
+    assert raw.times.tolist() == [5_000_000, 7_000_000]
+    preprocessor = preprocessor_of(raw)
+    encoded = preprocessor.encode(raw)
+    again = from_named_columns(transform_table(pa.table({"at": [5, 7]}), preprocessor, source="rows"), schema)
+    np.testing.assert_array_equal(again.dense, encoded.dense)
+    np.testing.assert_array_equal(again.timestamps, raw.times)
+
+
+def test_hint_skips_empty_labels(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("stars,user\n" + "".join(f"{star},u\n" for star in (1, 5, 3, 2, 4, "")) * 20)
+    line = rejects("", LogSource.at(str(tmp_path / "log.csv")).check_head, Schema(label="stars", sparse=("user",)))
+    assert "found 1, 2, 3, 4, 5 in column stars; derive one, such as stars >= 4, or write in the schema" in line
