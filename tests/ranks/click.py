@@ -33,7 +33,9 @@ SHARED = [40, 900, 40]
 """Tables of a model with several labels: features 0 and 2 share one, the lists of feature 1 have weights."""
 SEQUENCES = [40, 9, 40]
 """Tables of a model whose feature 2 is a sequence of feature 0's categories; they share a table."""
-CASES = {"many": MANY, "equal": EQUAL, "shared": SHARED, "sequences": SEQUENCES}
+NUMBERS: list[int] = []
+"""Tables of a model without categories."""
+CASES = {"many": MANY, "equal": EQUAL, "shared": SHARED, "sequences": SEQUENCES, "numbers": NUMBERS}
 BY_ADAM = {"adam": SHARED, "adam_sequences": SEQUENCES}
 DIM, ROWS, STEPS = 8, 12, 3
 
@@ -131,7 +133,8 @@ def train(folder: str, tables: list[int], rank: int, *, node: str = "", device: 
     setup = configuration.workload.set_up(place, prepared(tables))
     losses = train_batches(folder, setup, [batch(tables, step, rank, world_size) for step in range(STEPS)])
     # TorchRec exchanges a batch's ids ahead only if it finds in the model's forward that they come straight from the batch.
-    exchanging = (2 if tables == SEQUENCES else 1) if world_size > 1 else 0
+    modules = 2 if tables == SEQUENCES else min(len(tables), 1)
+    exchanging = modules if world_size > 1 else 0
     assert len(getattr(setup.pipeline, "_pipelined_modules", [])) == exchanging
     if rank == 0:
         with open(f"{folder}/losses.json", "w") as file:

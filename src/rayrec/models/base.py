@@ -139,6 +139,10 @@ class ClickModelConfig(Config):
         """Return the settings that all click models share."""
         return {field.name: getattr(self, field.name) for field in fields(ClickModelConfig)}
 
+    def needs_categories(self) -> bool:
+        """Return whether the network needs a categorical feature. False: numbers alone are enough, without any table."""
+        return True
+
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
         """Return the features whose embeddings the network takes unpooled (`KeyedEmbeddings.sequences`). Default: none. Pure.
         Raises InputError for inputs that the model does not support."""
@@ -214,6 +218,9 @@ class MLPConfig(ClickModelConfig):
     batch_norm: bool = False
     """Whether to use batch norm, over the global batch, in the MLP."""
 
+    def needs_categories(self) -> bool:
+        return False
+
     def layer_settings(self, precision: Precision) -> TowerSettings:
         """Return the settings of the MLP's layers, except their widths."""
         return {"dropout": self.dropout, "batch_norm": self.batch_norm, "precision": precision}
@@ -235,6 +242,9 @@ class ExpertsConfig(ClickModelConfig):
     """Dropout probability of each layer."""
     batch_norm: bool = False
     """Whether to use batch norm, over the global batch, in experts, gates and towers."""
+
+    def needs_categories(self) -> bool:
+        return False
 
     def layer_settings(self, precision: Precision) -> TowerSettings:
         """Return the settings of all layers, except their widths."""

@@ -221,15 +221,18 @@ class HostTables(Tables):
         return out
 
 
+_CPU: Final = torch.device("cpu")
+
+
 @final
 class DeviceTables(Tables):
     """Tables on any torch device, with torch operators for lookups."""
 
-    def __init__(self, row_format: RowFormat, tables: Sequence[torch.Tensor]) -> None:
-        """`tables`: as in HostTables, all on one device."""
+    def __init__(self, row_format: RowFormat, tables: Sequence[torch.Tensor], device: torch.device = _CPU) -> None:
+        """`tables`: as in HostTables, all on `device`."""
         super().__init__(row_format)
         self._tables = tuple(tables)
-        self._device = tables[0].device
+        self._device = device
 
     def tensors(self) -> list[torch.Tensor]:
         return list(self._tables)

@@ -86,7 +86,9 @@ def test_configs_reject_early_stopping_plateau_and_schema(tmp_path: Path) -> Non
     for factor in (0.0, 1.0):
         rejects("above 0 and below 1", recipes.criteo_demo().replace, plateau={"factor": factor})
     config = recipes.clicks(str(tmp_path), Schema(dense=("age", "price"), tokens="any", delimiter=","))
-    rejects(r"must have a sparse column for a click model. Name a column of categ", config.workload.check, config)
+    config.workload.check(config)  # numbers alone
+    with_lists = config.replace(workload={"model": DINConfig()})
+    rejects(r"must have a sparse column for DINConfig. Name a column of categories", with_lists.workload.check, with_lists)
     buckets = config.replace(workload={"preset": {"dense": "buckets"}})
     buckets.workload.check(buckets)
 

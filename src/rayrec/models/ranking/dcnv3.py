@@ -44,6 +44,9 @@ class DCNv3Config(ClickModelConfig):
                 f"DCNv3Config.embedding_dim: must be a multiple of {2 * self.heads}, 2 * heads, got {self.embedding_dim}"
             )
 
+    def needs_categories(self) -> bool:
+        return False
+
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return DCNv3(self, inputs, precision=precision)
 

@@ -75,6 +75,9 @@ class DLRMConfig(ClickModelConfig):
     def width(self) -> int:
         return width_with_weight(self.embedding_dim) if self.first_order else self.embedding_dim
 
+    def needs_categories(self) -> bool:
+        return False
+
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> DLRM:
         from rayrec.layers.dlrm import DLRM
         from rayrec.layers.first_order import NUMBER_WIDTH, FirstOrder

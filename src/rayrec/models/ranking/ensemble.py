@@ -68,6 +68,9 @@ class EnsembleConfig(ClickModelConfig):
     def width(self) -> int:
         return sum(model.table_width for model in self.models)
 
+    def needs_categories(self) -> bool:
+        return any(model.needs_categories() for model in self.models)
+
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
         """Return the sequences of all models. Models that pool them get the sum."""
         sequences = {feature for model in self.models for feature in model.sequences(inputs)}

@@ -55,6 +55,9 @@ class FinalMLPConfig(ClickModelConfig):
             _context_indices(self, field, inputs)
         return ()
 
+    def needs_categories(self) -> bool:
+        return False
+
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return FinalMLP(self, inputs, precision=precision)
 

@@ -37,6 +37,9 @@ class FinalNetConfig(ClickModelConfig):
     tower_losses: bool = True
     """Whether to add each tower's cross entropy with the mean's probability to the loss."""
 
+    def needs_categories(self) -> bool:
+        return False
+
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return FinalNet(self, inputs, precision=precision)
 

@@ -38,6 +38,9 @@ class LinearConfig(ClickModelConfig):
     def width(self) -> int:
         return width_with_weight(0)
 
+    def needs_categories(self) -> bool:
+        return False
+
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return Linear(self, inputs)
 

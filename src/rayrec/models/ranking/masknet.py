@@ -42,6 +42,9 @@ class MaskNetConfig(ClickModelConfig):
         if self.reduction_ratio <= 0:
             raise InputError(f"MaskNetConfig.reduction_ratio: must be above 0, got {self.reduction_ratio}")
 
+    def needs_categories(self) -> bool:
+        return False
+
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return MaskNet(self, inputs, precision=precision)
 

@@ -32,6 +32,9 @@ class WukongConfig(ClickModelConfig):
     mlp_batch_norm: bool = False
     """Whether to use batch norm, over the global batch, in `mlp`. FuxiCTR's default is True."""
 
+    def needs_categories(self) -> bool:
+        return False
+
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return Wukong(self, inputs, precision=precision)
 

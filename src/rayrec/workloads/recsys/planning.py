@@ -118,7 +118,7 @@ def cut_to_fit(
     workload: ClickSettings, config: TrainConfig, num_embeddings: list[int], *, inputs: Schema, workers: int, memory_bytes: int
 ) -> list[int]:
     """Cap the rows per table so that all tables fit `workers` on one node. Raises InputError if not even one row each fits."""
-    max_rows = max(num_embeddings)
+    max_rows = max(num_embeddings, default=1)
     target = Target(workers, workers)
     while True:
         cut = [min(rows, max_rows) for rows in num_embeddings]
@@ -216,7 +216,7 @@ def tables_of(
         batch_size=batch_size,
         dense_weights=cost.weights,
         exchange_bytes=_EXCHANGE_BYTES[workload.sharding.exchange_precision],
-        id_bytes=4 if max(num_embeddings) <= 2**31 else 8,
+        id_bytes=4 if max(num_embeddings, default=0) <= 2**31 else 8,
     )
     return Tables(text, table_bytes, tuple(memories), traffic)
 

@@ -309,7 +309,7 @@ def make_scorer(model: PlainModel, tables: Sequence[torch.Tensor], *, row_format
         on_device = HostTables(row_format, [table.numpy() for table in tables])
     else:
         moved = {id(table): table.to(torch_device) for table in tables}
-        on_device = DeviceTables(row_format, [moved[id(table)] for table in tables])
+        on_device = DeviceTables(row_format, [moved[id(table)] for table in tables], torch_device)
     return ClickScorer(model.to(torch_device), on_device, device=torch_device)
 
 

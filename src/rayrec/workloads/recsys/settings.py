@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rayrec import storage
+from rayrec import models, storage
 from rayrec.bounds import Positive
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
@@ -96,7 +96,7 @@ class ClickSettings(Workload):
             raise InputError("train_data.path: must be a training log, got None. Pass --data PATH (rayrec generate creates one).")
         if self.preprocessor is None and not LogSource.at(config.train_data.path).is_preprocessed:
             inputs = self.preset.inputs(self.schema)
-            check_sparse(inputs)
+            self.check_categories(inputs)
             self.unpooled(inputs)  # raises InputError for columns that the model cannot take
         self._check_labels()
         self.teacher.check()
@@ -106,6 +106,17 @@ class ClickSettings(Workload):
                 f"workload.sharding.uvm_caching: {self.sparse_optimizer.kind} updates tables outside fbgemm's kernels, which "
                 "manage the cache. Set sparse_optimizer.kind to rowwise_adagrad, adagrad or sgd."
             )
+
+    def check_categories(self, inputs: Schema) -> None:
+        """Check that the model inputs have a sparse column, if the model needs one. Raises InputError."""
+        if inputs.sparse or not self.model.needs_categories():
+            return
+        name = type(self.model).__name__
+        others = [other for other in models.names() if not models.config_class(other)().needs_categories()]
+        raise InputError(
+            f"schema: must have a sparse column for {name}. Name a column of categories or integers in sparse, or choose a "
+            f"--model that learns from numbers alone: {', '.join(others)}."
+        )
 
     def _check_labels(self) -> None:
         name = type(self.model).__name__
@@ -157,15 +168,6 @@ class ClickSettings(Workload):
     def unpooled(self, inputs: Schema) -> tuple[str, ...]:
         """Return the columns with unpooled embedding lookups in training."""
         return unpooled_features(self.model, ModelInputs.of(inputs))
-
-
-def check_sparse(inputs: Schema) -> None:
-    """Check that the model inputs have a sparse column. Raises InputError."""
-    if not inputs.sparse:
-        raise InputError(
-            "schema: must have a sparse column for a click model. Name a column of categories or integers in sparse, or train a "
-            "custom model (docs/bring-your-own.md)."
-        )
 
 
 def check_grouped(schema: Schema, path: str | None) -> None:

@@ -16,7 +16,7 @@ import torch.distributed.optim  # TorchRec imports it when sharding tables. Impo
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineBase, TrainPipelineSparseDist
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ShardedModule, ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.streamable import Pipelineable
@@ -306,7 +306,9 @@ def make_pipeline(
     """Create the pipeline. With several workers, it exchanges ids and copies the next batch while the current one computes. One
     worker exchanges nothing. TorchRec's exchange would cost it time, on a GPU by blocking the host several times per step. The
     base pipeline also prefetches the next batch to a GPU."""
-    pipeline: Callable[..., TrainPipeline] = TimedBase if context.world_size == 1 else TimedSparseDist
+    # Without sharded tables there are no ids to exchange, and TorchRec would trace the network in search of some.
+    exchanges = context.world_size > 1 and any(isinstance(module, ShardedModule) for module in model.modules())
+    pipeline: Callable[..., TrainPipeline] = TimedSparseDist if exchanges else TimedBase
     return pipeline(model, optimizer, context.device, clock or StepTimer())
 
 

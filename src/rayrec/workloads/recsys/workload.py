@@ -17,7 +17,7 @@ from rayrec.data.logs.index import LogIndex
 from rayrec.ingest.block_order import BlockOrder
 from rayrec.workloads.base import RunContext, TrainConfig, WarmStart, WorkerContext, WorkerSetup
 from rayrec.workloads.recsys.distillation import RECORD, Teacher, open_teacher
-from rayrec.workloads.recsys.settings import ClickSettings, Prepared, check_grouped, check_sparse
+from rayrec.workloads.recsys.settings import ClickSettings, Prepared, check_grouped
 from rayrec.workloads.run_config import DataConfig
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class ClickWorkload(ClickSettings):
         train = _order(index, rows["train"], config.train_data, config.seed)
         preprocessor = self._preprocessor(folder, index, context, teacher, counting)
         context.stopwatch.lap("vocabulary")
-        check_sparse(preprocessor.inputs)
+        self.check_categories(preprocessor.inputs)
         if preprocessor.schema != self.schema:
             raise InputError(
                 f"the columns of the Preprocessor must be {self.schema.columns}, as in the recipe, got "

@@ -502,6 +502,20 @@ def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
     assert raw.rows == 1
 
 
+def test_numbers_alone_are_exported_and_served(tmp_path: Path) -> None:
+    schema = Schema(label="click", dense=("age", "price"), tokens="any", delimiter=",", missing=("NA",))
+    preprocessor = Preprocessor("test", schema, (DenseColumn(), DenseColumn()), (), np.zeros(0, np.uint64))
+    log = tmp_path / "log.csv"
+    lines = [f"{row % 3 // 2},{'NA' if row % 7 == 0 else row % 40},{row % 11}" for row in range(300)]
+    log.write_text("\n".join(["click,age,price", *lines]) + "\n")
+    built = save_clicks(tmp_path / "run", preprocessor=preprocessor, train_data={"path": str(log)})
+    report = export_of(built, tmp_path / "out", max_auroc_loss=0.05)
+    assert report["encoder_parity"]["failure"] is None
+    encoded = _check_strangers(tmp_path, Encoder(str(tmp_path / "out" / "preprocessor")))
+    trained, exported = (open_served(str(path)).score(encoded) for path in (built.run, tmp_path / "out"))
+    np.testing.assert_allclose(trained, exported, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "failure"),
     [
