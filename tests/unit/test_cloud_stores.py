@@ -94,6 +94,16 @@ def test_cloud_globs_and_partitions_list_all_depths(folder: str) -> None:
     assert not storage.exists(f"{folder}/da")
 
 
+def test_cloud_table_formats_are_rejected(folder: str) -> None:
+    for name in ("delta/_delta_log/0.json", "iceberg/metadata/0-a.metadata.json", "hudi/.hoodie/hoodie.properties"):
+        storage.write_bytes(f"{folder}/{name}", b"{}")
+    for table in ("delta", "iceberg/data", "hudi"):
+        storage.write_bytes(f"{folder}/{table}/day=1/a.parquet", b"x")
+        for place in ("", "/day=1", "/day=1/a.parquet", "/*/*.parquet"):
+            kind = table.partition("/")[0].capitalize()
+            rejects(f"the {kind} table|this {kind} table", storage.list_files, f"{folder}/{table}{place}")
+
+
 def test_large_cloud_file_is_atomic(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_BUFFER_BYTES", MIB // 4)
     monkeypatch.setattr(files, "_SECTION_BYTES", MIB)

@@ -165,7 +165,7 @@ def unpack(file: storage.File, folder: str) -> storage.File:
             if error.errno is None:  # an unavailable store
                 raise
             raise InputError(f"{target}: {file.path} cannot be decompressed there ({error.strerror})") from None
-    return storage.list_files(target)[0]
+    return storage.find_files([target])[target]
 
 
 def _decompressed(path: str) -> Iterator[bytes]:

@@ -16,6 +16,7 @@ from pyarrow import fs as arrow_fs
 from rayrec.config import InputError
 from rayrec.storage.files import Scratch, copy_file, exists, info_of, missing, partial_of, sync
 from rayrec.storage.filesystems import with_retries
+from rayrec.storage.lakehouse import reject_enclosing_tables, reject_listed_tables
 from rayrec.storage.range_reader import in_order, in_parallel
 from rayrec.storage.stores import first_level
 from rayrec.storage.urls import folder_of, in_object_store, is_url, join, local_path, name_of, scheme_of, url_of
@@ -48,9 +49,11 @@ def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
     selects files, in that order, with or without an extension such as .gz. Lists the first level of a folder, and folders named
     KEY=VALUE (Hive partitions) below it. In a glob, local or URL, `*`, `?` and `[...]` match within one name and `**` matches any
     number of folders; matching folders named KEY=VALUE are replaced by their files. Skips names that start with `.` or `_` or end
-    in `.json` or `.partial`. Raises InputError if no file is found, or if one of `names` is missing or ambiguous."""
+    in `.json` or `.partial`. Raises InputError if no file is found, if one of `names` is missing or ambiguous, and for Delta,
+    Iceberg and Hudi tables, and paths inside them."""
     info = info_of(path)
     files = _list_files(path, info)
+    reject_enclosing_tables(path, [file.path for file in files])
     if not names or info.type != arrow_fs.FileType.Directory:
         return files
     selected = []
@@ -125,13 +128,12 @@ def _is_partition(info: arrow_fs.FileInfo) -> bool:
 def _in_partitions(inner: str, path: str) -> list[arrow_fs.FileInfo]:
     """List the first level of a folder, and the folders named KEY=VALUE below it, in at most two requests."""
     infos = _infos(url_of(inner, path))
+    reject_listed_tables(path, inner, infos)
     if not any(map(_is_partition, infos)):
         return infos
-    return [
-        info
-        for info in _infos(url_of(inner, path), recursive=True)
-        if all(map(PARTITION.fullmatch, posixpath.relpath(info.path, inner).split("/")[:-1]))
-    ]
+    infos = _infos(url_of(inner, path), recursive=True)
+    reject_listed_tables(path, inner, infos)
+    return [info for info in infos if all(map(PARTITION.fullmatch, posixpath.relpath(info.path, inner).split("/")[:-1]))]
 
 
 def _matching(inner: str, path: str) -> list[arrow_fs.FileInfo]:

@@ -1,4 +1,4 @@
-"""Hive folders: each command reads partition columns like columns of the files, in every format, locally and at a URL."""
+"""Hive folders, which each command reads like other files, in every format, locally and at a URL; folders of table formats."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ from builders.logs import open_index
 from builders.runs import LEAN, train
 from hosts.slow_store import SlowStore
 
-from rayrec import cli, recipes
+from rayrec import cli, recipes, storage
 from rayrec.data.engine import TaskContext
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.partitions import partitions_of
@@ -232,3 +232,86 @@ def test_partition_columns_of_paths() -> None:
     assert partitions_of(f"/x=1/log/{folder}/part.parquet") == values
     assert partitions_of(f"s3://bucket/log/{folder}/part.parquet?region=eu") == values
     assert partitions_of(f"file:///log/{folder.replace('%', '%25')}/part.parquet") == values
+
+
+TABLES = {
+    "Delta": ("_delta_log/00000000000000000000.json", ""),
+    "Hudi": (".hoodie/hoodie.properties", ""),
+    "Iceberg": ("metadata/00000-1b2c.metadata.json", "data/"),
+}
+"""A file that makes a folder a table of a format, and the folder of its data files."""
+
+
+def write_lake(folder: Path, kind: str) -> str:
+    """Write a partitioned table of a format, and return the folder of its data files relative to it."""
+    marker, inside = TABLES[kind]
+    (folder / marker).parent.mkdir(parents=True)
+    (folder / marker).write_text("{}")
+    for day in (1, 2):
+        write(
+            part_of(0).append_column("click", pa.array([0, 1] * (ROWS // 2))), folder / inside / f"dt=2026-01-0{day}", "parquet"
+        )
+    return inside
+
+
+@pytest.mark.parametrize("scheme", ["", "file://", "slow://"])
+@pytest.mark.parametrize("kind", TABLES)
+def test_paths_in_table_formats_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, scheme: str) -> None:
+    SlowStore(latency_s=0).installed(monkeypatch)
+    inside = write_lake(tmp_path / "lake", kind)
+    reader = {"Delta": "ray.data.read_delta", "Hudi": "ray.data.read_hudi", "Iceberg": "ray.data.read_iceberg"}[kind]
+    table = f"{'' if scheme == 'file://' else scheme}{tmp_path}/lake"
+    for path in (
+        "",
+        "/",
+        f"/{inside}",
+        f"/{inside}dt=2026-01-01",
+        f"/{inside}dt=2026-01-02/part.parquet",
+        f"/{inside}dt=*",
+        "/**/*.parquet",
+    ):
+        line = rejects(
+            f"{kind} table.* Write its current rows as Parquet, or pass {reader}",
+            storage.list_files,
+            f"{scheme}{tmp_path}/lake{path}",
+        )
+        assert table in line
+    rejects(f"{kind} table", LogSource.at(f"{scheme}{tmp_path}/lake").raw_files)
+
+
+@pytest.mark.parametrize("scheme", ["", "slow://"])
+def test_tables_in_partitions_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    SlowStore(latency_s=0).installed(monkeypatch)
+    write(part_of(0), tmp_path / "log" / "land=de" / "dt=1", "parquet")
+    write_lake(tmp_path / "log" / "land=fr", "Delta")
+    rejects("the Delta table .*log/land=fr as plain files", storage.list_files, f"{scheme}{tmp_path}/log")
+
+
+@pytest.mark.parametrize("scheme", ["", "slow://"])
+def test_folders_beside_tables_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    SlowStore(latency_s=0).installed(monkeypatch)
+    write(part_of(0), tmp_path / "log", "parquet")
+    write_lake(tmp_path / "log" / "old", "Delta")
+    (tmp_path / "log" / "metadata").mkdir()
+    (tmp_path / "log" / "metadata" / "notes.json").write_text("{}")
+    assert [file.path for file in storage.list_files(f"{scheme}{tmp_path}/log")] == [f"{scheme}{tmp_path}/log/part.parquet"]
+
+
+def test_store_lookups_for_tables_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SlowStore(latency_s=0).installed(monkeypatch)
+    for number in range(200):
+        write(part_of(0), tmp_path / "log" / f"dt={number}", "parquet")
+    assert len(storage.list_files(f"slow://{tmp_path}/log/dt=*/*")) == 200
+    assert store.calls["info"] < 60, store.calls
+    store.reset()
+    (tmp_path / "day.csv").write_text("click,user\n1,a\n")
+    storage.list_files(f"slow://{tmp_path}/day.csv")
+    assert store.calls.total() == 1, store.calls  # only Parquet, ORC and Avro files can be a table's
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("command", [name for name in vars(Commands) if not name.startswith("_")])
+def test_commands_reject_table_formats(logs: Path, tmp_path: Path, capsys: Any, command: str) -> None:
+    write_lake(tmp_path / "lake", "Delta")
+    with pytest.raises(AssertionError, match="this Delta table as plain files"):
+        getattr(Commands(logs, tmp_path, capsys), command)(str(tmp_path / "lake"))
