@@ -83,7 +83,7 @@ def _job_inputs(opened: ScoringJob, request: ScoringRequest) -> dict[str, Any]:
     """Return everything that determines the bytes of the files."""
     path = request.path
     is_folder = storage.exists(path) and storage.size_of(path) is None
-    files = storage.files_in(path) if is_folder else storage.list_files(path)  # Size and time reveal changes
+    files = storage.files_in(path, recursive=True) if is_folder else storage.list_files(path)  # Size and time reveal changes
     return {
         "checkpoint": json_hash(opened.checkpoint.manifest()),
         "input": [storage.absolute(path), *map(list, map(astuple, files))],
