@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -102,7 +103,7 @@ class Schema(Config):
     weight: str | None = None
     """Column with the row's weight in the training loss, a number of 0 or more. Needs tokens "any"."""
     delimiter: str = "\t"
-    """Separator of columns in a text file. If a header has no tab, a comma or semicolon, whichever it has, replaces the tab."""
+    """Separator of columns in a text file. If the first row has no tab, a comma or semicolon, whichever it has, replaces it."""
     list_delimiter: str = "|"
     """Separator of the categories of a list in a text file."""
     integers: tuple[str, ...] = ()
@@ -124,6 +125,19 @@ class Schema(Config):
     form. Empty text and null are always missing. Needs tokens "any"."""
     group: str | None = field(default=None, compare=False)
     """Column of `sparse`, such as the user, within whose values evaluations measure ranking too (gauc). Not used to train."""
+    encoding: str | None = field(default=None, compare=False)
+    """Encoding of text files, such as latin-1 or cp1252: any of Python's. None: UTF-8. Needs tokens "any"."""
+    escape: str | None = field(default=None, compare=False)
+    """Character before a quote, or before itself, inside a quoted CSV field, such as a backslash in files of Spark and Hive.
+    None: quotes are doubled. Needs tokens "any"."""
+    header: tuple[str, ...] | None = field(default=None, compare=False)
+    """Column names of a file without a header row, in file order, unused columns included. Files with a header row are read by
+    it. A Preprocessor stores the order of its log here: lines without a header have this order, in files and requests. Empty: the
+    log has no order, such as a DataFrame. None: unknown; then only hexadecimal text may lack a header."""
+    header_row: bool = field(default=False, compare=False)
+    """Whether `header` was found in the log's own header row instead of being declared. Set by rayrec."""
+    dropped: tuple[str, ...] = field(default=(), compare=False)
+    """Columns that lines without a header may have in addition, such as the label of rows to score. Set by `unlabelled`."""
     category_rules: Literal[1, 2] = field(default=2, compare=False)
     """Version of the parsing rules for text categories, stored in a Preprocessor. 2: `true` and `false` are the integers 1 and 0,
     and blanks around an unquoted CSV field are removed. 1: both are plain text."""
@@ -143,9 +157,11 @@ class Schema(Config):
             _check_delimiter(name, getattr(self, name))
         if self.delimiter == self.list_delimiter:
             raise InputError(f"schema: delimiter and list_delimiter must differ, got {self.delimiter!r} for both")
+        self._check_text()
         if self.tokens == "any":
             return
-        for name in ("lists", "weight", "integers", "features", "labels", "timestamp", "label_rule", "missing"):
+        others = ("label_rule", "missing", "encoding", "escape")
+        for name in ("lists", "weight", "integers", "features", "labels", "timestamp", *others):
             if getattr(self, name):
                 raise InputError(f"schema: {name} needs tokens: any")
         if self.delimiter != "\t":
@@ -155,6 +171,28 @@ class Schema(Config):
                 f"schema: {len(self.dense) + len(self.sparse)} feature columns, at most {MAX_COLUMNS} are supported "
                 "with hexadecimal tokens; use tokens: any"
             )
+
+    def _check_text(self) -> None:
+        """Check the escape character and the encoding of text. Raises InputError."""
+        if self.escape is not None and (
+            len(self.escape) != 1 or ord(self.escape) > 127 or self.escape in f'\n\r" {self.delimiter}{self.list_delimiter}'
+        ):
+            raise InputError(
+                "schema: escape must be one ASCII character other than a quote, a blank, a delimiter or a line end, such as a "
+                f"backslash, got {self.escape!r}"
+            )
+        if self.encoding is not None:
+            try:
+                "text".encode(self.encoding)
+            except (LookupError, ValueError):  # ValueError: Python's codec `undefined`, or a null character
+                raise InputError(
+                    f"schema: encoding must be one of Python's, such as latin-1 or cp1252, got {self.encoding!r}"
+                ) from None
+
+    @property
+    def is_utf8(self) -> bool:
+        """Whether text is UTF-8."""
+        return self.encoding is None or codecs.lookup(self.encoding).name == "utf-8"
 
     def _check_features(self) -> None:
         """Check the settings of all features. Raises InputError."""
@@ -258,7 +296,7 @@ class Schema(Config):
 
     def unlabelled(self) -> Schema:
         """Return the schema without labels, weight and timestamp, which only training uses."""
-        return self.replace(label=None, label_rule=None, weight=None, labels=(), timestamp=None)
+        return self.replace(label=None, label_rule=None, weight=None, labels=(), timestamp=None, dropped=self._not_scored)
 
     def expanded(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the changes with a label's mapping divided into name and rule. Another label has no rule unless it is given."""
@@ -274,6 +312,27 @@ class Schema(Config):
         if isinstance(rule, Mapping):
             changes["label_rule"] = LabelRule.item(rule, where="label.")
         return changes
+
+    @property
+    def _not_scored(self) -> tuple[str, ...]:
+        """Columns that lines to score may lack."""
+        features = self.dense + self.sparse
+        times = (self.timestamp,) if self.timestamp and self.timestamp not in features else ()
+        return (*self.dropped, *self.label_names, *((self.weight,) if self.weight else ()), *times)
+
+    @cached_property
+    def line_forms(self) -> tuple[tuple[str, ...], ...]:
+        """Column names of a line without a header: all columns of the log's file, and those without labels, weight and
+        timestamp. Empty if the order is unknown. In hexadecimal text it is that of the schema, unless the log had another."""
+        full = self.header
+        if full is None:
+            full = (*self.dropped, *self.columns) if self.tokens == "hexadecimal" else ()
+        bare = tuple(name for name in full if name not in self._not_scored)
+        return tuple(dict.fromkeys(form for form in (full, bare) if form))
+
+    def line_columns(self, num_fields: int) -> tuple[str, ...] | None:
+        """Return the column names of a line with `num_fields` fields and no header, None if no line has as many."""
+        return next((form for form in self.line_forms if len(form) == num_fields), None)
 
     def describe(self) -> dict[str, Any]:
         """Return the fields that decide how a log is read, as JSON values, without newer ones of no effect, to keep hashes."""

@@ -10,37 +10,44 @@ static inline int ends_line(uint8_t c) { return c == '\n' || c == '\r'; }
 static inline int is_blank(uint8_t c) { return c == ' ' || c == '\t'; }
 
 /* Returns the closing quote of a field that starts at `p`, after its opening quote. NULL if the text has none, or none within
- * `max_bytes` bytes and `max_lines` line ends; then *exceeded is 1. Adds the line ends inside to *lines. */
-static const uint8_t *closing_quote(const uint8_t *p, const uint8_t *end, int64_t max_bytes, int64_t max_lines,
-                                    int64_t *lines, int *exceeded) {
+ * `max_bytes` bytes and `max_lines` line ends; then *exceeded is 1. Adds the line ends inside to *lines. A doubled quote, and a
+ * quote or an escape behind `escape` (-1: none), are ordinary characters. */
+static const uint8_t *closing_quote(const uint8_t *p, const uint8_t *end, int32_t escape, int64_t max_bytes,
+                                    int64_t max_lines, int64_t *lines, int *exceeded) {
     const uint8_t *const limit = end - p > max_bytes + 1 ? p + max_bytes + 1 : end;
-    for (;; p += 2) { /* skip a doubled quote, which means one quote */
-        const uint8_t *const quote = p < limit ? memchr(p, '"', (size_t)(limit - p)) : NULL;
-        for (const uint8_t *const stop = quote ? quote : limit; p < stop; p++)
-            *lines += *p == '\n' || (*p == '\r' && p + 1 < end && p[1] != '\n');
-        *exceeded = *lines > max_lines || (!quote && limit < end);
-        if (!quote || *exceeded) return NULL;
-        if (quote + 1 >= end || quote[1] != '"') return quote;
+    for (; p < limit; p++) {
+        const int has_next = p + 1 < end;
+        if (*p == escape && has_next && (p[1] == '"' || p[1] == escape)) {
+            p++;
+        } else if (*p == '"') {
+            if (!has_next || p[1] != '"') break;
+            p++;
+        } else {
+            *lines += *p == '\n' || (*p == '\r' && has_next && p[1] != '\n');
+        }
     }
+    *exceeded = *lines > max_lines || (p >= limit && limit < end);
+    return p < limit && !*exceeded ? p : NULL;
 }
 
 /* Splits CSV text (RFC 4180; any one-byte delimiter; rows end with \n, \r\n or \r; empty lines are skipped) up to its last
- * complete row. Text after a closing quote belongs to the field; a quote inside an unquoted field is an ordinary character.
- * `trim` removes blanks and tabs around an unquoted field.
+ * complete row. A quote inside an unquoted field is an ordinary character. `trim` removes blanks and tabs around an unquoted
+ * field; those after a closing quote are always skipped. In quoted fields, a quote or an escape behind `escape` (-1: none)
+ * is an ordinary character.
  *
  * A quote is unmatched if its field has no closing quote within `max_bytes` bytes and `max_lines` line ends, or if the field
  * spans lines and either text follows its closing quote or its row has a wrong number of fields. Then the first line of the
  * row is one invalid row, and the next row starts at the next line.
  *
  * Rows have `columns` fields; field c is stored at index places[c], or not if that is negative. Field k of row r is
- * text[starts[r * kept + k], ... + lengths[...]), its quotes removed in place. kinds[r] is 0, or 1, 2 or 3 for a row with too
- * few fields, too many fields or an unmatched quote, whose fields are stored as empty.
+ * text[starts[r * kept + k], ... + lengths[...]), its quotes removed in place. kinds[r] is 0, or 1, 2, 3 or 4 for a row with too
+ * few fields, too many fields, an unmatched quote or text after a closing quote, whose fields are stored as empty.
  *
  * Returns the number of rows stored, at most `capacity`; *consumed is their size in bytes. With `final` the last row may lack its
  * line end. */
-int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, uint8_t delimiter, int32_t trim, int64_t max_bytes,
-                         int64_t max_lines, int32_t columns, const int32_t *places, int32_t kept, int64_t capacity,
-                         int64_t *starts, int64_t *lengths, uint8_t *kinds, int64_t *consumed) {
+int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, uint8_t delimiter, int32_t escape, int32_t trim,
+                         int64_t max_bytes, int64_t max_lines, int32_t columns, const int32_t *places, int32_t kept,
+                         int64_t capacity, int64_t *starts, int64_t *lengths, uint8_t *kinds, int64_t *consumed) {
     const uint8_t *const end = text + length;
     const uint8_t *p = text;
     int64_t row = 0;
@@ -52,21 +59,24 @@ int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, uint8_t d
             continue;
         }
         const uint8_t *const line = p;
-        int column = 0, spans_lines = 0, unmatched = 0;
+        int column = 0, spans_lines = 0, unmatched = 0, trails = 0;
         for (;;) { /* one field per turn */
             const uint8_t *const start = p;
             if (p < end && *p == '"') {
                 int64_t lines = 0;
                 int exceeded = 0;
-                const uint8_t *const quote = closing_quote(p + 1, end, max_bytes, max_lines, &lines, &exceeded);
+                const uint8_t *const quote = closing_quote(p + 1, end, escape, max_bytes, max_lines, &lines, &exceeded);
                 if (!quote) {
                     if (!exceeded && !final) return row;
                     unmatched = 1;
                     break;
                 }
                 p = quote + 1;
+                while (p < end && is_blank(*p) && *p != delimiter) p++;
+                const int has_text = p < end && *p != delimiter && !ends_line(*p);
                 spans_lines |= lines > 0;
-                unmatched = lines > 0 && p < end && *p != delimiter && !ends_line(*p);
+                trails |= has_text;
+                unmatched = lines > 0 && has_text;
                 if (unmatched) break;
             }
             while (p < end && *p != delimiter && !ends_line(*p)) p++;
@@ -86,7 +96,10 @@ int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, uint8_t d
         }
         if (p < end) p++; /* the \n of \r\n is skipped as an empty line */
         *consumed = p - text;
-        kinds[row] = unmatched ? 3 : column == columns ? 0 : column < columns ? 1 : 2;
+        kinds[row] = 0;
+        if (unmatched) kinds[row] = 3;
+        else if (trails) kinds[row] = 4;
+        else if (column != columns) kinds[row] = column < columns ? 1 : 2;
         for (int64_t k = row * kept; k < (row + 1) * kept; k++) {
             if (kinds[row]) {
                 starts[k] = lengths[k] = 0;
@@ -105,13 +118,15 @@ int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, uint8_t d
             }
             int64_t in = 1, out = 0;
             for (; in < lengths[k]; in++) { /* to the closing quote */
-                if (field[in] == '"') {
-                    if (in + 1 >= lengths[k] || field[in + 1] != '"') break;
+                const int has_next = in + 1 < lengths[k];
+                if (field[in] == escape && has_next && (field[in + 1] == '"' || field[in + 1] == escape)) {
+                    in++;
+                } else if (field[in] == '"') {
+                    if (!has_next || field[in + 1] != '"') break;
                     in++;
                 }
                 field[out++] = field[in];
             }
-            for (in++; in < lengths[k]; in++) field[out++] = field[in];
             lengths[k] = out;
         }
         row++;

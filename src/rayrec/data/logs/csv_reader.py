@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import ctypes
+import difflib
 import functools
-import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.logs.header import Header, read_header
 from rayrec.data.logs.partitions import columns_of
 from rayrec.native import call
 from rayrec.schema import Schema
@@ -25,8 +25,9 @@ MAX_ROW_BYTES = 64 << 20
 MAX_QUOTED_BYTES, MAX_QUOTED_LINES = 256 << 10, 100
 """Maximum bytes and line ends of a quoted field. A quote not closed within them is unmatched."""
 FAULT = "rayrec.fault"
-"""Name of the column of faults, uint8: TOO_FEW or TOO_MANY fields, UNMATCHED for a line with an unmatched quote, or 0."""
-TOO_FEW, TOO_MANY, UNMATCHED = 1, 2, 3
+"""Name of the column of faults, uint8: TOO_FEW or TOO_MANY fields, UNMATCHED for a line with an unmatched quote, TRAILING for a
+row with text after a closing quote, or 0."""
+TOO_FEW, TOO_MANY, UNMATCHED, TRAILING = 1, 2, 3, 4
 _HEADER_BYTES = 1 << 20
 _SEARCHED_BYTES = 64 << 10
 _BOM = b"\xef\xbb\xbf"
@@ -34,46 +35,44 @@ _ROWS_AT_ONCE = 1 << 15
 """Rows split at once; their positions take 16 bytes per field."""
 
 
-def read_header(head: bytes, schema: Schema, *, path: str) -> tuple[str, tuple[str, ...]]:
-    """Return the delimiter and the column names in the file's first bytes (without a byte order mark). If the schema's delimiter
-    is a tab, the default, a comma or semicolon is accepted too. Raises InputError if no header can be read."""
-    first_line = head.lstrip(b"\r\n").partition(b"\n")[0]
-    delimiter = schema.delimiter
-    if delimiter == "\t" and b"\t" not in first_line:
-        marks = "\t,;".replace(schema.list_delimiter, "")
-        delimiter = max(marks, key=lambda mark: first_line.count(mark.encode()))
-    text = io.StringIO(head.decode("utf-8", "replace"), newline="")
-    try:
-        columns = next((row for row in csv.reader(text, delimiter=delimiter) if row), [])
-    except csv.Error as error:
-        raise InputError(f"{path}: first row must be a header ({error})") from None
-    return delimiter, tuple(columns)
-
-
 def present_columns(names: Sequence[str], schema: Schema) -> tuple[str, ...]:
     """Return the schema's columns without the optional ones that are not among `names`."""
     return tuple(name for name in schema.columns if name in names or name not in schema.optional)
 
 
+_SHOWN_NAMES = 12
+
+
 def check_columns(
     names: Sequence[str], required: Sequence[str], *, path: str, hint: str = "", optional: Sequence[str] = ()
 ) -> None:
-    """Check that each wanted column exists once; optional ones may be absent. Raises InputError."""
+    """Check that each wanted column exists once; optional ones may be absent. Raises InputError with the nearest names."""
     for name in required:
         count = list(names).count(name)
         if count != 1 and not (count == 0 and name in optional):
-            plain = [name if name.strip() == name and name else repr(name) for name in names]
-            shown = ", ".join(plain[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+            plain = [name if name.strip() == name and name else repr(name) for name in map(str, names)]
+            more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+            shown = ", ".join(plain[:_SHOWN_NAMES]) + more
             problem = "no column" if not count else f"{count} columns"
+            nearest = [] if count else _nearest(name, plain)
+            meant = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
             fix = "fix it, or the schema: `rayrec schema FILE` drafts one for `rayrec train clicks --schema`"
-            raise InputError(f"{path}: has {problem} named {name}; it has {shown or 'none'}{hint}; {fix}")
+            raise InputError(f"{path}: has {problem} named {name}{meant}; it has {shown or 'none'}{hint}; {fix}")
+
+
+def _nearest(name: str, names: Sequence[str]) -> list[str]:
+    """Return up to three names that are similar to `name`, the most similar first."""
+    by_letters: dict[str, str] = {}
+    for other in names:
+        by_letters.setdefault(other.strip("' ").casefold(), other)
+    return [by_letters[letters] for letters in difflib.get_close_matches(name.strip().casefold(), by_letters)]
 
 
 def csv_columns(path: str, schema: Schema) -> tuple[str, ...]:
     """Return the column names of a CSV file, none if it is empty."""
     with _opened(path) as stream:
         text = _head(stream, path, _HEADER_BYTES)
-        return read_header(text, schema, path=path)[1] if text.strip(b"\r\n") else ()
+        return read_header(text, schema, path=path).columns if text.strip(b"\r\n") else ()
 
 
 def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iterator[pa.Table]:
@@ -108,7 +107,7 @@ class CsvRange:
         with _opened(path) as stream:
             splitter = _Splitter.of_file(path, _head(stream, path, _HEADER_BYTES), self._schema)
         if at:
-            splitter.row = 0  # The header is elsewhere
+            splitter.has_header = False  # It is in another range
         elif _bytes_at(path, (0, len(_BOM))) == _BOM:
             at = len(_BOM)
         ranges = [(start, min(READ_BYTES, self._stop - start)) for start in range(at, self._stop, READ_BYTES)]
@@ -161,8 +160,7 @@ def _bytes_at(path: str, byte_range: tuple[int, int]) -> bytes:
 
 def read_csv_text(text: bytes, schema: Schema, *, delimiter: str, columns: Sequence[str], path: str) -> pa.Table:
     """Return the same table for rows in memory without a header, skipping empty lines. `columns` names their fields in order."""
-    splitter = _Splitter(path, delimiter, columns, schema)
-    splitter.row = 0  # No header
+    splitter = _Splitter(path, Header(delimiter, tuple(columns), is_row=False), schema)
     tables, _ = splitter.split(text, final=True)
     if tables:
         return pa.concat_tables(tables)
@@ -196,22 +194,28 @@ def _head(stream: Any, path: str, read_bytes: int) -> bytes:
 class _Splitter:
     """Incremental splitter of a CSV file's text."""
 
-    def __init__(self, path: str, delimiter: str, columns: Sequence[str], schema: Schema) -> None:
+    def __init__(self, path: str, header: Header, schema: Schema) -> None:
         self.path = path
-        self.names = tuple(name for name in present_columns(columns, schema) if name in columns)  # others: of partitions
-        self.delimiter, self.columns = delimiter, len(columns)
+        names = present_columns(header.columns, schema)
+        self.names = tuple(name for name in names if name in header.columns)  # Others are partition columns
+        self.delimiter = header.delimiter
+        self.columns = len(header.columns)
         index = {name: number for number, name in enumerate(self.names)}
-        self.places = np.array([index.get(name, -1) for name in columns], np.int32)
-        self.row = -1  # The header is split too
+        self.places = np.array([index.get(name, -1) for name in header.columns], np.int32)
+        self.has_header = header.is_row
+        """Whether the next row is the header, which is split too."""
+        self.row = 0
         self.trim = schema.tokens == "any" and schema.category_rules >= 2
+        self.escape = -1 if schema.escape is None else ord(schema.escape)
 
     @classmethod
     def of_file(cls, path: str, head: bytes, schema: Schema) -> _Splitter:
         """Create a splitter for the file that begins with `head`. Raises InputError if its header lacks a column."""
-        delimiter, columns = read_header(head, schema, path=path)
-        names = columns_of(path, columns)
-        check_columns(names, schema.columns, path=path, hint=f" (split at {delimiter!r})", optional=schema.optional)
-        return cls(path, delimiter, columns, schema)
+        header = read_header(head, schema, path=path)
+        names = columns_of(path, header.columns)
+        hint = f" (split at {header.delimiter!r})"
+        check_columns(names, schema.columns, path=path, hint=hint, optional=schema.optional)
+        return cls(path, header, schema)
 
     def split(self, text: bytes, *, final: bool, max_rows: int | None = None) -> tuple[list[pa.Table], bytes]:
         """Return the complete rows, all or the first `max_rows`, and the remaining text."""
@@ -230,7 +234,7 @@ class _Splitter:
     def check_length(self, text: bytes) -> None:
         """Check that the text, an incomplete row, is not too long. Raises InputError."""
         if len(text) > MAX_ROW_BYTES:
-            raise InputError(f"{self.path}: row {max(self.row, 0)} exceeds {MAX_ROW_BYTES >> 20} MiB, so it is not a CSV file")
+            raise InputError(f"{self.path}: row {self.row} exceeds {MAX_ROW_BYTES >> 20} MiB, so it is not a CSV file")
 
     def _table(self, data: np.ndarray, final: bool, max_rows: int) -> tuple[pa.Table, int]:
         """Return rows at the start of the text, and their size in bytes."""
@@ -238,14 +242,16 @@ class _Splitter:
         capacity = min(len(data) // max(self.columns, 2) + 1, max_rows)  # More rows come with the next call
         starts, lengths = np.empty((capacity, columns_out), np.int64), np.empty((capacity, columns_out), np.int64)
         kinds, consumed = np.empty(capacity, np.uint8), np.zeros(1, np.int64)
-        how = (ctypes.c_int32(final), ctypes.c_uint8(ord(self.delimiter)), ctypes.c_int32(self.trim))
+        marks = (ctypes.c_uint8(ord(self.delimiter)), ctypes.c_int32(self.escape))
+        how = (ctypes.c_int32(final), *marks, ctypes.c_int32(self.trim))
         columns = (ctypes.c_int32(self.columns), self.places, ctypes.c_int32(columns_out), capacity)
         out = (starts, lengths, kinds, consumed)
         rows = call("rayrec_split_csv", data, len(data), *how, MAX_QUOTED_BYTES, MAX_QUOTED_LINES, *columns, *out)
-        skip = 1 if rows and self.row < 0 else 0
+        skip = 1 if rows and self.has_header else 0
         if skip and kinds[0]:
             raise InputError(f"{self.path}: first row must be a header (an unmatched quote)")
-        self.row += rows
+        self.has_header = self.has_header and not rows
+        self.row += rows - skip
         arrays = [self._gather(data, starts[skip:rows], lengths[skip:rows], column) for column in range(columns_out)]
         return pa.table([*arrays, pa.array(kinds[skip:rows])], names=[*self.names, FAULT]), int(consumed[0])
 

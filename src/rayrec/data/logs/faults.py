@@ -10,6 +10,13 @@ from typing import Any, Final, Literal
 from rayrec.config import packaged_json
 
 LABEL_FAULT: Final = "label is not 0 or 1"
+UTF8_FAULT: Final = "not UTF-8"
+TRAILING_FAULT: Final = "text after a closing quote"
+_FIXES: Final = {
+    UTF8_FAULT: "name the file's encoding in the schema, such as `encoding: latin-1`",
+    TRAILING_FAULT: "if the file writes quotes as \\\", name the character in the schema: `escape: '\\'`",
+}
+"""Schema fields that remove faults."""
 LABEL_LETTERS: Final = 24
 """Maximum letters of a label in a report."""
 _MAX_LABELS, _MAX_SHOWN = 20, 8
@@ -73,6 +80,10 @@ class Faults:
             return "no invalid rows"
         kinds = ", ".join(f"{count:,} x {kind}" for kind, count in sorted(self.counts.items()))
         return f"{self.total:,} invalid rows ({kinds}); first: {self.first[0]}"
+
+    def text_fix(self) -> str:
+        """Return a sentence with the schema fields that may make rows of text valid; empty if there are none."""
+        return "; ".join(fix for kind, fix in _FIXES.items() if self.counts.get(kind))
 
     def wrong_labels(self, *, with_rule: bool = False) -> str | None:
         """Return the problem and its fix if most faults are labels other than 0 and 1, else None. `with_rule` names the rule of a

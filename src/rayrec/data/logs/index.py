@@ -154,8 +154,8 @@ class LogIndex:
         why = self.faults.describe() if self.faults.total else "it is empty"
         cause = self._cause()
         wrong_labels = None if cause else self.faults.wrong_labels(with_rule=self.format == "table")
-        if cause or wrong_labels:
-            why += f"; {cause or wrong_labels}"
+        for reason in (cause or wrong_labels, self.faults.text_fix()):
+            why += f"; {reason}" if reason else ""
         if not self.rows:
             raise InputError(f"{path}: no usable rows; {why}")
         fix = "" if wrong_labels else "; fix the log or raise --max-bad-fraction"

@@ -22,7 +22,7 @@ from rayrec.data.logs.table_parser import check_types
 from rayrec.schema import Schema
 from rayrec.storage.cache import version_key
 
-VERSION = 2
+VERSION = 3
 """Version of rewritten files. Files of another version are rewritten again."""
 _FOOTERS = 64
 """Maximum file descriptions cached per process."""
@@ -102,7 +102,8 @@ def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str
             groups = _group_sizes(parquet, schema.columns)
         if all(size <= 2 * segment_bytes or rows <= 1 for rows, size in groups):
             return [ParquetPart(file.path, file.path, 0, groups)]
-    form = schema.delimiter, schema.list_delimiter, segment_bytes, schema.category_rules, schema.optional
+    text = (schema.delimiter, schema.escape, schema.encoding, schema.header, schema.header_row, schema.dropped)
+    form = *text, schema.list_delimiter, segment_bytes, schema.category_rules, schema.optional
     folder = storage.join(folder, version_key((file.path, schema.columns, *form), (VERSION, file.size_bytes, file.modified_ns)))
     manifest = storage.join(folder, "manifest.json")
     if storage.exists(manifest):

@@ -30,8 +30,8 @@ from rayrec.data.logs.column_values import (
     times_of,
     type_error,
 )
-from rayrec.data.logs.csv_reader import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, present_columns
-from rayrec.data.logs.faults import LABEL_FAULT, Fault, Faults, distinct_labels
+from rayrec.data.logs.csv_reader import FAULT, TOO_FEW, TOO_MANY, TRAILING, UNMATCHED, present_columns
+from rayrec.data.logs.faults import LABEL_FAULT, TRAILING_FAULT, UTF8_FAULT, Fault, Faults, distinct_labels
 from rayrec.data.raw_block import RawBlock, category_type, number_type, packed_bits
 from rayrec.schema import Feature, Label, LabelRule, Schema
 
@@ -43,7 +43,7 @@ _KINDS = (
     "beyond 10^18",
     "not an integer",
     "not 8 hexadecimal digits",
-    "not UTF-8",
+    UTF8_FAULT,
     "too few columns",
     "too many columns",
     "unmatched quote",
@@ -53,10 +53,11 @@ _KINDS = (
     "categories are not at the places of the list that it is aligned with",
     "not a number of 0 or more",
     "not a list in brackets",
+    TRAILING_FAULT,
 )
 (
     NO_LABEL, LABEL, WEIGHT, NOT_FINITE, TOO_LARGE, NOT_AN_INTEGER, NOT_HEXADECIMAL, NOT_UTF8, FEW, MANY, QUOTE, NOT_INTEGRAL,
-    LIST_WEIGHTS, TIME, LIST_POSITIONS, NEGATIVE, BRACKET,
+    LIST_WEIGHTS, TIME, LIST_POSITIONS, NEGATIVE, BRACKET, TRAIL,
 ) = range(len(_KINDS))  # fmt: skip
 _FULL_ROW = -1
 _POSITION_BITS = 32
@@ -81,7 +82,7 @@ class _TableParser:
         table, schema = self.table, self.schema
         if FAULT in table.column_names:
             fault = table.column(FAULT).to_numpy()
-            for value, kind in ((TOO_FEW, FEW), (TOO_MANY, MANY), (UNMATCHED, QUOTE)):
+            for value, kind in ((TOO_FEW, FEW), (TOO_MANY, MANY), (UNMATCHED, QUOTE), (TRAILING, TRAIL)):
                 self._reject(fault == value, kind, _FULL_ROW)
         labels: dict[str, np.ndarray] = {}
         weights = None

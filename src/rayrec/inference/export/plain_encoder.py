@@ -33,7 +33,8 @@ _LIMIT = 10**18
 _STORED = {"version", "profile", "schema", "dense", "sparse", "integer_buckets", "file_minimum", "multi_hot", "constants", "hash"}
 _SCHEMA = {
     *("label", "dense", "sparse", "tokens", "lists", "weight", "delimiter", "list_delimiter", "integers", "optional"),
-    *("features", "labels", "timestamp", "nan", "category_rules", "label_rule", "missing"),
+    *("features", "labels", "timestamp", "nan", "category_rules", "label_rule", "missing", "encoding", "escape", "header"),
+    *("header_row", "dropped"),
 }
 _FEATURE = {"name", "vocabulary", "max_length", "weights", "aligned_with", "list_delimiter"}
 

@@ -34,7 +34,7 @@ from rayrec.data.encoded_rows import JaggedIds
 from rayrec.data.engine import TaskContext
 from rayrec.data.logs import csv_reader, parquet
 from rayrec.data.logs.column_values import text_tokens
-from rayrec.data.logs.csv_reader import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, CsvRange, read_csv, row_start
+from rayrec.data.logs.csv_reader import FAULT, TOO_FEW, TOO_MANY, TRAILING, UNMATCHED, CsvRange, read_csv, row_start
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.table_log import column_names, good_rows, index_tables, is_table, read_tables
@@ -662,35 +662,44 @@ def test_damaged_files_are_rejected(tmp_path: Path) -> None:
 
 
 # Splitting CSV against Python's reader --------------------------------------------------------------------------------
-def split_by_rule(text: str, columns: int, *, trim: bool, max_bytes: int, max_lines: int) -> Iterator[tuple[int, list[str]]]:
-    """Return the kind (0, TOO_FEW, TOO_MANY, UNMATCHED) and fields of every row by the documented rule."""
+def split_by_rule(
+    text: str, columns: int, *, trim: bool, max_bytes: int, max_lines: int, escape: str | None
+) -> Iterator[tuple[int, list[str]]]:
+    """Return the kind (0, TOO_FEW, TOO_MANY, UNMATCHED, TRAILING) and fields of every row by the documented rule."""
     place = 0
+    pair = r'""' if escape is None else r'""|\\["\\]'
+    field = re.compile(rf'"((?:{pair}|[^"])*+)"')
     while place < len(text):
-        line, fields, spans, unmatched = place, [], False, False
+        line, fields, spans, unmatched, trails = place, [], False, False, False
         if text[place] in "\r\n":
             place += 1
             continue
         while True:
             value, quoted = "", text[place : place + 1] == '"'
             if quoted:
-                inside = re.compile('"((?:[^"]|"")*+)"').match(text, place)
+                inside = field.match(text, place)
                 lines = len(re.findall("\r\n|\r|\n", inside[1])) if inside else 0
                 unmatched = not inside or len(inside[1]) > max_bytes or lines > max_lines
                 if unmatched:
                     break
-                place, value, spans = inside.end(), inside[1].replace('""', '"'), spans or lines > 0
-                unmatched = lines > 0 and place < len(text) and text[place] not in ",\r\n"
+                value, spans = re.sub(pair, lambda match: match[0][1], inside[1]), spans or lines > 0
+                place = re.compile("[ \t]*").match(text, inside.end()).end()
+                has_text = place < len(text) and text[place] not in ",\r\n"
+                trails |= has_text
+                unmatched = lines > 0 and has_text
                 if unmatched:
                     break
             rest = re.compile("[^,\r\n]*").match(text, place)
             place = rest.end()
-            fields.append(value + rest[0] if quoted else rest[0].strip(" \t") if trim else rest[0])
+            fields.append(value if quoted else rest[0].strip(" \t") if trim else rest[0])
             if text[place : place + 1] != ",":
                 break
             place += 1
         if unmatched or (spans and len(fields) != columns):
             place = re.compile("[^\r\n]*").match(text, line).end()
             yield UNMATCHED, []
+        elif trails:
+            yield TRAILING, []
         else:
             yield 0 if len(fields) == columns else TOO_FEW if len(fields) < columns else TOO_MANY, fields
 
@@ -710,12 +719,14 @@ def rows_of_ranges(path: Path, schema: Schema, range_bytes: int) -> list[tuple[i
     return rows
 
 
-def check_split(path: Path, text: bytes, read_bytes: int, *, max_bytes: int, max_lines: int, rules: Literal[1, 2]) -> None:
+def check_split(
+    path: Path, text: bytes, read_bytes: int, *, max_bytes: int, max_lines: int, rules: Literal[1, 2], escape: str | None
+) -> None:
     path.write_bytes(text)
     header = next(csv.reader(io.StringIO(text.decode("latin1"), newline="")))
-    limits = {"max_bytes": max_bytes, "max_lines": max_lines}
+    limits = {"max_bytes": max_bytes, "max_lines": max_lines, "escape": escape}
     split = list(split_by_rule(text.decode("latin1"), len(header), trim=rules == 2, **limits))
-    schema = Schema(label=None, sparse=("a", "c"), tokens="any", delimiter=",", category_rules=rules)
+    schema = Schema(label=None, sparse=("a", "c"), tokens="any", delimiter=",", category_rules=rules, escape=escape)
     with mock.patch.multiple(csv_reader, MAX_QUOTED_BYTES=max_bytes, MAX_QUOTED_LINES=max_lines):
         if split[0][0]:
             rejects("first row must be a header", list, read_csv(str(path), schema, read_bytes=read_bytes))
@@ -726,11 +737,31 @@ def check_split(path: Path, text: bytes, read_bytes: int, *, max_bytes: int, max
     places = [header.index(name) for name in ("a", "c")]
     expected = [(kind, *(b"" if kind else row[place].encode("latin1") for place in places)) for kind, row in split[1:]]
     assert found == expected
-    if rules == 1 and UNMATCHED not in {kind for kind, _ in split}:
+    if rules == 1 and escape is None and {UNMATCHED, TRAILING}.isdisjoint(kind for kind, _ in split) and b'" ' not in text:
         assert [row for _, row in split] == [row for row in csv.reader(io.StringIO(text.decode("latin1"), newline="")) if row]
 
 
-PIECES = ["x", "yz", ",", ",", ",", '"', '""', "\n", "\r\n", "\r", "\xff", "12", " ", '"q,\n"', '"a ""b"" c"', "0" * 40]
+PIECES = [
+    "x",
+    "yz",
+    ",",
+    ",",
+    ",",
+    '"',
+    '""',
+    "\n",
+    "\r\n",
+    "\r",
+    "\xff",
+    "12",
+    " ",
+    '"q,\n"',
+    '"a ""b"" c"',
+    "0" * 40,
+    "\\",
+    '\\"',
+    '"a \\"b\\\\"',
+]
 
 
 @settings(max_examples=600, deadline=None)
@@ -743,9 +774,20 @@ PIECES = ["x", "yz", ",", ",", ",", '"', '""', "\n", "\r\n", "\r", "\xff", "12",
     read_bytes=st.sampled_from([1, 2, 3, 7, 16, 64, 1 << 20]),
     limits=st.sampled_from([(1 << 20, 100), (1 << 20, 2), (8, 100), (30, 1)]),
     rules=st.sampled_from([1, 2]),
+    escape=st.sampled_from([None, "\\"]),
 )
 def test_csv_splitting_matches_python(
-    *, tmp_path_factory: Any, header: str, rows: Any, good: int, ending: str, last: bool, read_bytes: int, limits: Any, rules: Any
+    *,
+    tmp_path_factory: Any,
+    header: str,
+    rows: Any,
+    good: int,
+    ending: str,
+    last: bool,
+    read_bytes: int,
+    limits: Any,
+    rules: Any,
+    escape: str | None,
 ) -> None:
     width = len(next(csv.reader(io.StringIO(header, newline=""))))
     lines = [header, *rows]
@@ -753,7 +795,7 @@ def test_csv_splitting_matches_python(
         lines.insert(1 + i * 2, ",".join(['"a ""x"", b"', "z", "", "\xe4", '"\r\n"'][(i + k) % 5] for k in range(width)))
     text = ending.join(lines) + (ending if last else "")
     path = tmp_path_factory.getbasetemp() / "split.csv"
-    check_split(path, text.encode("latin1"), read_bytes, max_bytes=limits[0], max_lines=limits[1], rules=rules)
+    check_split(path, text.encode("latin1"), read_bytes, max_bytes=limits[0], max_lines=limits[1], rules=rules, escape=escape)
 
 
 @pytest.mark.parametrize("read_bytes", [1000, 1 << 20])
