@@ -116,8 +116,9 @@ class Schema(Config):
     labels: tuple[Label, ...] = ()
     """Labels in addition to `label`. Needs tokens "any"."""
     timestamp: str | None = None
-    """Column with the time of each row: a date, a timestamp, ISO 8601 text, or seconds since 1970-01-01 00:00 UTC. Batches
-    contain it; no built-in model uses it, unless it is in `dense` or `sparse` too. Needs tokens "any"."""
+    """Column with the time of each row: a date, a timestamp, text (ISO 8601, 2026/01/31 10:00, 31.01.2026, 1/31/2026 9:05:00 PM),
+    or seconds, milliseconds or microseconds since 1970-01-01 00:00 UTC. Batches contain it; no built-in model uses it, unless it
+    is in `dense` or `sparse` too. Needs tokens "any"."""
     nan: Literal["fault", "missing"] = "fault"
     """Handling of NaN in dense columns. fault: the row is invalid; missing: the value is missing."""
     missing: tuple[str, ...] = ()

@@ -313,3 +313,13 @@ def test_split_rejects_unsuitable_logs(tmp_path: Path) -> None:
     rejects("log must have a time column", split, str(tmp_path / "text"), tmp_path / "out", "time", timestamp="at", schema=CRITEO)
     (tmp_path / "out").mkdir()
     rejects("exists already", split, path, tmp_path / "out", "rows", schema=plain)
+
+
+@pytest.mark.parametrize("field", ["dense", "sparse"])
+def test_split_time_may_be_model_input(field: str, tmp_path: Path) -> None:
+    times = list(range(1000, 1060))
+    pq.write_table(pa.table({"click": [0, 1] * 30, "at": times, "user": ["a", "b"] * 30}), tmp_path / "log.parquet")
+    schema = Schema(label="click", sparse=("user",)).replace(**{field: ("at", "user") if field == "sparse" else ("at",)})
+    split(str(tmp_path / "log.parquet"), tmp_path / "out", "time", timestamp="at", schema=schema)
+    parts = [pq.read_table(sorted((tmp_path / "out").glob(f"{name}-*"))[0]) for name in ("train", "validation", "test")]
+    assert [part.column("at").to_pylist() for part in parts] == [times[:48], times[48:54], times[54:]]

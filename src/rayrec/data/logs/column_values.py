@@ -190,12 +190,38 @@ MAX_SECONDS = 2.0**42
 """Maximum seconds from 1970: 139,000 years, whose microseconds fit an int64."""
 
 
-def times_of(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Parse text as (int64 microseconds, status): seconds since 1970, or an ISO 8601 date or time, UTC if it has no zone."""
+_EPOCH_UNITS = ((1e11, 1.0), (1e14, 1e3), (1e17, 1e6), (math.inf, 1e9))
+"""Units of numbers since 1970 by their magnitude, as (limit, units per second): seconds up to the year 5138, milliseconds,
+microseconds and nanoseconds. The ranges of the years 1973 to 5138 in these units do not overlap."""
+_TIME_FORMATS = ("%Y/%m/%d %H:%M:%S", "%Y/%m/%d %H:%M", "%Y/%m/%d", "%d.%m.%Y %H:%M:%S", "%d.%m.%Y %H:%M", "%d.%m.%Y")
+_US_FORMATS = ("%m/%d/%Y %I:%M:%S %p", "%m/%d/%Y %I:%M %p", "%m/%d/%Y %H:%M:%S", "%m/%d/%Y %H:%M", "%m/%d/%Y")
+"""Formats of timestamps in text other than ISO 8601. Of a date with slashes, the month precedes the day."""
+
+
+def epoch_seconds(numbers: np.ndarray) -> np.ndarray:
+    """Convert numbers since 1970 in seconds, or in smaller units if they are as large, to seconds, float64."""
+    magnitudes = np.abs(numbers)
+    scales = np.select([magnitudes < limit for limit, _ in _EPOCH_UNITS], [scale for _, scale in _EPOCH_UNITS], 1.0)
+    return numbers / scales
+
+
+def _formatted_times(text: pa.Array) -> pa.Array:
+    """Parse text in one of the formats, timestamp[us], null for other text."""
+    times = pa.nulls(len(text), pa.timestamp("us"))
+    for form in (*_TIME_FORMATS, *_US_FORMATS):
+        if times.null_count > text.null_count:
+            times = pc.coalesce(times, pc.strptime(text, format=form, unit="us", error_is_null=True))
+    return times
+
+
+def times_of(array: pa.Array, *, formats: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Parse text as (int64 microseconds, status): seconds (or smaller units) since 1970, or an ISO 8601 date or time, UTC if it
+    has no zone, or with `formats` another common one."""
     binary = pc.cast(array, pa.large_binary())
     status = Text.of(binary).call("rayrec_check_numbers")
     null = pa.scalar(None, pa.large_binary())
     seconds, _ = _text_numbers(pc.if_else(pa.array(status == VALUE), binary, null))
+    seconds = epoch_seconds(seconds)
     good = (status == VALUE) & np.isfinite(seconds) & (np.abs(seconds) < MAX_SECONDS)
     values = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64)
     text = pc.cast(pc.if_else(pc.match_substring_regex(binary, ISO_TIME), binary, null), pa.large_string())
@@ -205,7 +231,19 @@ def times_of(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
         valid = times.is_valid().to_numpy(zero_copy_only=False)
         values[valid] = pc.fill_null(pc.cast(times, pa.int64()), 0).to_numpy(zero_copy_only=False)[valid]
         good |= valid
+    if formats and not good.all():
+        others = pc.if_else(pa.array(~good), binary, null)
+        times = _formatted_times(_utf8_or_null(others))
+        valid = times.is_valid().to_numpy(zero_copy_only=False)
+        values[valid] = pc.fill_null(pc.cast(times, pa.int64()), 0).to_numpy(zero_copy_only=False)[valid]
+        good |= valid
     return values, np.where(good, VALUE, REJECTED).astype(np.uint8)
+
+
+def _utf8_or_null(binary: pa.Array) -> pa.Array:
+    """Return text of printable ASCII as a string array, null for other text."""
+    is_ascii = pc.match_substring_regex(binary, r"^[ -~]+$")
+    return pc.cast(pc.if_else(is_ascii, binary, pa.scalar(None, binary.type)), pa.large_string())
 
 
 def _cast_or_null(array: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -285,7 +323,7 @@ def numbers_of(array: pa.Array, name: str, make_error: MakeError, *, times: bool
         values, status = _text_numbers(array)
         rejected = np.flatnonzero(status == REJECTED)
         if times and len(rejected):
-            microseconds, status[rejected] = times_of(array.take(pa.array(rejected)))
+            microseconds, status[rejected] = times_of(array.take(pa.array(rejected)), formats=False)
             values[rejected] = microseconds / 1e6
         return values, status
     if types.is_boolean(array.type):

@@ -55,6 +55,7 @@ def with_partitions(table: pa.Table, path: str, schema: Schema, *, columns: Sequ
 
 
 def _partition_value(key: str, value: str | None, schema: Schema, path: str) -> pa.Scalar:
+    value = None if value in schema.missing else value
     text = pa.array([value], pa.large_string())
     if key in schema.dense or key == schema.weight:
         numbers, status = numbers_of(text, key, type_error(pa.schema([(key, text.type)]), path), times=key in schema.dense)

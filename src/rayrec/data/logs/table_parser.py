@@ -17,6 +17,7 @@ from rayrec.data.logs.column_values import (
     VALUE,
     Markers,
     Text,
+    epoch_seconds,
     float_tokens,
     integer_tokens,
     integers_of,
@@ -218,6 +219,7 @@ class _TableParser:
             if types.is_boolean(array.type):
                 raise self.type_error(name, "a time must be a date, a timestamp, ISO 8601 text, or seconds since 1970")
             seconds, status = self._numbers(name, times=True)
+            seconds = seconds if types.is_temporal(array.type) else epoch_seconds(seconds)
             good = np.isfinite(seconds) & (np.abs(seconds) < MAX_SECONDS) & (status == VALUE)
             values, status = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64), np.where(good, VALUE, REJECTED)
         self._reject(status != VALUE, TIME, name)

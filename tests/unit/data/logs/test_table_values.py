@@ -307,3 +307,37 @@ def test_hint_skips_empty_labels(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("stars,user\n" + "".join(f"{star},u\n" for star in (1, 5, 3, 2, 4, "")) * 20)
     line = rejects("", LogSource.at(str(tmp_path / "log.csv")).check_head, Schema(label="stars", sparse=("user",)))
     assert "found 1, 2, 3, 4, 5 in column stars; derive one, such as stars >= 4, or write in the schema" in line
+
+
+AT = 1_574_000_000  # 2019-11-17 14:13:20 UTC
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        pytest.param(AT, AT, id="seconds"),
+        pytest.param(AT * 1000 + 250, AT + 0.25, id="milliseconds"),
+        pytest.param(AT * 10**6, AT, id="microseconds"),
+        pytest.param(float(AT), AT, id="float"),
+        pytest.param(str(AT * 1000), AT, id="milliseconds in text"),
+        pytest.param("2019-11-17T14:13:20Z", AT, id="ISO 8601"),
+        pytest.param("2019/11/17 14:13:20", AT, id="slashes"),
+        pytest.param("11/17/2019 2:13:20 PM", AT, id="United States"),
+        pytest.param("17.11.2019 14:13:20", AT, id="dots"),
+        pytest.param("17.11.2019", AT - AT % 86400, id="date with dots"),
+        pytest.param("17/11/2019", None, id="month 17"),
+        pytest.param("soon", None, id="word"),
+    ],
+)
+def test_timestamp_reads_common_formats(value: Any, seconds: float | None) -> None:
+    schema = Schema(label=None, dense=("a",), timestamp="at")
+    raw, faults = parse_table(pa.table({"a": [1], "at": [value]}), schema)
+    assert raw.times is not None
+    assert raw.times.tolist() == ([] if seconds is None else [seconds * 10**6])
+    assert faults.total == (seconds is None)
+
+
+def test_dense_times_are_equal_in_files_and_requests() -> None:
+    schema = Schema(label=None, dense=("at",))
+    _, faults = parse_table(pa.table({"at": ["11/17/2019", "2019-11-17"]}), schema)
+    assert faults.counts == {"not a finite number": 1}
