@@ -28,6 +28,7 @@ ROLES = {
     "idle": "ray::IDLE",
     "raylet": "/raylet/raylet ",
     "gcs": "/gcs/gcs_server ",
+    "replica": "ray::ServeReplica",
 }
 """What the command line of a process holds by what it does."""
 POLL_S = 0.02

@@ -76,6 +76,11 @@ def run(arguments: list[str]) -> int:
         suggestions = difflib.get_close_matches(name, [*COMMANDS, "resume"], n=1)
         hint = f", did you mean '{suggestions[0]}'?" if suggestions else ". See rayrec --help."
         return _fail(f"rayrec: unknown command '{name}'{hint}")
+    return command.run(functools.partial(_status, command, name, words))
+
+
+def _status(command: Command, name: str, words: list[str]) -> int:
+    """Run a command, print its error, if any, and return the exit status."""
     try:
         return _run(command, words)
     except InputError as error:

@@ -99,6 +99,9 @@ class Command:
     raw: bool = False
     """Whether to pass the words after the command's name without parsing."""
     examples: Sequence[str] = ()
+    runner: str = ""
+    """MODULE:FUNCTION that runs the command, from before its words are parsed: it gets a function that runs it and returns its
+    exit status, and returns the status."""
     not_flags: frozenset[str] = NOT_FLAGS
 
     @property
@@ -129,6 +132,10 @@ class Command:
             if parameter.kind is parameter.VAR_POSITIONAL:
                 kind = Sequence[kind]  # type: ignore[valid-type]
             yield parameter, kind, argument
+
+    def run(self, call: Callable[[], int]) -> int:
+        """Return the exit status of a function that runs the command."""
+        return load(self.runner)(call) if self.runner else call()
 
     def settings(self) -> list[tuple[str, type[Config]]]:
         """Return (prefix, class) of the configurations with flags."""

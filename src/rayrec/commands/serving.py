@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     "Serve",
     options=[("", "rayrec.serve.config:ServerConfig")],
     examples=("rayrec serve runs/demo --port 8000", "rayrec serve exports/new --swap --cluster.address auto"),
+    runner="rayrec.serve.shutdown:run_until_signal",
 )
 def serve(
     model: Annotated[

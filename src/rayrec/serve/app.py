@@ -216,13 +216,25 @@ class ScoringApp:
             raise RequestError(408, "the request was not complete in time", headers=_CLOSE) from None
 
     async def _health(self, request: Request) -> Response:
-        return _response(b'{"status":"alive"}')
+        version = self._models.model.version if self._models.ready else None
+        return _response(orjson.dumps({"status": "alive", "model": version}))
 
     async def _ready(self, request: Request) -> Response:
         if not self._models.ready:
             raise _NOT_READY
+        await self._announcement()
         model = self._models.model
         return _response(orjson.dumps({"status": "ready", "model": model.version, "preprocessor": model.preprocessor_hash}))
+
+    async def _announcement(self) -> None:
+        """Wait until the command has printed the server's address: a moment for a client that has read it. No other client finds
+        the server ready before."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + _ANNOUNCEMENT_S
+        while not self._models.announced:
+            if loop.time() > end_s:
+                raise RequestError(503, "the server starts", headers={"retry-after": "1"})
+            await asyncio.sleep(_ANNOUNCEMENT_POLL_S)
 
     async def _metrics(self, request: Request) -> Response:
         self._check_token(request)
@@ -271,6 +283,8 @@ _CLOSE: Final = {"connection": "close"}  # The rest of the request is not read
 _LATER: Final = {**_CLOSE, "retry-after": "1"}
 _INLINE_BYTES: Final = 1 << 20
 _DRAIN_S: Final = 1.0
+_ANNOUNCEMENT_S: Final = 2.0
+_ANNOUNCEMENT_POLL_S: Final = 0.01
 _NOT_READY: Final = RequestError(503, "no model is loaded yet", headers={"retry-after": "1"})
 
 

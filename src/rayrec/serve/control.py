@@ -185,6 +185,11 @@ def apply_configuration(desired: DesiredState, configured: ConfiguredModels) -> 
     return new
 
 
+def announce(desired: DesiredState) -> DesiredState:
+    """Return the same models of a server that reports to be ready from now on."""
+    return replace(desired, serial=_next(desired), announced=True)
+
+
 def keep_models(desired: DesiredState, configured: ConfiguredModels) -> DesiredState:
     """Return the desired models after loading a new application configuration failed."""
     return replace(desired, serial=_next(desired), configured=configured)

@@ -46,9 +46,11 @@ def make_application(
     shadow: str | None = None,
     autoscaling: Mapping[str, Any] | None = None,
     started_serve: bool = False,
+    announced: bool = True,
 ) -> Application:
     """Build the application for `serve.run`. It loads `model`, which `user_config` can change later. `autoscaling`, Ray Serve's
-    autoscaling_config, replaces `config.replicas`. `started_serve`: whether Ray Serve was started for it."""
+    autoscaling_config, replaces `config.replicas`. `started_serve`: whether Ray Serve was started for it. Unless `announced`,
+    `rayrec.serve.control.announce` makes it ready."""
     from ray import serve
     from ray.serve.schema import LoggingConfig
 
@@ -70,7 +72,7 @@ def make_application(
         logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
         **ray_compat.shared_actor(REGISTER, Register, started_serve=started_serve),
     )
-    return deployment.bind(config, token_digest, custom_network_class(config.recipe))
+    return deployment.bind(config, token_digest, custom_network_class(config.recipe), announced)
 
 
 def custom_network_class(recipe: str | None) -> type[ClickModelConfig] | None:
@@ -88,7 +90,13 @@ def custom_network_class(recipe: str | None) -> type[ClickModelConfig] | None:
 class _Replica:
     """Serving process behind Ray Serve's proxies. `Control` calls its methods on all replicas."""
 
-    def __init__(self, config: ServeConfig, token_digest: bytes | None, network: type[ClickModelConfig] | None = None) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        token_digest: bytes | None,
+        network: type[ClickModelConfig] | None = None,
+        announced: bool = True,
+    ) -> None:
         import torch
         from ray import serve
 
@@ -97,7 +105,8 @@ class _Replica:
         torch.set_num_threads(max(1, int(config.cpus_per_replica)))
         context = serve.get_replica_context()
         self._name, self._application = context.replica_id.unique_id, context.app_name
-        self._config, counters = config, Counters()
+        self._config, self._announced = config, announced
+        counters = Counters()
 
         def load(path: str) -> ServedModel:
             return open_served(path, device=config.device, own=network)
@@ -130,7 +139,7 @@ class _Replica:
     async def _begin(self, configured: ConfiguredModels) -> None:
         model = ModelSource(0, await asyncio.to_thread(source_of, configured.model))
         shadow = ModelSource(0, await asyncio.to_thread(source_of, configured.shadow)) if configured.shadow else None
-        self._models.set_desired(DesiredState(0, model, shadow=shadow, configured=configured))
+        self._models.set_desired(DesiredState(0, model, shadow=shadow, configured=configured, announced=self._announced))
         await self._report(timeout_s=CALL_S)
         while self._models.incomplete:
             cause = await asyncio.to_thread(self._models.switch)

@@ -156,6 +156,8 @@ class DesiredState:
     """Newest application configuration."""
     schema: Schema | None = None
     """Schema of the requests. None until a replica serves the first model."""
+    announced: bool = True
+    """Whether the command that started the server has printed its address. Until then the server does not report to be ready."""
 
     @property
     def rank(self) -> tuple[int, bool]:
@@ -199,6 +201,10 @@ class ReplicaModels:
     @property
     def ready(self) -> bool:
         return self._serving is not None
+
+    @property
+    def announced(self) -> bool:
+        return self.desired is not None and self.desired.announced
 
     @property
     def model(self) -> ServedModel:

@@ -6,14 +6,13 @@ import contextlib
 import json
 import logging
 import os
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 from rayrec import storage
 from rayrec.checkpoint import committed, open_checkpoint
@@ -23,9 +22,10 @@ from rayrec.config import InputError
 from rayrec.inference.model import source_of
 from rayrec.observe.console import Console, handling_signals
 from rayrec.serve.config import LOOPBACK, WILDCARDS, ServeConfig, ServerConfig
-from rayrec.serve.control import APPLICATION, Control, end, quieten, swap_model
+from rayrec.serve.control import APPLICATION, Control, announce, end, quieten, swap_model
 from rayrec.serve.deployment import custom_network_class, make_application
 from rayrec.serve.listener import lock_port
+from rayrec.serve.shutdown import StopRequest, command_end
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -64,13 +64,14 @@ class Server:
 
 @contextlib.contextmanager
 def serving(
-    path: str, *, config: ServeConfig, address: str | None, shadow: str | None = None, console: Console, hide_token: bool = False
+    path: str, *, config: ServeConfig, address: str | None, shadow: str | None = None, console: Console, is_command: bool = False
 ) -> Iterator[Server]:
     """Serve a checkpoint, run or export while the context is open, on the Ray cluster at `address` (None: RAY_ADDRESS, else a
-    local Ray). Answers requests in flight before it exits. `hide_token` removes `config.token_env` from the environment. Raises
-    InputError for an unusable model or address, and if the cluster or port already has a server."""
+    local Ray). Answers requests in flight before it exits. `is_command` removes `config.token_env` from the environment, leaves a
+    local Ray to the end of the command, and the announcement to it. Raises InputError for an unusable model or address, and if
+    the cluster or port already has a server."""
     digest = config.token_digest()
-    if hide_token and config.token_env:
+    if is_command and config.token_env:
         del os.environ[config.token_env]  # Before Ray starts, whose processes inherit it
     path = source_of(path)
     shadow = source_of(shadow) if shadow else None
@@ -81,15 +82,17 @@ def serving(
     import ray
     from ray import serve
 
-    was_connected = ray.is_initialized()
-    private_ray = not was_connected and (address or os.environ.get("RAY_ADDRESS")) in (None, "", "local")
+    private_ray = not ray.is_initialized() and (address or os.environ.get("RAY_ADDRESS")) in (None, "", "local")
+    command = command_end() if is_command else None
+    ends_with_process = private_ray and command is not None
     with contextlib.ExitStack() as resources:
         if private_ray:
             resources.enter_context(lock_port(config.host, config.port))  # Fails before Ray starts
             if config.ingress == "serve":
                 os.environ.setdefault(PROXY_CALLBACK_VARIABLE, PROXY_CALLBACK)
-        reached = connection.connect(address, log_to_driver=console.verbose)
-        quieten()  # Ray has reset its loggers
+        if command is not None:
+            command.owns_ray = private_ray
+        reached = resources.enter_context(_connected(address, console, ends_with_process=ends_with_process))
         instance = find_instance(APPLICATION)
         # A server left one without applications and proxies behind, whose proxies cannot be enabled later.
         fresh = instance is None or not (instance.applications or instance.with_proxies)
@@ -99,22 +102,55 @@ def serving(
                 f"with --cluster.address {reached}"
             )
         ends_serve = fresh and not private_ray  # A private Ray ends anyway
-        try:
-            requested, config = config, settle(config, instance, private_ray=private_ray)
-            if (requested.host, requested.port) != (config.host, config.port):
-                console.note(f"Using the Ray Serve of this cluster, which listens at {config.host}:{config.port}")
-            if not private_ray and (fresh or config.ingress == "direct"):
-                resources.enter_context(lock_port(config.host, config.port))
-            if fresh and instance is not None:
-                serve.shutdown()
-            control = Control(APPLICATION)
-            make = partial(make_application, config, token_digest=digest, model=path, shadow=shadow, started_serve=ends_serve)
-            yield Server(_deploy(config, make, control), control, reached)
-        finally:
-            with contextlib.suppress(Exception):  # Parts may be gone already
-                end(started_serve=ends_serve)
-            if not was_connected:
-                ray.shutdown()
+        requested = config
+        config = settle(config, instance, private_ray=private_ray)
+        if (requested.host, requested.port) != (config.host, config.port):
+            console.note(f"Using the Ray Serve of this cluster, which listens at {config.host}:{config.port}")
+        if not private_ray and (fresh or config.ingress == "direct"):
+            resources.enter_context(lock_port(config.host, config.port))
+        if fresh and instance is not None:
+            serve.shutdown()
+        control = Control(APPLICATION)
+        make = partial(
+            make_application,
+            config,
+            token_digest=digest,
+            model=path,
+            shadow=shadow,
+            started_serve=ends_serve,
+            announced=not is_command,
+        )
+        leave = partial(_end_ignoring_errors, started_serve=ends_serve)
+        if not ends_with_process:
+            resources.callback(leave)
+        if command is not None:
+            resources.callback(command.hold)
+            command.withdraw = None if private_ray else leave
+        server = Server(_deploy(config, make, control), control, reached)
+        if ends_with_process:  # Nothing was to be answered before
+            resources.callback(leave)
+        yield server
+
+
+@contextlib.contextmanager
+def _connected(address: str | None, console: Console, *, ends_with_process: bool) -> Iterator[str]:
+    """Yield the address of the connected Ray, and disconnect unless it was connected before or `ends_with_process`."""
+    import ray
+
+    was_connected = ray.is_initialized()
+    reached = connection.connect(address, log_to_driver=console.verbose)
+    quieten()  # Ray has reset its loggers
+    try:
+        yield reached
+    finally:
+        if not was_connected and not ends_with_process:
+            ray.shutdown()
+
+
+def _end_ignoring_errors(*, started_serve: bool) -> None:
+    """Stop the application on a cluster that may have lost parts already."""
+    with contextlib.suppress(Exception):
+        end(started_serve=started_serve)
 
 
 def _deploy(config: ServeConfig, make: Callable[[], Application], control: Control) -> str:
@@ -225,14 +261,14 @@ def urls(config: ServeConfig, instance: ServeInstance) -> list[str]:
 
 
 def first_answering(candidates: Sequence[str], *, versions: Sequence[str], timeout_s: float = _ANSWER_S) -> str:
-    """Return the first URL whose server is ready with one of these model versions. Raises InputError after a timeout."""
+    """Return the first URL whose server has loaded one of these model versions. Raises InputError after a timeout."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # Ignores the environment's proxies
     deadline_s = time.monotonic() + timeout_s
     while True:
         problem = "no replica or proxy has an address"
         for url in candidates:
             try:
-                with opener.open(f"{url}/readyz", timeout=_TRY_S) as response:
+                with opener.open(f"{url}/healthz", timeout=_TRY_S) as response:
                     status = json.loads(response.read(_MAX_RESPONSE_BYTES))
                 if isinstance(status, dict) and status.get("model") in versions:
                     return url
@@ -250,7 +286,7 @@ def first_answering(candidates: Sequence[str], *, versions: Sequence[str], timeo
 def serve_forever(
     path: str, *, config: ServerConfig, address: str | None, console: Console, started: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM, then answer requests in flight. A second signal exits immediately. With `config.follow`,
+    """Serve until Ctrl-C, SIGTERM or SIGHUP, then answer requests in flight (`rayrec.serve.shutdown`). With `config.follow`,
     `path` is a run, and the server switches to its newest or best checkpoints. Calls `started` when it accepts requests. Removes
     the variable `config.token_env` from the environment."""
     first = path
@@ -259,16 +295,19 @@ def serve_forever(
             raise InputError(f"follow: must be a run's folder, got checkpoint or export {path}")
         first = choose(path, config.follow) or open_checkpoint(path).path
     with (
-        serving(first, config=config, address=address, shadow=config.shadow, console=console, hide_token=True) as server,
-        _until_signal() as stop_requested,  # After Ray has started, which sets signal handlers
+        serving(first, config=config, address=address, shadow=config.shadow, console=console, is_command=True) as server,
+        _stop_request() as stop,
     ):
+        stop.begin_serving()
         started(server.describe())
+        is_announced = _announced(server.control)
         watch = _Watch(server, console)
         last_follow_s = 0.0
-        while not stop_requested.wait(_POLL_EVERY_S):
+        while not stop.requested.wait(_POLL_EVERY_S):
+            is_announced = is_announced or _announced(server.control)
             if not watch.poll():
                 console.note("Server was stopped")
-                stop_requested.wait(_STOPPER_S)
+                stop.requested.wait(_STOPPER_S)
                 return
             if config.follow != "no" and time.monotonic() - last_follow_s > _FOLLOW_EVERY_S:
                 last_follow_s = time.monotonic()
@@ -276,18 +315,32 @@ def serve_forever(
         console.note("Stopping the server after answering requests in flight")
 
 
+def _announced(control: Control) -> bool:
+    """Make the server report that it is ready. Returns False if a lost head, register or replica prevents that for now."""
+    import ray
+
+    try:
+        control.change(announce)
+    except (InputError, ValueError, ray.exceptions.RayError):
+        return False
+    return True
+
+
 @contextlib.contextmanager
-def _until_signal() -> Iterator[threading.Event]:
-    """Yield an event set by the first Ctrl-C or SIGTERM (in the main thread only). The second raises KeyboardInterrupt."""
-    stop_requested = threading.Event()
+def _stop_request() -> Iterator[StopRequest]:
+    """Yield the stop request of the command, or else of a program that uses rayrec's functions, which only this context's signals
+    stop (in the main thread only). KeyboardInterrupt ends the server of a program at once."""
+    command = command_end()
+    if command is not None:
+        yield command.stop
+        return
 
-    def note(number: int, frame: Any) -> None:
-        if stop_requested.is_set():
-            raise KeyboardInterrupt
-        stop_requested.set()
+    def interrupt(reason: str) -> NoReturn:
+        raise KeyboardInterrupt(reason)
 
-    with handling_signals(note):
-        yield stop_requested
+    stop = StopRequest(interrupt)
+    with handling_signals(lambda number, frame: stop.receive(number)):  # After Ray has started, which sets handlers
+        yield stop
 
 
 class _Watch:

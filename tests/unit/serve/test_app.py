@@ -462,7 +462,7 @@ def test_token_may_end_in_blank_byte_and_other_host_is_rejected(tmp_path: Path, 
 
 # -- other paths
 def test_paths_and_methods(app: ScoringApp) -> None:
-    assert ask(app, "GET", "/healthz").json() == {"status": "alive"}
+    assert ask(app, "GET", "/healthz").json() == {"status": "alive", "model": MODEL.version}
     ready = ask(app, "GET", "/readyz").json()
     assert ready == {"status": "ready", "model": MODEL.version, "preprocessor": MODEL.preprocessor_hash}
     assert ask(app, "HEAD", "/readyz").status == 200  # the HTTP server drops the body

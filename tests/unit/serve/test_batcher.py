@@ -122,7 +122,7 @@ async def test_full_queue_rejects_requests(model: Model) -> None:
 
 
 @_in_loop
-async def test_failure_reaches_its_batch_only(model: Model) -> None:
+async def test_failure_affects_one_batch(model: Model) -> None:
     def fail(bodies: Sequence[RequestBody]) -> list[Any]:
         if bodies[0].num_rows == 2:
             raise ZeroDivisionError

@@ -202,10 +202,10 @@ class Replicas:
             assert self.slow[path].wait(60)
         return load(path)
 
-    def start(self, name: str, *, model: str = "a", shadow: str | None = None) -> deployment._Replica:
+    def start(self, name: str, *, model: str = "a", shadow: str | None = None, announced: bool = True) -> deployment._Replica:
         context = SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), app_name="rayrec")
         self._monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
-        replica = deployment._Replica(ServeConfig(), None, None)
+        replica = deployment._Replica(ServeConfig(), None, None, announced)
         asyncio.run(replica.reconfigure({"model": model, "shadow": shadow}))
         asyncio.run(replica.check_health())
         self.reach(name, replica)
@@ -379,6 +379,18 @@ def test_register_pickles_without_rayrec() -> None:
     subprocess.run([sys.executable, "-c", code], input=actor._serialized_actor_class, check=True, timeout=120)
 
 
+def test_announcement_reaches_late_replicas(replicas: Replicas) -> None:
+    first = replicas.start("first", announced=False)
+    assert not first._models.announced
+    server = Control("rayrec")
+    assert server.change(control.announce)["model"] == "a"
+    late = replicas.start("second", announced=False)
+    assert (first._models.announced, late._models.announced) == (True, True)
+    assert replicas.loading == ["a", "a"]
+    assert replicas.swap("b")["previous"] == "a"
+    assert first._models.announced
+
+
 # Model changes of a replica while it answers: swap, rollback, shadow --------------------------------------------------
 TEXT = b"".join(row_text(number) for number in range(20))
 A, B = ModelSource(0, "a"), ModelSource(1, "b")
@@ -426,12 +438,34 @@ def test_swap_under_load_loses_no_request() -> None:
     app.close()
 
 
-def test_loaded_model_waits_for_switch_and_late_replica_checks_schema() -> None:
+def test_readiness_waits_for_announcement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayrec.serve.app._ANNOUNCEMENT_S", 0.1)
+    models, counters = ReplicaModels(load, Counters()), Counters()
+    app = ScoringApp(models, counters, config=ServeConfig())
+    assert ask(app, "GET", "/readyz").status == 503
+    assert ask(app, "GET", "/healthz").json()["model"] is None
+    assert not _switch(models, DesiredState(0, A, announced=False))
+    early = ask(app, "GET", "/readyz")
+    assert (early.status, early.headers["retry-after"]) == (503, "1")
+    assert ask(app, "GET", "/healthz").json()["model"] == MODELS["a"].version
+    assert post(app, TEXT).status == 200
+    monkeypatch.setattr("rayrec.serve.app._ANNOUNCEMENT_S", 60.0)
+    announced = threading.Timer(0.1, models.set_desired, [DesiredState(1, A)])
+    announced.start()
+    assert ask(app, "GET", "/readyz").status == 200
+    announced.join()
+    app.close()
+
+
+def test_loaded_model_answers_after_switch() -> None:
     models, _ = _host()
     assert not models.load(DesiredState(1, B))
     assert models.model is MODELS["a"]
     models.drop(DesiredState(1, B))
     assert models.status().model == A
+
+
+def test_started_replica_checks_schema() -> None:
     models, schema = ReplicaModels(load, Counters()), MODELS["a"].preprocessor.schema
     assert "schemas differ in" in _switch(models, DesiredState(2, ModelSource(1, "other columns"), schema=schema))
     assert not models.ready

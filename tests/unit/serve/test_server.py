@@ -57,7 +57,7 @@ def test_ingress_conflicts_are_rejected_and_urls_returned() -> None:
 
 def test_first_answering_url_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    (tmp_path / "readyz").write_text('{"status": "ready", "model": "v1"}')
+    (tmp_path / "healthz").write_text('{"status": "alive", "model": "v1"}')
     with HTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
