@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from rayrec.config import Config, InputError, packaged_json
 
@@ -352,6 +353,32 @@ class Schema(Config):
         """Return the schema of a description from `describe`."""
         rules = stored.get("category_rules", 1 if stored.get("tokens") == "any" else 2)
         return cls(label=None, dense=("-",)).updated({"tokens": "hexadecimal", **stored, "category_rules": rules})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceholderSchema(Schema):
+    """Example columns of a recipe for your own log, which training does not accept. Its copies with changes are real schemas."""
+
+    @property
+    def example(self) -> str:
+        """The columns as text of a schema file."""
+        plain, default = self.to_dict(), Schema(dense=("-",)).to_dict()
+        shown = {name: value for name, value in plain.items() if name == "label" or value not in (default[name], [])}
+        if self.features:
+            features = [{name: value for name, value in feature.items() if value is not None} for feature in plain["features"]]
+            shown["features"] = features
+        return json.dumps(shown).replace('"', "")
+
+    def reject(self, path: str) -> NoReturn:
+        """Raise InputError for the log at a path, whose columns the user has to name."""
+        raise InputError(
+            f"schema: the recipe needs the columns of your log, got none. Pass --schema FILE with the like of {self.example}. "
+            f"`rayrec schema {path} --out FILE` drafts it."
+        )
+
+    def updated(self, changes: Mapping[str, Any], *, where: str = "") -> Schema:  # type: ignore[override]
+        own = {field.name: getattr(self, field.name) for field in fields(Schema)}
+        return Schema(**own).updated(changes, where=where)
 
 
 _ADDED: dict[str, Any] = packaged_json(__package__, "added_schema_fields.json")

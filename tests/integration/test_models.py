@@ -147,12 +147,12 @@ def test_retrieval_model_trains_exports_and_serves(name: str, tmp_path: Path) ->
         scores = users @ items[place].T
         own = scores[np.arange(len(scores)), np.searchsorted(catalog, rows["item"].to_numpy())]
         recall = np.mean((scores > own[:, None] + 1e-6).sum(1) < 5)
-        assert recall == pytest.approx(metrics["recall_at_5"], abs=0.02)  # the table has two rows of no item
+        assert recall == pytest.approx(metrics["recall_at_5"], abs=1e-6)
         columns = ("user", "item")
 
     # Exported, with small tables too, and served: the answers are the predictions.
     assert export(whole.checkpoint, tmp_path / "plain")["program_parity"]["max_logit_difference"] < 1e-4
-    export(whole.checkpoint, tmp_path / "int8", quantize="int8")
+    export(whole.checkpoint, tmp_path / "int8", quantize="int8", max_auroc_loss=0.01)  # An AUROC of labels drawn by the scores
     asked = [{key: value for key, value in row.items() if value} for row in rows.slice(0, 8).to_pylist()]
     for path in (whole.checkpoint, f"{tmp_path}/plain", f"{tmp_path}/int8"):
         app = make_app(open_served(path))

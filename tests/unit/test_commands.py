@@ -27,6 +27,7 @@ from rayrec.commands.settings import updated
 from rayrec.commands.train import configuration
 from rayrec.config import Config
 from rayrec.models.ranking.finalnet import FinalNetConfig
+from rayrec.schema import PlaceholderSchema, Schema, load_schema
 from rayrec.training.result import summary_rows
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
@@ -294,6 +295,50 @@ def test_recipe_help_is_short_and_help_all_complete(recipe: str, capsys: Capture
     assert [flag.name for flag in settings if flag.owner and f"--{flag.name}" not in shown] == []
 
 
+@pytest.mark.parametrize("recipe", ["clicks", "clicks_din", "next_item", "two_tower"])
+def test_recipe_with_placeholder_needs_schema(recipe: str, capsys: Capture, tmp_path: Path) -> None:
+    """Before anything starts; with a schema, also an equal one, the next check comes."""
+    placeholder = recipes.ALL[recipe]().workload.schema  # type: ignore[attr-defined]
+    log = tmp_path / "log.csv"
+    log.write_text(f"{','.join(placeholder.columns)}\n0,1,2,3\n")
+    line = "schema: the recipe needs the columns of your log, got none. Pass --schema FILE with the like of {label: "
+    runs = str(tmp_path / "runs")
+    for name, *words in (
+        ["train", recipe, "--data", str(log), "--storage-path", runs],
+        ["tune", recipe, "--data", str(log), "--storage-path", runs, "--search", "search.yaml"],
+        ["plan", recipe, "--data", str(log)],
+        ["vocabulary", str(log), "--out", str(tmp_path / "out"), "--recipe", recipe],
+    ):
+        if name == "tune" and not recipe.startswith("clicks"):
+            continue  # Which searches click models only
+        (tmp_path / "search.yaml").write_text("seed: {grid: [1]}")
+        words = [str(tmp_path / word) if word == "search.yaml" else word for word in words]
+        status, out, err = run(capsys, name, *words)
+        assert (status, out, err.count("\n")) == (2, "", 1), name
+        assert err.startswith(f"rayrec {name}: {line}")
+    assert not Path(runs).exists()
+
+    file = tmp_path / "schema.yaml"
+    file.write_text(placeholder.example)
+    schema = load_schema(placeholder.example, "example")
+    assert schema.to_dict() == placeholder.to_dict()
+    (config,) = parse(COMMANDS["train"], [recipe, "--schema", str(file), "--data", str(log)]).arguments
+    assert config.workload.schema == schema
+    config.workload.check(config)
+    shown = run(capsys, "train", recipe, "--help")[1]
+    assert shown.startswith(f"usage: rayrec train {recipe} --schema FILE --data PATH [flags]\n")
+    assert f"  rayrec train {recipe} --schema schema.yaml --data log/train.txt\n" in shown
+    assert "--schema FILE          YAML file with the columns of the log [required]" in shown
+
+
+def test_placeholder_with_changes_is_schema() -> None:
+    config = recipes.clicks("log.csv")
+    assert isinstance(config.replace(steps=3).workload.schema, PlaceholderSchema)  # type: ignore[attr-defined]
+    for changed in (config.replace(workload={"schema": {"sparse": ("a",)}}), recipes.load_config(config.to_yaml())):
+        assert type(changed.workload.schema) is Schema  # type: ignore[attr-defined]
+        changed.workload.check(changed)
+
+
 def test_short_names_reach_their_settings() -> None:
     words = "criteo_demo --data a --eval-data b --lr 0.5 --table-lr 0.25 --workers 2 3 --model finalnet"
     (config,) = parse(COMMANDS["train"], words.split()).arguments
@@ -349,7 +394,7 @@ def changes(config: Config, default: Any, prefix: str = "") -> Iterator[tuple[st
     """Yield the settings that differ from the default, with their names."""
     for field in dataclasses.fields(config):
         value, before = getattr(config, field.name), getattr(default, field.name, None)
-        if isinstance(value, Config) and type(value) is type(before):
+        if isinstance(value, Config) and isinstance(before, type(value)):  # A placeholder is a Schema
             yield from changes(value, before, f"{prefix}{field.name}.")
         elif value != before:
             yield f"{prefix}{field.name}", plain(value)

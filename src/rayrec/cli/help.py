@@ -9,6 +9,7 @@ from typing import Any, get_args
 from rayrec.cli.flags import MISSING, SHORT, SWITCHES, Flag, recipe_flags, takes_many
 from rayrec.commands.declaration import COMMANDS, Command, Group
 from rayrec.config import Config
+from rayrec.schema import PlaceholderSchema
 
 STATUSES = {
     0: "success",
@@ -78,11 +79,14 @@ def recipe_help(command: Command, config: Any, *, everything: bool = False) -> s
     from rayrec.cli.parser import command_flags
 
     flags, settings = command_flags(command), recipe_flags(config)
+    needs_schema = isinstance(getattr(config.workload, "schema", None), PlaceholderSchema)
+    schema = " --schema FILE" if needs_schema else ""
     data = " --data PATH" if config.train_data.path is None and command.name in ("train", "tune") else ""
     recipe = recipes.ALL.get(config.recipe)
     summary = (recipe.__doc__ if recipe and recipe.__doc__ else f"{command.summary}.").strip().splitlines()[0]
-    examples = [f"  {example.replace('criteo_demo', config.recipe)}" for example in command.examples]
-    lines = [f"usage: {usage(command, flags, config.recipe + data)}", summary, *examples]
+    shortest = f"{config.recipe}{schema.replace('FILE', 'schema.yaml')}"
+    examples = [f"  {example.replace('criteo_demo', shortest)}" for example in command.examples]
+    lines = [f"usage: {usage(command, flags, config.recipe + schema + data)}", summary, *examples]
     lines += _groups([(command.name.capitalize(), flag) for flag in flags])
     if everything:
         return "\n".join([*lines, *_groups([(_title(flag.owner), flag) for flag in settings if flag.owner])])
@@ -91,9 +95,10 @@ def recipe_help(command: Command, config: Any, *, everything: bool = False) -> s
     for path, short in SHORT.items():
         if flag := by_path.get(path):
             name = short.name or flag.name
-            shown.append((short.group, replace(flag, name=name, aliases=(), help=short.help, metavar=short.metavar)))
+            text = "YAML file with the columns of the log [required]" if schema and name == "schema" else short.help
+            shown.append((short.group, replace(flag, name=name, aliases=(), help=text, metavar=short.metavar)))
     lines += _groups(shown)
-    more = f"rayrec config {config.recipe} > my.yaml, then rayrec train my.yaml"
+    more = f"rayrec config {shortest} > my.yaml, then rayrec train my.yaml"
     return "\n".join([*lines, f"{len(settings) - len(shown)} more: --help-all. As a file: {more}"])
 
 

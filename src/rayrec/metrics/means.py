@@ -128,48 +128,59 @@ class CountAccumulator(SumsAccumulator):
 
 @final
 class RowMetrics:
-    """Means of measures over all rows of all workers, summed in float64."""
+    """Means of measures over the rows of all workers, and totals of integer measures, summed in float64."""
 
     def __init__(self, finish: Callable[[dict[str, float]], dict[str, float]] = dict) -> None:
         self._finish = finish
         self._sums: dict[str, torch.Tensor] = {}
+        self._counts: set[str] = set()
 
     def update(self, output: StepOutput) -> None:
         """Append a batch. A measure may have fewer values than others. Its mean only includes rows with a value."""
         import torch
 
         for name, values in output.measures.items():
+            if not values.is_floating_point():
+                self._counts.add(name)
             total = torch.stack([values.double().sum(), values.new_tensor(len(values), dtype=torch.float64)])
             self._sums[name] = self._sums[name] + total if name in self._sums else total
 
     def compute(self) -> dict[str, float]:
-        """Return the means. Collective. Sums the parts in worker order."""
+        """Return the means and counts. Collective. Sums the parts in worker order."""
         import torch
 
         names = sorted(self._sums)
         if not names:  # On every worker
             return self._finish({})
         of_all = torch.stack(gathered(torch.stack([self._sums[name] for name in names]))).sum(dim=0).tolist()
-        means = {name: total / rows if rows else math.nan for name, (total, rows) in zip(names, of_all, strict=True)}
-        return self._finish(means)
+        return self._finish({name: _result(name in self._counts, *of_name) for name, of_name in zip(names, of_all, strict=True)})
+
+
+def _result(is_count: bool, total: float, rows: float) -> float:
+    """Return the total of a count, and otherwise the mean, NaN without rows."""
+    if is_count:
+        return int(total)
+    return total / rows if rows else math.nan
 
 
 @final
 class MeasureTotals:
-    """Means of measures over the rows with a value, summed in float64, in row order."""
+    """Means of measures over the rows with a value, summed in float64, in row order, and totals of integer measures."""
 
     def __init__(self, finish: Callable[[dict[str, float]], dict[str, float]] = dict) -> None:
         self._finish = finish
         self._sums: dict[str, np.ndarray] = {}
+        self._counts: set[str] = set()
         self.rows = 0
 
     def update(self, table: pa.Table) -> None:
         for name in table.column_names:
             if name != "row":
                 values = table.column(name).drop_null().to_numpy()
+                if values.dtype.kind != "f":
+                    self._counts.add(name)
                 self._sums[name] = self._sums.get(name, np.zeros(2)) + np.array([values.sum(), len(values)])
         self.rows += len(table)
 
     def compute(self) -> dict[str, float]:
-        means = {name: total / rows if rows else math.nan for name, (total, rows) in self._sums.items()}
-        return self._finish({name: float(mean) for name, mean in means.items()})
+        return self._finish({name: _result(name in self._counts, *sums.tolist()) for name, sums in self._sums.items()})

@@ -38,6 +38,8 @@ MEMORY_ROWS: Final = 1 << 25
 """Number of rows that a RankingAccumulator keeps in memory, 13 bytes each. More rows go to a temporary file."""
 _BUCKETS: Final = 256
 """Number of group partitions of the temporary file, which are read sequentially."""
+_COLUMNS: Final = 16
+"""Number of float32 columns in the widest vector register."""
 _ROW: Final = np.dtype([("group", np.int64), ("logit", np.float32), ("label", np.uint8)])
 
 Groups = npt.NDArray[np.int64]
@@ -269,18 +271,48 @@ def _exchanged(rows: Rows, ranks: Collectives) -> Rows:
     return exchanged[0], exchanged[1], exchanged[2]
 
 
+def candidate_logits(rows: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+    """Return the dot products of row and candidate vectors, float32 [rows, candidates]. Equal candidates have equal logits.
+
+    BLAS adds up the last columns, which do not fill a vector register, in another order. Zeros fill it.
+    """
+    from torch.nn import functional
+
+    num_candidates = candidates.shape[0]
+    filled = functional.pad(candidates.float(), (0, 0, 0, -num_candidates % _COLUMNS))
+    return (rows.float() @ filled.T)[:, :num_candidates]
+
+
 def rank_measures(
-    logits: torch.Tensor, target: torch.Tensor, *, k: int, known: torch.Tensor | None = None
+    logits: torch.Tensor, target: torch.Tensor, *, k: int, has_target: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return NDCG and recall at k of each row's one relevant item among all items with a logit, float32 [rows] each.
+    """Return NDCG and recall at k of each row's one relevant item among all candidates, float32 [rows] each, and the counts
+    `targets` and `unknown_targets`, int64 [rows] each.
+
+    Ties count as the expected value over all orders of the tied candidates, as in `ranking_metrics`.
 
     Args:
-        logits: Scores, float32 [rows, items]. A NaN ranks above the relevant item.
-        target: Index of the relevant item, int64 [rows].
+        logits: Scores of the candidates, float32 [rows, candidates]. A NaN ranks above the relevant item.
+        target: Number of the relevant item, int64 [rows]. -1 is an unknown item, which is a miss.
         k: Rank of the metrics.
-        known: Whether each row has a relevant item, bool [rows]. Others get NaN. None if all have one.
+        has_target: Whether each row has a relevant item, bool [rows]. Others get NaN. None if all have one.
     """
-    above = (~(logits <= logits.gather(1, target.unsqueeze(1)))).sum(1)
-    recall = (above < k).float()
-    measures = {f"ndcg_at_{k}": recall / (above + 2).float().log2(), f"recall_at_{k}": recall}
-    return measures if known is None else {name: values.masked_fill(~known, math.nan) for name, values in measures.items()}
+    import torch
+    from torch.nn import functional
+
+    if not logits.shape[1]:
+        logits = logits.new_full((len(logits), 1), -math.inf)
+    unknown = target < 0
+    of_target = logits.gather(1, target.clamp(min=0).unsqueeze(1))
+    above = (~(logits <= of_target)).sum(1)
+    tied = (logits == of_target).sum(1)  # 0 if the target's score is NaN: then all are above
+    first, last = above.clamp(max=k), (above + tied).clamp(max=k)
+    ranks = torch.arange(1, k + 1, dtype=torch.float64, device=logits.device)
+    discounts = functional.pad((1 / (ranks + 1).log2()).cumsum(0), (1, 0))
+    orders = tied.clamp(min=1)
+    of_rows = {f"ndcg_at_{k}": (discounts[last] - discounts[first]) / orders, f"recall_at_{k}": (last - first).double() / orders}
+    counted = torch.ones_like(unknown) if has_target is None else has_target
+    measures = {
+        name: values.masked_fill(unknown, 0.0).masked_fill(~counted, math.nan).float() for name, values in of_rows.items()
+    }
+    return {**measures, "targets": counted.long(), "unknown_targets": (counted & unknown).long()}

@@ -15,11 +15,58 @@ from rayrec.bounds import Count, Share, Sizes, SomeSizes
 from rayrec.config import CLASS, Config, InputError, same_class
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from rayrec.layers.mlp import Precision, TowerSettings
     from rayrec.models.heads import Head
     from rayrec.schema import Label, Schema
+
+
+@dataclass(frozen=True)
+class CandidateRows:
+    """Table rows of a feature's known categories, which are its candidates. The other rows are reserved: for unknown and missing
+    values."""
+
+    first: int = 0
+    stop: int | None = None
+    """End of the range [first, stop). None: the end of the table."""
+    gap: int | None = None
+    """Row within the range that is reserved for missing values. None: no such row."""
+    missing: int | None = None
+    """Reserved row of missing values. None if unknown values share it, or a category."""
+
+    @property
+    def count(self) -> int | None:
+        """Number of known categories. None if it depends on the table."""
+        return None if self.stop is None else self.stop - self.first - (self.gap is not None)
+
+    def contains(self, ids: Any) -> Any:
+        """Return whether each id is a known category, bool [ids]. Takes and returns tensors or arrays."""
+        inside = ids >= self.first
+        if self.stop is not None:
+            inside = inside & (ids < self.stop)
+        return inside if self.gap is None else inside & (ids != self.gap)
+
+    def numbers(self, ids: Any) -> Any:
+        """Return the candidate number of each id, -1 for reserved rows, int64 [ids]. Takes and returns tensors or arrays."""
+        numbers = ids - self.first
+        if self.gap is not None:
+            numbers = numbers - 1 * (ids > self.gap)
+        return (numbers + 1) * self.contains(ids) - 1
+
+    def ids(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the id of each candidate number, int64 [numbers]."""
+        ids = numbers + self.first
+        return ids if self.gap is None else ids + (ids >= self.gap)
+
+    def of_table(self, table: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the candidates, [candidates, width]. Copies only a table with a gap."""
+        if self.gap is None:
+            return table[self.first : self.stop]
+        import torch
+
+        return torch.cat([table[self.first : self.gap], table[self.gap + 1 : self.stop]])
 
 
 @dataclass(frozen=True)
@@ -44,10 +91,12 @@ class ModelInputs:
     """Features of `lists` with the feature they are aligned with (`Feature.aligned_with`): equally many ids in each row."""
     label_kind: str = "binary"
     """Kind of the main label (`rayrec.schema.Label.kind`)."""
+    candidates: tuple[tuple[str, CandidateRows], ...] = ()
+    """Table rows of known categories, by feature. Features without an entry have no reserved rows."""
 
     @classmethod
-    def of(cls, schema: Schema) -> ModelInputs:
-        """Return the inputs for a schema of the model's columns (`Preprocessor.inputs`)."""
+    def of(cls, schema: Schema, candidates: tuple[tuple[str, CandidateRows], ...] = ()) -> ModelInputs:
+        """Return the inputs for a schema of the model's columns (`Preprocessor.inputs`), whose tables have these candidates."""
         has_main = schema.label is None and schema.labels
         return cls(
             len(schema.dense),
@@ -59,12 +108,17 @@ class ModelInputs:
             tuple((name, schema.feature(name).max_length) for name in schema.lists),
             tuple((feature.name, feature.aligned_with) for feature in schema.features if feature.aligned_with),
             schema.labels[0].kind if has_main else "binary",
+            candidates,
         )
 
     @property
     def label_names(self) -> tuple[str, ...]:
         """Names of all labels, the main one first."""
         return (self.label, *(label.name for label in self.more_labels))
+
+    def candidates_of(self, feature: str) -> CandidateRows:
+        """Return the table rows of a feature's known categories."""
+        return dict(self.candidates).get(feature, CandidateRows())
 
     @property
     def table_of(self) -> dict[str, str]:
@@ -154,6 +208,12 @@ class ClickModelConfig(Config):
         del inputs
         return ()
 
+    def candidate_feature(self, inputs: ModelInputs) -> str | None:
+        """Return the feature whose known categories the model ranks, None for models of labels. In a list, each item after the
+        first is a target. Default: None."""
+        del inputs
+        return None
+
     def output_heads(self, inputs: ModelInputs) -> tuple[Head, ...]:
         """Return the outputs, the main one first. Default: one for each label. Pure."""
         from rayrec.models.heads import label_heads
@@ -202,7 +262,8 @@ class ClickModelConfig(Config):
 
         - loss(outputs, batch): loss of each row, float32 [rows], from the outputs of `forward` and the `rayrec.batch.Batch`,
           before weighting and averaging. May communicate between workers. loss(outputs, labels) receives `batch.labels`.
-        - measures(outputs, batch): values that evaluations average, by name, float32 [rows]. NaN excludes a row.
+        - measures(outputs, batch): values that evaluations average, by name, float32 [rows]. NaN excludes a row. Integers are
+          added up instead.
         - predict(outputs, embedded): values of the heads for inference. `forward` then need not return them.
         """
 

@@ -63,10 +63,15 @@ def _random_rows(
     }
     dense = torch.rand(rows, inputs.num_dense, device=device)
     pooled = random(rows, (len(inputs.features) - len(sequences)) * config.table_width)
-    ids = {name: of_rows.rows.new_zeros(len(of_rows.values)) for name, of_rows in sequences.items()}
+    ids = {name: of_rows.rows.new_full((len(of_rows.values),), _any_id(inputs, name)) for name, of_rows in sequences.items()}
     rows_of = dict(zip(inputs.features, num_embeddings, strict=False))
     tables = {name: random(rows_of[name], config.table_width) for name in config.full_tables(inputs)}
     return dense, KeyedEmbeddings.in_order(inputs.features, config.table_width, pooled, sequences, ids=ids, tables=tables)
+
+
+def _any_id(inputs: ModelInputs, feature: str) -> int:
+    """Return the id of a known category, because the loss of other ids may cost nothing."""
+    return inputs.candidates_of(feature).first
 
 
 def _saved_bytes(network: torch.nn.Module, config: ClickModelConfig, rows: tuple[torch.Tensor, KeyedEmbeddings]) -> int:

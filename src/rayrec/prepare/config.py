@@ -21,7 +21,7 @@ from rayrec.data.logs.splits import Kind, Split, SplitParts, check_parts
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.spark_engine import SparkConfig
 from rayrec.observe.console import Console
-from rayrec.schema import Schema
+from rayrec.schema import PlaceholderSchema, Schema
 from rayrec.storage import cache
 
 
@@ -72,7 +72,9 @@ class PreparationConfig(Config):
             raise InputError(f"memory_bytes: {self.memory_bytes} is below 16 MiB, which counting needs at least")
 
     def adapted(self, path: str) -> PreparationConfig:
-        """Return a copy with the `tokens` of a log."""
+        """Return a copy with the `tokens` of a log. Raises InputError for the placeholder of a recipe."""
+        if isinstance(self.schema, PlaceholderSchema):
+            self.schema.reject(path)
         return self.replace(schema=LogSource.at(path, self.files).schema(self.schema))
 
     @property

@@ -4,15 +4,18 @@ from rayrec.data.encoding.presets import RAYREC
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim.config import SparseOptimizerConfig
 from rayrec.recipes.criteo import adam_config
-from rayrec.schema import Feature, Schema
+from rayrec.schema import Feature, PlaceholderSchema, Schema
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.settings import read_schema
 
-PLACEHOLDER = Schema(label="label", dense=(), sparse=("user", "item"))
+PLACEHOLDER = PlaceholderSchema(label="label", dense=(), sparse=("user", "item"))
 """Placeholder for the schema from `--schema FILE`."""
 
-PLACEHOLDER_OF_LISTS = PLACEHOLDER.replace(
-    sparse=("user", "item", "history"), lists=("history",), features=(Feature(name="history", vocabulary="item", max_length=50),)
+PLACEHOLDER_OF_LISTS = PlaceholderSchema(
+    label="label",
+    sparse=("user", "item", "history"),
+    lists=("history",),
+    features=(Feature(name="history", vocabulary="item", max_length=50),),
 )
 """Placeholder schema for a log with lists."""
 

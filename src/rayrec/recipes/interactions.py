@@ -4,14 +4,16 @@ from rayrec.data.encoding.presets import RAYREC
 from rayrec.models.base import TableInit
 from rayrec.optim.config import LearningRateSchedule, SparseOptimizerConfig
 from rayrec.recipes.criteo import adam_config
-from rayrec.schema import Feature, Schema
+from rayrec.schema import Feature, PlaceholderSchema, Schema
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.settings import read_schema
 
-PLACEHOLDER = Schema(label=None, sparse=("user", "item"))
+PLACEHOLDER = PlaceholderSchema(label=None, sparse=("user", "item"))
 """Placeholder for the schema from `--schema FILE`."""
 
-PLACEHOLDER_OF_LISTS = PLACEHOLDER.replace(sparse=("item",), lists=("item",), features=(Feature(name="item", max_length=50),))
+PLACEHOLDER_OF_LISTS = PlaceholderSchema(
+    label=None, sparse=("item",), lists=("item",), features=(Feature(name="item", max_length=50),)
+)
 """Placeholder schema for a log with item lists."""
 
 

@@ -262,7 +262,7 @@ def test_two_towers_match_plain_pytorch(trained: Path) -> None:
 
 def test_rank_measures_skip_rows_and_rank_nan_last() -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0], [torch.nan, 2.0, 1.0], [1.0, 1.0, 1.0]])
-    found = rank_measures(logits, torch.tensor([1, 0, 0, 2]), k=2, known=torch.tensor([True, True, True, False]))
+    found = rank_measures(logits, torch.tensor([1, 0, 0, 2]), k=2, has_target=torch.tensor([True, True, True, False]))
     np.testing.assert_allclose(found["ndcg_at_2"], [1 / np.log2(3), 0, 0, np.nan], rtol=1e-6)
     np.testing.assert_array_equal(found["recall_at_2"], [1, 0, 0, np.nan])
 

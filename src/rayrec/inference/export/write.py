@@ -31,9 +31,9 @@ from rayrec.inference.export.manifest import DENSE, ENCODER, PROGRAM, README, RE
 from rayrec.inference.export.onnx import id_widths, write_repository
 from rayrec.inference.export.parity import Comparison, ParityRows, compare, compare_encoder, parity_rows
 from rayrec.inference.model import open_served, version_of
-from rayrec.models.base import ModelInputs
 from rayrec.models.heads import BinaryHead, LabelHead
 from rayrec.models.scoring_tables import Quantization
+from rayrec.workloads.recsys.candidates import model_inputs
 from rayrec.workloads.recsys.scorer import ClickScorer, PlainModel, click_settings, empty_model, flat_values, load_preprocessor
 from rayrec.workloads.recsys.scoring import BATCH_ROWS, cache_folder
 from rayrec.workloads.recsys.workload import ClickWorkload
@@ -269,7 +269,7 @@ FROM_RAW: Final = _text("from_raw.txt")
 
 def readme(exported: ExportedModel) -> str:
     """Return the text of an export's README.md."""
-    model, inputs = exported.model, ModelInputs.of(exported.preprocessor.inputs)
+    model, inputs = exported.model, model_inputs(exported.preprocessor)
     heads = () if model.LABELLED else model.output_heads(inputs)
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
     return environment.from_string(_text("README.md")).render(

@@ -14,7 +14,7 @@ from rayrec.bounds import Count, Share
 from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
 from rayrec.layers.mlp import Precision, UninitializedLinear, compute_dtype, init_values
-from rayrec.metrics.ranking import rank_measures
+from rayrec.metrics.ranking import candidate_logits, rank_measures
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import Head, ItemsHead
 
@@ -31,7 +31,8 @@ _EPS: Final = 1e-12
 class SASRecConfig(ClickModelConfig):
     """Causal attention that predicts each item of a list from the items before it.
 
-    The list is the schema's first list, in chronological order, with a `max_length`. All rows of its table are candidates.
+    The list is the schema's first list, in chronological order, with a `max_length`. All known items are candidates. Unknown and
+    missing ones are neither candidates nor targets.
     """
 
     LABELLED: ClassVar[bool] = False
@@ -47,7 +48,7 @@ class SASRecConfig(ClickModelConfig):
     dropout: Share = 0.5
     """Dropout probability."""
     k: Count = 10
-    """Number of predicted items, and rank k of the metrics."""
+    """Number of predicted items, at most all known ones, and rank k of the metrics."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,8 +72,13 @@ class SASRecConfig(ClickModelConfig):
 
     full_tables = sequences
 
+    def candidate_feature(self, inputs: ModelInputs) -> str:
+        return self.sequence(inputs)[0]
+
     def output_heads(self, inputs: ModelInputs) -> tuple[Head, ...]:
-        return (ItemsHead("items", self.k, self.sequence(inputs)[0]),)
+        feature = self.candidate_feature(inputs)
+        num_items = inputs.candidates_of(feature).count
+        return (ItemsHead("items", self.k if num_items is None else min(self.k, num_items), feature),)
 
     def objective(self, metrics: Mapping[str, float]) -> str:
         return f"ndcg_at_{self.k}"
@@ -87,7 +93,10 @@ class SASRec(nn.Module):
     def __init__(self, config: SASRecConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
         self._feature, self._length = config.sequence(inputs)
-        self._dropout, self._k, self._dtype = config.dropout, config.k, compute_dtype(precision)
+        self._candidates = inputs.candidates_of(self._feature)
+        self._dropout = config.dropout
+        self._k = config.k
+        self._dtype = compute_dtype(precision)
         dim = config.embedding_dim
         self.positions = nn.Parameter(_init_normal(torch.empty(self._length - 1, dim)))
         self.norm = nn.LayerNorm(dim, eps=_EPS)
@@ -106,30 +115,37 @@ class SASRec(nn.Module):
         return {"hidden": hidden, "ids": ids, "lengths": items.lengths, "table": table}
 
     def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Return each row's mean cross entropy over the items after the first, 0 for lists of one item, float32 [rows]."""
+        """Return each row's mean cross entropy over the known items after the first, 0 for lists without one, float32 [rows]."""
         del batch
-        positions = torch.arange(1, self._length, device=outputs["ids"].device)
-        rows, position = (positions < outputs["lengths"].unsqueeze(1)).nonzero(as_tuple=True)
-        logits = self._logits(outputs["hidden"][rows, position], outputs["table"])
-        losses = functional.cross_entropy(logits, outputs["ids"][rows, position + 1], reduction="none")
-        total = losses.new_zeros(len(outputs["ids"])).index_add(0, rows, losses)
-        return total / (outputs["lengths"] - 1).clamp(min=1)
+        ids = outputs["ids"]
+        targets = self._candidates.numbers(ids[:, 1:])
+        positions = torch.arange(1, self._length, device=ids.device)
+        is_target = (positions < outputs["lengths"].unsqueeze(1)) & (targets >= 0)
+        rows, position = is_target.nonzero(as_tuple=True)
+        logits = self._logits(outputs["hidden"][rows, position], outputs["table"], self._dtype)
+        losses = functional.cross_entropy(logits, targets[rows, position], reduction="none")
+        total = losses.new_zeros(len(ids)).index_add(0, rows, losses)
+        return total / is_target.sum(1).clamp(min=1)
 
     def measures(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
-        """Return NDCG and recall at k of each list's last item among all, given those before, NaN for one alone, float32
-        [rows]."""
+        """Return `rank_measures` of each list's last item among all known ones, given those before. Lists of one item, and those
+        with a missing last one, have no target."""
         del batch
         last = (outputs["lengths"] - 1).clamp(min=1)
-        logits = self._logits(self._after(outputs["hidden"], last - 1), outputs["table"])
-        target = outputs["ids"].gather(1, last.unsqueeze(1))
-        return rank_measures(logits, target.squeeze(1), k=self._k, known=outputs["lengths"] > 1)
+        logits = candidate_logits(self._after(outputs["hidden"], last - 1), self._candidates.of_table(outputs["table"]))
+        ids = outputs["ids"].gather(1, last.unsqueeze(1)).squeeze(1)
+        has_target = outputs["lengths"] > 1
+        if self._candidates.missing is not None:
+            has_target = has_target & (ids != self._candidates.missing)
+        return rank_measures(logits, self._candidates.numbers(ids), k=self._k, has_target=has_target)
 
     def predict(self, outputs: dict[str, torch.Tensor], embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
-        """Return the k next items with the highest scores for each list."""
+        """Return the k next items with the highest scores for each list, or all known ones if there are fewer."""
         del embedded
-        logits = self._logits(self._after(outputs["hidden"], (outputs["lengths"] - 1).clamp(min=0)), outputs["table"])
-        scores, items = logits.topk(self._k, dim=1)
-        return {"items": items, "scores": scores}
+        last = (outputs["lengths"] - 1).clamp(min=0)
+        logits = self._logits(self._after(outputs["hidden"], last), outputs["table"], torch.float32)
+        scores, numbers = logits.topk(min(self._k, logits.shape[1]), dim=1)
+        return {"items": self._candidates.ids(numbers), "scores": scores}
 
     def _padded(self, items: JaggedEmbeddings, values: torch.Tensor) -> torch.Tensor:
         """Convert [ids, ...] to [rows, max_length, ...], with zeros after the end of each list."""
@@ -143,8 +159,10 @@ class SASRec(nn.Module):
         """Return the state of each row at one place, [rows, dim]."""
         return hidden.gather(1, position.view(-1, 1, 1).expand(-1, 1, hidden.shape[2])).squeeze(1)
 
-    def _logits(self, hidden: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return (hidden.to(self._dtype) @ table.to(self._dtype).T).float()
+    def _logits(self, hidden: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the scores of all candidates, float32 [rows, candidates]. Rounded scores would have ties, so ranks are computed
+        from float32 products, whatever the precision of training."""
+        return (hidden.to(dtype) @ self._candidates.of_table(table).to(dtype).T).float()
 
 
 class _Block(nn.Module):

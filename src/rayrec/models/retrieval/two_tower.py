@@ -16,7 +16,7 @@ from rayrec.collectives import gathered_rows
 from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.layers.mlp import Precision, Tower, xavier_linear
-from rayrec.metrics.ranking import rank_measures
+from rayrec.metrics.ranking import candidate_logits, rank_measures
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import Head, VectorHead
 
@@ -34,6 +34,7 @@ class TwoTowerConfig(ClickModelConfig):
     """Vectors of users and items in one space. A row of the log is a user with a chosen item.
 
     Discriminates the row's item from all items in the step, corrected for frequency. Dense features and lists are the user's.
+    Unknown and missing items are neither candidates nor targets.
     """
 
     LABELLED: ClassVar[bool] = False
@@ -84,6 +85,10 @@ class TwoTowerConfig(ClickModelConfig):
         del inputs
         return () if self.item_features[1:] else self.item_features
 
+    def candidate_feature(self, inputs: ModelInputs) -> str:
+        del inputs
+        return self.item_features[0]
+
     def output_heads(self, inputs: ModelInputs) -> tuple[Head, ...]:
         del inputs
         return (VectorHead("user", self.vector), VectorHead("item", self.vector))
@@ -102,8 +107,11 @@ class TwoTower(nn.Module):
 
     def __init__(self, config: TwoTowerConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
-        self._users, self._items = config.user_features(inputs), config.item_features
-        self._temperature, self._k = config.temperature, config.k
+        self._users = config.user_features(inputs)
+        self._items = config.item_features
+        self._candidates = inputs.candidates_of(self._items[0])
+        self._temperature = config.temperature
+        self._k = config.k
         dim = config.embedding_dim
 
         def tower(width: int, sizes: Sequence[int]) -> nn.Sequential:
@@ -128,23 +136,44 @@ class TwoTower(nn.Module):
         return outputs
 
     def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Return each row's cross entropy of its item among the items of all rows in the step, float32 [rows]. Collective."""
+        """Return each row's cross entropy of its item among the known items of all rows in the step, 0 for rows without a known
+        item, float32 [rows]. Collective."""
         del batch
         (items, local_rows), (ids, _) = gathered_rows(outputs["item"]), gathered_rows(outputs["ids"])
         logits = outputs["user"] @ items.T / self._temperature - self._log_frequency(ids)
         target = torch.arange(local_rows.start, local_rows.stop, device=ids.device)
-        return functional.cross_entropy(self._mask_same_items(logits, outputs["ids"], ids, target), target, reduction="none")
+        # Another row with the row's own item is no negative, and unknown items are none either.
+        hidden = (outputs["ids"].unsqueeze(1) == ids) | ~self._candidates.contains(ids)
+        hidden = hidden.scatter(1, target.unsqueeze(1), value=False)
+        losses = functional.cross_entropy(logits.masked_fill(hidden, -torch.inf), target, reduction="none")
+        return losses.masked_fill(~self._candidates.contains(outputs["ids"]), 0.0)
 
     def measures(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
-        """Return NDCG and recall at k of each row's item among the table's or the step's items, float32 [rows]. Collective."""
+        """Return `rank_measures` of each row's item among the table's known items, or among the step's distinct ones. Rows with a
+        missing item have no target. Collective."""
         del batch
+        ids = outputs["ids"]
         if "table" in outputs:
-            items, target = self._vector(self.item_tower, outputs["table"]), outputs["ids"]
-            return rank_measures(outputs["user"] @ items.T, target, k=self._k)
+            logits = candidate_logits(outputs["user"], self._vector(self.item_tower, self._candidates.of_table(outputs["table"])))
+            target = self._candidates.numbers(ids)
+        else:
+            logits, target = self._logits_of_step(outputs)
+        has_target = None if self._candidates.missing is None else ids != self._candidates.missing
+        return rank_measures(logits, target, k=self._k, has_target=has_target)
+
+    def _logits_of_step(self, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits of the step's distinct known items, and the number of each row's item among them, -1 if unknown. The
+        first row with an item stands for it, and each row for its own. Collective."""
         (items, local_rows), (ids, _) = gathered_rows(outputs["item"]), gathered_rows(outputs["ids"])
-        target = torch.arange(local_rows.start, local_rows.stop, device=ids.device)
-        logits = self._mask_same_items(outputs["user"] @ items.T, outputs["ids"], ids, target)
-        return rank_measures(logits, target, k=self._k)
+        distinct, number = ids.unique(return_inverse=True)
+        rows = torch.arange(len(ids), device=ids.device)
+        first = rows.new_full((len(distinct),), len(ids)).scatter_reduce(0, number, rows, "amin")
+        local = rows[local_rows]
+        logits_of_rows = candidate_logits(outputs["user"], items)
+        logits = logits_of_rows[:, first].scatter(1, number[local].unsqueeze(1), logits_of_rows.gather(1, local.unsqueeze(1)))
+        is_candidate = self._candidates.contains(distinct)
+        target = (is_candidate.cumsum(0) * is_candidate - 1)[number[local]]
+        return logits[:, is_candidate], target
 
     def predict(self, outputs: dict[str, torch.Tensor], embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         """Return the vectors."""
@@ -156,18 +185,14 @@ class TwoTower(nn.Module):
         hidden, last = tower[0](features), tower[1]  # type: ignore[index]
         return functional.normalize(functional.linear(hidden.float(), last.weight, last.bias), dim=1)
 
-    @staticmethod
-    def _mask_same_items(logits: torch.Tensor, row_ids: torch.Tensor, ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Mask the logits of other rows with the same item as the row."""
-        same = row_ids.unsqueeze(1) == ids
-        same.scatter_(1, target.unsqueeze(1), value=False)
-        return logits.masked_fill(same, -torch.inf)
-
     def _log_frequency(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the logarithm of each item's share of recent rows, equal on all workers, float32 [ids]."""
+        """Return the logarithm of each item's share of recent rows and the step's, equal on all workers, float32 [ids]. In an
+        evaluation, the step does not count for later ones."""
+        if not len(ids):
+            return self.item_counts.new_zeros(0)
         bucket = ids % _BUCKETS
-        if self.training:
-            with torch.no_grad():
-                self.item_counts.mul_(_DECAY).add_(torch.bincount(bucket, minlength=_BUCKETS))
-        counts = self.item_counts.index_select(0, bucket)
-        return (counts / self.item_counts.sum()).clamp(min=1e-12).log() if len(ids) else counts
+        with torch.no_grad():
+            counts = self.item_counts * _DECAY + torch.bincount(bucket, minlength=_BUCKETS)
+            if self.training:
+                self.item_counts.copy_(counts)
+        return (counts.index_select(0, bucket) / counts.sum()).log()

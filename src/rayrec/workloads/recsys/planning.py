@@ -99,15 +99,13 @@ def local_memory(config: TrainConfig, *, workers: int) -> int:
     return max(0, (free - store) // workers - PROCESS_BYTES)
 
 
-def build_model(workload: ClickSettings, num_embeddings: list[int], *, inputs: Schema, **settings: Any) -> ClickModel:
+def build_model(workload: ClickSettings, num_embeddings: list[int], *, inputs: ModelInputs, **settings: Any) -> ClickModel:
     """Build the model with tables on the meta device and apply their optimizer, so that TorchRec's planner includes its state."""
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
     from rayrec.models.sharded_model import build_click_model
 
-    model = build_click_model(
-        workload.model, ModelInputs.of(inputs), num_embeddings=num_embeddings, start=workload.table_start, **settings
-    )
+    model = build_click_model(workload.model, inputs, num_embeddings=num_embeddings, start=workload.table_start, **settings)
     optimizer_class, optimizer_arguments = workload.sparse_optimizer.build()
     for tables in model.table_modules():
         apply_optimizer_in_backward(optimizer_class, tables.parameters(), optimizer_arguments)
@@ -166,7 +164,8 @@ def tables_of(
         rows: Rows per epoch."""
     from rayrec.models.cost import network_cost, sequence_lengths
 
-    model = build_model(workload, num_embeddings, inputs=inputs)
+    of_model = ModelInputs.of(inputs)
+    model = build_model(workload, num_embeddings, inputs=of_model)
     workers = target.num_workers
     device: Literal["cpu", "cuda"] = "cuda" if config.scaling.use_gpu else "cpu"
     state_bytes = workload.sparse_optimizer.state_bytes
@@ -180,7 +179,6 @@ def tables_of(
     max_batch = config.worker_batch_size
     sharding_plan = plan_sharding(model, site, batch_size=max_batch, config=workload.sharding, state_bytes=state_bytes)
     placed = placements(sharding_plan, model, state_bytes=state_bytes)
-    of_model = ModelInputs.of(inputs)
     cost = network_cost(model.head.network, of_model, workload.model, num_embeddings=num_embeddings)
     lengths = sequence_lengths(workload.model, of_model).values()
     vectors = len(inputs.sparse) - len(lengths) + sum(lengths)

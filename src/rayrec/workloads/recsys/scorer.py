@@ -38,6 +38,7 @@ from rayrec.models.scoring_tables import (
     table_name,
     table_weight,
 )
+from rayrec.workloads.recsys.candidates import model_inputs
 from rayrec.workloads.scoring import PREFIX, check_weights, stored_settings
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class ClickScorer:
             return {name: tensor.cpu().numpy() for name, tensor in self._model.predict(*self.inputs(rows)).items()}  # device sync
 
     def measure(self, rows: EncodedRows) -> dict[str, np.ndarray]:
-        """Return the measures of a model without labels, float64 [rows], NaN in excluded rows."""
+        """Return the measures of a model without labels, float64 [rows], NaN in excluded rows, and counts, int64 [rows]."""
         with torch.inference_mode():
             dense, *embedding_inputs = self.inputs(rows, measuring=True)
             batch = Batch(
@@ -168,7 +169,8 @@ class ClickScorer:
             ).to(self._device)
             outputs = self._model.outputs(dense, self._model.embedded(*embedding_inputs))
             values = measured(self._model.network, outputs, batch)
-            return {name: tensor.double().cpu().numpy() for name, tensor in values.items()}  # device sync
+            wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in values.items()}
+            return {name: tensor.cpu().numpy() for name, tensor in wide.items()}  # device sync
 
     def score(self, rows: EncodedRows) -> np.ndarray:
         """Return the logits of the main label, float32 [rows]. Raises InputError for models without labels."""
@@ -232,7 +234,7 @@ def empty_model(
 ) -> PlainModel:
     """Build the model for a Preprocessor's columns, without loading the network weights. Raises InputError as soon as one of
     rayrec's networks needs far more than `stored_bytes`, as with damaged settings."""
-    inputs = ModelInputs.of(preprocessor.inputs)
+    inputs = model_inputs(preprocessor)
     if type(config).__module__.startswith(f"{models.__name__}."):
         with torch.device("meta"), _limited_weights(stored_bytes, where):  # no memory and no initialization
             network = build_network(config, inputs, precision=precision)

@@ -26,11 +26,11 @@ from rayrec.ingest.block_order import BlockOrder
 from rayrec.ingest.stream import open_block
 from rayrec.metrics.means import MeasureTotals
 from rayrec.metrics.ranking import DEFAULT_KS
-from rayrec.models.base import ModelInputs
 from rayrec.models.heads import BinaryHead, Head, LabelHead, labels_accumulator
 from rayrec.schema import Schema
 from rayrec.storage import cache
 from rayrec.workloads.base import ScoringContext, TrainConfig
+from rayrec.workloads.recsys.candidates import model_inputs
 from rayrec.workloads.recsys.scorer import ClickScorer, load_preprocessor, load_scorer
 from rayrec.workloads.recsys.settings import ClickSettings, check_grouped
 from rayrec.workloads.scoring import GROUP, KEY, BlockScorer, Device, Scoring
@@ -57,7 +57,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
         preprocessor = preprocessor.grouped_by(group)
     elif context.evaluating and context.ranking_k:
         raise InputError("ranking_k: metrics at k require groups. Name the group column with --group.")
-    heads = workload.model.output_heads(ModelInputs.of(preprocessor.inputs))
+    heads = workload.model.output_heads(model_inputs(preprocessor))
     measuring = context.evaluating and not any(isinstance(head, LabelHead) for head in heads)
     labelled = LogSource.at(context.path).is_labelled(preprocessor.schema)
     if preprocessor.schema.label is None:  # Only evaluations need the labels and times.

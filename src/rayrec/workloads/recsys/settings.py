@@ -17,7 +17,7 @@ from rayrec.models.base import ClickModelConfig, ModelInputs, TableInit, unpoole
 from rayrec.models.heads import BinaryHead
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
-from rayrec.schema import Schema, load_schema
+from rayrec.schema import PlaceholderSchema, Schema, load_schema
 from rayrec.sharding.planner import ShardingConfig
 from rayrec.workloads.base import TrainConfig, Workload
 from rayrec.workloads.recsys.distillation import Teacher, TeacherConfig
@@ -94,6 +94,8 @@ class ClickSettings(Workload):
     def check(self, config: TrainConfig) -> None:
         if config.train_data.path is None:
             raise InputError("train_data.path: must be a training log, got None. Pass --data PATH (rayrec generate creates one).")
+        if isinstance(self.schema, PlaceholderSchema):
+            self.schema.reject(config.train_data.path)
         if self.preprocessor is None and not LogSource.at(config.train_data.path).is_preprocessed:
             inputs = self.preset.inputs(self.schema)
             self.check_categories(inputs)

@@ -39,6 +39,7 @@ from rayrec.optim.table_adam import TableAdam, disable_fused_update
 from rayrec.sharding.placement import data_parallel_tables, describe, placements
 from rayrec.sharding.planner import Site, embedding_sharders, plan_sharding, workers_per_node
 from rayrec.workloads.base import WorkerContext, WorkerSetup
+from rayrec.workloads.recsys.candidates import candidate_rows
 from rayrec.workloads.recsys.distillation import load_targets
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, count_correct, counted_columns
 from rayrec.workloads.recsys.planning import build_model
@@ -134,11 +135,11 @@ def _plan_or_wait(
 def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) -> WorkerSetup:
     """Set up the model, optimizer and pipeline for the training loop. Collective."""
     config, inputs = context.config, prepared.inputs
+    preprocessor = prepared.preprocessor.get()
+    of_model = ModelInputs.of(inputs, candidate_rows(preprocessor))
     batch_size = config.effective_batch_size(rows=prepared.sets["train"].rows, world_size=context.world_size)
-    model = build_model(workload, prepared.num_embeddings, inputs=inputs, precision=config.precision, seed=config.seed)
-    cost = network_multiply_adds(
-        model.head.network, ModelInputs.of(inputs), workload.model, num_embeddings=prepared.num_embeddings
-    )
+    model = build_model(workload, prepared.num_embeddings, inputs=of_model, precision=config.precision, seed=config.seed)
+    cost = network_multiply_adds(model.head.network, of_model, workload.model, num_embeddings=prepared.num_embeddings)
     plan = shared_plan(workload, context, model, batch_size=batch_size)
     state_bytes = workload.sparse_optimizer.state_bytes
     described = {
@@ -169,9 +170,8 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
             max_gradient_norm=workload.max_gradient_norm,
         )
 
-    preprocessor = prepared.preprocessor.get()
     columns = counted_columns(inputs.sparse, preprocessor.sparse, expanded=preprocessor.multi_hot is not None)
-    counts = EvaluationCounts(columns, workload.model.output_heads(ModelInputs.of(inputs)), grouped=inputs.group is not None)
+    counts = EvaluationCounts(columns, workload.model.output_heads(of_model), grouped=inputs.group is not None)
 
     def eval_batches(name: str, max_rows: int | None = None) -> Iterator[Any]:
         loader = _loader(context, prepared, name, batch_size=config.eval_batch_size, epochs=1, max_rows=max_rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,11 +11,13 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.encoding.presets import Preset
-from rayrec.data.engine import TaskContext
+from rayrec.data.engine import Shared, TaskContext
 from rayrec.data.log_source import LogSource, index_log
 from rayrec.data.logs.index import LogIndex
 from rayrec.ingest.block_order import BlockOrder
+from rayrec.schema import PlaceholderSchema
 from rayrec.workloads.base import RunContext, TrainConfig, WarmStart, WorkerContext, WorkerSetup
+from rayrec.workloads.recsys.candidates import TargetCheck, check_candidates
 from rayrec.workloads.recsys.distillation import RECORD, Teacher, open_teacher
 from rayrec.workloads.recsys.settings import ClickSettings, Prepared, check_grouped
 from rayrec.workloads.run_config import DataConfig
@@ -44,7 +46,8 @@ class ClickWorkload(ClickSettings):
         if path is None:
             return config
         source = LogSource.at(path, config.train_data.files)
-        schema = source.schema(self.schema)
+        # A placeholder stays one, so that `check` rejects it.
+        schema = self.schema if isinstance(self.schema, PlaceholderSchema) else source.schema(self.schema)
         if schema != self.schema:
             return config.replace(workload=self.replace(schema=schema))
         data = source.dataset()
@@ -55,6 +58,8 @@ class ClickWorkload(ClickSettings):
         return config.replace(workload=self.replace(schema=schema, preset=preset))
 
     def check_data(self, config: TrainConfig) -> None:
+        if config.train_data.path is not None and isinstance(self.schema, PlaceholderSchema):
+            self.schema.reject(config.train_data.path)
         check_grouped(self.schema, config.train_data.path if config.eval_data.path is None else config.eval_data.path)
         if self.preprocessor is not None:
             Preprocessor.load(self.preprocessor)
@@ -117,8 +122,11 @@ class ClickWorkload(ClickSettings):
                 f"{preprocessor.schema.columns}"
             )
         preprocessor = preprocessor.grouped_by(self.schema.group)
+        check_candidates(self.model, preprocessor, note=context.note)
+        shared = put_preprocessor(preprocessor, context.engine)
+        self._check_targets(context, shared, {"train": train, **eval_sets})
         return Prepared(
-            preprocessor=put_preprocessor(preprocessor, context.engine),
+            preprocessor=shared,
             preprocessor_hash=preprocessor.hash(),
             inputs=preprocessor.inputs,
             num_embeddings=preprocessor.num_embeddings,
@@ -128,6 +136,12 @@ class ClickWorkload(ClickSettings):
             best_auroc=best_auroc,
             teacher=teacher,
         )
+
+    def _check_targets(self, context: RunContext, preprocessor: Shared[Preprocessor], sets: Mapping[str, BlockOrder]) -> None:
+        targets, config = TargetCheck(self.model, preprocessor), context.config
+        for name, order in sets.items():
+            path = config.train_data.path if name == "train" else config.eval_data.path or config.train_data.path
+            targets.check(order, name=name, path=str(path), engine=context.engine)
 
     def discard(self, folder: str) -> None:
         storage.remove_folder(storage.join(folder, PREPROCESSOR_FOLDER))

@@ -156,7 +156,7 @@ def test_memory_excludes_object_store_and_is_shared_by_workers(monkeypatch: pyte
 def test_plan_waits_for_memory_of_other_processes() -> None:
     workload = recipes.criteo_kaggle().workload
     sizes = [400_000] * 26  # 674 MiB with their state
-    model = build_model(workload, sizes, inputs=workload.schema)
+    model = build_model(workload, sizes, inputs=ModelInputs.of(workload.schema))
     free = RankResources("a", "cpu", host_bytes=4 * GB, max_host_bytes=4 * GB, device_bytes=None)
     full = replace(free, host_bytes=GB)
     small = replace(full, max_host_bytes=GB)
