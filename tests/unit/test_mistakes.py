@@ -85,7 +85,10 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "UTF-16": (log((CRITEO * 9).encode("utf-16")), "UTF-16"),
     "binary": (log(bytes(range(256)) * 99), "binary file"),
     "table for Criteo's recipe": (command("train criteo_demo --data FOLDER/a.csv", a__csv="y,b\n1,2\n"), "drafts one for `"),
-    "no schema": (command("train clicks --data FOLDER/a.csv", a__csv="y,b\n"), "has y, b; fix it, or the schema: `rayrec schema"),
+    "no schema": (
+        command("train clicks --data FOLDER/a.csv", a__csv="y,b\n"),
+        "`rayrec schema FOLDER/a.csv --out FILE` drafts it",
+    ),
     "other tools' schema": (table("a\n", "{target: y, numerical: [a]}"), "has fields target, numerical; name them label, dense"),
     "labels in words": (table("click,age,user,item\nyes,1,2,3\nno,1,2,3\n"), "found no, yes in column click; derive one,"),
     "ratings": (
@@ -100,7 +103,14 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "bad schema": (table("a\n1\n", "{label: click, dens: [age]}"), "did you mean 'dense'?"),
     "schema not a mapping": (table("a\n1\n", "[age]"), "must be a mapping, such as"),
     "planned data absent": (command("plan criteo_demo --train-data.path FOLDER/none"), "none: no such file or folder"),
-    "dense columns alone": (table("click,age\n1,2\n", "{label: click, dense: [age]}"), "sparse"),
+    "dense columns alone": (
+        command(
+            "train clicks_din --schema=FOLDER/schema.yaml --data FOLDER/log.csv",
+            schema__yaml="{label: click, dense: [age]}",
+            log__csv="click,age\n1,2\n",
+        ),
+        "must have a sparse column for DINConfig",
+    ),
     "Preprocessor absent": (good("--workload.preprocessor FOLDER/none"), "none"),
     # places
     "storage path is a file": (good("--storage-path FOLDER/train.txt"), "storage_path: must be a folder, got the file"),

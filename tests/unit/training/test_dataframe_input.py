@@ -123,7 +123,7 @@ def test_dataframe_input_rejects_invalid_data(tmp_path: Path) -> None:
     for data, changes, message in (
         ({"a": [1]}, {}, "train_data: must be a pandas DataFrame or a ray.data.Dataset, got dict"),
         (ratings(), {"train_data": {"path": "log"}}, "train_data: cannot use both data and train_data.path log"),
-        (ratings().drop(columns="user"), {}, "train_data: has no column named user; it has unused, movie"),
+        (ratings().drop(columns="user"), {}, "train_data: has no column named user; did you mean unused"),
         (ratings().assign(user=pd.Timestamp(0)), {}, r"train_data: column user is of type timestamp\[ns\]; text or"),
         (ratings(0), {}, "data/train: the DataFrame has no rows to train on"),
     ):
