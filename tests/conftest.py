@@ -78,8 +78,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """End the process, with the stacks of its threads, if a test goes on for long after its limit.
 
-    pytest-timeout ends a test at its limit by a signal, which Python code handles: a call that never returns to Python keeps it
-    from that. The watchdog is a thread of C that needs no lock of the interpreter; pytest-xdist then names the test.
+    pytest-timeout ends a test at its limit by a signal to Python code, so not during a call that never returns to Python. The
+    watchdog is a thread of C that needs no lock of the interpreter. pytest-xdist then names the test.
     """
     marker = item.get_closest_marker("timeout")
     limit = float(marker.args[0] if marker else item.config.getini("timeout"))
@@ -127,13 +127,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seed = os.environ.get("RAYREC_TEST_ORDER")
     if seed:
         # By a hash, since the two processes collect in different orders and must agree.
-        items.sort(key=lambda item: (not _needs_ray(item.path), _drawn(seed, str(item.path)), _drawn(seed, item.nodeid)))
+        items.sort(key=lambda item: (not _needs_ray(item.path), _order_key(seed, str(item.path)), _order_key(seed, item.nodeid)))
         return
     rank = {f"test_{name}.py": number for number, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: (not _needs_ray(item.path), rank.get(item.path.name, len(rank)), item.path))
 
 
-def _drawn(seed: str, name: str) -> bytes:
+def _order_key(seed: str, name: str) -> bytes:
     return hashlib.sha256(f"{seed} {name}".encode()).digest()
 
 

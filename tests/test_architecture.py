@@ -226,8 +226,8 @@ def test_lock_matches_requirements() -> None:
 @pytest.mark.parametrize("python", ["3.11.0", "3.12.0", "3.13.0"])
 def test_lock_installs_on_every_supported_python(python: str) -> None:
     """Debian 12 has 3.11.2, for example: a distribution that needs a later patch release ends `make setup`."""
-    asked = {name: metadata.metadata(name).get("Requires-Python") for name in LOCK}
-    assert [name for name, versions in asked.items() if versions and python not in SpecifierSet(versions)] == []
+    required = {name: metadata.metadata(name).get("Requires-Python") for name in LOCK}
+    assert [name for name, versions in required.items() if versions and python not in SpecifierSet(versions)] == []
 
 
 def test_both_builds_of_fbgemm_are_of_one_version() -> None:

@@ -187,7 +187,7 @@ NEEDS_DEBIAN = pytest.mark.skipif(
 
 @pytest.mark.exhaustive
 @NEEDS_DEBIAN
-def test_plain_clone_demonstrates_and_passes_its_tests(tmp_path: Path) -> None:
+def test_plain_clone_runs_demo_and_passes_tests(tmp_path: Path) -> None:
     """The two commands of the README on a machine with Python, make and a compiler alone, for a user who is not root."""
     base = _debian(tmp_path)
     binds, environment = _network(base)

@@ -355,7 +355,7 @@ def test_single_worker_step_has_no_device_sync(single_rank: None, monkeypatch: p
     assert {tensor.device.type for tensor in sharded.state_dict().values()} == {"meta"}
     # Each of these methods blocks the host on a GPU. torch's optimizers call them on host memory only.
     waits: list[str] = []
-    # Folders of the packages themselves: any path may hold the name of one, such as that of a checkout.
+    # Any path may contain the name of a package, such as a checkout.
     packages = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in (rayrec, torchrec))
 
     def counted(name: str) -> Any:
