@@ -305,9 +305,9 @@ class Schema(Config):
         changes = dict(changes)
         label = changes.get("label")
         if isinstance(label, Mapping):
-            rule = dict(label)
-            changes["label"] = rule.pop("name", None)
-            changes["label_rule"] = rule or None
+            fields = dict(label)
+            changes["label"] = fields.pop("name", None)
+            changes["label_rule"] = fields or None
         elif "label" in changes and label != self.label:
             changes.setdefault("label_rule", None)
         rule = changes.get("label_rule")

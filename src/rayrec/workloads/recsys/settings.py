@@ -114,10 +114,11 @@ class ClickSettings(Workload):
         if inputs.sparse or not self.model.needs_categories():
             return
         name = type(self.model).__name__
-        others = [other for other in models.names() if not models.config_class(other)().needs_categories()]
+        classes = {model: models.config_class(model) for model in models.names()}
+        fitting = [model for model, config in classes.items() if config and not config().needs_categories()]
         raise InputError(
             f"schema: must have a sparse column for {name}. Name a column of categories or integers in sparse, or choose a "
-            f"--model that learns from numbers alone: {', '.join(others)}."
+            f"--model that learns from numbers alone: {', '.join(fitting)}."
         )
 
     def _check_labels(self) -> None:
