@@ -162,8 +162,8 @@ class Schema(Config):
         self._check_text()
         if self.tokens == "any":
             return
-        others = ("label_rule", "missing", "encoding", "escape")
-        for name in ("lists", "weight", "integers", "features", "labels", "timestamp", *others):
+        text_fields = ("label_rule", "missing", "encoding", "escape")
+        for name in ("lists", "weight", "integers", "features", "labels", "timestamp", *text_fields):
             if getattr(self, name):
                 raise InputError(f"schema: {name} needs tokens: any")
         if self.delimiter != "\t":
@@ -193,7 +193,7 @@ class Schema(Config):
 
     @property
     def is_utf8(self) -> bool:
-        """Whether text is UTF-8."""
+        """True if text is UTF-8."""
         return self.encoding is None or codecs.lookup(self.encoding).name == "utf-8"
 
     def _check_features(self) -> None:
@@ -377,8 +377,8 @@ class PlaceholderSchema(Schema):
         )
 
     def updated(self, changes: Mapping[str, Any], *, where: str = "") -> Schema:  # type: ignore[override]
-        own = {field.name: getattr(self, field.name) for field in fields(Schema)}
-        return Schema(**own).updated(changes, where=where)
+        values = {field.name: getattr(self, field.name) for field in fields(Schema)}
+        return Schema(**values).updated(changes, where=where)
 
 
 _ADDED: dict[str, Any] = packaged_json(__package__, "added_schema_fields.json")
