@@ -19,6 +19,7 @@ from rayrec.checkpoint.discovery import reject_pickles
 from rayrec.cluster import connection
 from rayrec.cluster.layout import Node
 from rayrec.config import InputError
+from rayrec.data.encoding.clipping import ClipTotals, clipping_report, clipping_warning
 from rayrec.data.engine import StreamEngine, TaskPlacement, ThreadEngine
 from rayrec.humanize import size_text
 from rayrec.observe.console import Console
@@ -167,10 +168,17 @@ class ScoringJob:
     on_ray: bool
     """True if the pool consists of Ray processes, False for threads."""
 
+    @cached_property
+    def clips(self) -> ClipTotals:
+        """Numbers beyond their bounds in the tables so far."""
+        return ClipTotals(self.scoring.bounded)
+
     @property
     def described(self) -> dict[str, Any]:
-        """Description of the workload, and checkpoint folder, as JSON values."""
-        return {**self.scoring.described, "checkpoint": self.checkpoint.path}
+        """Description of the workload, checkpoint folder, and numbers beyond their bounds in the tables so far, if the model has
+        bounds. JSON values."""
+        clipped = {"clipped": clipping_report(self.clips.counts)} if self.scoring.bounded else {}
+        return {**self.scoring.described, **clipped, "checkpoint": self.checkpoint.path}
 
     def dataset(self, first_block: int = 0) -> ray.data.Dataset:
         """Return the scores from a block on."""
@@ -179,15 +187,17 @@ class ScoringJob:
         return scored_dataset(self.scoring, first_block=first_block, pool=pool, device=self.device)
 
     def tables(self, console: Console, *, title: str = "score (rows)", first_row: int = 0) -> Iterator[pa.Table]:
-        """Yield the scores from a row on, in order, with progress on the console."""
+        """Yield the scores from a row on, in order, with progress on the console, and a warning if many numbers were clipped."""
         first_block, begin = self.scoring.block_of(first_row)
         skip, done = first_row - begin, first_row
         with console.preparing():
             for table in self._tables(first_block):
-                yield table.slice(skip)
+                yield self.clips.strip(table.slice(skip))
                 done += max(0, len(table) - skip)
                 skip = max(0, skip - len(table))
                 console.progress(title, done, self.scoring.rows)
+        if warning := clipping_warning(self.clips.counts):
+            console.note(f"Numbers are {warning}")
 
     def _tables(self, first_block: int) -> Iterator[pa.Table]:
         if not self.on_ray:
@@ -240,6 +250,7 @@ class ScoringRequest:
                 console=self.console,
                 slice_by=slice_by,
                 ranking_k=ranking_k,
+                counts_clipped=not as_dataset,
             )
         )
         engine()

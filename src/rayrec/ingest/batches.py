@@ -198,11 +198,14 @@ class BatchSlicer:
         unpooled: Sequence[str] = (),
         tables: Mapping[str, int] | None = None,
         pin_constants: bool = False,
+        watch_dense: Callable[[np.ndarray], None] | None = None,
     ) -> None:
         """Configure the slicer for a stream of encoded rows and the model's input columns. `targets` computes the first label;
         None keeps it. `unpooled` names the sparse columns for `Batch.sequence_features`, and `tables` more keys there, with the
-        number of ids (0, 1, ...) in their first row. `pin_constants` pins lengths and offsets equal in all batches only once."""
+        number of ids (0, 1, ...) in their first row. `pin_constants` pins lengths and offsets equal in all batches only once.
+        `watch_dense` is called with the dense features of each batch."""
         self._rows, self._targets, self._pin_constants = rows, targets, pin_constants
+        self._watch_dense = watch_dense
         self._num_dense, self._keys, self._labels = len(inputs.dense), inputs.sparse, inputs.label_names
         self._weighted = bool(inputs.list_weights)
         self._tables = {key: np.arange(size, dtype=np.int32) for key, size in (tables or {}).items()}
@@ -226,6 +229,8 @@ class BatchSlicer:
             done += size
             self._used += size
         dense = np.concatenate([np.empty((0, self._num_dense), np.float32), *(rows.dense[part] for rows, _, part in slices)])
+        if self._watch_dense is not None:
+            self._watch_dense(dense)
         ids = self._ids(slices, count)
 
         def concatenate(values_of: Callable[[EncodedRows], np.ndarray | None], dtype: type) -> np.ndarray | None:

@@ -174,7 +174,7 @@ int64_t rayrec_last_line_start(const uint8_t *text, int64_t length) {
     return length;
 }
 
-static inline double transform(int64_t value, const rayrec_dense_column *column) {
+static inline float transform(int64_t value, const rayrec_dense_column *column) {
     double transformed;
     if (column->kind == DENSE_SIGNED_LOG) {
         const double magnitude = log1p(fabs((double)value)); /* -INT64_MIN is not an int64 */
@@ -183,11 +183,16 @@ static inline double transform(int64_t value, const rayrec_dense_column *column)
         if (value < column->lowest) value = column->lowest;
         transformed = column->kind == DENSE_LOG ? log((double)value + column->shift) : (double)value;
     }
-    return (transformed - column->mean) * column->scale;
+    float input = (float)((transformed - column->mean - column->mean_low) * column->scale);
+    if (column->bounded) {
+        if (!(input >= column->lower)) input = column->lower; /* NaN, the logarithm of a negative number, too */
+        if (input > column->upper) input = column->upper;
+    }
+    return input;
 }
 
 void rayrec_transform_dense(const int64_t *values, int64_t count, const rayrec_dense_column *column, float *out) {
-    for (int64_t i = 0; i < count; i++) out[i] = (float)transform(values[i], column);
+    for (int64_t i = 0; i < count; i++) out[i] = transform(values[i], column);
 }
 
 /* Converts an integer to a category: floor(ln(x)^2) for x > 2, else x (the rule of FuxiCTR's Criteo_x4), plus 2^31, so that
@@ -318,7 +323,7 @@ void rayrec_encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, cons
     const int use_small = rows > SMALL_COUNT;
     if (use_small) {
         for (int d = 0; d < num_floats; d++)
-            for (int i = 0; i < SMALL_COUNT; i++) small.values[d][i] = (float)transform(SMALL_FROM + i, &dense_columns[d]);
+            for (int i = 0; i < SMALL_COUNT; i++) small.values[d][i] = transform(SMALL_FROM + i, &dense_columns[d]);
         uint32_t buckets[SMALL_COUNT], tokens[SMALL_COUNT];
         for (int x = 0; x < SMALL_COUNT && num_buckets; x++) buckets[x] = bucket(x);
         for (int d = 0; d < num_buckets; d++) {
@@ -348,7 +353,7 @@ void rayrec_encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, cons
                 const uint64_t small_index = (uint64_t)integers[d] - (uint64_t)(int64_t)SMALL_FROM;
                 if (missing >> d & 1) out[d] = dense_columns[d].missing_value;
                 else if (use_small && small_index < SMALL_COUNT) out[d] = small.values[d][small_index];
-                else out[d] = (float)transform(integers[d], &dense_columns[d]);
+                else out[d] = transform(integers[d], &dense_columns[d]);
             }
             integers_of[i] = integers;
         }

@@ -211,3 +211,37 @@ void rayrec_dense_moments(const int64_t *integers, const uint64_t *missing, int6
         }
     }
 }
+
+/* Adds finite numbers and their squares to bins uint64 (2048, 4), by exponent. A number is m * 2^(e - 1075) with the integer m and
+ * e = max(exponent bits, 1). Bin e has the sum of m as a signed number of 128 bits and the sum of m * m as an unsigned one, each
+ * with the lower half first: exact in any order, with room for 2^20 numbers. Lowers range[0] to the smallest number and raises
+ * range[1] to the largest. Returns the number of infinities and NaN, which are not added. */
+int64_t rayrec_exact_sums(const double *values, int64_t count, uint64_t *bins, double *range) {
+    const uint64_t fraction_mask = ((uint64_t)1 << 52) - 1;
+    int64_t not_finite = 0;
+    double smallest = range[0], largest = range[1];
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t bits;
+        memcpy(&bits, &values[i], sizeof bits);
+        const uint64_t exponent = bits >> 52 & 2047;
+        if (exponent == 2047) {
+            not_finite++;
+            continue;
+        }
+        const int64_t magnitude = (int64_t)((bits & fraction_mask) | (uint64_t)(exponent != 0) << 52);
+        const int64_t m = bits >> 63 ? -magnitude : magnitude;
+        uint64_t *bin = bins + 4 * (exponent ? exponent : 1);
+        const unsigned __int128 sum = ((unsigned __int128)bin[1] << 64 | bin[0]) + (unsigned __int128)(__int128)m;
+        bin[0] = (uint64_t)sum;
+        bin[1] = (uint64_t)(sum >> 64);
+        const unsigned __int128 squares =
+            ((unsigned __int128)bin[3] << 64 | bin[2]) + (unsigned __int128)magnitude * (unsigned __int128)magnitude;
+        bin[2] = (uint64_t)squares;
+        bin[3] = (uint64_t)(squares >> 64);
+        if (values[i] < smallest) smallest = values[i];
+        if (values[i] > largest) largest = values[i];
+    }
+    range[0] = smallest;
+    range[1] = largest;
+    return not_finite;
+}

@@ -67,16 +67,19 @@ typedef struct {
 
 enum rayrec_dense_kind { DENSE_SIGNED_LOG, DENSE_LOG, DENSE_IDENTITY };
 
-/* Rule of a dense column, from integer x to (f(x) - mean) * scale: f(x) = sign(x) ln(1 + |x|), ln(max(x, lowest) + shift) or
- * max(x, lowest). */
+/* Rule of a dense column, from integer x to (f(x) - mean - mean_low) * scale: f(x) = sign(x) ln(1 + |x|),
+ * ln(max(x, lowest) + shift) or max(x, lowest). DenseColumn in data/encoding/rules.py. */
 typedef struct {
     int64_t kind;
     int64_t lowest;
     double shift;
     double mean;
+    double mean_low;
     double scale;
     float missing_value;
-    float padding;
+    float lower;
+    float upper;
+    int32_t bounded; /* whether inputs are at least `lower` and at most `upper` */
 } rayrec_dense_column;
 
 /* Open-addressing table of one column's tokens. */
@@ -253,6 +256,7 @@ int64_t rayrec_num_small_logs(void);
 void rayrec_small_logs(double units, int32_t *out);
 void rayrec_dense_moments(const int64_t *integers, const uint64_t *missing, int64_t rows, int32_t columns, double units,
                           int32_t low_bits, const int32_t *small, int64_t *moments);
+int64_t rayrec_exact_sums(const double *values, int64_t count, uint64_t *bins, double *range);
 
 int32_t rayrec_build_slots(const void *tokens, int32_t token_bytes, const int32_t *ids, int64_t count, uint64_t *table,
                            int64_t slots);

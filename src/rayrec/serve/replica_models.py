@@ -17,6 +17,7 @@ import numpy as np
 import orjson
 
 from rayrec.config import InputError
+from rayrec.data.encoding.clipping import ClipCounter
 from rayrec.data.encoding.known_categories import OOVCounter, tokens_by_id
 from rayrec.data.raw_block import RawBlock
 from rayrec.metrics.binary import sigmoid
@@ -63,6 +64,7 @@ class BatchScorer:
         self.model = model
         self._reader = make_reader(model.preprocessor.schema)
         self._unknown = OOVCounter(model.preprocessor)
+        self._clips = ClipCounter(model.preprocessor)
         self._columns = model.preprocessor.inputs.sparse
         self._tokens = functools.cache(functools.partial(tokens_by_id, model.preprocessor))
         self._counters = counters
@@ -78,7 +80,7 @@ class BatchScorer:
         fields = {name: field for head in heads for name, field in head.answer(values, self._tokens).items()}
         unknown = self._unknown.count(raw, encoded)
         answers = [self._answer(outcome, fields, unknown) for outcome in outcomes]
-        self._count(raw.rows, unknown, time.perf_counter() - start)
+        self._count(raw.rows, unknown, self._clips.count(encoded.dense), time.perf_counter() - start)
         return answers, raw, values[heads[0].name]
 
     def score(self, raw: RawBlock) -> np.ndarray:
@@ -104,13 +106,16 @@ class BatchScorer:
         body_unknown = np.ascontiguousarray(unknown[outcome])
         return ScoreResponse(body_fields, body_unknown, self._columns, self.model.version, self.model.preprocessor_hash)
 
-    def _count(self, rows: int, unknown: np.ndarray, seconds: float) -> None:
+    def _count(self, rows: int, unknown: np.ndarray, numbers: np.ndarray, seconds: float) -> None:
         self._counters.rows.labels(self.model.version).inc(rows)
         self._counters.batch_rows.observe(rows)
         self._counters.forward_seconds.observe(seconds)
         of_columns = unknown.sum(axis=0)
         for column in np.flatnonzero(of_columns).tolist():
             self._counters.unknown.labels(self._columns[column]).inc(int(of_columns[column]))
+        for name, (values, clipped) in zip(self._clips.names, numbers.tolist(), strict=True):
+            self._counters.numbers.labels(name).inc(values)
+            self._counters.clipped.labels(name).inc(clipped)
 
 
 _log = logging.getLogger(__name__)

@@ -430,4 +430,6 @@ def finish(
     samples = setup.make_samples()
     if samples:
         log("samples", {"samples": samples})
+    for warning in (sample["warning"] for sample in samples if sample.get("warning")):
+        log("data_warning", {"warning": warning})
     return result

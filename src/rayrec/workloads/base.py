@@ -232,6 +232,8 @@ class ScoringContext:
     """Slices to report metrics for: day, COLUMN, frequency:COLUMN. Click models only."""
     ranking_k: tuple[int, ...] = ()
     """Ranks k of metrics@k for click models with groups. Empty means 10."""
+    counts_clipped: bool = False
+    """Whether tables tell which numbers are beyond their bounds (`Scoring.bounded`)."""
 
 
 class TrainLoader(Protocol):
@@ -300,7 +302,8 @@ class WorkerSetup:
     count_correct: Callable[[Any], torch.Tensor] | None = None
     """Count the rows of a training step's output whose label the threshold 0.5 predicts, on its device. None without clicks."""
     make_samples: Callable[[], list[dict[str, Any]]] = list
-    """Create sample outputs of the final weights for reports, as JSON values. Collective."""
+    """Create sample outputs of the final weights for reports, as JSON values. A `warning` among them is shown to the user.
+    Collective."""
 
 
 @dataclass(frozen=True, kw_only=True)

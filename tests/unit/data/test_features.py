@@ -219,24 +219,25 @@ def test_shared_vocabulary_counts_and_forms_keep_every_column(tmp_path: Path, en
     assert preprocessor_of(parsed(schema=unshared), unshared, 3).vocabulary(2).tolist() == []
     frame = ROWS.to_pandas()
     inputs = transform(preprocessor_of(parsed()), frame)
-    assert list(inputs) == [*("click", "price", "user", "item", "history", "tags", "tag_weights", "like", "seconds", "at")]
+    numbers = ["price", "price is missing"]
+    assert list(inputs) == ["click", *numbers, "user", "item", "history", "tags", "tag_weights", "like", "seconds", "at"]
     assert inputs["tag_weights"][3].tolist() == [3.0, 4.0]
     assert inputs["like"].isna().tolist() == [False, True, False, True]
     to_score = transform(preprocessor_of(parsed()), frame.drop(columns=["click", "at"]))
-    assert list(to_score) == ["price", "user", "item", "history", "tags", "tag_weights"]
+    assert list(to_score) == [*numbers, "user", "item", "history", "tags", "tag_weights"]
     assert isinstance(to_score, pd.DataFrame)
     preprocessor, rows = encoded
     assert_same(from_arrow(to_arrow(rows))[0], rows)
     file = str(tmp_path / "rows.parquet")
-    pq.write_table(named_columns(rows, SCHEMA), file)
-    assert_same(from_named_columns(pq.read_table(file), SCHEMA), rows)
+    pq.write_table(named_columns(rows, preprocessor.inputs), file)
+    assert_same(from_named_columns(pq.read_table(file), preprocessor.inputs), rows)
     rejects(r"cannot store columns like, seconds, at\. Use --format parquet", check, "npy", preprocessor, labelled=True)
 
 
 # On the way to the model ----------------------------------------------------------------------------------------------
 def test_batch_has_labels_id_weights_and_times(encoded: tuple[Preprocessor, EncodedRows]) -> None:
-    _, rows = encoded
-    slicer = BatchSlicer(iter(from_arrow(to_arrow(rows))), SCHEMA)
+    preprocessor, rows = encoded
+    slicer = BatchSlicer(iter(from_arrow(to_arrow(rows))), preprocessor.inputs)
     one, two, filler = (slicer.take(size, loss_weight=1.0) for size in (3, 1, 0))
     assert list(one.labels) == ["click", "like", "seconds"]
     np.testing.assert_array_equal(one.labels["like"].numpy(), np.array([1, np.nan, 0], np.float32))
@@ -249,9 +250,9 @@ def test_batch_has_labels_id_weights_and_times(encoded: tuple[Preprocessor, Enco
 
 
 def test_sequences_are_in_separate_field(encoded: tuple[Preprocessor, EncodedRows]) -> None:
-    _, rows = encoded
-    whole = BatchSlicer(iter([rows]), SCHEMA).take(4, loss_weight=1.0).sparse_features
-    schema = SCHEMA.replace(features=SCHEMA.features[:1])
+    preprocessor, rows = encoded
+    whole = BatchSlicer(iter([rows]), preprocessor.inputs).take(4, loss_weight=1.0).sparse_features
+    schema = preprocessor.inputs.replace(features=SCHEMA.features[:1])
     batch = BatchSlicer(iter([rows]), schema, unpooled=("item", "history")).take(4, loss_weight=1.0)
     for features, keys in (
         (batch.sparse_features, ["user", "tags"]),

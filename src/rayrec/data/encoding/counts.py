@@ -19,6 +19,8 @@ from rayrec.data.arrow import arrow_bytes, arrow_texts
 from rayrec.data.encoded_rows import JaggedIds
 from rayrec.data.encoding.category_counter import NO_ROW, Items, Spill, TokenCounter, count_columns, frequent_items, narrow
 from rayrec.data.encoding.encoder import Derivation, file_key
+from rayrec.data.encoding.moments import Moments
+from rayrec.data.encoding.rules import DenseColumn
 from rayrec.data.engine import Engine, TaskContext
 from rayrec.data.log_source import CHUNK_BYTES
 from rayrec.data.logs.faults import Faults
@@ -56,10 +58,16 @@ class CountingJob:
     """Derivation of the counted columns from the read ones."""
     first_rows: bool = False
     """Whether to record the first row of every token."""
+    transform: DenseColumn | None = None
+    """Transform of the numbers whose exact moments are counted. None: `Counts.dense_moments`, of sign(x) ln(1 + |x|)."""
 
     def empty(self, *, spill: Spill | None = None) -> Counts:
         inputs, dtype = self.derivation.inputs(self.schema), category_type(self.schema)
-        return Counts.empty(len(inputs.dense), len(inputs.sparse), dtype=dtype, first_rows=self.first_rows, spill=spill)
+        counts = Counts.empty(len(inputs.dense), len(inputs.sparse), dtype=dtype, first_rows=self.first_rows, spill=spill)
+        if self.transform is not None:
+            counts.transform = self.transform
+            counts.exact_moments = [Moments() for _ in inputs.dense]
+        return counts
 
     def total(self, memory_bytes: int | None, spill_folder: str | None) -> Counts:
         return self.empty(spill=Spill(spill_folder, default_memory_bytes() if memory_bytes is None else memory_bytes))
@@ -84,6 +92,10 @@ class Counts:
     """Number of rows with label 0 and with label 1, int64 [2]."""
     spill: Spill | None = None
     """Storage for tables that exceed the memory limit. None: no limit, for a single task."""
+    transform: DenseColumn | None = None
+    """See `CountingJob.transform`."""
+    exact_moments: list[Moments] = field(default_factory=list)
+    """Moments of each dense column after `transform`. Empty without one: then `dense_moments` are counted."""
     _distinct: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -141,16 +153,21 @@ class Counts:
     def table_bytes(self) -> int:
         return sum(counter.num_bytes for counter in self.tokens)
 
+    @property
+    def present(self) -> list[int]:
+        """Number of rows with a value in each dense column."""
+        if self.transform is not None:
+            return [moments.present for moments in self.exact_moments]
+        counted: list[int] = self.dense_moments[:, 0].tolist()
+        return counted
+
     def add_rows(self, block: RawBlock, first_row: int) -> None:
         """Add the counted columns of rows; row r is number first_row + r of the log."""
         assert self.spill is None, "only `add` keeps memory bounded"
         self.rows += block.rows
+        self._add_numbers(block)
         if block.schema.tokens == "hexadecimal":
             count_columns(self.tokens, block, first_row, self.missing)
-            if len(self.dense_moments):
-                units = (float(DENSE_UNITS), ctypes.c_int32(DENSE_LOW_BITS), _small_logs())
-                read = (block.numbers, block.missing, block.rows, ctypes.c_int32(len(self.dense_moments)))
-                call("rayrec_dense_moments", *read, *units, self.dense_moments)
             return
         rows = np.arange(first_row, first_row + block.rows, dtype=np.int64)
         for name, owner, absences in zip(block.schema.sparse, block.schema.vocabulary_owners, self.missing, strict=True):
@@ -164,10 +181,22 @@ class Counts:
                 counter.count_values(values, rows)
             if len(absent):
                 absences[:] = absences[0] + len(absent), min(absences[1], absent[0])
-        for moments, column, name in zip(self.dense_moments, block.numbers.T, block.schema.dense, strict=True):
+
+    def _add_numbers(self, block: RawBlock) -> None:
+        """Add the dense columns of rows."""
+        if block.schema.tokens == "hexadecimal" and self.transform is None:
+            if len(self.dense_moments):
+                units = (float(DENSE_UNITS), ctypes.c_int32(DENSE_LOW_BITS), _small_logs())
+                read = (block.numbers, block.missing, block.rows, ctypes.c_int32(len(self.dense_moments)))
+                call("rayrec_dense_moments", *read, *units, self.dense_moments)
+            return
+        for number, (column, name) in enumerate(zip(block.numbers.T, block.schema.dense, strict=True)):
             present = column[~block.is_missing(name)]
-            logarithms = np.copysign(np.log1p(np.abs(present)), present).astype(np.float32)  # Rounded as for integer columns
-            add_logarithms(moments, logarithms.astype(np.float64))
+            if self.transform is not None:
+                self.exact_moments[number].add_values(self.transform.transform(present))
+            else:
+                logarithms = np.copysign(np.log1p(np.abs(present)), present).astype(np.float32)  # Rounded as for integer columns
+                add_logarithms(self.dense_moments[number], logarithms.astype(np.float64))
 
     def add_source(self, block: RawBlock, path: str) -> None:
         """Add the labels of rows read from a file, and the file's smallest integer."""
@@ -189,6 +218,7 @@ class Counts:
             "rows": np.array([self.rows], np.int64),
             "missing": self.missing,
             "dense": self.dense_moments,
+            "exact": np.frombuffer(json.dumps([moments.to_json() for moments in self.exact_moments]).encode(), np.uint8),
             "labels": self.labels,
             "file_minimum": np.frombuffer(json.dumps(self.file_minimum).encode(), np.uint8),
             "sizes": np.array([len(tokens) for tokens, _, _ in items], np.int64),
@@ -210,6 +240,8 @@ class Counts:
         self._distinct.clear()
         self.rows += int(read("rows")[0])
         self.dense_moments += read("dense").reshape(-1, 4)
+        for moments, other in zip(self.exact_moments, json.loads(bytes(buffers["exact"])), strict=True):
+            moments.merge(Moments.from_json(other))
         self.labels += read("labels")
         missing = read("missing").reshape(-1, 2)
         self.missing[:, 0] += missing[:, 0]
@@ -264,7 +296,7 @@ def problems_of(counts: Counts, inputs: Schema) -> list[str]:
     if counts.rows and counts.labels.sum() and not counts.labels.all():
         only = int(np.flatnonzero(counts.labels)[0])
         problems.append(f"all {counts.rows:,} training rows have label {only}, so nothing can be learned; check the label column")
-    present = [*counts.dense_moments[:, 0], *(counts.rows - counts.missing[:, 0])]
+    present = [*counts.present, *(counts.rows - counts.missing[:, 0])]
     empty = [name for name, values in zip((*inputs.dense, *inputs.sparse), present, strict=True) if not values]
     if counts.rows and empty:
         shown = ", ".join(empty[:8]) + (f" and {len(empty) - 8} more" if len(empty) > 8 else "")

@@ -23,6 +23,18 @@ def file_key(path: str) -> str:
     return source_of(path)[1].removesuffix(".gz").removesuffix(".parquet")
 
 
+def indicator_names(columns: Sequence[str], schema: Schema) -> tuple[str, ...]:
+    """Return the names of the indicator inputs of dense columns: `age is missing` for age, with a star if the log has such a
+    column."""
+    names: list[str] = []
+    for column in columns:
+        name = f"{column} is missing"
+        while name in schema.columns or name in names:
+            name += "*"
+        names.append(name)
+    return tuple(names)
+
+
 @dataclass(frozen=True)
 class Derivation:
     """Derivation of a model's input columns; the log's columns unchanged for most presets."""
@@ -34,10 +46,16 @@ class Derivation:
     """Modulo applied to categories before counting. None: no modulo."""
     file_minimum: dict[str, int] | None = None
     """Smallest integer of each file by `file_key`, "" for others, subtracted from its integers; a missing one is 0."""
+    indicators: tuple[str, ...] = ()
+    """Dense columns with an additional input that is 1 if their value is missing."""
 
     def inputs(self, schema: Schema) -> Schema:
-        """Return the derived columns."""
-        return schema.replace(dense=(), sparse=schema.dense + schema.sparse) if self.buckets else schema
+        """Return the derived columns: numbers, then their indicators, and categories."""
+        if self.buckets:
+            return schema.replace(dense=(), sparse=schema.dense + schema.sparse)
+        if self.indicators:
+            return schema.replace(dense=schema.dense + indicator_names(self.indicators, schema))
+        return schema
 
     def counted(self, block: RawBlock) -> RawBlock:
         """Return the counted columns of rows."""
@@ -124,13 +142,15 @@ class CSparseColumn(ctypes.Structure):
 
 
 class CDenseColumn(ctypes.Structure):
-    _fields_ = c_fields("int64 kind lowest; double shift mean scale; float missing_value padding")
+    _fields_ = c_fields("int64 kind lowest; double shift mean mean_low scale; float missing_value lower upper; int32 bounded")
 
 
 def c_dense_column(column: DenseColumn) -> CDenseColumn:
     """Return the kernels' view of a dense column."""
-    kind = DENSE_KINDS.index(column.kind)
-    return CDenseColumn(kind, column.lowest, column.shift, column.mean, column.scale, column.missing_value, 0.0)
+    constants = (column.shift, column.mean, column.mean_low, column.scale, column.missing_value)
+    bounded = column.lower is not None and column.upper is not None
+    bounds = (column.lower or 0.0, column.upper or 0.0, bounded)
+    return CDenseColumn(DENSE_KINDS.index(column.kind), column.lowest, *constants, *bounds)
 
 
 def _c_sparse_column(column: SparseColumn, slots: np.ndarray | None) -> CSparseColumn:
@@ -248,9 +268,15 @@ class Encoder:
 
     def _by_rules(self, block: RawBlock) -> tuple[np.ndarray, Sequence[Ids]]:
         schema = block.schema
-        dense = np.empty((block.rows, len(self._numbers)), np.float32)
+        num_indicators = sum(number.indicator for number in self._numbers)
+        dense = np.empty((block.rows, len(self._numbers) + num_indicators), np.float32)
+        place = len(self._numbers)
         for index, (number, name) in enumerate(zip(self._numbers, schema.dense, strict=True)):
-            dense[:, index] = number.encode(block.numbers[:, index], block.is_missing(name))
+            missing = block.is_missing(name)
+            dense[:, index] = number.encode(block.numbers[:, index], missing)
+            if number.indicator:
+                dense[:, place] = missing
+                place += 1
         ids: list[Ids] = []
         for index, (rule, name) in enumerate(zip(self._categories, schema.sparse, strict=True)):
             values = block.column(name)

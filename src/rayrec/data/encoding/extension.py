@@ -87,6 +87,18 @@ def extend(old: Preprocessor, preset: Preset, counts: Counts) -> Extension:
     return Extension(preprocessor, existing, appended, left_out)
 
 
+def with_indicators_of(old: Preprocessor, new: Preprocessor) -> tuple[Preprocessor, list[str]]:
+    """Return `new` with the indicators of `old`, for a network that continues with the inputs of `old`, and the columns that lose
+    their indicator. Their missing numbers are the mean, like those of any column."""
+    if old.dense_names != new.dense_names:  # The networks do not fit anyway
+        return new, []
+    rules = [replace(rule, indicator=before.indicator) for before, rule in zip(old.dense, new.dense, strict=True)]
+    lost = [
+        name for name, before, rule in zip(new.dense_names, new.dense, rules, strict=True) if before.indicator > rule.indicator
+    ]
+    return replace(new, dense=tuple(rules)), lost
+
+
 def _extended(
     preset: Preset, old: SparseColumn, vocabulary: np.ndarray, new: VocabularyColumn, number: int, name: str
 ) -> tuple[SparseColumn, np.ndarray, int]:

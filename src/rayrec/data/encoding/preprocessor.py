@@ -29,13 +29,21 @@ MAX_TABLE_ROWS: Final = 2**40
 """Maximum rows of an embedding table."""
 
 
+_ADDED: Final[dict[str, Any]] = {"mean_low": 0.0, "lower": None, "upper": None, "indicator": False}
+"""Fields of DenseColumn that earlier versions lack, with their values in older Preprocessors."""
+
+
 def _check_dense(name: str, column: DenseColumn) -> None:
-    numbers = (column.shift, column.mean, column.scale, column.missing_value)
+    bounds = [bound for bound in (column.lower, column.upper) if bound is not None]
+    numbers = (column.shift, column.mean, column.scale, column.missing_value, column.mean_low, *bounds)
     if (
         column.kind not in DENSE_KINDS
         or type(column.lowest) is not int
         or abs(column.lowest) > -MIN_INTEGER
         or not all(type(number) in (int, float) and abs(number) < math.inf for number in numbers)
+        or len(bounds) == 1
+        or bounds != sorted(bounds)
+        or type(column.indicator) is not bool
     ):
         raise InputError(f"preprocessor: column {name} has the invalid rule {column}; it is damaged")
 
@@ -70,7 +78,7 @@ class Preprocessor:
     schema: Schema
     """Schema of the labelled raw log."""
     dense: tuple[DenseColumn, ...]
-    """Rule of each column of `inputs.dense`."""
+    """Rule of each column of `dense_names`."""
     sparse: tuple[SparseColumn, ...]
     """Rule of each column of `inputs.sparse`."""
     tokens: np.ndarray
@@ -85,7 +93,7 @@ class Preprocessor:
     """Inputs of the preset: its rules, the number of counted rows, and others."""
 
     def __post_init__(self) -> None:
-        if (len(self.dense), len(self.sparse)) != (len(self.inputs.dense), len(self.inputs.sparse)):
+        if (len(self.dense), len(self.sparse)) != (len(self.dense_names), len(self.inputs.sparse)):
             raise InputError("preprocessor: its columns do not match its schema; build it again")
         dtype = category_type(self.schema)
         if self.tokens.dtype != dtype or self.tokens.ndim != 1:
@@ -102,8 +110,10 @@ class Preprocessor:
         """Check for values that `rayrec vocabulary` never writes and that break the kernels. Raises InputError."""
         for name, column in zip(self.inputs.sparse, self.sparse, strict=True):
             _check_sparse(name, column)
-        for name, dense in zip(self.inputs.dense, self.dense, strict=True):
+        for name, dense in zip(self.dense_names, self.dense, strict=True):
             _check_dense(name, dense)
+            if dense.indicator and self.schema.tokens == "hexadecimal":
+                raise InputError(f"preprocessor: column {name} of a hexadecimal log cannot have an indicator; it is damaged")
         if self.multi_hot is not None and len(self.multi_hot.sizes) != len(self.sparse):
             raise InputError("preprocessor: multi_hot.sizes do not match its sparse columns; it is damaged")
         for column, owner in zip(self.sparse, self.inputs.vocabulary_owners, strict=True):
@@ -113,9 +123,15 @@ class Preprocessor:
         if minimum is not None and ("" not in minimum or any(type(value) is not int for value in minimum.values())):
             raise InputError("preprocessor: file_minimum must be a table of integers; it is damaged")
 
+    @property
+    def dense_names(self) -> tuple[str, ...]:
+        """Columns of the log that are numbers for the model, too."""
+        return () if self.integer_buckets else self.schema.dense
+
     @cached_property
     def inputs(self) -> Schema:
-        """Columns that the model gets: the raw log's columns, with integers moved to sparse if they are categories."""
+        """Columns that the model gets: the raw log's columns, with integers moved to sparse if they are categories, and with
+        the indicators of missing numbers."""
         return self.derivation.inputs(self.schema)
 
     @property
@@ -192,8 +208,12 @@ class Preprocessor:
             "version": VERSION,
             "profile": self.preset,  # The key of earlier versions
             "schema": self.schema.describe(),
-            "dense": [vars(column) for column in self.dense],
-            # `mixed` was added later: without it, descriptions and hashes of earlier Preprocessors stay the same.
+            # Fields that were added later are left out if they have no effect: descriptions and hashes of earlier Preprocessors
+            # stay the same.
+            "dense": [
+                {name: value for name, value in vars(column).items() if name not in _ADDED or value != _ADDED[name]}
+                for column in self.dense
+            ],
             "sparse": [
                 {name: value for name, value in vars(column).items() if name != "mixed" or value} for column in self.sparse
             ],
@@ -252,7 +272,8 @@ class Preprocessor:
     @property
     def derivation(self) -> Derivation:
         """Derivation of the inputs from a log's columns."""
-        return Derivation(buckets=self.integer_buckets, file_minimum=self.file_minimum)
+        indicators = tuple(name for name, rule in zip(self.dense_names, self.dense, strict=False) if rule.indicator)
+        return Derivation(buckets=self.integer_buckets, file_minimum=self.file_minimum, indicators=indicators)
 
     @cached_property
     def encoder(self) -> Encoder:

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 import numpy as np
@@ -11,6 +11,7 @@ from rayrec.config import Config, InputError, packaged_json
 from rayrec.data.encoding.counts import CountingJob, Counts, mean_and_variance
 from rayrec.data.encoding.encoder import Derivation, MultiHot
 from rayrec.data.encoding.known_categories import ENDS, frequency_ends
+from rayrec.data.encoding.moments import Moments
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import MIN_INTEGER, DenseColumn, SparseColumn
 from rayrec.data.logs.splits import Split
@@ -25,9 +26,17 @@ MLPERF_NUM_EMBEDDINGS = tuple(min(rows, 40_000_000) for rows in TERABYTE_CATEGOR
 """Rows of the 26 tables in MLPerf's benchmarks on Criteo 1TB."""
 
 
+MAX_INPUT: Final = 8.0
+"""Maximum absolute input of a number in standard deviations, for logs other than Criteo's."""
+_MARGIN: Final = 1e-6
+"""Distance between a bound and the inputs of counted rows, at least the spacing of float32 numbers there. An input equal to a
+bound is thus beyond it, and can be counted without the number itself."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Preset(Config):
-    """Rules that convert raw columns to model inputs. A missing number counts as 0, as in all Criteo pipelines."""
+    """Rules that convert raw columns to model inputs. A missing number counts as 0, as in all Criteo pipelines. In other logs, it
+    is 0 after the numbers are standardized, their mean."""
 
     name: str = "rayrec"
     """Name of the pipeline."""
@@ -91,7 +100,29 @@ class Preset(Config):
 
     def counting(self, schema: Schema) -> CountingJob:
         """Return the counting job for a log of `schema`."""
-        return CountingJob(schema, derivation=self.derivation, first_rows=self.ids == "first_seen")
+        return CountingJob(
+            schema, derivation=self.derivation, first_rows=self.ids == "first_seen", transform=self._counted_transform(schema)
+        )
+
+    def standardizes(self, schema: Schema) -> bool:
+        """Return whether missing numbers of a log are 0 after they are standardized, and inputs are bounded. Published pipelines
+        and Criteo's logs have no such rules, and keep theirs."""
+        return schema.tokens == "any" and self.dense_standardized and self.dense != "buckets"
+
+    def _transform(self) -> DenseColumn:
+        """Return the transform of numbers, before they are standardized."""
+        assert self.dense != "buckets"
+        lowest = MIN_INTEGER if self.dense_lowest is None else self.dense_lowest
+        return DenseColumn(self.dense, self.dense_shift, lowest)
+
+    def _counted_transform(self, schema: Schema) -> DenseColumn | None:
+        """Return the transform for exact moments. None: those of integers in fixed point, which Criteo's Preprocessors have, and
+        which others without standardized numbers do not use."""
+        if self.dense == "buckets" or not self.dense_standardized:
+            return None
+        if schema.tokens == "hexadecimal" and self.dense == "signed_log":
+            return None
+        return self._transform()
 
     def check(self, schema: Schema) -> None:
         """Check that the rules can be applied to a log of `schema`. Raises InputError."""
@@ -137,7 +168,7 @@ def make_preprocessor(preset: Preset, schema: Schema, counts: Counts) -> Preproc
     return Preprocessor(
         preset=preset.name,
         schema=schema,
-        dense=tuple(_dense_column(preset, moments) for moments in counts.dense_moments.tolist()),
+        dense=tuple(_dense_column(preset, schema, counts, number) for number in range(len(inputs.dense))),
         sparse=tuple(sparse),
         tokens=np.concatenate(vocabularies) if vocabularies else np.zeros(0, category_type(schema)),
         integer_buckets=preset.dense == "buckets",
@@ -147,19 +178,58 @@ def make_preprocessor(preset: Preset, schema: Schema, counts: Counts) -> Preproc
     )
 
 
-def _dense_column(preset: Preset, moments: list[int]) -> DenseColumn:
-    """Return the rule of a dense column from its row of Counts.dense_moments."""
-    assert preset.dense != "buckets"
-    minimum = MIN_INTEGER if preset.dense_lowest is None else preset.dense_lowest
-    mean, scale = 0.0, 1.0
-    if preset.dense_standardized and moments[0]:
-        mean, variance = mean_and_variance(moments)
+def _dense_column(preset: Preset, schema: Schema, counts: Counts, number: int) -> DenseColumn:
+    """Return the rule of a dense column."""
+    plain = preset._transform()
+    if preset.dense_standardized and counts.transform is not None:
+        standardized = _standardized(plain, counts.exact_moments[number], schema.dense[number])
+        if preset.standardizes(schema):
+            return _bounded(standardized, counts.exact_moments[number], counts.rows)
+        plain = standardized
+    elif preset.dense_standardized and counts.present[number]:
+        mean, variance = mean_and_variance(counts.dense_moments[number].tolist())
         scale = 1.0 / math.sqrt(variance) if variance > 1e-12 else 1.0
-    plain = DenseColumn(preset.dense, preset.dense_shift, minimum, mean, scale)
+        plain = replace(plain, mean=mean, scale=scale)
     missing_value = float(plain.apply(np.zeros(1))[0])
     if not math.isfinite(missing_value):
         raise InputError(f"preset {preset.name}: a missing number counts as 0, with logarithm {missing_value}; raise dense_shift")
-    return DenseColumn(**{**vars(plain), "missing_value": missing_value})
+    return replace(plain, missing_value=missing_value)
+
+
+def _standardized(plain: DenseColumn, moments: Moments, name: str) -> DenseColumn:
+    """Return the rule with the mean and the scale of the counted values. A constant column has scale 1, so its input is 0."""
+    if moments.not_finite:
+        raise InputError(
+            f"column {name}: {moments.not_finite:,} numbers have no logarithm after dense_shift {plain.shift:g}. Raise it, or "
+            "set dense_lowest or another transform."
+        )
+    mean, mean_low = moments.mean()
+    deviation = moments.deviation()
+    scale = 1.0 / deviation if deviation else 1.0
+    if not math.isfinite(scale):
+        scale = 1.0
+    return replace(plain, mean=mean, mean_low=mean_low, scale=scale)
+
+
+def _bounded(standardized: DenseColumn, moments: Moments, rows: int) -> DenseColumn:
+    """Return the rule of another log's column: a missing number is 0, the mean, with an indicator if the counted rows had gaps,
+    and inputs have bounds. They are those of the counted rows: no weight has learned about numbers beyond, such as the times of
+    later weeks. They are at most MAX_INPUT, for outliers among the counted rows themselves."""
+    lowest = -MAX_INPUT
+    highest = MAX_INPUT
+    if moments.present:
+        limits = np.array([moments.lowest, moments.highest])
+        inputs = (limits - standardized.mean - standardized.mean_low) * standardized.scale
+        lowest, highest = inputs.tolist()
+    elif rows:  # All values are missing: nothing is known of others
+        lowest = highest = 0.0
+    return replace(
+        standardized,
+        missing_value=0.0,
+        lower=float(np.float32(max(-MAX_INPUT, lowest - _MARGIN))),
+        upper=float(np.float32(min(MAX_INPUT, highest + _MARGIN))),
+        indicator=0 < moments.present < rows,
+    )
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,8 @@ def seconds_of(value: date | str) -> float | None:
 
 @dataclass(frozen=True)
 class DenseColumn:
-    """Transform x -> (f(x) - mean) * scale as float32, computed in float64; a missing value becomes missing_value."""
+    """Transform x -> (f(x) - mean - mean_low) * scale as float32, computed in float64 and bounded. A missing value becomes
+    missing_value. The fields from `mean_low` on were added later: their defaults are the rules of earlier versions."""
 
     kind: Literal["signed_log", "log", "identity"] = "signed_log"
     """Function f(x): sign(x) ln(1 + |x|), ln(max(x, lowest) + shift), or max(x, lowest)."""
@@ -83,17 +84,33 @@ class DenseColumn:
     mean: float = 0.0
     scale: float = 1.0
     missing_value: float = 0.0
+    mean_low: float = 0.0
+    """Rounding error of `mean`, which matters if the values differ in their last digits only."""
+    lower: float | None = None
+    """Lower bound of the inputs, exact in float32. None: no bounds."""
+    upper: float | None = None
+    """Upper bound of the inputs, exact in float32. None: no bounds."""
+    indicator: bool = False
+    """Whether the model has an additional input for the column: 1 if the value is missing, else 0."""
 
-    def apply(self, values: np.ndarray) -> np.ndarray:
-        """Transform present numbers of any dtype, float32. The logarithm of 0 or less is -inf or NaN."""
+    def transform(self, values: np.ndarray) -> np.ndarray:
+        """Return f(x) of present numbers of any dtype, float64. The logarithm of 0 or less is -inf or NaN."""
         x = np.asarray(values, np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
             if self.kind == "signed_log":
-                transformed = np.copysign(np.log1p(np.abs(x)), x)
-            else:
-                raised = np.maximum(x, self.lowest)
-                transformed = np.log(raised + self.shift) if self.kind == "log" else raised
-        return ((transformed - self.mean) * self.scale).astype(np.float32)
+                return np.copysign(np.log1p(np.abs(x)), x)
+            raised = np.maximum(x, self.lowest)
+            return np.log(raised + self.shift) if self.kind == "log" else raised
+
+    def apply(self, values: np.ndarray) -> np.ndarray:
+        """Return the model inputs of present numbers of any dtype, float32. Without bounds, they are -inf or NaN if the logarithm
+        is."""
+        with np.errstate(over="ignore"):
+            inputs = ((self.transform(values) - self.mean - self.mean_low) * self.scale).astype(np.float32)
+        if self.lower is None or self.upper is None:
+            return inputs
+        # fmax turns NaN, the logarithm of a negative number, into the lower bound, like -inf of 0.
+        return np.fmin(np.fmax(inputs, np.float32(self.lower)), np.float32(self.upper))
 
     def encode(self, values: np.ndarray, missing: np.ndarray) -> np.ndarray:
         """Return the model inputs of a column's numbers, `missing` bool [rows]. float32 [rows]."""

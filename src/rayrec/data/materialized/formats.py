@@ -61,12 +61,12 @@ class FilePlan:
 def row_bytes(preprocessor: Preprocessor) -> int:
     """Estimate the size of a row in memory. A list counts as one id."""
     ids = sum(size or 1 for size in preprocessor.hotness)
-    return 4 + 4 * len(preprocessor.dense) + preprocessor.id_dtype.itemsize * ids
+    return 4 + 4 * len(preprocessor.inputs.dense) + preprocessor.id_dtype.itemsize * ids
 
 
 def plan_files(format: str, preprocessor: Preprocessor, stem: str, rows: int) -> list[FilePlan]:
     """Plan the files for `rows` rows of one raw file. Their names begin with `stem`."""
-    num_dense, hotness = len(preprocessor.dense), preprocessor.hotness
+    num_dense, hotness = len(preprocessor.inputs.dense), preprocessor.hotness
     if format == "binary":
         matrix = Matrix("rows", f"{stem}.bin", 0, "<i4", 1 + num_dense + len(hotness))
         return [FilePlan(matrix.file, rows * matrix.row_bytes, rows, (matrix,))]

@@ -97,6 +97,8 @@ class ExportedModel:
             "num_dense": len(inputs.dense),
             "num_embeddings": list(self.preprocessor.num_embeddings),
         }
+        if inputs.dense != self.preprocessor.dense_names:  # Missing numbers have inputs, too
+            stored["dense"] = list(inputs.dense)
         if inputs.vocabularies != inputs.sparse:  # Features share tables
             stored["tables"] = list(inputs.vocabularies)
         if sequences := self.model.sequences(ModelInputs.of(inputs)):  # Features without pooled embeddings

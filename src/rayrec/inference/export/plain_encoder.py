@@ -93,7 +93,8 @@ class Encoder:
         return rows
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, list[Ids]]:
-        """Encode rows. Returns dense features, float32 [rows, dense columns], and the ids of each sparse column.
+        """Encode rows. Returns dense features, float32 [rows, dense columns + indicators], and the ids of each sparse column. An
+        indicator is 1 if the number of its column is missing. `manifest.json` names them after the dense columns.
 
         A value that is absent, None, empty or in the schema's missing is missing. Categories are text, integers or dates.
         Lists are lists of categories, or text with their list_delimiter. A date or time in a column of numbers, or its
@@ -106,9 +107,12 @@ class Encoder:
         if self._buckets:
             categories = [*((bucket_tokens(values), missing | (values == 0), None) for values, missing in numbers), *categories]
             numbers = []
-        dense = np.empty((len(rows), len(numbers)), np.float32)
+        indicators = [index for index, column in enumerate(self._dense) if column.indicator]
+        dense = np.empty((len(rows), len(numbers) + len(indicators)), np.float32)
         for index, (column, values) in enumerate(zip(self._dense, numbers, strict=True)):
             dense[:, index] = column.encode(*values)
+        for place, index in enumerate(indicators, start=len(numbers)):
+            dense[:, place] = numbers[index][1]
         ids: list[Ids] = []
         for (rule, lookup), (tokens, missing, lengths) in zip(self._sparse, categories, strict=True):
             encoded = rule.encode(tokens, missing, lookup, np.dtype(np.int64))

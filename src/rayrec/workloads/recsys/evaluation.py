@@ -8,8 +8,9 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from rayrec.batch import Batch, StepOutput
+from rayrec.batch import DENSE, Batch, StepOutput
 from rayrec.collectives import sum_over_workers
+from rayrec.data.encoding.clipping import ClipSum, clipping_warning
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.metrics.binary import is_correct, reject_nan
 from rayrec.metrics.means import RowMetrics
@@ -27,21 +28,35 @@ _MAX_BINS = 15
 class EvaluationCounts:
     """Counts of one worker's last evaluation: rows and clicks by logit, unknown and missing values by column."""
 
-    def __init__(self, columns: Mapping[str, SparseColumn], heads: Sequence[Head], *, grouped: bool = False) -> None:
-        """`columns` by batch key, empty if ids no longer reveal unknown ones. `grouped`: whether batches have group keys."""
+    def __init__(
+        self,
+        columns: Mapping[str, SparseColumn],
+        heads: Sequence[Head],
+        *,
+        grouped: bool = False,
+        clips: ClipSum | None = None,
+        training_clips: ClipSum | None = None,
+    ) -> None:
+        """`columns` by batch key, empty if ids no longer reveal unknown ones. `grouped`: whether batches have group keys. `clips`
+        counts the numbers beyond their bounds in evaluations, and `training_clips` has counted those of training."""
         self._columns, self.heads, self.grouped = columns, heads, grouped
+        self._clips, self._training_clips = clips, training_clips
         self._start("")
 
     def _start(self, name: str) -> None:
         self._name = name
         self._by_logit = np.zeros((3, _NUM_BINS))  # rows, clicks, sum of probabilities
         self._by_column = np.zeros((len(self._columns), 3), np.int64)  # values, unknown, missing
+        if self._clips is not None:
+            self._clips.reset()
 
     def counted(self, name: str, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches of evaluation set `name` and count their categories. Resets the counts."""
         self._start(name)
         for batch in batches:
             self._count_categories(batch)
+            if self._clips is not None:
+                self._clips.add(batch.tensors[DENSE].numpy())
             yield batch
 
     def _count_categories(self, batch: Batch) -> None:
@@ -73,8 +88,9 @@ class EvaluationCounts:
     def shown(self) -> list[dict[str, Any]]:
         """Return the counts of all workers as reports, empty without an evaluation. Collective."""
         by_logit, by_column = sum_over_workers(self._by_logit), sum_over_workers(self._by_column)
+        numbers = [*_numbers("training", self._training_clips), *_numbers(self._name, self._clips)]
         if not by_logit.any() and not by_column.any():
-            return []
+            return numbers
         columns = [
             {
                 "column": key,
@@ -88,7 +104,21 @@ class EvaluationCounts:
         return [
             *([{"kind": "reliability", "set": self._name, "bins": reliability_bins(by_logit)}] if by_logit.any() else []),
             *([{"kind": "categories", "set": self._name, "columns": columns}] if columns else []),
+            *numbers,
         ]
+
+
+def _numbers(name: str, clips: ClipSum | None) -> list[dict[str, Any]]:
+    """Return the report on the numbers of rows `name` beyond their bounds, empty without bounds or rows. Collective."""
+    if clips is None or not clips.names:
+        return []
+    counts = dict(zip(clips.names, sum_over_workers(clips.counts).tolist(), strict=True))
+    if not any(values for values, _ in counts.values()):
+        return []
+    columns = [{"column": column, "values": values, "clipped": clipped} for column, (values, clipped) in counts.items()]
+    warning = clipping_warning(counts)
+    report = {"kind": "numbers", "set": name, "columns": columns}
+    return [{**report, "warning": f"Numbers of the {name} rows are {warning}"} if warning else report]
 
 
 def count_correct(output: StepOutput) -> torch.Tensor:

@@ -15,6 +15,7 @@ from rayrec import host_resources, storage
 from rayrec.config import InputError
 from rayrec.data.arrow import arrow_numbers, arrow_rows, numpy_of
 from rayrec.data.encoded_rows import EncodedRows
+from rayrec.data.encoding.clipping import COLUMN, ClipCounter, arrow_flags
 from rayrec.data.encoding.known_categories import bucket_names, buckets_of, tokens_by_id
 from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
 from rayrec.data.engine import Shared, TaskContext, ThreadEngine
@@ -87,6 +88,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
         key_columns=columns,
         frequency_columns=frequencies,
         stretches=tuple(slices_of(index)[1]) if DAY in context.slice_by else (),
+        counts_clipped=context.counts_clipped,
     )
     assert sum(scored.block.rows for scored in blocks) == index.rows
     return Scoring(
@@ -98,6 +100,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
         described={"bad_rows": index.faults.total, "preprocessor": preprocessor.hash()},
         thread_safe=True,
         is_clicks=isinstance(heads[0], BinaryHead),
+        bounded=ClipCounter(preprocessor).names if context.counts_clipped and not measuring else (),
     )
 
 
@@ -225,6 +228,8 @@ class _ScoringTask:
     """Columns whose category frequencies are returned for slicing."""
     stretches: tuple[Slice, ...]
     """Time slices of the log, if used for slicing."""
+    counts_clipped: bool
+    """Flag to return which numbers are beyond their bounds."""
 
     def load(self, device: Device) -> BlockScorer:
         preprocessor = self.preprocessor.get()
@@ -251,6 +256,7 @@ class _LogBlock:
         self._schema = preprocessor.schema if task.labelled else preprocessor.schema.unlabelled()
         self._opened, self.rows = open_block(scored.block, preprocessor, labelled=task.labelled), scored.block.rows
         self._label_heads = [head for head in scorer.heads if isinstance(head, LabelHead)]
+        self._clips = ClipCounter(preprocessor) if task.counts_clipped else None
 
     def score(self, start: int, stop: int) -> dict[str, np.ndarray]:
         rows = self._opened.encode(start, stop)
@@ -265,6 +271,8 @@ class _LogBlock:
             ids = rows.ids[self._preprocessor.inputs.sparse.index(name)]
             assert isinstance(ids, np.ndarray), "key_columns rejects lists"
             columns[KEY + FREQUENCY + name] = buckets_of(self._preprocessor, name, ids)
+        if self._clips is not None and self._clips.names:
+            columns |= self._clips.columns(rows.dense)
         return columns
 
     def columns(self, scored: dict[str, np.ndarray]) -> dict[str, pa.Array]:
@@ -283,6 +291,7 @@ class _LogBlock:
             columns[GROUP] = arrow_numbers(scored[GROUP])
         if task.stretches:
             columns[KEY + DAY] = slice_of(block, task.stretches)
+        columns |= {name: arrow_flags(values) for name, values in scored.items() if name.startswith(COLUMN)}
         for name in task.key_columns:
             columns[KEY + name] = self._values(name)
         for name in task.frequency_columns:

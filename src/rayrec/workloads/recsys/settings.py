@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from functools import cached_property
+from typing import Any, ClassVar
 
 from rayrec import models, storage
 from rayrec.bounds import Positive
 from rayrec.config import InputError
+from rayrec.data.encoding.clipping import ClipSum
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset
 from rayrec.data.engine import Shared
@@ -45,6 +47,14 @@ class Prepared:
     best_auroc: float | None
     """Best achievable AUROC on the test rows of a synthetic log, None if unknown."""
     teacher: Teacher | None = None
+
+    @cached_property
+    def training_clips(self) -> ClipSum:
+        """Numbers beyond their bounds in this process's training rows. Not sent to other processes with the rest."""
+        return ClipSum(self.preprocessor.get())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "training_clips"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,6 +88,12 @@ def require_same_inputs(checkpoint: Checkpoint, old: Preprocessor, new: Preproce
         "kind of categories": (old.schema.tokens, new.schema.tokens),
         "bags of ids": (old.multi_hot, new.multi_hot),
     }
+    if old.dense_names == new.dense_names and old.inputs.dense != new.inputs.dense:
+        raise InputError(
+            f"init_from {checkpoint.path}: numbers must be {new.inputs.dense}, as in this run, got {old.inputs.dense}. Extend "
+            "the vocabulary of the checkpoint (`rayrec vocabulary --extend`), which keeps its inputs, or leave out "
+            "--workload.preprocessor."
+        )
     for description, (stored, expected) in pairs.items():
         if stored != expected:
             raise InputError(

@@ -26,6 +26,7 @@ from rayrec.batch import Batch
 from rayrec.checkpoint.communicator import Communicator
 from rayrec.compat.torch_compat import move_wrapped_module
 from rayrec.config import InputError
+from rayrec.data.encoding.clipping import ClipSum
 from rayrec.ingest.batches import ClickBatches
 from rayrec.ingest.block_order import BatchSharding, BlockOrder, BlockPlan, Position
 from rayrec.ingest.loader import Loader
@@ -171,7 +172,13 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
         )
 
     columns = counted_columns(inputs.sparse, preprocessor.sparse, expanded=preprocessor.multi_hot is not None)
-    counts = EvaluationCounts(columns, workload.model.output_heads(of_model), grouped=inputs.group is not None)
+    counts = EvaluationCounts(
+        columns,
+        workload.model.output_heads(of_model),
+        grouped=inputs.group is not None,
+        clips=ClipSum(preprocessor),
+        training_clips=prepared.training_clips,
+    )
 
     def eval_batches(name: str, max_rows: int | None = None) -> Iterator[Any]:
         loader = _loader(context, prepared, name, batch_size=config.eval_batch_size, epochs=1, max_rows=max_rows)
@@ -263,6 +270,7 @@ def _loader(
         unpooled=workload.unpooled(prepared.inputs),
         tables=_full_tables(workload, prepared, learns=learns),
         pinned=_NUM_PINNED_BATCHES if context.device.type == "cuda" else 0,
+        watch_dense=prepared.training_clips.add if learns else None,
     )
     sharding = BatchSharding(context.rank, context.world_size, batch_size)
     return Loader(order, reader, sharding, state=state, epochs=epochs, max_steps=max_steps)

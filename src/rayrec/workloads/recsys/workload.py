@@ -211,7 +211,24 @@ class ClickWorkload(ClickSettings):
                 context.note(f"{context.config.train_data.path}: {problem}")
             if spilled := counts.spilled():
                 context.note(f"{spilled}. --workload.vocabulary-memory-bytes sets the limit.")
-            return make_preprocessor(self.preset, self.schema, counts)
+            preprocessor = make_preprocessor(self.preset, self.schema, counts)
+        if context.config.init_from is None:
+            return preprocessor
+        return self._continued(preprocessor, context.config.init_from, context)
+
+    def _continued(self, preprocessor: Preprocessor, init_from: str, context: RunContext) -> Preprocessor:
+        """Return the Preprocessor with the inputs of the network in `init_from`, whose weights have no place for others."""
+        from rayrec.checkpoint import open_checkpoint
+        from rayrec.data.encoding.extension import with_indicators_of
+        from rayrec.workloads.recsys.scorer import load_preprocessor
+
+        continued, lost = with_indicators_of(load_preprocessor(open_checkpoint(init_from).path), preprocessor)
+        if lost:
+            context.note(
+                f"init_from {init_from}: the model has no inputs for missing numbers of {', '.join(lost)}, which are their mean. "
+                "Train without init_from to add the inputs."
+            )
+        return continued
 
     def summarize(self, prepared: Prepared, metrics: dict[str, float]) -> dict[str, Any]:
         summary: dict[str, Any] = {

@@ -1,0 +1,154 @@
+"""Models of logs with numbers: gaps, times after the training rows, warm starts, and the counts of numbers beyond the range."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from builders.runs import LEAN, QUIET, events_of, threads_of, train
+
+import rayrec
+from rayrec import recipes
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.observe.console import Console
+from rayrec.schema import Schema
+from rayrec.training.result import Result
+
+NUMBERS = ("seen", "year", "price", "age")
+SCHEMA = Schema(label="click", dense=NUMBERS, sparse=("user", "movie"))
+DAY_S = 86400.0
+WEEK_ROWS, TEST_ROWS = 9000, 12_000
+
+
+def rows(count: int, seed: int) -> dict[str, np.ndarray]:
+    """Return a week of rows in time order. The user, the movie and the age matter, the other numbers do not."""
+    rng, effects = np.random.default_rng(seed), np.random.default_rng(0)
+    of_user, of_movie = effects.normal(size=60), effects.normal(size=40)
+    user, movie, age = rng.integers(0, 60, count), rng.integers(0, 40, count), rng.integers(18, 90, count)
+    logits = of_user[user] + of_movie[movie] + (age - 54) / 40 - 0.5
+    return {
+        "click": (rng.uniform(size=count) < 1 / (1 + np.exp(-logits))).astype(np.int8),
+        "seen": np.sort(1.7e9 + rng.uniform(0, 7 * DAY_S, count)),
+        "year": rng.integers(1950, 2021, count).astype(float),
+        "price": np.exp(rng.normal(3, 1, count)),
+        "age": age.astype(float),
+        "user": user,
+        "movie": movie,
+    }
+
+
+def write(path: Path, columns: dict[str, np.ndarray], *, gaps: float = 0.0, later_s: float = 0.0) -> str:
+    rng = np.random.default_rng(5)
+    values = {**columns, "seen": columns["seen"] + later_s}
+    has_gap = {name: (rng.uniform(size=len(column)) < gaps) & (name in NUMBERS) for name, column in values.items()}
+    masked = {name: pa.array(column, mask=has_gap[name]) for name, column in values.items()}
+    pq.write_table(pa.table(masked), path)
+    return str(path)
+
+
+def fitted(folder: Path, log: str, name: str, **changes: Any) -> Result:
+    config = recipes.clicks(log, SCHEMA).replace(min_steps_per_epoch=1, batch_size=128, epochs=3, scaling=threads_of(1), **LEAN)
+    return train(config, storage_path=str(folder), name=name, **changes)
+
+
+def metrics_of(result: Result, log: str) -> dict[str, Any]:
+    return rayrec.evaluate(str(result.checkpoint), log, console=QUIET)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("numbers")
+
+
+@pytest.fixture(scope="module")
+def complete(folder: Path) -> Result:
+    return fitted(folder, write(folder / "week.parquet", rows(WEEK_ROWS, 1)), "complete")
+
+
+@pytest.fixture(scope="module")
+def with_gaps(folder: Path) -> Result:
+    return fitted(folder, write(folder / "gaps.parquet", rows(WEEK_ROWS, 1), gaps=0.05), "gaps")
+
+
+@pytest.fixture(scope="module")
+def test_log(folder: Path) -> str:
+    return write(folder / "test.parquet", rows(TEST_ROWS, 2))
+
+
+def test_gaps_in_numbers_hardly_cost_auroc(folder: Path, complete: Result, with_gaps: Result, test_log: str) -> None:
+    expected = metrics_of(complete, test_log)["auroc"]
+    assert expected > 0.75
+    assert metrics_of(with_gaps, test_log)["auroc"] == pytest.approx(expected, abs=0.005)
+    holes = write(folder / "holes.parquet", rows(TEST_ROWS, 2), gaps=0.05)
+    # The age of 5 % of the rows is gone, which no rule brings back.
+    assert metrics_of(with_gaps, holes)["auroc"] == pytest.approx(expected, abs=0.005)
+
+
+@pytest.mark.parametrize("days", [30, 180])
+def test_later_times_keep_auroc_and_calibration(folder: Path, complete: Result, test_log: str, days: int) -> None:
+    expected = metrics_of(complete, test_log)
+    found = metrics_of(complete, write(folder / "later.parquet", rows(TEST_ROWS, 2), later_s=days * DAY_S))
+    assert found["auroc"] == pytest.approx(expected["auroc"], abs=0.01)
+    assert 0.8 < found["calibration"] < 1.25
+    assert found["clipped"]["seen"] == {"clipped": TEST_ROWS, "share": 1.0}
+
+
+def test_evaluation_warns_of_clipped_columns(folder: Path, complete: Result, capsys: pytest.CaptureFixture[str]) -> None:
+    log = write(folder / "next.parquet", rows(500, 3), later_s=30 * DAY_S)
+    rayrec.evaluate(str(complete.checkpoint), log, console=Console())
+    expected = "Numbers are beyond the range of the training rows, and used as its end: seen (100.0% of its values)"
+    assert expected in capsys.readouterr().err
+
+
+def test_prediction_summary_counts_clipped_numbers(folder: Path, complete: Result) -> None:
+    log = write(folder / "scored.parquet", rows(500, 3), later_s=30 * DAY_S)
+    summary = rayrec.predict(str(complete.checkpoint), log, out=str(folder / "scores"), console=QUIET)
+    assert summary["clipped"]["seen"] == {"clipped": 500, "share": 1.0}
+    assert pq.read_table(folder / "scores").column_names == ["row", "score", "logit", "label"]
+
+
+def test_run_events_count_clipped_numbers(complete: Result) -> None:
+    samples = events_of(complete.folder, "samples")[-1]["samples"]
+    training, test = (sample for sample in samples if sample["kind"] == "numbers")
+    assert (training["set"], test["set"]) == ("training", "test")
+    assert {column["column"]: column["clipped"] for column in training["columns"]} == dict.fromkeys(NUMBERS, 0)
+    # The run's test rows are the last hours of the week.
+    assert test["columns"][0]["clipped"] == test["columns"][0]["values"]
+    (warning,) = events_of(complete.folder, "data_warning")
+    assert warning["warning"].startswith("Numbers of the test rows are beyond the range of the training rows")
+
+
+def test_gaps_add_named_inputs_to_model_and_export(folder: Path, with_gaps: Result) -> None:
+    preprocessor = Preprocessor.load(f"{with_gaps.checkpoint}/preprocessor")
+    names = [*NUMBERS, *(f"{name} is missing" for name in NUMBERS)]
+    assert list(preprocessor.inputs.dense) == names
+    report = rayrec.export(str(with_gaps.checkpoint), out=str(folder / "export"))
+    assert report["parity"]["failure"] is None
+    model = json.loads((folder / "export" / "manifest.json").read_text())["model"]
+    assert (model["num_dense"], model["dense"]) == (8, names)
+
+
+def test_warm_start_keeps_old_inputs(folder: Path, complete: Result, with_gaps: Result, test_log: str) -> None:
+    gaps = str(folder / "gaps.parquet")
+    continued = fitted(folder, gaps, "continued", init_from=str(complete.checkpoint), epochs=1)
+    assert Preprocessor.load(f"{continued.checkpoint}/preprocessor").inputs.dense == NUMBERS
+    assert metrics_of(continued, test_log)["auroc"] > metrics_of(complete, test_log)["auroc"] - 0.01
+    week = str(folder / "week.parquet")
+    kept = fitted(folder, week, "kept", init_from=str(with_gaps.checkpoint), epochs=1)
+    assert len(Preprocessor.load(f"{kept.checkpoint}/preprocessor").inputs.dense) == 8
+
+
+def test_earlier_checkpoint_continues(folder: Path, complete: Result, test_log: str) -> None:
+    """A run without bounds and with raw 0 for missing numbers, as an earlier version wrote it."""
+    stored = Preprocessor.load(f"{complete.checkpoint}/preprocessor")
+    plain = [dataclasses.replace(rule, lower=None, upper=None, mean_low=0.0, missing_value=-5.0) for rule in stored.dense]
+    dataclasses.replace(stored, dense=tuple(plain)).save(str(folder / "earlier"))
+    run = fitted(folder, str(folder / "week.parquet"), "earlier_run", workload={"preprocessor": str(folder / "earlier")})
+    assert "clipped" not in metrics_of(run, test_log)
+    continued = fitted(folder, str(folder / "gaps.parquet"), "after_it", init_from=str(run.checkpoint), epochs=1)
+    rules = Preprocessor.load(f"{continued.checkpoint}/preprocessor").dense
+    assert [(rule.missing_value, rule.indicator, rule.lower is None) for rule in rules] == [(0.0, False, False)] * 4
