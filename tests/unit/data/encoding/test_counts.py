@@ -332,16 +332,20 @@ def test_counting_indexer_matches_count_log(
 
     monkeypatch.setattr(counting, "count_parts", noted)
     cache = str(tmp_path / "cache")
+    shown: list[tuple[str, int, int | None]] = []
 
     def counted() -> tuple[LogIndex, dict[str, Any], int]:
         again.clear()
         with CountingIndexer(job, chosen, task_bytes=task_bytes) as indexer:
-            index = indexer.index(files, CRITEO, segment_bytes=20_000, context=TaskContext(HERE, cache))
+            context = TaskContext(HERE, cache, progress=lambda *call: shown.append(call))
+            index = indexer.index(files, CRITEO, segment_bytes=20_000, context=context)
             with indexer.counts(index, engine=HERE) as counts:
                 return index, everything(counts), sum(part.stop - part.start for part in again)
 
     index, made, rows_again = counted()
     assert (index.rows, index.faults.total) == (3000, 3)
+    size = sum(file.size_bytes for file in files)
+    assert shown[-1] == ("index (bytes)", size, size)
     for place in (None, cache):
         assert index == index_log(files, CRITEO, segment_bytes=20_000, context=TaskContext(HERE, place))
     start, stop = chosen(index)

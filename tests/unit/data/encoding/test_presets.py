@@ -112,14 +112,18 @@ def test_torchrec_subtracts_file_minimum(tmp_path: Path) -> None:
     assert ids[0] == [2, 2, 3, 4, 5, 2, 6, 6, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize(
+    "changes", [pytest.param({}, id="published"), pytest.param({"missing": 1, "first_id": 2}, id="missing unlike unknown")]
+)
 @pytest.mark.parametrize("limit", [None, 7, 2**31 + 5])
-def test_fuxictr_x4_ids_are_independent_of_block_size(limit: int | None) -> None:
+def test_fuxictr_x4_ids_are_independent_of_block_size(limit: int | None, changes: dict[str, Any]) -> None:
     draw = np.random.default_rng(3)
     numbers = np.where(draw.random((5000, 2)) < 0.7, draw.integers(-3, 3000, (5000, 2)), 0)
     numbers[:8, 0] = [-(10**17), -(2**31), -1, 0, 2, 2047, 2048, 10**17]
     columns = [*numbers.T.tolist(), *draw.integers(0, 300, (2, 5000)).tolist()]
     raw = block_of(SCHEMA.unlabelled(), dict(zip((*SCHEMA.dense, *SCHEMA.sparse), columns, strict=True)))
-    preprocessor = made_from(raw, SCHEMA, FUXICTR_X4.replace(num_embeddings=limit and (limit,) * 4))
+    preset = FUXICTR_X4.replace(num_embeddings=limit and (limit,) * 4, **changes)
+    preprocessor = made_from(raw, SCHEMA, preset)
     chosen = draw.permutation(5000)
     together = np.array(preprocessor.encode(raw, chosen).ids)
     alone = np.concatenate([np.array(preprocessor.encode(raw, rows).ids) for rows in np.split(chosen, 10)], axis=1)
@@ -128,10 +132,11 @@ def test_fuxictr_x4_ids_are_independent_of_block_size(limit: int | None) -> None
     buckets = Derivation(buckets=True).applied(raw)
     known = np.split(preprocessor.tokens, np.cumsum([column.num_tokens for column in preprocessor.sparse])[:-1])
     for column in range(2):
-        expected = {token: number + 1 for number, token in enumerate(known[column].tolist())}
-        unknown = preprocessor.sparse[column].unknown_id
-        ids = [expected.get(token, unknown) % (limit or 2**40) for token in buckets.categories[chosen, column].tolist()]
-        assert together[column].tolist() == ids
+        expected = {token: number + preset.first_id for number, token in enumerate(known[column].tolist())}
+        rule = preprocessor.sparse[column]
+        ids = [expected.get(token, rule.unknown_id) % (limit or 2**40) for token in buckets.categories[chosen, column].tolist()]
+        missing = buckets.is_missing(SCHEMA.dense[column])[chosen]
+        assert together[column].tolist() == np.where(missing, rule.missing_id, ids).tolist()
 
 
 def test_rayrec_with_and_without_max_num_embeddings(tmp_path: Path) -> None:
@@ -201,6 +206,11 @@ def test_against_torchrec_itself(click_log: Path, tmp_path: Path, min_count: int
     assert (ids == np.array(ours.ids).T).all()
     np.testing.assert_allclose(ours.dense, dense, rtol=3e-7)
     assert (ours.label == labels[:, 0]).all()
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (3, 0), (0, 3), (-1, 3)], ids=str)
+def test_bag_sizes_below_one_are_rejected(sizes: tuple[int, ...]) -> None:
+    rejects(r"multi_hot\.sizes: must be 1 or more each", MultiHot, sizes=sizes)
 
 
 # Multi-hot ------------------------------------------------------------------------------------------------------------

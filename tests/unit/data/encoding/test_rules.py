@@ -320,6 +320,16 @@ def test_encode_py_matches_preprocessors_of_criteo_logs(
         assert_same(found, preprocessor.encode(raw), preprocessor.inputs.sparse)
 
 
+@pytest.mark.parametrize("number", [-(2**63) - 1, -(2**63), -(2**63) + 1, 2**63 - 1, 2**63])
+def test_encode_py_matches_integers_at_limits(encoder_class: Any, tmp_path: Path, number: int) -> None:
+    schema = Schema(label=None, sparse=("s",), tokens="any")
+    preprocessor = click_models.hashed_preprocessor([2**40 - 87], schema)
+    preprocessor.save(str(tmp_path))
+    values = pa.table({"s": [str(number)]})
+    _, (ids,) = encoder_class(str(tmp_path)).encode(values.to_pylist())
+    assert ids.tolist() == np.asarray(preprocessor.encode(parse_table(values, schema)[0]).ids[0]).tolist()
+
+
 def test_encode_py_reads_all_preprocessor_settings(encoder_class: Any, tmp_path: Path) -> None:
     """`encode.py` knows all that `describe` can store, so that no new setting is ignored."""
     columns: dict[str, Any] = {"dense": ("a",), "sparse": ("s", "t"), "lists": ("t",), "integers": ("s",), "optional": ("s",)}
