@@ -12,9 +12,11 @@ from rich.table import Table
 
 from rayrec.bounds import Fraction
 from rayrec.config import Config, InputError, packaged_json
+from rayrec.data.encoding.clipping import MAX_CLIPPED_FRACTION
 from rayrec.data.encoding.counts import mean_and_variance
+from rayrec.data.encoding.growth import number_warning, trend_of
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.encoding.rules import SparseColumn
+from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.faults import Fault, Faults
 from rayrec.observe.console import Console
 from rayrec.prepare.log_statistics import TOP, ColumnStats
@@ -22,6 +24,10 @@ from rayrec.schema import Schema
 
 _PRIOR_ROWS = 10.0
 """Rows with the average click rate that are added to every group of values, as a prior."""
+_MIN_SLICES = 3
+"""Minimum number of slices with a column's values for a trend."""
+_UNKNOWN_RATE = 0.9
+"""Fraction of new categories in the last slice from which on a column has none that return."""
 _MIN_OUTCOMES = 20
 """Minimum number of held-out rows of either label for a column's AUROC."""
 
@@ -163,8 +169,11 @@ def _range(stats: ColumnStats, index: int) -> list[Any]:
     return [int(x) if x == int(x) else float(x) for x in (low, high)] if low <= high else [None, None]
 
 
-def dense_columns(stats: ColumnStats, schema: Schema, drift: Drift) -> dict[str, dict[str, Any]]:
-    columns = {}
+def dense_columns(
+    stats: ColumnStats, schema: Schema, drift: Drift, rules: Sequence[DenseColumn] = ()
+) -> dict[str, dict[str, Any]]:
+    """Build the report of each dense column. `rules` are those of a Preprocessor, if there is one."""
+    columns: dict[str, dict[str, Any]] = {}
     for d, name in enumerate(schema.dense):
         present = int(stats.moments[d, 0])
         low, high = _range(stats, d)
@@ -180,6 +189,12 @@ def dense_columns(stats: ColumnStats, schema: Schema, drift: Drift) -> dict[str,
             **_max_drift(name, drift),
             "auroc": auroc_of_rates(stats.dense_outcomes[d]) if schema.label else None,
         }
+        if rules and rules[d].lower is not None:
+            columns[name]["clipped_rate"] = fraction(stats.clipped[d], present)
+        filled = stats.slice_limits[np.isfinite(stats.slice_limits[:, d, 0]), d]
+        trend = trend_of([(low, -negated) for low, negated in filled.tolist()]) if len(filled) >= _MIN_SLICES else None
+        if trend is not None:
+            columns[name]["trend"] = trend
     return columns
 
 
@@ -290,6 +305,18 @@ def warnings_of(content: dict[str, Any]) -> Iterator[str]:
             yield (
                 f"column {name} alone predicts the label with AUROC {column['auroc']:.3f} on held-out rows: leakage is "
                 "likely; see whether it is known before the click, or leave it out of the schema"
+            )
+        if "trend" in column:
+            yield number_warning(name, column["trend"])
+        elif (column.get("clipped_rate") or 0) > MAX_CLIPPED_FRACTION:
+            yield (
+                f"column {name}: {column['clipped_rate']:.1%} of its values are beyond the range of the Preprocessor's rows; "
+                "count newer rows, or declare a time as `timestamp`"
+            )
+        if (column.get("unknown_rate") or 0) >= _UNKNOWN_RATE and content["unknown_to"]:
+            yield (
+                f"column {name}: {column['unknown_rate']:.1%} of its values are unknown to {content['unknown_to']}; times and "
+                "row numbers never return: leave them out of `sparse`"
             )
     sampled = content["duplicates"]["sampled"]
     if sampled < 1:

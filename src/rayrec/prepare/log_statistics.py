@@ -12,6 +12,7 @@ from rayrec.data.arrow import arrow_bytes
 from rayrec.data.encoded_rows import JaggedIds
 from rayrec.data.encoding.counts import add_logarithms
 from rayrec.data.encoding.encoder import build_slots, find_ids, num_slots
+from rayrec.data.encoding.rules import DenseColumn
 from rayrec.data.raw_block import RawBlock
 from rayrec.schema import Schema
 
@@ -40,6 +41,8 @@ class StatsJob:
     """Most frequent categories of each sparse column, each uint64 [at most TOP]."""
     hash_shift: int = 0
     """Keeps one in 2^hash_shift of the row hashes."""
+    rules: tuple[DenseColumn, ...] = ()
+    """Rules of a Preprocessor for the dense columns, whose bounds are checked. Empty without one."""
 
 
 @dataclass
@@ -66,6 +69,10 @@ class ColumnStats:
     """Rows by top category, hash group or missing, and label + 2 * held out, int64 [num_sparse, _SPARSE_CODES, 4]."""
     limits: np.ndarray
     """Minimum and negated maximum, infinite without values, weight last, float64 [num_dense + 1, 2]."""
+    slice_limits: np.ndarray
+    """Minimum and negated maximum of each slice, infinite without values, float64 [num_slices, num_dense, 2]."""
+    clipped: np.ndarray
+    """Number of values beyond the bounds of `StatsJob.rules`, int64 [num_dense]."""
     hashes: np.ndarray
     """Row hashes in no particular order, uint64."""
 
@@ -83,6 +90,8 @@ class ColumnStats:
             dense_outcomes=np.zeros((num_dense, _DENSE_CODES, 4), np.int64),
             sparse_outcomes=np.zeros((num_sparse, _SPARSE_CODES, 4), np.int64),
             limits=np.full((num_dense + 1, 2), np.inf),
+            slice_limits=np.full((slices, num_dense, 2), np.inf),
+            clipped=np.zeros(num_dense, np.int64),
             hashes=np.zeros(0, np.uint64),
         )
 
@@ -96,7 +105,7 @@ class ColumnStats:
         buffers = {name: table.column(name)[0].as_buffer() for name in table.column_names}
         for name, buffer in buffers.items():
             array = getattr(self, name)
-            if name == "limits":
+            if name in ("limits", "slice_limits"):
                 np.minimum(array, np.frombuffer(buffer, np.float64).reshape(array.shape), out=array)
             elif name != "hashes":
                 array += np.frombuffer(buffer, np.int64).reshape(array.shape)
@@ -133,6 +142,11 @@ class ColumnStats:
         present = values[~missing]
         self.missing[number, d] += len(values) - len(present)
         self._count_range(d, present)
+        if len(present):
+            self.slice_limits[number, d] = np.minimum(self.slice_limits[number, d], (present.min(), -present.max()))
+        if job.rules and job.rules[d].lower is not None:
+            inputs = job.rules[d].apply(present)
+            self.clipped[d] += np.count_nonzero((inputs <= job.rules[d].lower) | (inputs >= job.rules[d].upper))
         add_logarithms(self.moments[d], np.copysign(np.log1p(np.abs(present)), present))
         codes = np.searchsorted(job.edges[d], values)
         codes[missing] = _DENSE_CODES - 1

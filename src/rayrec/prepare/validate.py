@@ -262,11 +262,12 @@ def examine(
     # One in 2^shift row hashes, stored twice while they are collected, fits the memory.
     shift = max(0, (-(-index.rows // ((config.memory_bytes or _HASH_BYTES) // 16)) - 1).bit_length()) if index.rows else 0
     edges = _edges(index, first, config.schema, engine)
-    job = StatsJob(config.schema, num_slices=len(slices), edges=edges, top=categories.top, hash_shift=shift)
+    rules = () if preprocessor is None else preprocessor.dense
+    job = StatsJob(config.schema, num_slices=len(slices), edges=edges, top=categories.top, hash_shift=shift, rules=rules)
     stats, hashes = _count_stats(index, job, slices, engine, lambda rows: progress("examine (rows)", rows, index.rows))
     schema = config.schema
     drift = data_report.drift_of(stats, schema)
-    dense = data_report.dense_columns(stats, schema, drift)
+    dense = data_report.dense_columns(stats, schema, drift, rules)
     for name, rate in categories.dense_unknown.items():
         dense[name]["unknown_rate"] = rate
     content = {

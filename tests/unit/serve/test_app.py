@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from rayrec.data.encoding.encoder import MultiHot
-from rayrec.data.encoding.rules import SparseColumn
+from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.schema import Schema
 from rayrec.serve.app import ScoringApp, json_memory
@@ -79,6 +79,15 @@ def test_unknown_categories_are_counted_and_named(app: ScoringApp) -> None:
     after = _samples(app)
     of_column = 'rayrec_serve_unknown_total{column="cat_3"}'
     assert after[of_column] - before.get(of_column, 0) == 2 * sum("cat_3" in names for names in expected)
+
+
+def test_clipped_numbers_are_counted_by_column() -> None:
+    bounded = DenseColumn(lower=-1.0, upper=2.0, indicator=True)
+    app = make_app(make_model(make_preprocessor(ANY, dense=(bounded, DenseColumn()))))
+    rows = [{"age": 1e6, "price": 1e6}, {"age": -1e6}, {"age": 3.0}, {"age": None}, {}]
+    assert post(app, {"rows": rows}).status == 200
+    counts = {name: value for name, value in _samples(app).items() if "numbers_total" in name or "clipped_total" in name}
+    assert counts == {'rayrec_serve_numbers_total{column="age"}': 3, 'rayrec_serve_clipped_total{column="age"}': 2}
 
 
 def test_missing_category_is_not_unknown_unlike_hashed_and_bags() -> None:

@@ -19,6 +19,7 @@ from rayrec.data.arrow import arrow_bytes, arrow_texts
 from rayrec.data.encoded_rows import JaggedIds
 from rayrec.data.encoding.category_counter import NO_ROW, Items, Spill, TokenCounter, count_columns, frequent_items, narrow
 from rayrec.data.encoding.encoder import Derivation, file_key
+from rayrec.data.encoding.growth import MIN_CATEGORIES, RowOrder, category_warning, num_changes, number_warning
 from rayrec.data.encoding.moments import Moments
 from rayrec.data.encoding.rules import DenseColumn
 from rayrec.data.engine import Engine, TaskContext
@@ -67,6 +68,7 @@ class CountingJob:
         if self.transform is not None:
             counts.transform = self.transform
             counts.exact_moments = [Moments() for _ in inputs.dense]
+            counts.row_orders = [RowOrder() for _ in inputs.dense]
         return counts
 
     def total(self, memory_bytes: int | None, spill_folder: str | None) -> Counts:
@@ -96,6 +98,11 @@ class Counts:
     """See `CountingJob.transform`."""
     exact_moments: list[Moments] = field(default_factory=list)
     """Moments of each dense column after `transform`. Empty without one: then `dense_moments` are counted."""
+    row_orders: list[RowOrder] = field(default_factory=list)
+    """Order of each dense column's values, for warnings only: it depends on the grouping of rows. Empty without `transform`."""
+    changes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Number of rows whose category differs from the one before, within the blocks read, int64 [num_sparse], for warnings only. 0
+    for lists and hexadecimal tokens."""
     _distinct: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -112,6 +119,7 @@ class Counts:
             file_minimum={},
             labels=np.zeros(2, np.int64),
             spill=spill,
+            changes=np.zeros(num_sparse, np.int64),
         )
 
     def frequent_tokens(self, column: int, min_count: int = 1, *, always: int | None = None) -> Items:
@@ -165,14 +173,17 @@ class Counts:
         """Add the counted columns of rows; row r is number first_row + r of the log."""
         assert self.spill is None, "only `add` keeps memory bounded"
         self.rows += block.rows
-        self._add_numbers(block)
+        self._add_numbers(block, first_row)
         if block.schema.tokens == "hexadecimal":
             count_columns(self.tokens, block, first_row, self.missing)
             return
         rows = np.arange(first_row, first_row + block.rows, dtype=np.int64)
-        for name, owner, absences in zip(block.schema.sparse, block.schema.vocabulary_owners, self.missing, strict=True):
+        columns = zip(block.schema.sparse, block.schema.vocabulary_owners, self.missing, strict=True)
+        for number, (name, owner, absences) in enumerate(columns):
             counter, values, missing = self.tokens[owner], block.column(name), block.is_missing(name)
             absent = rows[missing]
+            if not isinstance(values, JaggedIds):
+                self.changes[number] += num_changes(values)
             if isinstance(values, JaggedIds):
                 counter.count_values(values.values, np.repeat(rows, values.lengths) if counter.first_rows else None)
             elif len(absent):
@@ -182,7 +193,7 @@ class Counts:
             if len(absent):
                 absences[:] = absences[0] + len(absent), min(absences[1], absent[0])
 
-    def _add_numbers(self, block: RawBlock) -> None:
+    def _add_numbers(self, block: RawBlock, first_row: int) -> None:
         """Add the dense columns of rows."""
         if block.schema.tokens == "hexadecimal" and self.transform is None:
             if len(self.dense_moments):
@@ -194,6 +205,7 @@ class Counts:
             present = column[~block.is_missing(name)]
             if self.transform is not None:
                 self.exact_moments[number].add_values(self.transform.transform(present))
+                self.row_orders[number].add(present, first_row)
             else:
                 logarithms = np.copysign(np.log1p(np.abs(present)), present).astype(np.float32)  # Rounded as for integer columns
                 add_logarithms(self.dense_moments[number], logarithms.astype(np.float64))
@@ -219,6 +231,8 @@ class Counts:
             "missing": self.missing,
             "dense": self.dense_moments,
             "exact": np.frombuffer(json.dumps([moments.to_json() for moments in self.exact_moments]).encode(), np.uint8),
+            "orders": np.frombuffer(json.dumps([order.spans for order in self.row_orders]).encode(), np.uint8),
+            "changes": self.changes,
             "labels": self.labels,
             "file_minimum": np.frombuffer(json.dumps(self.file_minimum).encode(), np.uint8),
             "sizes": np.array([len(tokens) for tokens, _, _ in items], np.int64),
@@ -242,6 +256,9 @@ class Counts:
         self.dense_moments += read("dense").reshape(-1, 4)
         for moments, other in zip(self.exact_moments, json.loads(bytes(buffers["exact"])), strict=True):
             moments.merge(Moments.from_json(other))
+        for order, spans in zip(self.row_orders, json.loads(bytes(buffers["orders"])), strict=True):
+            order.merge(spans, first_row)
+        self.changes += read("changes")
         self.labels += read("labels")
         missing = read("missing").reshape(-1, 2)
         self.missing[:, 0] += missing[:, 0]
@@ -302,6 +319,26 @@ def problems_of(counts: Counts, inputs: Schema) -> list[str]:
         shown = ", ".join(empty[:8]) + (f" and {len(empty) - 8} more" if len(empty) > 8 else "")
         problems.append(f"no training row has a value in {shown}; check these columns, or leave them out of the schema")
     return problems
+
+
+def trends_of(counts: Counts, inputs: Schema) -> list[str]:
+    """Return sentences on columns in `inputs` that only grow or whose categories never return. Call it after `frequent_tokens` of
+    spilled counts, which it would repeat."""
+    warnings = [
+        number_warning(name, order.trend)
+        for name, order in zip(inputs.dense, counts.row_orders, strict=False)
+        if order.trend is not None
+    ]
+    for number, name in enumerate(inputs.sparse):
+        # Other columns add categories to a shared vocabulary.
+        is_alone = inputs.vocabularies.count(inputs.vocabularies[number]) == 1
+        if inputs.tokens == "hexadecimal" or name in inputs.lists or not is_alone:
+            continue
+        distinct = counts.num_distinct(number)
+        # Every category has at least one change before it, and more if it returns.
+        if distinct >= MIN_CATEGORIES and counts.changes[number] < distinct:
+            warnings.append(category_warning(name))
+    return warnings
 
 
 def _concatenate(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:

@@ -200,7 +200,7 @@ class ClickWorkload(ClickSettings):
         return preprocessor
 
     def _build_preprocessor(self, index: LogIndex, context: RunContext, counting: CountingIndexer) -> Preprocessor:
-        from rayrec.data.encoding.counts import problems_of
+        from rayrec.data.encoding.counts import problems_of, trends_of
         from rayrec.data.encoding.presets import make_preprocessor
 
         start, stop = self._counted_rows(index, context.config)
@@ -212,6 +212,8 @@ class ClickWorkload(ClickSettings):
             if spilled := counts.spilled():
                 context.note(f"{spilled}. --workload.vocabulary-memory-bytes sets the limit.")
             preprocessor = make_preprocessor(self.preset, self.schema, counts)
+            for trend in trends_of(counts, self.preset.inputs(self.schema)):
+                context.note(f"{context.config.train_data.path}: {trend}")
         if context.config.init_from is None:
             return preprocessor
         return self._continued(preprocessor, context.config.init_from, context)

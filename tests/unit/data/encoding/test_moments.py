@@ -106,14 +106,14 @@ def test_criteo_integers_use_transform_of_preset() -> None:
 @CHECKED
 def test_preprocessor_is_independent_of_tasks(values: list[float], cuts: list[int], dense: Any) -> None:
     raw, preset = block(values), Preset(dense=dense)
-    whole = made_from(raw, NUMBER, preset)
+    expected = made_from(raw, NUMBER, preset)
     borders = [0, *sorted(min(cut, raw.rows) for cut in cuts), raw.rows]
     total = preset.counting(NUMBER).empty()
     for start, stop in reversed(list(itertools.pairwise(borders))):
         part = preset.counting(NUMBER).empty()
         part.add_rows(raw.cut(start, stop), start)
         total.add(part.to_table())
-    assert make_preprocessor(preset, NUMBER, total).hash() == whole.hash()
+    assert make_preprocessor(preset, NUMBER, total).hash() == expected.hash()
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, max_value=1e150, min_value=-1e150), min_size=1, max_size=40))

@@ -191,9 +191,9 @@ def test_kernel_bounds_match_rule() -> None:
         rule = DenseColumn(kind, 2.0, mean=3.0, mean_low=1e-3, scale=0.5, lower=-1.5, upper=2.25)
         preprocessor = hashed_preprocessor([9], schema, dense=(rule,))
         for rows in (np.arange(raw.rows), np.arange(100)):  # Few rows are computed one by one
-            found = preprocessor.encode(raw, rows).dense[:, 0]
-            np.testing.assert_allclose(found, rule.apply(values[rows]), rtol=1e-6)
-            assert (found.min(), found.max()) == (-1.5, rule.apply(values[rows]).max())
+            encoded = preprocessor.encode(raw, rows).dense[:, 0]
+            np.testing.assert_allclose(encoded, rule.apply(values[rows]), rtol=1e-6)
+            assert (encoded.min(), encoded.max()) == (-1.5, rule.apply(values[rows]).max())
 
 
 @pytest.mark.parametrize(

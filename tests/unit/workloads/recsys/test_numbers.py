@@ -91,10 +91,10 @@ def test_gaps_in_numbers_hardly_cost_auroc(folder: Path, complete: Result, with_
 @pytest.mark.parametrize("days", [30, 180])
 def test_later_times_keep_auroc_and_calibration(folder: Path, complete: Result, test_log: str, days: int) -> None:
     expected = metrics_of(complete, test_log)
-    found = metrics_of(complete, write(folder / "later.parquet", rows(TEST_ROWS, 2), later_s=days * DAY_S))
-    assert found["auroc"] == pytest.approx(expected["auroc"], abs=0.01)
-    assert 0.8 < found["calibration"] < 1.25
-    assert found["clipped"]["seen"] == {"clipped": TEST_ROWS, "share": 1.0}
+    later = metrics_of(complete, write(folder / "later.parquet", rows(TEST_ROWS, 2), later_s=days * DAY_S))
+    assert later["auroc"] == pytest.approx(expected["auroc"], abs=0.01)
+    assert 0.8 < later["calibration"] < 1.25
+    assert later["clipped"]["seen"] == {"clipped": TEST_ROWS, "share": 1.0}
 
 
 def test_evaluation_warns_of_clipped_columns(folder: Path, complete: Result, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,8 +138,8 @@ def test_warm_start_keeps_old_inputs(folder: Path, complete: Result, with_gaps: 
     assert Preprocessor.load(f"{continued.checkpoint}/preprocessor").inputs.dense == NUMBERS
     assert metrics_of(continued, test_log)["auroc"] > metrics_of(complete, test_log)["auroc"] - 0.01
     week = str(folder / "week.parquet")
-    kept = fitted(folder, week, "kept", init_from=str(with_gaps.checkpoint), epochs=1)
-    assert len(Preprocessor.load(f"{kept.checkpoint}/preprocessor").inputs.dense) == 8
+    repeated = fitted(folder, week, "kept", init_from=str(with_gaps.checkpoint), epochs=1)
+    assert len(Preprocessor.load(f"{repeated.checkpoint}/preprocessor").inputs.dense) == 8
 
 
 def test_earlier_checkpoint_continues(folder: Path, complete: Result, test_log: str) -> None:
