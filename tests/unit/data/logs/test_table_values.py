@@ -136,7 +136,7 @@ def test_encode_py_matches_training(tmp_path: Path) -> None:
 
 def test_transform_matches_training() -> None:
     preprocessor = preprocessor_of(parse_table(pa.Table.from_pylist(ROWS), SCHEMA)[0])
-    rows = from_named_columns(transform_table(pa.Table.from_pylist(ROWS), preprocessor, source="rows"), preprocessor.schema)
+    rows = from_named_columns(transform_table(pa.Table.from_pylist(ROWS), preprocessor, source="rows"), preprocessor.inputs)
     expected = preprocessor.encode(EXPECTED)
     same_rows(rows, expected.dense, list(expected.ids))
 

@@ -122,6 +122,36 @@ def test_run_events_count_clipped_numbers(complete: Result) -> None:
     assert warning["warning"].startswith("Numbers of the test rows are beyond the range of the training rows")
 
 
+def test_piecewise_numbers_keep_auroc_with_gaps_and_later_times(folder: Path, complete: Result, test_log: str) -> None:
+    gaps = write(folder / "piecewise.parquet", rows(WEEK_ROWS, 1), gaps=0.05)
+    run = fitted(folder, gaps, "piecewise", workload={"model": {"first_order": True}})
+    expected = metrics_of(complete, test_log)["auroc"]
+    holes = write(folder / "later_holes.parquet", rows(TEST_ROWS, 2), gaps=0.05, later_s=30 * DAY_S)
+    metrics = metrics_of(run, holes)
+    assert metrics["auroc"] == pytest.approx(expected, abs=0.01)
+    assert 0.8 < metrics["calibration"] < 1.25
+
+
+@pytest.mark.parametrize("format", ["npy", "parquet"])
+def test_preprocessed_gaps_score_as_log(folder: Path, with_gaps: Result, format: str) -> None:
+    log = write(folder / f"{format}.parquet", rows(500, 3), gaps=0.05, later_s=30 * DAY_S)
+    ready = str(folder / f"ready_{format}")
+    stored = f"{with_gaps.checkpoint}/preprocessor"
+    rayrec.preprocess(log, out=ready, format=format, preprocessor=stored, schema=SCHEMA, console=QUIET)
+    names = ("auroc", "logloss", "clipped")
+    of_log, of_folder = metrics_of(with_gaps, log), metrics_of(with_gaps, ready)
+    assert {name: of_folder[name] for name in names} == {name: of_log[name] for name in names}
+    assert of_log["clipped"]["seen"]["share"] == 1.0
+
+
+def test_ensemble_keeps_gap_inputs_and_bounds(folder: Path, with_gaps: Result, test_log: str) -> None:
+    out = str(folder / "ensemble")
+    rayrec.ensemble([str(with_gaps.checkpoint), str(with_gaps.checkpoint)], out=out)
+    stored = Preprocessor.load(f"{out}/preprocessor")
+    assert stored.hash() == Preprocessor.load(f"{with_gaps.checkpoint}/preprocessor").hash()
+    assert rayrec.evaluate(out, test_log, console=QUIET)["auroc"] == pytest.approx(metrics_of(with_gaps, test_log)["auroc"])
+
+
 def test_gaps_add_named_inputs_to_model_and_export(folder: Path, with_gaps: Result) -> None:
     preprocessor = Preprocessor.load(f"{with_gaps.checkpoint}/preprocessor")
     names = [*NUMBERS, *(f"{name} is missing" for name in NUMBERS)]
