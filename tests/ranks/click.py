@@ -81,7 +81,12 @@ def config(tables: list[int], world_size: int, **settings: Any) -> TrainConfig:
 
 def prepared(tables: list[int], inputs: Schema | None = None) -> Any:
     preprocessor = InProcess(SimpleNamespace(dense=(), dense_names=(), sparse=[], multi_hot=object()))
-    others = {"sets": {"train": SimpleNamespace(rows=10_000)}, "preprocessor": preprocessor, "teacher": None, "training_clips": None}
+    others = {
+        "sets": {"train": SimpleNamespace(rows=10_000)},
+        "preprocessor": preprocessor,
+        "teacher": None,
+        "training_clips": None,
+    }
     return SimpleNamespace(inputs=inputs or schema(tables), num_embeddings=tables, **others)
 
 

@@ -51,8 +51,8 @@ class Counters:
         self.waiting_requests = gauge("waiting_requests", "Requests that wait for the model.")
         self.unknown = counter("unknown_total", "Categories that the vocabulary does not contain, by column.", ["column"])
         self.numbers = counter("numbers_total", "Numbers of columns with bounds, by column.", ["column"])
-        beyond = "Numbers beyond the range of the training rows, used as its end, by column."
-        self.clipped = counter("clipped_total", beyond, ["column"])
+        help_text = "Numbers beyond the range of the training rows, used as its end, by column."
+        self.clipped = counter("clipped_total", help_text, ["column"])
         self.swaps = counter("swaps_total", "Changes of the model, by outcome.", ["outcome"])
         self.shadow_rows = counter("shadow_rows_total", "Rows scored with the shadow model too, by its version.", ["model"])
         self.shadow_dropped_rows = counter("shadow_dropped_rows_total", "Rows the shadow model was too slow for.")

@@ -95,7 +95,7 @@ class Counts:
     spill: Spill | None = None
     """Storage for tables that exceed the memory limit. None: no limit, for a single task."""
     transform: DenseColumn | None = None
-    """See `CountingJob.transform`."""
+    """Transform of the numbers, `CountingJob.transform`."""
     exact_moments: list[Moments] = field(default_factory=list)
     """Moments of each dense column after `transform`. Empty without one: then `dense_moments` are counted."""
     row_orders: list[RowOrder] = field(default_factory=list)

@@ -270,13 +270,13 @@ class Encoder:
         schema = block.schema
         num_indicators = sum(number.indicator for number in self._numbers)
         dense = np.empty((block.rows, len(self._numbers) + num_indicators), np.float32)
-        place = len(self._numbers)
+        column = len(self._numbers)
         for index, (number, name) in enumerate(zip(self._numbers, schema.dense, strict=True)):
             missing = block.is_missing(name)
             dense[:, index] = number.encode(block.numbers[:, index], missing)
             if number.indicator:
-                dense[:, place] = missing
-                place += 1
+                dense[:, column] = missing
+                column += 1
         ids: list[Ids] = []
         for index, (rule, name) in enumerate(zip(self._categories, schema.sparse, strict=True)):
             values = block.column(name)

@@ -111,8 +111,8 @@ class Encoder:
         dense = np.empty((len(rows), len(numbers) + len(indicators)), np.float32)
         for index, (column, values) in enumerate(zip(self._dense, numbers, strict=True)):
             dense[:, index] = column.encode(*values)
-        for place, index in enumerate(indicators, start=len(numbers)):
-            dense[:, place] = numbers[index][1]
+        for position, index in enumerate(indicators, start=len(numbers)):
+            dense[:, position] = numbers[index][1]
         ids: list[Ids] = []
         for (rule, lookup), (tokens, missing, lengths) in zip(self._sparse, categories, strict=True):
             encoded = rule.encode(tokens, missing, lookup, np.dtype(np.int64))
