@@ -328,9 +328,9 @@ def test_report_warns_of_leaking_column(tmp_path: Path, column: str) -> None:
     report = validate(log_of(tmp_path, only=[LEAKS[column](row, i) for i, row in enumerate(varied(20_000))]))
     (leak,) = (text for text in report.warnings if "alone predicts the label" in text)
     assert leak.startswith(f"column {column} alone")
-    others = [text for text in report.warnings if text != leak]
+    unrelated = [text for text in report.warnings if text != leak]
     # The categories of t are the rows' numbers.
-    assert [text.partition(" of its values are unknown")[0] for text in others] == ["column t: 100.0%"] * (column == "t")
+    assert [text.partition(" of its values are unknown")[0] for text in unrelated] == ["column t: 100.0%"] * (column == "t")
     columns = {**report.content["dense"], **report.content["sparse"]}
     assert columns.pop(column)["auroc"] > 0.98
     assert all(other["auroc"] == pytest.approx(0.5, abs=0.03) for other in columns.values())
