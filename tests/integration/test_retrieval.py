@@ -21,6 +21,7 @@ import rayrec
 from rayrec.inference.model import open_served
 from rayrec.observe.console import Console
 from rayrec.training import trainer
+from rayrec.training.result import summary_rows
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -174,3 +175,15 @@ def test_k_above_number_of_items_is_noted(tmp_path: Path, capsys: pytest.Capture
     trainer.train(small("next_item", log, tmp_path, 1), console=Console())
     line = f"workload.model.k: column item has only 2 known items, got {K}. The first {K} are all of them"
     assert line in capsys.readouterr().err
+
+
+def test_summary_names_rows_of_metrics(tmp_path: Path) -> None:
+    log = write_lists(tmp_path / "log", [[row, row + 1, row + 2] for row in range(42)])
+    held_out = train(small("next_item", log, tmp_path, 1, eval_data={"path": None}), name="held_out").summary
+    assert (held_out["metrics_set"], held_out["rows_of_sets"]) == ("test", {"train": 36, "validation": 3, "test": 3})
+    rows = dict(summary_rows(held_out, folder="run"))
+    assert "metrics of" not in rows
+    given = train(small("next_item", log, tmp_path, 1), name="given").summary
+    assert (given["metrics_set"], given["metrics"]) == ("validation", given["validation"])
+    rows = dict(summary_rows(given, folder="run"))
+    assert rows["metrics of"] == "the validation rows, because no rows are held out for a test"

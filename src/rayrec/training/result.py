@@ -143,6 +143,8 @@ def summary_rows(summary: dict[str, Any], *, folder: str) -> list[tuple[str, str
     if summary.get("share_of_best_auroc") is not None:
         reached = f"{summary['share_of_best_auroc']:.1%} of the way from 0.5 to the best possible {summary['best_auroc']:.4f}"
         rows.append(("auroc reached", reached))
+    if summary.get("metrics_set") == "validation":
+        rows.append(("metrics of", "the validation rows, because no rows are held out for a test"))
     return [
         *rows,
         *([("target", target)] if target else []),

@@ -378,6 +378,7 @@ def summarize(
         "rows_repeated": finish["rows_repeated"],
         "rows_lost": finish["rows_lost"],
         "metrics": finish["metrics"],
+        "metrics_set": finish["metrics_set"],
         "validation": finish["validation"],
         **{name: value for name, value in finish.items() if name.startswith("target")},
         "checkpoint": finish["checkpoint"],

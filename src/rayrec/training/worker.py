@@ -420,6 +420,7 @@ def finish(
         **target_fields(progress, config.workload),
         "checkpoint": best.path,
         "metrics": tested.get("test", validation),
+        "metrics_set": "test" if "test" in tested else "validation",
         "validation": validation,
     }
     if Communicator.all().first:  # not collective: reading the files of large tables takes long

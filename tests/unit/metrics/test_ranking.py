@@ -98,6 +98,20 @@ def test_ndcg_matches_scikit_learn(k: int) -> None:
     assert ranking_metrics(groups, logits, labels, ks=(k,))[f"ndcg_at_{k}"] == pytest.approx(np.mean(expected))
 
 
+def test_sums_over_groups_have_no_rounding_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million groups of three rows with one positive, in one part."""
+    monkeypatch.setattr(ranking, "_PART_ROWS", 1 << 30)
+    num_groups, size = 1_000_000, 3
+    rank = np.random.default_rng(0).integers(1, size + 1, num_groups)
+    groups = np.repeat(np.arange(1, num_groups + 1), size)
+    logits = np.tile(-np.arange(size), num_groups)
+    labels = (np.arange(1, size + 1) == rank[:, None]).reshape(-1)
+    found = ranking_metrics(groups, logits, labels, ks=(2,))
+    of_groups = (2 * (size - 1) - 2 * (rank - 1)) / (2 * (size - 1)) * size
+    assert found["mrr"] == math.fsum(1 / rank) / num_groups
+    assert found["gauc"] == math.fsum(of_groups) / (size * num_groups)
+
+
 def test_spilling_and_rounds_do_not_change_ranking_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     chance, rows = np.random.default_rng(1), 100_000
     case = chance.integers(-300, 300, rows), chance.integers(-50, 50, rows).astype(np.float32), chance.integers(0, 2, rows)

@@ -585,6 +585,7 @@ def test_finish_evaluates_chosen_weights(
     assert (told["step"], told["chosen_step"], told["checkpoint"]) == (7, chosen, folder_of(str(tmp_path), chosen))
     assert told["weights_sha256"] == weights_sha256(Checkpoint(told["checkpoint"]))
     assert told["metrics"] == told["validation"] == {"auroc": float(chosen)}
+    assert told["metrics_set"] == sets[-1]
     assert run.evaluations == evaluations
     assert run.events == [("finish", told), ("samples", {"samples": [{"of": evaluations, "training": False}]})]
 

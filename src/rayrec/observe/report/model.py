@@ -15,7 +15,8 @@ def metrics(evaluation: Event | None, summary: Mapping[str, Any] | None) -> Sect
     """Show the test and validation metrics of a finished run, otherwise the last evaluation."""
     if summary is not None:
         sets = {"test": summary["metrics"], "validation": summary["validation"]}
-        if summary["metrics"] == summary["validation"]:  # No separate test rows.
+        # Without test rows, both are of the validation rows. Summaries of earlier versions do not say so.
+        if summary.get("metrics_set") == "validation" or summary["metrics"] == summary["validation"]:
             sets = {"validation": summary["validation"]}
     elif evaluation is None:
         return None
