@@ -154,6 +154,25 @@ def test_seeds_compare_models_on_test_rows(config: TrainConfig) -> None:
     assert (lines[-1], lines[-1] in Path(again["report"]).read_text()) == (of_searches.SEEDS_NOTE, True)
 
 
+@pytest.mark.parametrize("test_first", [False, True])
+def test_seeds_score_test_rows_alone(test_first: bool, config: TrainConfig, tmp_path: Path) -> None:
+    """Also if validation rows follow the test rows."""
+    preset = {"split": {"test_first": test_first}}
+    searched = config.replace(name=f"first_{test_first}", steps=9, workload={"preset": preset})
+    found = rayrec.tune(searched, search={RATE: {"grid": [0.004]}}, seeds=2, stop_early=False, console=QUIET)
+    lines = Path(str(config.train_data.path)).read_text().splitlines(keepends=True)
+    first, stop = open_preprocessed(f"{found['folder']}/data").sets["test"]
+    assert (stop - first, stop == len(lines)) == (found["test_rows"], not test_first)
+    test_rows = tmp_path / "test.txt"
+    test_rows.write_text("".join(lines[first:stop]))
+    for group in found["groups"]:
+        checkpoints = [trial["checkpoint"] for trial in found["trials"] if trial["number"] in group["trials"]]
+        alone = [rayrec.evaluate(checkpoint, str(test_rows), console=QUIET) for checkpoint in checkpoints]
+        assert [metrics["rows"] for metrics in alone] == [found["test_rows"]] * 2
+        for name in ("auroc", "logloss"):
+            assert group[name] == pytest.approx(statistics.mean(metrics[name] for metrics in alone), abs=1e-6)
+
+
 ONE_LABEL = Schema(label="click", dense=("price",), sparse=("item", "user", "day"), group="user", tokens="any", delimiter=",")
 TWO_LABELS = ONE_LABEL.replace(
     labels=(Label(name="seconds", kind="number"),),
