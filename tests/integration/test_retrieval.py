@@ -119,8 +119,8 @@ def test_answers_have_all_items_but_no_reserved_rows(tmp_path: Path) -> None:
     run = train(small("next_item", log, tmp_path, 2), workload={"model": {"k": ALL_ITEMS}})
     export(run.checkpoint, tmp_path / "export")
     rows = [{"item": [7, 8]}, {"item": []}, {"item": [55, 56]}, {}]
-    for place in (run.checkpoint, f"{tmp_path}/export"):
-        answer = score(make_app(open_served(place)), {"rows": rows})
+    for source in (run.checkpoint, f"{tmp_path}/export"):
+        answer = score(make_app(open_served(source)), {"rows": rows})
         assert [sorted(items) for items in answer["items"]] == [[-1, 7, 8, 9]] * len(rows)
         assert all(scores == sorted(scores, reverse=True) for scores in answer["scores"])
     program = torch.export.load(tmp_path / "export" / "dense.pt2").module()
@@ -179,11 +179,11 @@ def test_k_above_number_of_items_is_noted(tmp_path: Path, capsys: pytest.Capture
 
 def test_summary_names_rows_of_metrics(tmp_path: Path) -> None:
     log = write_lists(tmp_path / "log", [[row, row + 1, row + 2] for row in range(42)])
-    held_out = train(small("next_item", log, tmp_path, 1, eval_data={"path": None}), name="held_out").summary
-    assert (held_out["metrics_set"], held_out["rows_of_sets"]) == ("test", {"train": 36, "validation": 3, "test": 3})
-    rows = dict(summary_rows(held_out, folder="run"))
+    with_test = train(small("next_item", log, tmp_path, 1, eval_data={"path": None}), name="held_out").summary
+    assert (with_test["metrics_set"], with_test["rows_of_sets"]) == ("test", {"train": 36, "validation": 3, "test": 3})
+    rows = dict(summary_rows(with_test, folder="run"))
     assert "metrics of" not in rows
-    given = train(small("next_item", log, tmp_path, 1), name="given").summary
-    assert (given["metrics_set"], given["metrics"]) == ("validation", given["validation"])
-    rows = dict(summary_rows(given, folder="run"))
+    without_test = train(small("next_item", log, tmp_path, 1), name="given").summary
+    assert (without_test["metrics_set"], without_test["metrics"]) == ("validation", without_test["validation"])
+    rows = dict(summary_rows(without_test, folder="run"))
     assert rows["metrics of"] == "the validation rows, because no rows are held out for a test"

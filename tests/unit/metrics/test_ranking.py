@@ -106,10 +106,10 @@ def test_sums_over_groups_have_no_rounding_error(monkeypatch: pytest.MonkeyPatch
     groups = np.repeat(np.arange(1, num_groups + 1), size)
     logits = np.tile(-np.arange(size), num_groups)
     labels = (np.arange(1, size + 1) == rank[:, None]).reshape(-1)
-    found = ranking_metrics(groups, logits, labels, ks=(2,))
+    metrics = ranking_metrics(groups, logits, labels, ks=(2,))
     of_groups = (2 * (size - 1) - 2 * (rank - 1)) / (2 * (size - 1)) * size
-    assert found["mrr"] == math.fsum(1 / rank) / num_groups
-    assert found["gauc"] == math.fsum(of_groups) / (size * num_groups)
+    assert metrics["mrr"] == math.fsum(1 / rank) / num_groups
+    assert metrics["gauc"] == math.fsum(of_groups) / (size * num_groups)
 
 
 def test_spilling_and_rounds_do_not_change_ranking_metrics(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,31 +94,31 @@ def test_rank_measures_match_all_orders_of_ties() -> None:
     for candidates, k in itertools.product((1, 2, 5, 30), (1, 3, 10)):
         logits = rng.integers(0, 4, (50, candidates)).astype(np.float32)
         target = rng.integers(-1, candidates, 50)
-        found = rank_measures(torch.from_numpy(logits), torch.from_numpy(target), k=k)
+        measures = rank_measures(torch.from_numpy(logits), torch.from_numpy(target), k=k)
         expected = np.array([expected_at_k(row, number, k) for row, number in zip(logits.tolist(), target.tolist(), strict=True)])
-        np.testing.assert_allclose(found[f"ndcg_at_{k}"], expected[:, 0], rtol=1e-6)
-        np.testing.assert_allclose(found[f"recall_at_{k}"], expected[:, 1], rtol=1e-6)
-        assert (found["targets"].sum(), found["unknown_targets"].sum()) == (50, (target < 0).sum())
+        np.testing.assert_allclose(measures[f"ndcg_at_{k}"], expected[:, 0], rtol=1e-6)
+        np.testing.assert_allclose(measures[f"recall_at_{k}"], expected[:, 1], rtol=1e-6)
+        assert (measures["targets"].sum(), measures["unknown_targets"].sum()) == (50, (target < 0).sum())
 
 
 def test_rank_measures_match_ranking_metrics_of_groups() -> None:
     rng = np.random.default_rng(1)
     logits = rng.integers(0, 5, (40, 12)).astype(np.float32)
     target = rng.integers(0, 12, 40)
-    found = rank_measures(torch.from_numpy(logits), torch.from_numpy(target), k=4)
+    measures = rank_measures(torch.from_numpy(logits), torch.from_numpy(target), k=4)
     groups = np.repeat(np.arange(1, 41), 12)
     expected = ranking_metrics(groups, logits.reshape(-1), np.arange(12) == target[:, None], ks=(4,))
     for name in ("ndcg_at_4", "recall_at_4"):
-        assert found[name].mean().item() == pytest.approx(expected[name], rel=1e-6)
+        assert measures[name].mean().item() == pytest.approx(expected[name], rel=1e-6)
 
 
 def test_rank_measures_of_nan_and_of_no_candidates_are_misses() -> None:
     nan = torch.nan
-    found = rank_measures(torch.tensor([[nan, 1.0], [nan, 1.0], [nan, nan]]), torch.tensor([0, 1, 1]), k=1)
-    assert found["recall_at_1"].tolist() == [0, 0, 0]
-    found = rank_measures(torch.zeros(2, 0), torch.tensor([-1, -1]), k=1, has_target=torch.tensor([True, False]))
-    np.testing.assert_array_equal(found["recall_at_1"], [0, np.nan])
-    assert (found["targets"].tolist(), found["unknown_targets"].tolist()) == ([1, 0], [1, 0])
+    measures = rank_measures(torch.tensor([[nan, 1.0], [nan, 1.0], [nan, nan]]), torch.tensor([0, 1, 1]), k=1)
+    assert measures["recall_at_1"].tolist() == [0, 0, 0]
+    measures = rank_measures(torch.zeros(2, 0), torch.tensor([-1, -1]), k=1, has_target=torch.tensor([True, False]))
+    np.testing.assert_array_equal(measures["recall_at_1"], [0, np.nan])
+    assert (measures["targets"].tolist(), measures["unknown_targets"].tolist()) == ([1, 0], [1, 0])
     assert rank_measures(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64), k=1)["ndcg_at_1"].shape == (0,)
 
 
@@ -206,11 +206,11 @@ def test_sasrec_state_depends_on_order_and_earlier_items() -> None:
     table = torch.randn(TABLE_ROWS, 8, generator=torch.Generator().manual_seed(1))
     items = [2, 5, 3, 8, 4, 6]
     hidden = outputs_of(network, [items], table)["hidden"][0]
-    for place in range(1, LENGTH):
-        changed = [*items[:place], 7, *items[place + 1 :]]
+    for position in range(1, LENGTH):
+        changed = [*items[:position], 7, *items[position + 1 :]]
         other = outputs_of(network, [changed], table)["hidden"][0]
-        torch.testing.assert_close(other[:place], hidden[:place], rtol=0, atol=1e-6)
-        assert (other[place:] - hidden[place:]).abs().amax(dim=1).min() > 1e-3
+        torch.testing.assert_close(other[:position], hidden[:position], rtol=0, atol=1e-6)
+        assert (other[position:] - hidden[position:]).abs().amax(dim=1).min() > 1e-3
     repeated = outputs_of(network, [[2, 2, 2]], table)["hidden"][0, :3]
     assert (repeated[1:] - repeated[:-1]).abs().amax(dim=1).min() > 1e-3  # By the positions alone
 
@@ -235,16 +235,16 @@ def test_sasrec_loss_skips_reserved_targets_and_candidates() -> None:
     table = torch.randn(TABLE_ROWS, 8, generator=torch.Generator().manual_seed(1))
     lists = [[2, 5, 0, 8, 1, 9], [0, 0, 1], [4], [], [1, 2]]
     outputs = outputs_of(network, lists, table)
-    found = network.loss(outputs, BATCH)
+    losses = network.loss(outputs, BATCH)
     expected = []
     for row, items in enumerate(lists):
         losses = []
-        for place, item in enumerate(items[1:], start=1):
+        for position, item in enumerate(items[1:], start=1):
             if 2 <= item < 9:
-                logits = outputs["hidden"][row, place - 1].double() @ table[2:9].double().T
+                logits = outputs["hidden"][row, position - 1].double() @ table[2:9].double().T
                 losses.append(float(logits.logsumexp(0) - logits[item - 2]))
         expected.append(np.mean(losses) if losses else 0.0)
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
     assert np.count_nonzero(expected) == 2
 
 
@@ -254,27 +254,27 @@ def test_sasrec_measures_match_naive_ranks() -> None:
     rng = np.random.default_rng(0)
     lists = [rng.integers(0, TABLE_ROWS, size).tolist() for size in rng.integers(0, LENGTH + 1, 200)]
     outputs = outputs_of(network, lists, table)
-    found = network.measures(outputs, BATCH)
+    measures = network.measures(outputs, BATCH)
     for row, items in enumerate(lists):
         if len(items) < 2 or items[-1] == 1:
-            assert math.isnan(found["recall_at_3"][row])
-            assert found["targets"][row] == 0
+            assert math.isnan(measures["recall_at_3"][row])
+            assert measures["targets"][row] == 0
             continue
         scores = (outputs["hidden"][row, len(items) - 2] @ table[2:9].T).tolist()
         target = items[-1] - 2 if 2 <= items[-1] < 9 else -1
-        assert (found["ndcg_at_3"][row].item(), found["recall_at_3"][row].item()) == pytest.approx(
+        assert (measures["ndcg_at_3"][row].item(), measures["recall_at_3"][row].item()) == pytest.approx(
             expected_at_k(scores, target, 3)
         )
-        assert (found["targets"][row], found["unknown_targets"][row]) == (1, target < 0)
+        assert (measures["targets"][row], measures["unknown_targets"][row]) == (1, target < 0)
 
 
 def test_sasrec_constant_model_has_recall_of_chance() -> None:
     network = randomized(network_of(SMALL, LISTS))
     table = torch.randn(1, 8, generator=torch.Generator().manual_seed(1)).expand(TABLE_ROWS, 8).contiguous()
     lists = [[2, item] for item in range(2, 9)]
-    found = network.measures(outputs_of(network, lists, table), BATCH)
-    np.testing.assert_allclose(found["recall_at_3"], 3 / 7, rtol=1e-6)
-    np.testing.assert_allclose(found["ndcg_at_3"], sum(1 / np.log2([2, 3, 4])) / 7, rtol=1e-6)
+    measures = network.measures(outputs_of(network, lists, table), BATCH)
+    np.testing.assert_allclose(measures["recall_at_3"], 3 / 7, rtol=1e-6)
+    np.testing.assert_allclose(measures["ndcg_at_3"], sum(1 / np.log2([2, 3, 4])) / 7, rtol=1e-6)
 
 
 def test_sasrec_predictions_have_no_reserved_rows() -> None:
@@ -307,8 +307,8 @@ def test_sasrec_ranks_in_full_precision() -> None:
     order = (table[2:9] @ outputs["hidden"][0, 0]).argsort(descending=True)
     for rank, candidate in enumerate(order.tolist()):
         outputs["ids"][0, 1] = candidate + 2
-        found = network.measures(outputs, BATCH)
-        assert found["recall_at_3"].item() == (rank < 3)
+        measures = network.measures(outputs, BATCH)
+        assert measures["recall_at_3"].item() == (rank < 3)
         outputs["hidden"][0, 1] = outputs["hidden"][0, 0]
         assert network.predict(outputs, lists_of([], table))["items"][0].tolist() == (order[:3] + 2).tolist()
 
@@ -366,14 +366,14 @@ def test_several_item_features_rank_distinct_items(count: int) -> None:
     vectors = {
         int(item): vector for item, vector in zip(rows[:, 1], outputs["item"].double().numpy(), strict=True) if 2 <= item < 9
     }
-    found = network.measures(outputs, BATCH)
+    measures = network.measures(outputs, BATCH)
     expected = naive_measures(outputs["user"].double().numpy(), vectors, rows[:, 1].tolist(), 3)
     has_target = rows[:, 1] != 1
     for number, name in enumerate(("ndcg_at_3", "recall_at_3")):
-        np.testing.assert_allclose(found[name][has_target], np.array(expected)[has_target][:, number], rtol=1e-6)
-        assert np.isnan(found[name][~has_target]).all()
-    np.testing.assert_array_equal(found["targets"], has_target)
-    np.testing.assert_array_equal(found["unknown_targets"], np.isin(rows[:, 1], (0, 9)))
+        np.testing.assert_allclose(measures[name][has_target], np.array(expected)[has_target][:, number], rtol=1e-6)
+        assert np.isnan(measures[name][~has_target]).all()
+    np.testing.assert_array_equal(measures["targets"], has_target)
+    np.testing.assert_array_equal(measures["unknown_targets"], np.isin(rows[:, 1], (0, 9)))
 
 
 def test_several_item_features_ignore_copies_of_rows() -> None:
@@ -393,8 +393,8 @@ def test_varying_item_features_keep_row_values() -> None:
         "item": torch.tensor([[0.0, 1.0], [0.6, 0.8], [1.0, 0.0]]),
         "ids": torch.tensor([2, 5, 2]),
     }
-    found = network.measures(outputs, BATCH)["ndcg_at_3"].tolist()
-    assert found == pytest.approx([1 / math.log2(3), 1.0, 1.0])
+    measures = network.measures(outputs, BATCH)["ndcg_at_3"].tolist()
+    assert measures == pytest.approx([1 / math.log2(3), 1.0, 1.0])
 
 
 def test_two_towers_rank_candidates_of_table() -> None:
@@ -407,10 +407,10 @@ def test_two_towers_rank_candidates_of_table() -> None:
     expected = naive_measures(
         outputs["user"].double().numpy(), {item: vectors[item].numpy() for item in range(2, 9)}, rows[:, 1].tolist(), 3
     )
-    found = network.measures(outputs, BATCH)
+    measures = network.measures(outputs, BATCH)
     has_target = rows[:, 1] != 1
-    np.testing.assert_allclose(found["ndcg_at_3"][has_target], np.array(expected)[has_target][:, 0], rtol=1e-6)
-    assert found["unknown_targets"].sum() == np.isin(rows[:, 1], (0, 9)).sum() > 0
+    np.testing.assert_allclose(measures["ndcg_at_3"][has_target], np.array(expected)[has_target][:, 0], rtol=1e-6)
+    assert measures["unknown_targets"].sum() == np.isin(rows[:, 1], (0, 9)).sum() > 0
 
 
 def test_two_towers_constant_model_has_recall_of_chance() -> None:
@@ -421,8 +421,8 @@ def test_two_towers_constant_model_has_recall_of_chance() -> None:
     for config, table in ((TOWERS, True), (SEVERAL, False)):
         network = randomized(network_of(config, PAIRS))
         network.item_tower[1].weight.data.zero_()
-        found = network.measures(tower_outputs(network, rows, tables, table=table), BATCH)
-        np.testing.assert_allclose(found["recall_at_3"][is_candidate], 3 / len(set(rows[is_candidate, 1])), rtol=1e-6)
+        measures = network.measures(tower_outputs(network, rows, tables, table=table), BATCH)
+        np.testing.assert_allclose(measures["recall_at_3"][is_candidate], 3 / len(set(rows[is_candidate, 1])), rtol=1e-6)
 
 
 def test_two_towers_loss_skips_unknown_items() -> None:
@@ -433,14 +433,14 @@ def test_two_towers_loss_skips_unknown_items() -> None:
     item = torch.from_numpy(rows[:, 1])
     counts = 0.99 + torch.bincount(item, minlength=TABLE_ROWS)[item].double()
     logits = (outputs["user"].double() @ outputs["item"].double().T) / TOWERS.temperature - counts.log()
-    found = network.loss(outputs, BATCH)
+    losses = network.loss(outputs, BATCH)
     for row in range(len(rows)):
         if not 2 <= item[row] < 9:
-            assert found[row] == 0
+            assert losses[row] == 0
             continue
         negatives = [other for other in range(len(rows)) if 2 <= item[other] < 9 and item[other] != item[row]]
         of_row = logits[row, [row, *negatives]]
-        assert found[row].item() == pytest.approx((of_row.logsumexp(0) - of_row[0]).item(), rel=1e-4, abs=1e-5)
+        assert losses[row].item() == pytest.approx((of_row.logsumexp(0) - of_row[0]).item(), rel=1e-4, abs=1e-5)
 
 
 def test_two_towers_evaluation_loss_of_rare_items_is_bounded() -> None:
@@ -452,14 +452,14 @@ def test_two_towers_evaluation_loss_of_rare_items_is_bounded() -> None:
     _, tables = tower_rows(1)
     outputs = tower_outputs(network, rows, tables)
     cosine = outputs["user"].double() @ outputs["item"].double().T
-    log_share = torch.tensor([992.0, 2.0, 2.0, 992.0], dtype=torch.float64).log()
-    found = network.loss(outputs, BATCH)
-    expected = cosine - log_share
+    log_frequency = torch.tensor([992.0, 2.0, 2.0, 992.0], dtype=torch.float64).log()
+    losses = network.loss(outputs, BATCH)
+    expected = cosine - log_frequency
     for row, negatives in ((0, [1, 2]), (1, [0, 3]), (2, [0, 3]), (3, [1, 2])):
         of_row = expected[row, [row, *negatives]]
-        assert found[row].item() == pytest.approx((of_row.logsumexp(0) - of_row[0]).item(), rel=1e-3, abs=1e-6)
+        assert losses[row].item() == pytest.approx((of_row.logsumexp(0) - of_row[0]).item(), rel=1e-3, abs=1e-6)
     assert network.item_counts.sum() == 1000
-    torch.testing.assert_close(network.loss(outputs, BATCH), found)
+    torch.testing.assert_close(network.loss(outputs, BATCH), losses)
 
 
 def test_two_towers_training_counts_items_of_all_steps() -> None:
@@ -493,6 +493,6 @@ def test_evaluations_average_measures_and_add_up_counts() -> None:
         padded = np.array([*recall, *[math.nan] * (len(targets) - len(recall))])
         columns = {"recall": pa.array(padded, from_pandas=True), "targets": pa.array(targets, pa.int64())}
         tables.update(pa.table({"row": pa.array(range(len(targets)), pa.int64()), **columns}))
-    for found in (rows.compute(), tables.compute()):
-        assert found == {"recall": 0.5, "targets": 4}
-        assert [type(value) for value in found.values()] == [float, int]
+    for metrics in (rows.compute(), tables.compute()):
+        assert metrics == {"recall": 0.5, "targets": 4}
+        assert [type(value) for value in metrics.values()] == [float, int]
