@@ -69,19 +69,19 @@ def test_next_item_metrics_match_naive_ranks(min_count: int, tmp_path: Path) -> 
     counts: dict[int, int] = {}
     for item in (item for items in trained for item in items if item is not None):
         counts[item] = counts.get(item, 0) + 1
-    known = {item for item, count in counts.items() if count >= min_count}
-    assert -1 in known
+    vocabulary = {item for item, count in counts.items() if count >= min_count}
+    assert -1 in vocabulary
     metrics = rayrec.evaluate(run.checkpoint, evaluated, console=QUIET)
     present = [[item for item in items if item is not None] for items in later]
     before = write_lists(tmp_path / "before", [items[:-1] for items in present])
     _, predicted = evaluated_and_predicted(of_all.checkpoint, before, tmp_path / "scores")
     results, unknown = [], 0
     for items, order, scores in zip(present, predicted["items"].to_pylist(), predicted["scores"].to_pylist(), strict=True):
-        assert set(order) == known  # Each candidate once, after empty and unknown histories too
-        assert len(order) == len(known)
+        assert set(order) == vocabulary  # Each candidate once, after empty and unknown histories too
+        assert len(order) == len(vocabulary)
         if len(items) < 2:
             continue
-        unknown += items[-1] not in known
+        unknown += items[-1] not in vocabulary
         results.append(expected_at_k(dict(zip(order, scores, strict=True)), items[-1], K))
     assert (metrics["targets"], metrics["unknown_targets"]) == (len(results), unknown)
     assert metrics["unknown_targets"] > 0

@@ -47,7 +47,7 @@ def config(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainCo
 
 
 @pytest.fixture(scope="module")
-def found(config: TrainConfig) -> dict[str, Any]:
+def result(config: TrainConfig) -> dict[str, Any]:
     return rayrec.tune(config, search=SEARCH, console=QUIET)
 
 
@@ -56,38 +56,38 @@ def outcomes(result: dict[str, Any]) -> list[list[Any]]:
     return [[trial[name] for name in names] for trial in result["trials"]]
 
 
-def test_tune_compares_best_trial_with_recipe(found: dict[str, Any], config: TrainConfig) -> None:
-    folder = Path(found["folder"])
-    by_number = {trial["number"]: trial for trial in found["trials"]}
+def test_tune_compares_best_trial_with_recipe(result: dict[str, Any], config: TrainConfig) -> None:
+    folder = Path(result["folder"])
+    by_number = {trial["number"]: trial for trial in result["trials"]}
     states = [by_number[number]["state"] for number in range(5)]
     assert (len(by_number), states) == (5, ["finished", "finished", "failed", "stopped", "stopped"])
-    assert found["trials"][0]["number"] == 1
+    assert result["trials"][0]["number"] == 1
     best, own, failed = by_number[1], by_number[0], by_number[2]
     assert "the loss is nan" in failed["error"]
     # Two of four continue after step 2, one after step 6.
     assert [by_number[number]["step"] for number in range(5)] == [54, 54, 0, 6, 2]
     assert [step for step, _ in best["curve"]] == [2, 6, 18, 36, 54]
     assert [step for step, _ in own["curve"]] == [18, 36, 54]
-    assert found["trained_share"] == pytest.approx((54 + 54 + 6 + 2 + 2) / (54 * 5))
-    assert found["best"] == {"number": 1, "values": {RATE: 0.004}, "auroc": best["best"], "checkpoint": best["checkpoint"]}
+    assert result["trained_share"] == pytest.approx((54 + 54 + 6 + 2 + 2) / (54 * 5))
+    assert result["best"] == {"number": 1, "values": {RATE: 0.004}, "auroc": best["best"], "checkpoint": best["checkpoint"]}
     assert best["best"] == best["curve"][-1][1]
-    assert (found["validation_rows"], found["test_rows"]) == (1429, 1428)
-    compared = found["compared"]["auroc"]
+    assert (result["validation_rows"], result["test_rows"]) == (1429, 1428)
+    compared = result["compared"]["auroc"]
     assert compared["low"] < compared["difference"] < compared["high"]
     trials = [storage.read_json(f"{folder}/trials/trial_000{number}/summary.json") for number in (1, 0)]
     one, other = (trial["metrics"]["auroc"] for trial in trials)
     assert compared["difference"] == pytest.approx(one - other, abs=1e-6)
-    assert json.loads((folder / "trials.json").read_text())["best"] == found["best"]
+    assert json.loads((folder / "trials.json").read_text())["best"] == result["best"]
     assert "auroc by workload.dense_optimizer.learning_rate" in (folder / "report.html").read_text()
     winner = recipes.load_config((folder / "best.yaml").read_text())
     assert winner == config.replace(name=None, workload={"dense_optimizer": {"learning_rate": 0.004}})
 
 
-def test_repeated_tune_call_trains_nothing(found: dict[str, Any], config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    events = [Path(found["folder"], "trials", f"trial_000{number}", "events.jsonl") for number in range(5)]
+def test_repeated_tune_call_trains_nothing(result: dict[str, Any], config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [Path(result["folder"], "trials", f"trial_000{number}", "events.jsonl") for number in range(5)]
     before = [place.read_bytes() for place in events]
     monkeypatch.setattr(of_searches, "InProcessPool", None)
-    assert rayrec.tune(config, search=SEARCH, console=QUIET) == found
+    assert rayrec.tune(config, search=SEARCH, console=QUIET) == result
     assert [place.read_bytes() for place in events] == before
     for changes, message in (
         ({"search": {RATE: {"grid": [0.1]}}}, "has a search with a different space. Use the same"),
@@ -99,7 +99,7 @@ def test_repeated_tune_call_trains_nothing(found: dict[str, Any], config: TrainC
 
 @pytest.mark.extended
 def test_killed_search_matches_uninterrupted_one(
-    found: dict[str, Any], config: TrainConfig, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    result: dict[str, Any], config: TrainConfig, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed after a trial paused, before its state was saved: no step is trained twice, and no trial reads the log."""
     log, away = tmp_path / "train.txt", tmp_path / "away"
@@ -123,8 +123,8 @@ def test_killed_search_matches_uninterrupted_one(
     again = rayrec.tune(searched, search=SEARCH, console=QUIET)
     assert sorted(set(parts)) == [(0, 54), (1, 2), (1, 6), (1, 18), (1, 54), (3, 2), (3, 6), (4, 2)]
     assert len(parts) == len(set(parts)) + 1
-    assert outcomes(again) == outcomes(found)
-    assert again["compared"] == found["compared"]
+    assert outcomes(again) == outcomes(result)
+    assert again["compared"] == result["compared"]
 
 
 def test_seeds_compare_models_on_test_rows(config: TrainConfig) -> None:
@@ -159,16 +159,16 @@ def test_seeds_score_test_rows_alone(test_first: bool, config: TrainConfig, tmp_
     """Also if validation rows follow the test rows."""
     preset = {"split": {"test_first": test_first}}
     searched = config.replace(name=f"first_{test_first}", steps=9, workload={"preset": preset})
-    found = rayrec.tune(searched, search={RATE: {"grid": [0.004]}}, seeds=2, stop_early=False, console=QUIET)
+    result = rayrec.tune(searched, search={RATE: {"grid": [0.004]}}, seeds=2, stop_early=False, console=QUIET)
     lines = Path(str(config.train_data.path)).read_text().splitlines(keepends=True)
-    first, stop = open_preprocessed(f"{found['folder']}/data").sets["test"]
-    assert (stop - first, stop == len(lines)) == (found["test_rows"], not test_first)
+    first, stop = open_preprocessed(f"{result['folder']}/data").sets["test"]
+    assert (stop - first, stop == len(lines)) == (result["test_rows"], not test_first)
     test_rows = tmp_path / "test.txt"
     test_rows.write_text("".join(lines[first:stop]))
-    for group in found["groups"]:
-        checkpoints = [trial["checkpoint"] for trial in found["trials"] if trial["number"] in group["trials"]]
+    for group in result["groups"]:
+        checkpoints = [trial["checkpoint"] for trial in result["trials"] if trial["number"] in group["trials"]]
         alone = [rayrec.evaluate(checkpoint, str(test_rows), console=QUIET) for checkpoint in checkpoints]
-        assert [metrics["rows"] for metrics in alone] == [found["test_rows"]] * 2
+        assert [metrics["rows"] for metrics in alone] == [result["test_rows"]] * 2
         for name in ("auroc", "logloss"):
             assert group[name] == pytest.approx(statistics.mean(metrics[name] for metrics in alone), abs=1e-6)
 
@@ -226,14 +226,14 @@ def own_config(log: str, schema: Schema, storage_path: str) -> TrainConfig:
 def test_search_matches_training_from_raw_rows(tmp_path: Path, monkeypatch: Any, name: str, schema: Schema, format: str) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     config = own_config(own_log(str(tmp_path / name)), schema, str(tmp_path / "runs"))
-    found = rayrec.tune(config, search=OWN_SEARCH, console=QUIET)
-    assert [trial["error"] for trial in found["trials"]] == [None, None]
-    assert open_preprocessed(f"{found['folder']}/data").format == format
-    assert found["best"]["number"] == 1
-    trials = [storage.read_json(f"{found['folder']}/trials/trial_000{number}/summary.json") for number in (0, 1)]
+    result = rayrec.tune(config, search=OWN_SEARCH, console=QUIET)
+    assert [trial["error"] for trial in result["trials"]] == [None, None]
+    assert open_preprocessed(f"{result['folder']}/data").format == format
+    assert result["best"]["number"] == 1
+    trials = [storage.read_json(f"{result['folder']}/trials/trial_000{number}/summary.json") for number in (0, 1)]
     difference = trials[1]["metrics"]["auroc"] - trials[0]["metrics"]["auroc"]
-    assert found["compared"]["auroc"]["difference"] == pytest.approx(difference, abs=1e-6)
-    best = recipes.load_config(Path(found["best_config"]).read_text())
+    assert result["compared"]["auroc"]["difference"] == pytest.approx(difference, abs=1e-6)
+    best = recipes.load_config(Path(result["best_config"]).read_text())
     assert best.workload == config.replace(workload={"dense_optimizer": {"learning_rate": 0.03}}).workload
     assert best.workload.schema.group == "user"
     alone = trainer.train(best.replace(name="alone", **ALONE), console=QUIET)
@@ -252,11 +252,11 @@ def test_search_in_s3_resumes_and_matches_local_search(bucket: str, tmp_path: Pa
     with monkeypatch.context() as patch:
         patch.setattr(writer, "write_manifest", raising(KeyboardInterrupt()))
         fails_with(KeyboardInterrupt, "", rayrec.tune, there, search=OWN_SEARCH, stop_early=False, console=QUIET)
-    found = [rayrec.tune(config, search=OWN_SEARCH, stop_early=False, console=QUIET) for config in (here, there)]
-    assert open_preprocessed(f"{found[1]['folder']}/data").format == "parquet"
-    assert outcomes(found[1]) == outcomes(found[0])
-    assert found[1]["compared"] == found[0]["compared"]
-    assert storage.exists(found[1]["best_config"])
+    result = [rayrec.tune(config, search=OWN_SEARCH, stop_early=False, console=QUIET) for config in (here, there)]
+    assert open_preprocessed(f"{result[1]['folder']}/data").format == "parquet"
+    assert outcomes(result[1]) == outcomes(result[0])
+    assert result[1]["compared"] == result[0]["compared"]
+    assert storage.exists(result[1]["best_config"])
 
 
 # Successive halving ---------------------------------------------------------------------------------------------------
@@ -328,16 +328,16 @@ def searched(folder: Path, pool: Pool) -> dict[int, trials.TrialState]:
 
 def test_selection_does_not_depend_on_completion_order(tmp_path: Path) -> None:
     pools = [Pool(seed) for seed in range(5)]
-    found = [searched(tmp_path / str(number), pool) for number, pool in enumerate(pools)]
-    assert all(each == found[0] for each in found)
+    result = [searched(tmp_path / str(number), pool) for number, pool in enumerate(pools)]
+    assert all(each == result[0] for each in result)
     assert all(sorted(pool.trained) == sorted(pools[0].trained) for pool in pools)
     # Of 18, six continue after the first wave. Number 9 has finished by then. Number 17 fails in the second wave.
     waves = [{number for number, wave in pools[0].trained if wave == each} for each in range(4)]
     assert waves == [set(range(1, 19)), {18, 17, 16, 15, 14}, {14}, {0, 14}]
-    states = {number: standing.state for number, standing in found[0].items()}
+    states = {number: standing.state for number, standing in result[0].items()}
     assert {number for number, state in states.items() if state == "finished"} == {0, 9, 14}
     assert {number for number, state in states.items() if state == "failed"} == {5, 17}
-    assert found[0][6].values == (None,)
+    assert result[0][6].values == (None,)
 
 
 @pytest.mark.parametrize("killed_after", [0, 1, 7, 18, 19, 22, 25])
@@ -377,8 +377,8 @@ def test_failed_trial_records_retry(
     monkeypatch.setattr(trials, "train_until", raising(error))
     (config,) = configs(tmp_path, 1)
     trials.train_part(trials.Job(0, config, 0, 1.0, "auroc"))
-    found = trials.TrialState.of(trials.folder_of(config))
-    assert (found.state, found.error, found.can_retry) == ("failed", line_of(error), can_retry)
+    result = trials.TrialState.of(trials.folder_of(config))
+    assert (result.state, result.error, result.can_retry) == ("failed", line_of(error), can_retry)
 
 
 def test_selected_metric_skips_earlier_pauses() -> None:
