@@ -125,7 +125,7 @@ def _layer_order(name: str) -> tuple[list[int], bool]:
 
 
 def _tables_in_order(rows: Mapping[str, int], columns: Preprocessor, path: str) -> list[str]:
-    """Return the names of the tables in the order of the Preprocessor's columns, given the rows of each in the file's order.
+    """Return the table names in the Preprocessor's column order, given the rows of each in the file's order.
 
     Tables are ordered by the columns that they are named for (user or t_user), else by the number in their names (emb_l.10,
     t_cat_10), else by their rows if no two tables have equally many. The file's order is used if it is not alphabetical, because

@@ -128,7 +128,7 @@ class CountAccumulator(SumsAccumulator):
 
 @final
 class RowMetrics:
-    """Means of measures over the rows of all workers, and totals of integer measures, summed in float64."""
+    """Means of measures over all workers' rows, and totals of integer measures, summed in float64."""
 
     def __init__(self, finish: Callable[[dict[str, float]], dict[str, float]] = dict) -> None:
         self._finish = finish

@@ -238,12 +238,12 @@ def test_sasrec_loss_skips_reserved_targets_and_candidates() -> None:
     losses = network.loss(outputs, BATCH)
     expected = []
     for row, items in enumerate(lists):
-        losses = []
+        of_items = []
         for position, item in enumerate(items[1:], start=1):
             if 2 <= item < 9:
                 logits = outputs["hidden"][row, position - 1].double() @ table[2:9].double().T
-                losses.append(float(logits.logsumexp(0) - logits[item - 2]))
-        expected.append(np.mean(losses) if losses else 0.0)
+                of_items.append(float(logits.logsumexp(0) - logits[item - 2]))
+        expected.append(np.mean(of_items) if of_items else 0.0)
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     assert np.count_nonzero(expected) == 2
 

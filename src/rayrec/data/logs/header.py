@@ -1,4 +1,4 @@
-"""Header of a CSV file: its delimiter, its column names, and the detection of a first row of data."""
+"""Header of a CSV file: its delimiter, its column names, and whether the first row is data."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ _POSITION_BITS = 32
 
 
 class _TableParser:
-    """Parser of one table's columns, with the first fault of each row in the order of the schema's columns."""
+    """Parser of one table's columns, with the first fault of each row in schema order."""
 
     def __init__(self, table: pa.Table, schema: Schema, path: str) -> None:
         self.table, self.schema, self.path = table, schema, path
