@@ -128,8 +128,9 @@ def _tables_in_order(rows: Mapping[str, int], columns: Preprocessor, path: str) 
     """Return the table names in the Preprocessor's column order, given the rows of each in the file's order.
 
     Tables are ordered by the columns that they are named for (user or t_user), else by the number in their names (emb_l.10,
-    t_cat_10), else by their rows if no two tables have equally many. The file's order is used if it is not alphabetical, because
-    then no program has sorted it. Raises InputError if none applies: tables of equal size could be exchanged unnoticed."""
+    t_cat_10). Otherwise they are ordered by their rows if no two tables have equally many. The file's order is used if it is not
+    alphabetical, because then no program has sorted it. Raises InputError if none applies: tables of equal size could be
+    exchanged unnoticed."""
     keys = {name: name.removesuffix(".weight").rpartition(".")[2] for name in rows}
     for prefix in ("t_", ""):
         of_columns = {prefix + feature: number for number, feature in enumerate(columns.inputs.sparse)}

@@ -215,8 +215,8 @@ def _formatted_times(text: pa.Array) -> pa.Array:
 
 
 def times_of(array: pa.Array, *, formats: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Parse text as (int64 microseconds, status): seconds (or smaller units) since 1970, or an ISO 8601 date or time, UTC if it
-    has no zone, or with `formats` another common one."""
+    """Parse text as (int64 microseconds, status): seconds (or smaller units) since 1970, or an ISO 8601 date or time. `formats`
+    also allows other common forms. Times without a zone are UTC."""
     binary = pc.cast(array, pa.large_binary())
     status = Text.of(binary).call("rayrec_check_numbers")
     null = pa.scalar(None, pa.large_binary())
@@ -232,8 +232,8 @@ def times_of(array: pa.Array, *, formats: bool = True) -> tuple[np.ndarray, np.n
         values[valid] = pc.fill_null(pc.cast(times, pa.int64()), 0).to_numpy(zero_copy_only=False)[valid]
         good |= valid
     if formats and not good.all():
-        others = pc.if_else(pa.array(~good), binary, null)
-        times = _formatted_times(_utf8_or_null(others))
+        unparsed = pc.if_else(pa.array(~good), binary, null)
+        times = _formatted_times(_utf8_or_null(unparsed))
         valid = times.is_valid().to_numpy(zero_copy_only=False)
         values[valid] = pc.fill_null(pc.cast(times, pa.int64()), 0).to_numpy(zero_copy_only=False)[valid]
         good |= valid

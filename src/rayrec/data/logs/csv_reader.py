@@ -25,8 +25,7 @@ MAX_ROW_BYTES = 64 << 20
 MAX_QUOTED_BYTES, MAX_QUOTED_LINES = 256 << 10, 100
 """Maximum bytes and line ends of a quoted field. A quote not closed within them is unmatched."""
 FAULT = "rayrec.fault"
-"""Name of the column of faults, uint8: TOO_FEW or TOO_MANY fields, UNMATCHED for a line with an unmatched quote, TRAILING for a
-row with text after a closing quote, or 0."""
+"""Name of the column of faults, uint8: TOO_FEW or TOO_MANY fields, UNMATCHED quote, TRAILING text after a closing quote, or 0."""
 TOO_FEW, TOO_MANY, UNMATCHED, TRAILING = 1, 2, 3, 4
 _HEADER_BYTES = 1 << 20
 _SEARCHED_BYTES = 64 << 10

@@ -127,11 +127,11 @@ def read_header(head: bytes, schema: Schema, *, path: str) -> Header:
     columns = schema.line_columns(len(first))
     if columns is None:
         forms = " or ".join(str(len(form)) for form in schema.line_forms)
-        found = f"; it has {len(first)} columns, and lines of this log have {forms}" if forms else ""
+        counts = f"; it has {len(first)} columns, and lines of this log have {forms}" if forms else ""
         unknown = ", and the training log had no order of columns" if schema.header == () else ""
         raise InputError(
-            f"{path}: its first row looks like data, so there is no header{unknown}{found}. Add one, or name the columns in file "
-            "order in the schema of the training: `header: [...]`"
+            f"{path}: its first row looks like data, so there is no header{unknown}{counts}. Add one, or name the columns in "
+            "file order in the schema of the training: `header: [...]`"
         )
     return Header(delimiter, columns, is_row=False)
 
@@ -145,8 +145,8 @@ def _is_header(first: Sequence[str], rows: Sequence[Sequence[str]], schema: Sche
     names = {field.strip(_BLANKS) for field in first}
     if names.issuperset(name for name in schema.columns if name not in schema.optional):
         return True
-    known = {name.casefold() for form in (schema.line_forms[0], schema.columns) for name in form}
-    if 2 * sum(name.casefold() in known for name in names) >= len(first):
+    trained = {name.casefold() for form in (schema.line_forms[0], schema.columns) for name in form}
+    if 2 * sum(name.casefold() in trained for name in names) >= len(first):
         return True
     columns = schema.line_columns(len(first))
     if columns is None:
