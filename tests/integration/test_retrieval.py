@@ -113,7 +113,7 @@ def test_towers_with_several_item_features_rank_distinct_items(tmp_path: Path) -
 
 
 def test_answers_have_all_items_but_no_reserved_rows(tmp_path: Path) -> None:
-    """With k above the number of items, after an empty history, and after unknown items only."""
+    """Covers k above the number of items, an empty history, and a history of unknown items."""
     lists = [[-1, 7, 8], [7, -1, 9], [8, 9, -1, 7]]
     log = write_lists(tmp_path / "log", lists)
     run = train(small("next_item", log, tmp_path, 2), workload={"model": {"k": ALL_ITEMS}})
