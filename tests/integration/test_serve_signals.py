@@ -183,7 +183,7 @@ print(*(actor["class_name"] for actor in ray.util.state.list_actors() if actor["
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ingress", ["direct", "serve"])
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 def test_signal_ends_server_at_any_moment(servers: Servers, number: signal.Signals, target: str, ingress: str) -> None:
     """From the start on, each half second until a second after the address was printed."""
     moment_s = 0.0
