@@ -197,7 +197,7 @@ class ScoringApp:
         announced = request.headers.get("content-length", "")
         chunks = request.stream()
         if announced.isdecimal() and int(announced[:20]) > max_bytes:
-            await _drain(chunks, max_bytes)
+            await _drain(chunks, _DRAIN_FACTOR * max_bytes)
             raise too_large
         parts: list[bytes] = []
         size = 0
@@ -208,7 +208,7 @@ class ScoringApp:
                     size += len(chunk)
                     if size > max_bytes:
                         parts.clear()
-                        await _drain(chunks, max_bytes)
+                        await _drain(chunks, _DRAIN_FACTOR * max_bytes - size)
                         raise too_large
                     take(chunk)
             return b"".join(parts)
@@ -283,6 +283,8 @@ _CLOSE: Final = {"connection": "close"}  # The rest of the request is not read
 _LATER: Final = {**_CLOSE, "retry-after": "1"}
 _INLINE_BYTES: Final = 1 << 20
 _DRAIN_S: Final = 1.0
+_DRAIN_FACTOR: Final = 4
+"""Maximum bytes read of a body that is too large, relative to the largest body. The listener ends at twice that."""
 _ANNOUNCEMENT_S: Final = 2.0
 _ANNOUNCEMENT_POLL_S: Final = 0.01
 _NOT_READY: Final = RequestError(503, "no model is loaded yet", headers={"retry-after": "1"})
@@ -304,7 +306,7 @@ def text_memory(text: bytes, *, schema: Schema) -> int:
 
 
 async def _drain(chunks: AsyncIterator[bytes], max_bytes: int) -> None:
-    """Read and drop a little more: closing a connection with unread bytes loses its answer."""
+    """Read and drop more for a moment: closing a connection with unread bytes loses its answer."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_S):
             async for chunk in chunks:
