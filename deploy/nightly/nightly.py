@@ -31,7 +31,7 @@ def run_night(job: dict[str, Any], day: str) -> None:
 
     config = recipes.load_config(yaml.safe_dump(job["train"]), source="train")
     settings = {"schema": config.workload.schema, "preset": config.workload.preset.name}
-    require(rayrec.validate(rows, gates=Gates(**job["gates"]), **settings).failures)
+    require(rayrec.validate(rows, gates=Gates().updated(job["gates"], where="gates."), **settings).failures, section="gates")
 
     workload: dict[str, Any] = {"preset": {"split": {"kind": SPLIT}}}
     if before:
@@ -47,9 +47,10 @@ def run_night(job: dict[str, Any], day: str) -> None:
     if before:
         unseen = storage.list_files(rows)[-1].path
         models = [f"{place}/runs/night-{before}", run]
-        found = rayrec.compare(models, unseen, gates=ComparisonGates(**job["comparison"]), resamples=200)
+        gates = ComparisonGates().updated(job["comparison"], where="comparison.")
+        found = rayrec.compare(models, unseen, gates=gates, resamples=200)
         print(day, {path: round(model["auroc"], 4) for path, model in zip(models, found["models"], strict=True)})
-        require(found["failures"])
+        require(found["failures"], section="comparison")
     if not is_complete(f"{exported}/manifest.json"):
         storage.remove_folder(exported)
         rayrec.export(run, out=exported, quantize=job["quantize"])
@@ -71,10 +72,11 @@ def is_complete(manifest: str) -> bool:
     return storage.exists(manifest)
 
 
-def require(failures: list[str]) -> None:
-    """Raise InputError if a gate failed."""
+def require(failures: list[str], *, section: str) -> None:
+    """Raise InputError if a gate failed. Names fields of a section of the settings instead of flags of a command."""
     if failures:
-        raise InputError("; ".join(failures))
+        fields = re.sub(r"(?:--)?\bgates\.([\w-]+)", lambda flag: f"{section}.{flag[1].replace('-', '_')}", "; ".join(failures))
+        raise InputError(fields)
 
 
 def main(arguments: list[str] | None = None) -> None:
