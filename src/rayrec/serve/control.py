@@ -28,6 +28,8 @@ CHANGE_S: Final = 600.0
 """Maximum seconds of a model change, loading included."""
 CALL_S: Final = 60.0
 """Maximum seconds of a register call. Ray Serve restarts a failed register."""
+_REJECT_S: Final = 5.0
+"""Maximum seconds to free the memory of rejected models, and to record the cause."""
 _MAX_FAILURES: Final = 8
 
 
@@ -244,9 +246,9 @@ class Control:
                 if self.call_register("accept", new, desired.serial):
                     break
             except BaseException as error:
-                self._call("drop", new, deadline_s=time.monotonic() + CALL_S)
+                rejected = new.shadow if new.model == desired.model else new.model
+                self._reject(new, rejected, cause=str(error) if isinstance(error, InputError) else "")
                 if isinstance(error, InputError):
-                    self.call_register("fail", new.shadow if new.model == desired.model else new.model, str(error))
                     raise InputError(f"{error} (the current model stays)") from None
                 raise
             _wait(deadline_s, timeout_s)  # Another change was faster, so retry on top of it
@@ -256,8 +258,17 @@ class Control:
             if cause:
                 raise InputError(f"not all replicas have switched: {cause}")
             if not missing:
-                return dict(self.call_register("describe"))
+                return _without_other_failures(self.call_register("describe"), new)
             _wait(deadline_s, timeout_s)
+
+    def _reject(self, new: DesiredState, rejected: ModelSource | None, *, cause: str) -> None:
+        """Free the memory of models that are not accepted and record the cause, if any. Ignores errors: the caller raises the
+        error of the change, which such an error, often its consequence, must neither hide nor delay."""
+        with contextlib.suppress(Exception):
+            self._call("drop", new, deadline_s=time.monotonic() + _REJECT_S)
+        if cause:
+            with contextlib.suppress(Exception):
+                self.call_register("fail", rejected, cause, timeout_s=_REJECT_S)
 
     def _load(self, new: DesiredState, deadline_s: float, timeout_s: float) -> None:
         """Make every replica load the models. Repeats the call until it has reached all serving replicas."""
@@ -283,6 +294,13 @@ class Control:
             if isinstance(result, BaseException) and not isinstance(result, ray.exceptions.RayActorError):
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
+
+
+def _without_other_failures(description: dict[str, Any], new: DesiredState) -> dict[str, Any]:
+    """Return the description with failures to load the models of one change only, not of earlier ones."""
+    serials = {str(source.serial) for source in (new.model, new.shadow) if source is not None}
+    failures = {serial: cause for serial, cause in description["failures"].items() if serial in serials}
+    return {**description, "failures": failures}
 
 
 def _wait(deadline_s: float, timeout_s: float) -> None:

@@ -51,6 +51,8 @@ class Cluster:
         self.calls: dict[str, Callable[[str, DesiredState], tuple[str, str]]] = {}
         """Of the replicas that take requests, by name."""
         self.before_call: Callable[[], None] = lambda: None
+        self.timeouts_s: list[tuple[str, float]] = []
+        """Method and time limit of each call of all replicas."""
         self.lock = threading.RLock()
         for name in ("get_shared_actor", "find_shared_actor"):
             monkeypatch.setattr(ray_compat, name, lambda *_: self)
@@ -72,6 +74,7 @@ class Cluster:
         return SimpleNamespace(remote=call)
 
     def _call_replicas(self, _: None, method: str, desired: DesiredState, *, timeout_s: float) -> list[Any]:
+        self.timeouts_s.append((method, timeout_s))
         result: list[Any] = []
         for name in list(self.calls):
             self.before_call()
@@ -336,6 +339,65 @@ def test_restarted_register_recovers_from_replicas(replicas: Replicas) -> None:
     asyncio.run(first.check_health())
     assert Control("rayrec").change(revert_model)["model"] == "a"
     assert set(replicas.cluster.versions()) == {MODELS["a"].version}
+
+
+def test_replicas_have_time_of_change(replicas: Replicas) -> None:
+    replicas.start("first")
+    replicas.swap("b")
+    rejects("damaged", replicas.swap, "gone")
+    assert {method for method, _ in replicas.cluster.timeouts_s} == {"load", "switch", "drop"}
+    assert all(0 < timeout_s <= control.CHANGE_S for _, timeout_s in replicas.cluster.timeouts_s)
+    assert all(timeout_s > control.CHANGE_S / 2 for method, timeout_s in replicas.cluster.timeouts_s if method != "drop")
+
+
+def test_replica_that_does_not_answer_rejects_change(replicas: Replicas) -> None:
+    replicas.start("first")
+    replicas.cluster.calls["second"] = lambda method, desired: TimeoutError()  # type: ignore[assignment,return-value]
+    rejects("load: a replica did not answer in time", replicas.swap, "b")
+    assert replicas.cluster.versions() == [MODELS["a"].version]
+
+
+@pytest.mark.parametrize("failing", ["drop", "fail"])
+def test_failed_cleanup_keeps_first_error(replicas: Replicas, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    """A replica or the register that is lost meanwhile neither hides the cause nor delays it by minutes."""
+    replicas.start("first")
+    call = replicas.cluster.calls["first"]
+    limits_s: list[float] = []
+    if failing == "drop":
+        lost: Any = TimeoutError()
+        replicas.cluster.calls["first"] = lambda method, desired: lost if method == "drop" else call(method, desired)
+    else:
+        call_register = Control.call_register
+
+        def fail(self: Control, method: str, *arguments: Any, timeout_s: float = control.CALL_S) -> Any:
+            if method == "fail":
+                limits_s.append(timeout_s)
+                raise ray.exceptions.GetTimeoutError
+            return call_register(self, method, *arguments, timeout_s=timeout_s)
+
+        monkeypatch.setattr(Control, "call_register", fail)
+    rejects(r"^gone: damaged \(the current model stays\)$", replicas.swap, "gone")
+    limits_s += [timeout_s for method, timeout_s in replicas.cluster.timeouts_s if method == "drop"]
+    assert limits_s
+    assert max(limits_s) <= 5
+
+
+def test_unexpected_error_of_change_outlives_failed_cleanup(replicas: Replicas) -> None:
+    replicas.start("first")
+    errors = {"load": RuntimeError("no space"), "drop": RuntimeError("gone")}
+    replicas.cluster.calls["first"] = lambda method, desired: errors[method]  # type: ignore[assignment,return-value]
+    with pytest.raises(RuntimeError, match="no space"):
+        replicas.swap("b")
+
+
+def test_successful_change_omits_earlier_failures(replicas: Replicas) -> None:
+    replicas.start("first")
+    rejects("damaged", replicas.swap, "gone")
+    server = Control("rayrec")
+    assert replicas.swap("b")["failures"] == {}
+    assert server.change(revert_model)["failures"] == {}
+    assert server.change(lambda desired: change_shadow(desired, "c"))["failures"] == {}
+    assert list(server.call_register("describe")["failures"].values()) == ["gone: damaged"]  # For the server's log
 
 
 def test_stopped_server_raises(cluster: Cluster) -> None:
