@@ -159,14 +159,14 @@ class Register:
 def swap_model(desired: DesiredState, path: str) -> DesiredState:
     """Return the desired models after a swap of the main model."""
     serial = _next(desired)
-    return replace(desired, serial=serial, model=ModelSource(serial, path), previous=desired.model)
+    return replace(desired, serial=serial, model=ModelSource(serial, path), previous=desired.model, is_rollback=False)
 
 
 def revert_model(desired: DesiredState) -> DesiredState:
     """Return the desired models with the previous main model. Raises InputError without one."""
     if desired.previous is None:
         raise InputError("rollback: this server has had no other model since it started")
-    return replace(desired, serial=_next(desired), model=desired.previous, previous=desired.model)
+    return replace(desired, serial=_next(desired), model=desired.previous, previous=desired.model, is_rollback=True)
 
 
 def change_shadow(desired: DesiredState, path: str | None) -> DesiredState:

@@ -53,7 +53,8 @@ class Counters:
         self.numbers = counter("numbers_total", "Numbers of columns with bounds, by column.", ["column"])
         help_text = "Numbers beyond the range of the training rows, used as its end, by column."
         self.clipped = counter("clipped_total", help_text, ["column"])
-        self.swaps = counter("swaps_total", "Changes of the model, by outcome.", ["outcome"])
+        swaps = "Model changes of replicas: done (swapped), rolled_back, or failed (a model could not be loaded)."
+        self.swaps = counter("swaps_total", swaps, ["outcome"])
         self.shadow_rows = counter("shadow_rows_total", "Rows scored with the shadow model too, by its version.", ["model"])
         self.shadow_dropped_rows = counter("shadow_dropped_rows_total", "Rows the shadow model was too slow for.")
         self.shadow_failures = counter("shadow_failures_total", "Batches the shadow model failed at.")

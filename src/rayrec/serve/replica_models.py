@@ -156,6 +156,8 @@ class DesiredState:
     """Model that answers requests."""
     previous: ModelSource | None = None
     """Previous model, for a rollback."""
+    is_rollback: bool = False
+    """Whether a rollback, not a swap, made `model` the one that answers."""
     shadow: ModelSource | None = None
     configured: ConfiguredModels | None = None
     """Newest application configuration."""
@@ -249,7 +251,7 @@ class ReplicaModels:
                 self._counters.replicas.clear()
                 self._counters.replicas.labels(model.version, model.preprocessor_hash).set(1)
                 if before:
-                    self._counters.swaps.labels("done").inc()
+                    self._counters.swaps.labels("rolled_back" if desired.is_rollback else "done").inc()
             self._drop_standby(keep=desired.previous)
             return self._load_shadow(desired)
 

@@ -563,6 +563,22 @@ def test_failed_model_is_retried_and_rollback_needs_no_loading(monkeypatch: pyte
     assert opened == ["a", "b", "b"]
 
 
+def test_rollbacks_and_failures_are_not_counted_as_swaps() -> None:
+    models, counters = _host()
+    desired = swap_model(DesiredState(0, A), "b")
+    assert not _switch(models, desired)
+    desired = revert_model(desired)
+    assert not _switch(models, desired)
+    desired = change_shadow(desired, None)
+    assert not _switch(models, desired)  # The same model
+    desired = swap_model(desired, "c")
+    assert not _switch(models, desired)
+    assert _switch(models, swap_model(desired, "gone"))
+    counted = sample_values(counters.snapshot())
+    outcomes = {labels[0][1]: value for (name, labels), value in counted.items() if name == "rayrec_serve_swaps_total"}
+    assert outcomes == {"done": 2, "rolled_back": 1, "failed": 1}
+
+
 def test_shadow_counts_score_differences() -> None:
     models, counters = _host()
     app = ScoringApp(models, counters, config=ServeConfig())
