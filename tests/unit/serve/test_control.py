@@ -18,7 +18,7 @@ import pytest
 import ray
 import torch
 from builders.click_models import ANY, logits_of, make_model, make_preprocessor, row_text
-from builders.faults import rejects, until
+from builders.faults import raising, rejects, until
 from builders.requests import ask, post, post_async, sample_values
 
 from rayrec.compat import ray_compat
@@ -577,6 +577,21 @@ def test_rollbacks_and_failures_are_not_counted_as_swaps() -> None:
     counted = sample_values(counters.snapshot())
     outcomes = {labels[0][1]: value for (name, labels), value in counted.items() if name == "rayrec_serve_swaps_total"}
     assert outcomes == {"done": 2, "rolled_back": 1, "failed": 1}
+
+
+@pytest.mark.parametrize(
+    ("error", "is_logged"),
+    [
+        pytest.param(RuntimeError("index out of range"), True, id="bug"),
+        pytest.param(InputError("gone: damaged"), False, id="input"),
+    ],
+)
+def test_bug_in_loading_leaves_traceback(caplog: pytest.LogCaptureFixture, error: Exception, is_logged: bool) -> None:
+    models, _ = _host(load=lambda path: raising(error)() if path == "b" else load(path))
+    assert _switch(models, DesiredState(1, B)) == str(error)
+    records = [record for record in caplog.records if record.name == replica_models.__name__]
+    assert [record.exc_info is not None and record.exc_info[1] is error for record in records] == [True] * is_logged
+    assert models.model is MODELS["a"]
 
 
 def test_shadow_counts_score_differences() -> None:
