@@ -66,10 +66,10 @@ class Servers:
     def start(self, *options: str, ingress: str = "direct") -> Session:
         self._number += 1
         self.port = free_ports(1)
-        given = f"--port {self.port} --cpus-per-replica 0.5 --ingress {ingress}".split()
+        settings = f"--port {self.port} --cpus-per-replica 0.5 --ingress {ingress}".split()
         environment = environment_for(self._folder / "cache")
         output = self._folder / f"server-{self._number}"
-        return Session([*RAYREC, "serve", self.place, *given, *options], environment=environment, output=output)
+        return Session([*RAYREC, "serve", self.place, *settings, *options], environment=environment, output=output)
 
 
 @pytest.fixture

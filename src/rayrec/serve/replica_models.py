@@ -265,7 +265,7 @@ class ReplicaModels:
 
     @property
     def incomplete(self) -> bool:
-        """Whether a desired model is missing and its last failure is not recent."""
+        """Return whether a desired model is missing and has not failed recently."""
         shadow, desired = self._shadow[0] if self._shadow else None, self.desired
         assert desired is not None
         missing = None if self._serves(desired.model) else desired.model

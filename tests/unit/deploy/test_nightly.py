@@ -1,4 +1,4 @@
-"""Messages of the nightly job: fields of its settings, not flags of commands."""
+"""Messages of the nightly job, which name fields in its settings rather than command flags."""
 
 from pathlib import Path
 from typing import Any

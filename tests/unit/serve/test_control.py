@@ -350,7 +350,7 @@ def test_replicas_have_time_of_change(replicas: Replicas) -> None:
     assert all(timeout_s > control.CHANGE_S / 2 for method, timeout_s in replicas.cluster.timeouts_s if method != "drop")
 
 
-def test_replica_that_does_not_answer_rejects_change(replicas: Replicas) -> None:
+def test_unresponsive_replica_rejects_change(replicas: Replicas) -> None:
     replicas.start("first")
     replicas.cluster.calls["second"] = lambda method, desired: TimeoutError()  # type: ignore[assignment,return-value]
     rejects("load: a replica did not answer in time", replicas.swap, "b")

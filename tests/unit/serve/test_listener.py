@@ -127,20 +127,20 @@ def test_endless_requests_are_cut(listen: Callable[..., int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "piece"),
+    ("length", "chunk"),
     [
         pytest.param("content-length: 40000", b"1" * 5000, id="announced"),
         pytest.param("transfer-encoding: chunked", b"1388\r\n" + b"1" * 5000 + b"\r\n", id="chunked"),
     ],
 )
-def test_too_large_body_is_answered(listen: Callable[..., int], length: str, piece: bytes) -> None:
+def test_too_large_body_is_answered(listen: Callable[..., int], length: str, chunk: bytes) -> None:
     """The client gets the reason although it reads nothing until it has sent everything."""
     port = listen(make_app(make_model(), max_body_bytes=10_000))
     with _connected(port) as connection:
         connection.sendall(HEAD + length.encode() + b"\r\n\r\n")
         for _ in range(8):
             time.sleep(0.03)
-            connection.sendall(piece)
+            connection.sendall(chunk)
         answer = connection.recv(1 << 16)
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"more than 10000 bytes" in answer

@@ -122,15 +122,15 @@ class Result(NamedTuple):
 
 def _descendants(pid: int) -> set[int]:
     """Return the running processes that a process started, directly or not."""
-    found = [process for name in os.listdir("/proc") if name.isdigit() and (process := read_process(int(name)))]
+    running = [process for name in os.listdir("/proc") if name.isdigit() and (process := read_process(int(name)))]
     result = {pid}
     for _ in range(4):  # generations
-        result |= {process.pid for process in found if process.parent in result}
+        result |= {process.pid for process in running if process.parent in result}
     return result - {pid}
 
 
 def _run_command(
-    folder: Path, body: str, *numbers: signal.Signals, prefix: Sequence[str] = (), whole_group: bool = False
+    folder: Path, body: str, *numbers: signal.Signals, prefix: Sequence[str] = (), to_group: bool = False
 ) -> Result:
     """Run a command, send signals once it has started, and check that no process of it is left."""
     command = [*prefix, sys.executable, "-c", COMMAND.replace("BODY", body)]
@@ -138,14 +138,14 @@ def _run_command(
     with out.open("wb") as to_out, err.open("wb") as to_err:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=to_out, stderr=to_err, process_group=0)
     try:
-        said = "serving" if "begin_serving" in body else "begun"
-        until(lambda: said in out.read_text(), told=err.read_text)
+        line = "serving" if "begin_serving" in body else "begun"
+        until(lambda: line in out.read_text(), told=err.read_text)
         until(lambda: len(_descendants(process.pid)) == 3)
         started = _descendants(process.pid)
         start_s = time.monotonic()
         for number in numbers:
             start_s = time.monotonic()
-            (os.killpg if whole_group else os.kill)(process.pid, number)
+            (os.killpg if to_group else os.kill)(process.pid, number)
             time.sleep(0.1)
         status = process.wait(60)
         took_s = time.monotonic() - start_s
@@ -170,7 +170,7 @@ def test_command_in_blocking_call_ends(tmp_path: Path) -> None:
 
 def test_processes_outlive_signal_to_group_until_server_ends(tmp_path: Path) -> None:
     body = f"{SERVE}; command.stop.requested.wait(); time.sleep(0.3); print(len(shutdown.child_processes()), flush=True)"
-    result = _run_command(tmp_path, body, TERM, whole_group=True)
+    result = _run_command(tmp_path, body, TERM, to_group=True)
     assert (result.status, result.err) == (0, "")
     assert result.out.split()[-1] == "2"
 
