@@ -1,4 +1,5 @@
-"""End of a process and of all processes that it has started. The process becomes this program, which is run by its path."""
+"""End of a process and of all processes that it has started, and signals that request it. The process becomes this program, which
+is run by its path."""
 
 import ctypes
 import os
@@ -28,6 +29,14 @@ def end_with_children(status: int, *, spared: Collection[int] = ()) -> NoReturn:
         os.execv(sys.executable, [sys.executable, "-I", "-S", __file__, str(status), *map(str, spared)])
     finally:  # For instance, Python was removed: the kernel ends those of Ray's processes that are to end with their parent
         os._exit(status)
+
+
+def stop_signals() -> frozenset[signal.Signals]:
+    """Return the signals that stop a server. nohup ignores SIGHUP, so that a command outlives its terminal."""
+    numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
+    return frozenset(numbers)
 
 
 def child_processes() -> set[int]:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, Literal, NoReturn, final
 
-from rayrec.cluster.process_end import child_processes, end_with_children
+from rayrec.cluster.process_end import child_processes, end_with_children, stop_signals
 
 STOPPED: Final = 143
 """Exit status if a signal ended the command before it was ready, or before all requests in flight were answered."""
@@ -71,12 +71,12 @@ class CommandEnd:
         """Whether the command has a local Ray, whose processes end with this one."""
         self._before = child_processes()
         """Children of a shell that has become this process."""
-        self._numbers = _stop_signals()
+        self._numbers = stop_signals()
         self._ending = self._closed = False
         # Blocked in all threads and processes that are started from now on. Ray's C++ handlers would print a stack and abort.
         # Ray's processes, which get signals to a process group or, from systemd, to a control group, would end before the server
         # has answered its requests. So only the thread below receives signals.
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
         # A thread, because the main thread may be in a call that takes long, or that never returns if Ray's head is lost.
         self._thread = threading.Thread(target=self._receive, name="signals", daemon=True)
         self._thread.start()
@@ -97,13 +97,13 @@ class CommandEnd:
         return status
 
     def close(self) -> None:
-        """Handle signals as before."""
+        """Handle signals as other programs do."""
         self.hold()
         self._closed = True
         assert self._thread.ident is not None
         signal.pthread_kill(self._thread.ident, signal.SIGTERM)  # Wakes the thread
         self._thread.join()
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)  # `rayrec.__main__` may have blocked them, too
 
     def _receive(self) -> None:
         """Pass on signals, and expire the first that lets the server answer its requests."""
@@ -128,14 +128,6 @@ class CommandEnd:
             thread.start()
             thread.join(_WITHDRAW_S)
         end_with_children(STOPPED, spared=self._before)
-
-
-def _stop_signals() -> frozenset[signal.Signals]:
-    """Return the signals that stop a server. nohup ignores SIGHUP, so that a command outlives its terminal."""
-    numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        numbers.remove(signal.SIGHUP)
-    return frozenset(numbers)
 
 
 def _write_line(text: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 from builders.faults import until
 from hosts.processes import read_process
 
+from rayrec.cluster.process_end import stop_signals
 from rayrec.serve import server, shutdown
 from rayrec.serve.shutdown import STOPPED, StopRequest
 
@@ -73,9 +74,9 @@ def test_program_gets_interrupt_at_second_signal() -> None:
 
 def test_hangup_is_ignored_only_with_nohup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)
-    assert shutdown._stop_signals() == {TERM, INT, HUP}
+    assert stop_signals() == {TERM, INT, HUP}
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN if number == HUP else signal.SIG_DFL)
-    assert shutdown._stop_signals() == {TERM, INT}
+    assert stop_signals() == {TERM, INT}
 
 
 def test_function_leaves_signals_of_process_unchanged() -> None:
@@ -111,6 +112,21 @@ sys.exit(shutdown.run_until_signal(run))
 """
 SERVE = "command.stop.begin_serving(); print('serving', flush=True)"
 
+IMPORTING = """
+import os, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "rayrec.cli":
+            os.kill(os.getpid(), NUMBER)
+
+sys.meta_path.insert(0, Finder())
+sys.argv[1:] = ["serve", "missing"]
+from rayrec.__main__ import main
+main()
+"""
+"""A command that gets a signal while modules are imported."""
+
 
 class Result(NamedTuple):
     status: int
@@ -129,9 +145,7 @@ def _descendants(pid: int) -> set[int]:
     return result - {pid}
 
 
-def _run_command(
-    folder: Path, body: str, *numbers: signal.Signals, prefix: Sequence[str] = (), to_group: bool = False
-) -> Result:
+def _run_command(folder: Path, body: str, *numbers: signal.Signals, prefix: Sequence[str] = (), to_group: bool = False) -> Result:
     """Run a command, send signals once it has started, and check that no process of it is left."""
     command = [*prefix, sys.executable, "-c", COMMAND.replace("BODY", body)]
     out, err = folder / "out", folder / "err"
@@ -154,6 +168,13 @@ def _run_command(
         process.kill()
         process.wait()
     return Result(status, out.read_text(), err.read_text(), took_s)
+
+
+@pytest.mark.parametrize("number", [TERM, INT, HUP])
+def test_signal_during_imports_ends_command(number: signal.Signals) -> None:
+    code = IMPORTING.replace("NUMBER", str(int(number)))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (STOPPED, f"rayrec serve: stopped by {number.name} before it was ready\n")
 
 
 @pytest.mark.parametrize("number", [TERM, INT, HUP])
