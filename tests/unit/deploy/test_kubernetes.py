@@ -31,6 +31,7 @@ from rayrec.recipes import load_config
 from rayrec.serve import listener, server
 from rayrec.serve.config import ServerConfig
 from rayrec.serve.deployment import APPLICATION, build_application, read_user_config
+from rayrec.serve.shutdown import STOPPED
 from rayrec.workloads.base import TrainConfig
 
 ROOT = Path(__file__).parents[3]
@@ -253,6 +254,19 @@ def test_named_metrics_alerts_and_pods_exist() -> None:
         assert monitor["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
         ports = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
         assert monitor["podMetricsEndpoints"][0]["port"] in ports
+
+
+def test_rules_fit_plain_prometheus() -> None:
+    spec = _objects("monitoring/rules.yaml")["PrometheusRule"]["spec"]
+    assert list(spec) == ["groups"]  # The only key of a rule file, whose rules have these keys
+    rules = [rule for group in spec["groups"] for rule in group["rules"]]
+    assert {key for rule in rules for key in rule} == {"alert", "expr", "for", "labels", "annotations"}
+    assert "take `spec.groups`" in " ".join((ROOT / "docs" / "operate-serving.md").read_text().split())
+
+
+def test_stop_of_starting_server_is_no_failure_to_systemd() -> None:
+    unit = (ROOT / "deploy" / "systemd" / "rayrec-serve.service").read_text()
+    assert f"SuccessExitStatus={STOPPED}" in unit.splitlines()
 
 
 def test_server_command_fits_deployment() -> None:
