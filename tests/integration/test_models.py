@@ -76,7 +76,7 @@ def test_server_accepts_recipe_of_custom_model() -> None:
     own = custom_network_class(f"{FILE}:own_model")  # of the file, which is another module than the one imported here
     assert own is not None
     assert own.__qualname__ == own_click_model.OwnConfig.__qualname__
-    message = r"does not train a click model\. Only click models can be served"
+    message = r"does not train a click model\. Only click and retrieval models can be served"
     rejects(message, custom_network_class, f"{FILE}:own_images")
     rejects(r"must be FILE\.py:FUNCTION, got 'criteo_demo'", ServeConfig, recipe="criteo_demo")
 

@@ -61,7 +61,8 @@ def open_served(
     reject_pickles(checkpoint.path, manifest["files"])
     if not storage.exists(storage.join(checkpoint.path, PREPROCESSOR_FOLDER)):
         raise InputError(
-            f"{checkpoint.path}: {PREPROCESSOR_FOLDER}/ not found, so not a click model. Only click models can be served."
+            f"{checkpoint.path}: {PREPROCESSOR_FOLDER}/ not found, so not a click model. "
+            "Only click and retrieval models can be served."
         )
     preprocessor = load_preprocessor(checkpoint.path)
     check_extra_files(checkpoint.path, manifest)

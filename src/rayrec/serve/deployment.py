@@ -82,7 +82,7 @@ def custom_network_class(recipe: str | None) -> type[ClickModelConfig] | None:
         return None
     config = function_in_file(recipe, returns=TrainConfig)()
     if not isinstance(config.workload, ClickWorkload):
-        raise InputError(f"recipe: {recipe} does not train a click model. Only click models can be served.")
+        raise InputError(f"recipe: {recipe} does not train a click model. Only click and retrieval models can be served.")
     connection.ship_code(config)
     return type(config.workload.model)
 

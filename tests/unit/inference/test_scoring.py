@@ -225,7 +225,7 @@ def test_invalid_folders_are_rejected(tmp_path: Path) -> None:
     (saved.checkpoint / "config.yaml").write_text("recipe: mnist_resnet18\n")
     rejects(r"config.yaml: damaged", open_served, str(tmp_path))
     shutil.rmtree(saved.checkpoint / "preprocessor")
-    rejects(r"preprocessor/ not found.*Only click models can be served", open_served, str(tmp_path))
+    rejects(r"preprocessor/ not found.*Only click and retrieval models can be served", open_served, str(tmp_path))
 
 
 # Parquet files of predictions, with equal bytes for all table sizes and after kills -----------------------------------
