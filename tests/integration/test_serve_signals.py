@@ -39,12 +39,12 @@ def _to_process(server: Session, number: signal.Signals) -> None:
 
 
 def _to_group(server: Session, number: signal.Signals) -> None:
-    """As `timeout`, supervisord with stopasgroup, or a terminal do."""
+    """Send a signal like `timeout`, supervisord with stopasgroup, or a terminal."""
     os.killpg(server.process.pid, number)
 
 
 def _to_all(server: Session, number: signal.Signals) -> None:
-    """As systemd does by default, for a control group."""
+    """Send a signal like systemd, by default, to a control group."""
     for process in server.processes():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
@@ -185,7 +185,7 @@ print(*(actor["class_name"] for actor in ray.util.state.list_actors() if actor["
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 def test_signal_ends_server_at_any_moment(servers: Servers, number: signal.Signals, target: str, ingress: str) -> None:
-    """From the start on, each half second until a second after the address was printed."""
+    """Send a signal each half second from the start on, until a second after the address was printed."""
     moment_s = 0.0
     ready_s = float("inf")
     while moment_s < ready_s + 1:

@@ -215,7 +215,7 @@ def test_hangup_after_nohup_is_ignored(tmp_path: Path) -> None:
 
 
 def test_unfinished_server_is_withdrawn_from_cluster(tmp_path: Path) -> None:
-    """Its deployment then fails in the main thread, which says nothing about that and does not end the process."""
+    """The deployment then fails in the main thread, which neither prints that nor ends the process."""
     body = (
         "gone = threading.Event(); command.withdraw = lambda: (print('withdrawn', flush=True), gone.set(), time.sleep(0.3)); "
         "gone.wait(); return 1"
