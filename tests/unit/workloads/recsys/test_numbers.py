@@ -16,6 +16,7 @@ from rayrec import recipes
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.observe.console import Console
 from rayrec.schema import Schema
+from rayrec.training import trainer
 from rayrec.training.result import Result
 
 NUMBERS = ("seen", "year", "price", "age")
@@ -160,6 +161,23 @@ def test_gaps_add_named_inputs_to_model_and_export(folder: Path, with_gaps: Resu
     assert report["parity"]["failure"] is None
     model = json.loads((folder / "export" / "manifest.json").read_text())["model"]
     assert (model["num_dense"], model["dense"]) == (8, names)
+
+
+def test_graph_has_inputs_of_gaps(folder: Path, with_gaps: Result) -> None:
+    pytest.importorskip("onnxruntime")
+    report = rayrec.export(str(with_gaps.checkpoint), out=str(folder / "graph"), triton=True)
+    assert report["triton"]["max_relative_difference"] < 1e-5
+    config = (folder / "graph" / "triton" / "click_model" / "config.pbtxt").read_text()
+    assert 'name: "dense" data_type: TYPE_FP32 dims: [ 8 ]' in config
+
+
+def test_training_notes_growing_columns(folder: Path, complete: Result, capsys: pytest.CaptureFixture[str]) -> None:
+    config = recipes.clicks(str(folder / "week.parquet"), SCHEMA).replace(steps=1, scaling=threads_of(1), **LEAN)
+    trainer.train(config.replace(storage_path=str(folder), name="noted"), console=Console())
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "week.parquet: column seen only grows from row to row" in printed
+    assert "declare a time as `timestamp`" in printed
+    assert "column price only" not in printed
 
 
 def test_warm_start_keeps_old_inputs(folder: Path, complete: Result, with_gaps: Result, test_log: str) -> None:
