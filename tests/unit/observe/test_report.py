@@ -234,6 +234,17 @@ def test_page_shows_calibration_tables_cost_and_run_columns() -> None:
     assert _lacking(same, "All configurations are equal.", "clicks (1)clicks (2)") == []
 
 
+def test_page_shows_clipped_numbers() -> None:
+    run = _click()
+    columns = [{"column": "<age>", "values": 640, "clipped": 16}, {"column": "price", "values": 640, "clipped": 0}]
+    numbers = {"kind": "numbers", "set": "test", "columns": columns}
+    events = [{**event, "samples": [*event["samples"], numbers]} if event["kind"] == "samples" else event for event in run.events]
+    text = _text(events)
+    assert "<age>test162.50%" in text
+    assert "pricetest" not in text
+    assert "Clipped numbers" not in _text(run)
+
+
 def test_comparison_averages_over_seeds_and_shows_provenance(tmp_path: Path) -> None:
     runs = [
         _click(f"seed-{seed}", auroc=auroc, config=f"name: seed-{seed}\nseed: {seed}\nsteps: 9\n")

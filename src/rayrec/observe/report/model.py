@@ -1,4 +1,4 @@
-"""Report sections about the model: metrics, calibration, categories, embedding tables, samples. Pure."""
+"""Report sections about the model: metrics, calibration, categories, numbers, embedding tables, samples. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -62,6 +62,20 @@ def categories(events: Sequence[Event]) -> Section | None:
     heads = ["column", "known categories", "table rows", "unknown", "missing"]
     note = paragraph(f"Unknown and missing: share of the values of the {shown[-1]['set']} rows.")
     return Section("Categories", note + table(heads, rows, name="Categories"))
+
+
+def numbers(events: Sequence[Event]) -> Section | None:
+    """Tabulate the columns with numbers beyond the range of the counted rows."""
+    rows = [
+        [column["column"], sample["set"], f"{column['clipped']:,}", f"{column['clipped'] / column['values']:.2%}"]
+        for sample in _samples(events, "numbers")
+        for column in sample["columns"]
+        if column["clipped"]
+    ]
+    if not rows:
+        return None
+    note = paragraph("Values beyond the range of the counted rows, which the model gets as the end of the range.")
+    return Section("Clipped numbers", note + table(["column", "rows", "clipped", "share"], rows, name="Clipped numbers"))
 
 
 def sharding(events: Sequence[Event]) -> Section | None:

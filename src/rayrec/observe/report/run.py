@@ -90,6 +90,7 @@ def render(run: Run, *, price: Price | None = None) -> str:
             training.nodes(sums.nodes()),
             model.calibration(events),
             model.categories(events),
+            model.numbers(events),
             model.sharding(events),
             model.samples(events),
             training.start_up(sums.starts),
