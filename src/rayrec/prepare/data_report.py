@@ -14,7 +14,7 @@ from rayrec.bounds import Fraction
 from rayrec.config import Config, InputError, packaged_json
 from rayrec.data.encoding.clipping import MAX_CLIPPED_FRACTION
 from rayrec.data.encoding.counts import mean_and_variance
-from rayrec.data.encoding.growth import number_warning, trend_of
+from rayrec.data.encoding.growth import MIN_SPANS, number_warning, trend_of
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.faults import Fault, Faults
@@ -24,8 +24,6 @@ from rayrec.schema import Schema
 
 _PRIOR_ROWS = 10.0
 """Rows with the average click rate that are added to every group of values, as a prior."""
-_MIN_SLICES = 3
-"""Minimum number of slices with a column's values for a trend."""
 _UNKNOWN_RATE = 0.9
 """Fraction of new categories in the last slice from which on a column has none that return."""
 _MIN_OUTCOMES = 20
@@ -191,8 +189,8 @@ def dense_columns(
         }
         if rules and rules[d].lower is not None:
             columns[name]["clipped_rate"] = fraction(stats.clipped[d], present)
-        filled = stats.slice_limits[np.isfinite(stats.slice_limits[:, d, 0]), d]
-        trend = trend_of([(low, -negated) for low, negated in filled.tolist()]) if len(filled) >= _MIN_SLICES else None
+        filled = stats.part_limits[np.isfinite(stats.part_limits[:, d, 0]), d]
+        trend = trend_of([(low, -negated) for low, negated in filled.tolist()]) if len(filled) >= MIN_SPANS else None
         if trend is not None:
             columns[name]["trend"] = trend
     return columns

@@ -21,6 +21,8 @@ TOP = 100
 DECILES = 10
 _FINER = 4
 """Number of parts of a decile for predicting the label."""
+_NUM_PARTS = 16
+"""Number of parts of the log, in row order, whose limits reveal a column that only grows."""
 _BUCKET_BITS = 11
 _BUCKETS = 1 << _BUCKET_BITS
 """Number of hash groups of the categories after the top ones, for predicting the label."""
@@ -43,6 +45,8 @@ class StatsJob:
     """Keeps one in 2^hash_shift of the row hashes."""
     rules: tuple[DenseColumn, ...] = ()
     """Rules of a Preprocessor for the dense columns, whose bounds are checked. Empty without one."""
+    num_rows: int = 1
+    """Number of rows of the log."""
 
 
 @dataclass
@@ -69,8 +73,8 @@ class ColumnStats:
     """Rows by top category, hash group or missing, and label + 2 * held out, int64 [num_sparse, _SPARSE_CODES, 4]."""
     limits: np.ndarray
     """Minimum and negated maximum, infinite without values, weight last, float64 [num_dense + 1, 2]."""
-    slice_limits: np.ndarray
-    """Minimum and negated maximum of each slice, infinite without values, float64 [num_slices, num_dense, 2]."""
+    part_limits: np.ndarray
+    """Minimum and negated maximum of each sixteenth of the log, infinite without values, float64 [_NUM_PARTS, num_dense, 2]."""
     clipped: np.ndarray
     """Number of values beyond the bounds of `StatsJob.rules`, int64 [num_dense]."""
     hashes: np.ndarray
@@ -90,7 +94,7 @@ class ColumnStats:
             dense_outcomes=np.zeros((num_dense, _DENSE_CODES, 4), np.int64),
             sparse_outcomes=np.zeros((num_sparse, _SPARSE_CODES, 4), np.int64),
             limits=np.full((num_dense + 1, 2), np.inf),
-            slice_limits=np.full((slices, num_dense, 2), np.inf),
+            part_limits=np.full((_NUM_PARTS, num_dense, 2), np.inf),
             clipped=np.zeros(num_dense, np.int64),
             hashes=np.zeros(0, np.uint64),
         )
@@ -105,7 +109,7 @@ class ColumnStats:
         buffers = {name: table.column(name)[0].as_buffer() for name in table.column_names}
         for name, buffer in buffers.items():
             array = getattr(self, name)
-            if name in ("limits", "slice_limits"):
+            if name in ("limits", "part_limits"):
                 np.minimum(array, np.frombuffer(buffer, np.float64).reshape(array.shape), out=array)
             elif name != "hashes":
                 array += np.frombuffer(buffer, np.int64).reshape(array.shape)
@@ -122,6 +126,7 @@ class ColumnStats:
         for d, name in enumerate(schema.dense):
             values = block.numbers[:, d].astype(np.float64)  # integers beyond 2^53 are rounded
             self._count_dense(d, values, block.is_missing(name), outcome, job, slice_number)
+            self._count_order(d, values, block.is_missing(name), job, first_row)
         for s, name in enumerate(schema.sparse):
             self._count_sparse(s, block.column(name), block.is_missing(name), outcome, job, slice_number)
         if block.weights is not None:
@@ -142,8 +147,6 @@ class ColumnStats:
         present = values[~missing]
         self.missing[number, d] += len(values) - len(present)
         self._count_range(d, present)
-        if len(present):
-            self.slice_limits[number, d] = np.minimum(self.slice_limits[number, d], (present.min(), -present.max()))
         if job.rules and job.rules[d].lower is not None:
             inputs = job.rules[d].apply(present)
             self.clipped[d] += np.count_nonzero((inputs <= job.rules[d].lower) | (inputs >= job.rules[d].upper))
@@ -155,6 +158,16 @@ class ColumnStats:
         by_code = table.sum(axis=1)
         self.dense_bins[number, d, :DECILES] += by_code[:-1].reshape(DECILES, _FINER).sum(axis=1)
         self.dense_bins[number, d, DECILES] += by_code[-1]
+
+    def _count_order(self, d: int, values: np.ndarray, missing: np.ndarray, job: StatsJob, first_row: int) -> None:
+        present = np.flatnonzero(~missing)
+        if not len(present):
+            return
+        parts = (first_row + present) * _NUM_PARTS // job.num_rows
+        starts = np.flatnonzero(np.diff(parts, prepend=-1))
+        limits = self.part_limits[parts[starts], d]
+        extremes = np.stack([np.minimum.reduceat(values[present], starts), -np.maximum.reduceat(values[present], starts)], axis=1)
+        self.part_limits[parts[starts], d] = np.minimum(limits, extremes)
 
     def _count_sparse(
         self, s: int, column: np.ndarray | JaggedIds, missing: np.ndarray, outcome: np.ndarray, job: StatsJob, number: int

@@ -263,7 +263,9 @@ def examine(
     shift = max(0, (-(-index.rows // ((config.memory_bytes or _HASH_BYTES) // 16)) - 1).bit_length()) if index.rows else 0
     edges = _edges(index, first, config.schema, engine)
     rules = () if preprocessor is None else preprocessor.dense
-    job = StatsJob(config.schema, num_slices=len(slices), edges=edges, top=categories.top, hash_shift=shift, rules=rules)
+    job = StatsJob(
+        config.schema, num_slices=len(slices), edges=edges, top=categories.top, hash_shift=shift, rules=rules, num_rows=index.rows
+    )
     stats, hashes = _count_stats(index, job, slices, engine, lambda rows: progress("examine (rows)", rows, index.rows))
     schema = config.schema
     drift = data_report.drift_of(stats, schema)

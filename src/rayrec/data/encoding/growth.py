@@ -10,8 +10,8 @@ import numpy as np
 
 _SPANS_PER_BLOCK: Final = 8
 _MAX_SPANS: Final = 64
-_MIN_SPANS: Final = 4
-"""Fewer spans in order may be chance."""
+MIN_SPANS: Final = 8
+"""Fewer spans in order may be chance: of one row each, one in 40,320 is."""
 _TOLERANCE: Final = 0.01
 """Overlap allowed between consecutive spans, as a share of the column's range: clocks of several servers differ."""
 MIN_CATEGORIES: Final = 20
@@ -65,7 +65,7 @@ class RowOrder:
     @property
     def trend(self) -> Trend | None:
         """Trend of the values. None without one, or with few rows."""
-        return trend_of([(low, high) for _, low, high in self.spans]) if len(self.spans) >= _MIN_SPANS else None
+        return trend_of([(low, high) for _, low, high in self.spans]) if len(self.spans) >= MIN_SPANS else None
 
 
 def num_changes(values: np.ndarray) -> int:

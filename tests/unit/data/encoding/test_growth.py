@@ -78,7 +78,7 @@ def test_rows_in_several_tasks_have_one_trend() -> None:
         pytest.param(np.append(np.zeros(99), 1.0), None, id="late flag"),
         pytest.param(np.zeros(100), None, id="constant"),
         pytest.param(np.sin(np.arange(100.0)), None, id="up and down"),
-        pytest.param(np.arange(3.0), None, id="few rows"),
+        pytest.param(np.arange(7.0), None, id="few rows"),
         pytest.param(np.zeros(0), None, id="no rows"),
     ],
 )
@@ -99,6 +99,16 @@ def test_report_warns_of_growing_columns(tmp_path: Path) -> None:
     assert "trend" not in report.content["dense"]["price"]
     warned = [text for text in report.warnings if "leave" in text]
     assert [text.partition(":")[0].split()[1] for text in warned] == ["time", "row", "day"]
+
+
+def test_trend_of_report_ignores_division_into_files(tmp_path: Path) -> None:
+    rows = table()
+    (tmp_path / "log").mkdir()
+    for number, start in enumerate((0, 1500)):
+        pq.write_table(rows.slice(start, 1500 if number == 0 else None), tmp_path / "log" / f"part-{number}.parquet")
+    report = rayrec.validate(str(tmp_path / "log"), schema=SCHEMA, console=QUIET)
+    assert report.content["slices_by"] == "file"
+    assert {name: column.get("trend") for name, column in report.content["dense"].items()} == {"time": "grows", "price": None}
 
 
 def test_report_warns_of_times_after_counted_rows(tmp_path: Path) -> None:
