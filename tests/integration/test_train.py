@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 import ray
+import ray.data
+import ray.train
+import ray.train.torch
 import yaml
 from builders.faults import rejects
 from builders.golden import check_golden
@@ -102,6 +105,20 @@ def test_run_leaves_complete_folder(finished: Trained) -> None:
     frame = result.metrics_dataframe
     assert frame["step"].tolist()[-1] == 20
     assert frame["validation_auroc"].dropna().tolist()[-1] == summary["validation"]["auroc"]
+
+
+def test_trainer_of_caller_gets_its_datasets_after_run(finished: Trained, tmp_path: Path) -> None:
+    def count_rows() -> int:
+        shard = ray.train.get_dataset_shard("train")
+        return sum(len(batch["id"]) for batch in shard.iter_batches(batch_size=None))
+
+    trainer = ray.train.torch.TorchTrainer(
+        count_rows,
+        datasets={"train": ray.data.range(30)},
+        scaling_config=ray.train.ScalingConfig(num_workers=1),
+        run_config=ray.train.RunConfig(storage_path=str(tmp_path)),
+    )
+    assert trainer.fit().return_value == 30  # type: ignore[attr-defined]  # typed as Train V1's
 
 
 def test_plan_lists_tables_of_each_worker(finished: Trained) -> None:

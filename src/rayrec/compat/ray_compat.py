@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ray.serve.context import _get_global_client as get_global_client
     from ray.train.v2._internal.constants import get_env_vars_to_propagate
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
-    from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
     from ray.train.v2.api import data_parallel_trainer
 
 SETUP_HOOK_VARIABLE: Final = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"

@@ -69,7 +69,6 @@ def test_ray_answers_private_requests_and_constants_match() -> None:
     assert hasattr(ray_compat.gcs_service_pb2_grpc, "NodeInfoGcsServiceStub")
     for name in ("DataParallelTrainer", "PlacementGroupCleanerCallback", "DatasetsCallback"):
         assert hasattr(ray_compat.data_parallel_trainer, name)
-    assert ray_compat.WorkerGroupCallback is not ray_compat.ControllerCallback
     from ray._private import ray_constants, worker
 
     assert ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR == ray_compat.SETUP_HOOK_VARIABLE

@@ -21,13 +21,7 @@ from rayrec.checkpoint import latest
 from rayrec.cluster import connection, prestart
 from rayrec.cluster.layout import Layout
 from rayrec.cluster.node_storage import require_reachable
-from rayrec.compat.ray_compat import (
-    ControllerCallback,
-    PlacementGroupID,
-    WorkerGroupCallback,
-    WorkerGroupStartupTimeoutError,
-    data_parallel_trainer,
-)
+from rayrec.compat.ray_compat import PlacementGroupID, WorkerGroupStartupTimeoutError, data_parallel_trainer
 from rayrec.config import InputError, line_of
 from rayrec.data.engine import Shared, StreamEngine, Task, ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine, RayShared
@@ -186,12 +180,23 @@ def process_group(config: TrainConfig) -> ProcessGroup:
     return ProcessGroup(backend="nccl" if config.scaling.use_gpu else "gloo", timeout_s=timeout_s)
 
 
+@final
+class RayrecTrainer(data_parallel_trainer.DataParallelTrainer):
+    """Trainer of one attempt, without two callbacks of Ray Train, for which it has no setting. On clusters without a dashboard,
+    the placement group cleaner is useless and blocks for 12 s after each attempt; `_free_workers` replaces it. The callback for
+    Datasets starts a process, but an attempt has none."""
+
+    def _create_default_callbacks(self) -> list[Any]:
+        left_out = (data_parallel_trainer.PlacementGroupCleanerCallback, data_parallel_trainer.DatasetsCallback)
+        return [callback for callback in super()._create_default_callbacks() if not isinstance(callback, left_out)]
+
+
 def _fit(attempt: AttemptContext) -> dict[str, Any]:
     config, layout = attempt.config, attempt.layout
     # By reference: otherwise the controller would unpickle it, and import torch, before it starts a worker.
     reference = ray.put(attempt)
     with storage.Scratch("attempt") as scratch:  # Ray Train gets no checkpoint
-        trainer = data_parallel_trainer.DataParallelTrainer(
+        trainer = RayrecTrainer(
             train_worker,  # type: ignore[arg-type]  # its value is returned
             train_loop_config={"attempt": reference},
             backend_config=process_group(config),
@@ -212,10 +217,6 @@ def _fit(attempt: AttemptContext) -> dict[str, Any]:
                 worker_runtime_env={"env_vars": worker_environment(config)},
             ),
         )
-        # On clusters without a dashboard, the placement group cleaner is useless and blocks for 12 s after each attempt;
-        # `_free_workers` replaces it. The other callback starts a process for Datasets, which are not used here.
-        data_parallel_trainer.PlacementGroupCleanerCallback = ControllerCallback  # type: ignore[misc,assignment]
-        data_parallel_trainer.DatasetsCallback = lambda **_: WorkerGroupCallback()  # type: ignore[misc,assignment]
         try:
             return trainer.fit().return_value  # type: ignore[attr-defined]  # typed as Train V1's
         except ray.train.TrainingFailedError as error:

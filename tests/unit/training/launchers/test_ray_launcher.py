@@ -12,9 +12,12 @@ from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
+import ray
+import ray.train
 import torch
 from builders.faults import fails_with, raising, rejects, until
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from rayrec import checkpoint, recipes
@@ -118,6 +121,21 @@ def test_signal_without_last_save_ends_run(nodes: Cluster, monkeypatch: pytest.M
         run.signals.cause = "SIGTERM"
         assert run.run() is None
         assert run.written[1:] == [("failure", {"cause": told, "last": True})]
+
+
+def callbacks_of(trainer_class: type[DataParallelTrainer], folder: Path) -> set[str]:
+    """Return the names of the callbacks that a trainer of one worker gives to its controller."""
+    scaling, run = ray.train.ScalingConfig(num_workers=1), ray.train.RunConfig(storage_path=str(folder))
+    trainer = trainer_class(lambda: None, scaling_config=scaling, run_config=run)  # type: ignore[arg-type]  # typed as Train V1's
+    return {type(callback).__name__ for callback in trainer._create_default_callbacks()}
+
+
+def test_own_trainer_lacks_two_callbacks_and_others_keep_them(tmp_path: Path) -> None:
+    expected = callbacks_of(DataParallelTrainer, tmp_path)
+    own = callbacks_of(ray_launcher.RayrecTrainer, tmp_path)
+    assert expected - own == {"PlacementGroupCleanerCallback", "DatasetsCallback"}
+    assert own < expected
+    assert callbacks_of(DataParallelTrainer, tmp_path) == expected
 
 
 @pytest.mark.parametrize("ending", [raising(KeyboardInterrupt()), raising(InputError("no such column")), lambda: None])
