@@ -5,6 +5,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final, final
 
 import torch
@@ -247,8 +248,7 @@ class StepAccounting:
         if not due and (progress.step < self._next_poll_step or not self._poll()):
             return False
         self._clock.cut()
-        # The only device synchronization between two logs
-        loss_mean = torch.stack(self._losses).mean().item()
+        loss_mean = self._mean_loss()  # the only device synchronization between two logs
         correct = float(torch.stack(self._correct).sum()) if self._correct else 0.0
         now_s = time.perf_counter()
         times_s = self._clock.read()
@@ -269,6 +269,16 @@ class StepAccounting:
         if due:
             self._handle_stop_request(stop_requested, poll_preemption)
         return progress.step < stop and self.cut != "none"
+
+    def _mean_loss(self) -> float:
+        """Return the mean of this worker's losses since the last log, weighted by each step's rows of all workers."""
+        losses, done = torch.stack(self._losses), self._progress.step - self._first_step
+        rows_until = [self._loader.rows(step) for step in range(done - len(self._losses), done + 1)]
+        rows = [stop - start for start, stop in pairwise(rows_until)]
+        if len(set(rows)) == 1:
+            return losses.mean().item()
+        weights = torch.tensor(rows, dtype=losses.dtype, device=losses.device)
+        return float((losses * weights).sum() / weights.sum())
 
     def _learned(self, loss: float, rows: float, correct: float) -> dict[str, float]:
         """Return the event fields on loss and accuracy, of all workers or of one."""

@@ -205,6 +205,27 @@ def test_evaluations_per_epoch() -> None:
         assert finished(recipe=recipe, stop=40, **{"evaluate_every": None, **config}).told("evaluate") == expected
 
 
+@pytest.mark.parametrize(
+    ("rows_until", "expected"),
+    [
+        pytest.param([0, 10, 20, 30, 32], (10 * (1 + 2 + 3) + 2 * 4) / 32, id="short_last_step"),
+        pytest.param([0, 10, 20, 30, 40], 2.5, id="equal_steps"),
+    ],
+)
+def test_logged_loss_is_mean_over_rows(monkeypatch: pytest.MonkeyPatch, rows_until: list[int], expected: float) -> None:
+    run = Run(stop=4, evaluate_every=4)
+    progress_of = run.pipeline.progress
+
+    def progress(batches: Iterator[int]) -> Any:
+        return SimpleNamespace(loss=progress_of(batches).loss * len(run.pipeline.trained))
+
+    monkeypatch.setattr(run.pipeline, "progress", progress)
+    monkeypatch.setattr(run.loader, "rows", rows_until.__getitem__)
+    assert run.run()
+    (step,) = (fields for fields in run.fields if "loss" in fields)
+    assert step["loss"] == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_stop_trains_pulled_batches_and_saves(ahead: int) -> None:
     run = Run(ahead=ahead, stop_at=11)
