@@ -283,17 +283,20 @@ class _LocalFile:
         self._path: Final = path
         self._descriptor: int | None = None
         self._closed = False
+        # Two threads' first lines must open the file once, and no line may go to a descriptor that `close` has freed.
+        self._lock = threading.Lock()
 
     def append(self, line: bytes, *, urgent: bool) -> None:
         """Append a line. Raises OSError if it is lost."""
-        if self._closed:
-            raise OSError("the event writer is closed")
-        if self._descriptor is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if _is_incomplete(self._descriptor):
-            line = b"\n" + encode_event({"time": time.time(), "kind": INCOMPLETE_LINE}) + line
-        num_bytes = os.write(self._descriptor, line)
+        with self._lock:
+            if self._closed:
+                raise OSError("the event writer is closed")
+            if self._descriptor is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if _is_incomplete(self._descriptor):
+                line = b"\n" + encode_event({"time": time.time(), "kind": INCOMPLETE_LINE}) + line
+            num_bytes = os.write(self._descriptor, line)
         # Do not truncate after a full disk: other processes may have appended since.
         if num_bytes < len(line):
             raise OSError(f"wrote only {num_bytes} of {len(line)} bytes")
@@ -302,10 +305,11 @@ class _LocalFile:
         return True
 
     def close(self) -> None:
-        self._closed = True
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
+        with self._lock:
+            self._closed = True
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
 
 
 def _is_incomplete(descriptor: int) -> bool:

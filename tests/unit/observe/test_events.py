@@ -1,5 +1,6 @@
 """Event file: complete lines, detection of damage, hidden secrets, and no effect on training."""
 
+import contextlib
 import errno
 import logging
 import math
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders.faults import raising, rejects, until
+from builders.faults import fails_with, raising, rejects, until
 
 from rayrec import storage
 from rayrec.config import Config
@@ -229,6 +230,27 @@ def test_concurrent_writers_never_interleave(path: Path) -> None:
     events = read_events(path)
     for name in ("1a", "1b", "2a", "2b"):
         assert [event["step"] for event in events if event["name"] == name] == [*range(150)]
+
+
+def test_first_lines_of_two_threads_open_file_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_file, opened, both = os.open, list[int](), threading.Barrier(2)
+
+    def open_slowly(*arguments: Any, **options: Any) -> int:
+        opened.append(open_file(*arguments, **options))
+        with contextlib.suppress(threading.BrokenBarrierError):  # the other thread waits for this one
+            both.wait(0.3)
+        return opened[-1]
+
+    monkeypatch.setattr(os, "open", open_slowly)
+    with EventWriter(path) as writer:
+        threads = [threading.Thread(target=writer.write, args=("step",), kwargs={"step": step}) for step in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(_steps(path)) == [0, 1]
+    (descriptor,) = opened
+    fails_with(OSError, "Bad file descriptor", os.fstat, descriptor)
 
 
 def test_follow_yields_events_of_growing_file(path: Path) -> None:
