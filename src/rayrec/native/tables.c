@@ -34,15 +34,18 @@ static inline float half_at(const uint8_t *place) {
     return half_to_float(half);
 }
 
+/* `weighted` is a constant of each call, so rows without weights are not multiplied. */
+#define WEIGHTED(value) (weighted ? weight * (value) : (value))
+
 /* Separate loops for writing and adding, so that each vectorizes. */
-#define EACH_VALUE(expression)                                           \
-    do {                                                                 \
-        if (first) for (int64_t d = 0; d < dim; d++) out[d] = (expression); \
-        else for (int64_t d = 0; d < dim; d++) out[d] += (expression);      \
+#define EACH_VALUE(expression)                                                        \
+    do {                                                                              \
+        if (first) for (int64_t d = 0; d < dim; d++) out[d] = WEIGHTED(expression);   \
+        else for (int64_t d = 0; d < dim; d++) out[d] += WEIGHTED(expression);        \
     } while (0)
 
-static inline void take_row(const uint8_t *row, enum rayrec_table_kind kind, int64_t dim, int first,
-                            float *restrict out) {
+static inline void take_values(const uint8_t *row, enum rayrec_table_kind kind, int64_t dim, int first,
+                               int weighted, float weight, float *restrict out) {
     if (kind == TABLE_FP32) {
         const float *values = (const float *)(const void *)row;
         EACH_VALUE(values[d]);
@@ -57,23 +60,28 @@ static inline void take_row(const uint8_t *row, enum rayrec_table_kind kind, int
     } else {
         const float scale = half_at(row + dim / 2), offset = half_at(row + dim / 2 + 2);
         for (int64_t pair = 0; pair < dim / 2; pair++) {
-            const float low = (float)(row[pair] & 15) * scale + offset, high = (float)(row[pair] >> 4) * scale + offset;
+            const float low = WEIGHTED((float)(row[pair] & 15) * scale + offset);
+            const float high = WEIGHTED((float)(row[pair] >> 4) * scale + offset);
             out[2 * pair] = first ? low : out[2 * pair] + low;
             out[2 * pair + 1] = first ? high : out[2 * pair + 1] + high;
         }
     }
 }
 
-/* Adds a weighted row; `values` (dim) is scratch space. */
+static inline void take_row(const uint8_t *row, enum rayrec_table_kind kind, int64_t dim, int first,
+                            float *restrict out) {
+    take_values(row, kind, dim, first, 0, 1.0f, out);
+}
+
+/* Lists with weights are rare, and the loops of the others must stay small. */
+__attribute__((noinline))
 static void take_weighted_row(const uint8_t *row, enum rayrec_table_kind kind, int64_t dim, int first, float weight,
-                              float *restrict values, float *restrict out) {
-    take_row(row, kind, dim, 1, values);
-    if (first) for (int64_t d = 0; d < dim; d++) out[d] = weight * values[d];
-    else for (int64_t d = 0; d < dim; d++) out[d] += weight * values[d];
+                              float *restrict out) {
+    take_values(row, kind, dim, first, 1, weight, out);
 }
 
 static inline int64_t pool_column(const rayrec_lookup *lookup, int64_t start, int64_t stop, int64_t rows,
-                                  enum rayrec_table_kind kind, int64_t dim, int64_t stride, float *values, float *out) {
+                                  enum rayrec_table_kind kind, int64_t dim, int64_t stride, float *out) {
     const int64_t *offsets = lookup->offsets;
     const int64_t size = lookup->size, end = offsets ? offsets[rows] : rows * size;
     const uint64_t limit = (uint64_t)lookup->num_embeddings;
@@ -93,21 +101,19 @@ static inline int64_t pool_column(const rayrec_lookup *lookup, int64_t start, in
             const uint64_t id = id_at(lookup, place);
             if (id >= limit) return 0;
             const uint8_t *found = lookup->table + id * (uint64_t)lookup->row_bytes;
-            if (values) take_weighted_row(found, kind, dim, place == begin, lookup->weights[place], values, target);
+            if (lookup->weights) take_weighted_row(found, kind, dim, place == begin, lookup->weights[place], target);
             else take_row(found, kind, dim, place == begin, target);
         }
     }
     return 1;
 }
 
-/* `values` (dim): room for the row of a list with weights. */
 static inline int64_t pool(const rayrec_lookup *lookups, int64_t columns, int64_t rows, int64_t dim,
-                           enum rayrec_table_kind kind, float *values, float *out) {
+                           enum rayrec_table_kind kind, float *out) {
     for (int64_t start = 0; start < rows; start += BLOCK_ROWS) { /* in blocks, so that output rows stay in cache */
         const int64_t stop = start + BLOCK_ROWS < rows ? start + BLOCK_ROWS : rows;
         for (int64_t column = 0; column < columns; column++)
-            if (!pool_column(lookups + column, start, stop, rows, kind, dim, columns * dim,
-                             lookups[column].weights ? values : NULL, out + column * dim))
+            if (!pool_column(lookups + column, start, stop, rows, kind, dim, columns * dim, out + column * dim))
                 return column;
     }
     return -1;
@@ -117,11 +123,10 @@ static inline int64_t pool(const rayrec_lookup *lookups, int64_t columns, int64_
  * its table; out is then incomplete. */
 int64_t rayrec_pool_tables(const rayrec_lookup *lookups, int64_t columns, int64_t rows, int64_t dim, int32_t kind,
                            float *out) {
-    float values[dim];
     switch (kind) { /* separate calls, each compiled for its kind */
-    case TABLE_FP32: return pool(lookups, columns, rows, dim, TABLE_FP32, values, out);
-    case TABLE_FP16: return pool(lookups, columns, rows, dim, TABLE_FP16, values, out);
-    case TABLE_INT8: return pool(lookups, columns, rows, dim, TABLE_INT8, values, out);
-    default: return pool(lookups, columns, rows, dim, TABLE_INT4, values, out);
+    case TABLE_FP32: return pool(lookups, columns, rows, dim, TABLE_FP32, out);
+    case TABLE_FP16: return pool(lookups, columns, rows, dim, TABLE_FP16, out);
+    case TABLE_INT8: return pool(lookups, columns, rows, dim, TABLE_INT8, out);
+    default: return pool(lookups, columns, rows, dim, TABLE_INT4, out);
     }
 }
