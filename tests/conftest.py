@@ -23,7 +23,6 @@ from hypothesis import HealthCheck, settings
 from ranks import server
 
 from rayrec.cluster import connection
-from rayrec.data.engine import STOP_REQUESTED
 
 # How long an example takes says how busy the machine is, and nothing of the code.
 settings.register_profile("rayrec", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -106,8 +105,7 @@ def _needs_ray(file: Path) -> bool:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Hide the shared Ray from tests that do not ask for it, so that they work in this process; end it after the last file that
-    needs it. Clear stop requests."""
-    STOP_REQUESTED.clear()
+    needs it."""
     connection.is_connected = _is_connected if "local_ray" in getattr(item, "fixturenames", ()) else lambda: False
     if _is_connected() and not _needs_ray(item.path):
         sys.modules["ray"].shutdown()

@@ -5,8 +5,10 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -17,6 +19,7 @@ from rayrec.cluster.node_storage import RuntimeEnvConfig, job_environment
 from rayrec.config import Config, InputError
 from rayrec.humanize import one_line
 from rayrec.observe.event_json import command_line
+from rayrec.process_state import temporary_environment
 
 IN_PROCESS: Final = "none"
 """Address for training without Ray, in the command's own process."""
@@ -160,7 +163,7 @@ def _start(environment: RuntimeEnvConfig, preload: Sequence[str], settings: Mapp
         _fork_server = None
     program, log = forked_worker.__file__, settings["log_to_driver"]
     try:
-        with temporary_environment(added), local_node_with(worker_program=program, log_monitor=log):
+        with temporary_environment(added), _ignored_hangup(), local_node_with(worker_program=program, log_monitor=log):
             _fork_server = _fork_server or (ForkServer(preload), variables)  # imports while Ray starts
             with temporary_environment({forked_worker.SOCKET: _fork_server[0].address}):
                 ray.init(
@@ -176,6 +179,20 @@ def _start(environment: RuntimeEnvConfig, preload: Sequence[str], settings: Mapp
         ) from None
 
 
+@contextlib.contextmanager
+def _ignored_hangup() -> Iterator[None]:
+    """Ignore SIGHUP within the context, also in processes started there. A closed terminal sends it to all of a command, and the
+    processes of a local Ray must live until its workers have saved."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def is_local_ray() -> bool:
     """Return whether this process started the local Ray that it is connected to."""
     import ray
@@ -186,21 +203,6 @@ def is_local_ray() -> bool:
 def train_environment() -> dict[str, str]:
     """Return the additional environment variables of Ray Train's controller and workers since the start of the connected Ray."""
     return {name: value for name, value in _LOCAL_ENVIRONMENT.items() if name.startswith("RAY_TRAIN_") and is_local_ray()}
-
-
-@contextlib.contextmanager
-def temporary_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables within the context, also for processes started there."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def ship_code(config: Config) -> None:

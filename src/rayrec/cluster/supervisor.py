@@ -59,8 +59,9 @@ def supervise(
     show: Callable[[str], None] | None,
 ) -> Outcome:
     """Run `rayrec train ARGUMENTS`, for the run `name`, on a cluster until it finishes or the policy ends it. A stopped job has
-    `stop_wait_s` seconds to end. `note` gets each event, a line, `show` the job's output. SIGTERM and Ctrl-C stop the job, unless
-    `config` detaches, before SystemExit(143) or KeyboardInterrupt. Raises InputError if the user can fix the problem."""
+    `stop_wait_s` seconds to end. `note` gets each event, a line, `show` the job's output. SIGTERM, SIGHUP and Ctrl-C stop the
+    job, unless `config` detaches, before SystemExit(143) or KeyboardInterrupt. Raises InputError if the user can fix the
+    problem."""
     jobs = Jobs(dashboard_url(config.address))
     state_file = StateFile(config.state or state_path(name), name=name, config_hash=config_hash, note=note)
     try:
@@ -76,10 +77,10 @@ def supervise(
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle SIGTERM or Ctrl-C."""
-    if number == signal.SIGTERM:
-        raise SystemExit(143)
-    raise KeyboardInterrupt
+    """Handle SIGTERM, SIGHUP or Ctrl-C."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(143)
 
 
 class _Supervisor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from rayrec.config import Config, InputError
+from rayrec.process_state import preserved_process
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Group = Literal["Data", "Train", "Score", "Serve", "Watch"]
@@ -116,7 +117,8 @@ class Command:
     def parameters(self) -> Iterator[tuple[inspect.Parameter, Any, Argument]]:
         """Yield (parameter, type, declaration) for each argument and flag."""
         # Names imported only for type checkers are Any (see `Argument.type`).
-        names: defaultdict[str, Any] = defaultdict(lambda: Any, vars(builtins) | getattr(self.function, "__globals__", {}))
+        module = getattr(inspect.unwrap(self.function), "__globals__", {})
+        names: defaultdict[str, Any] = defaultdict(lambda: Any, vars(builtins) | module)
         named = list(inspect.signature(self.function).parameters.values())[{"": 0, "first": 1, "after --": 2}[self.recipe] :]
         objects = {prefix for prefix, _ in self.options}
         for parameter in named:
@@ -147,11 +149,13 @@ COMMANDS: dict[str, Command] = {}
 
 
 def command(group: Group, **declared: Any) -> Callable[[Function], Function]:
-    """Declare a command. `declared` are the other fields of `Command`. Imports nothing."""
+    """Declare a command. `declared` are the other fields of `Command`. Imports nothing. The command leaves random generators,
+    warning filters and other state of its caller's process unchanged."""
 
     def declare(function: Function) -> Function:
-        COMMANDS[function.__name__] = Command(function, group, **declared)
-        return function
+        called = preserved_process()(function)
+        COMMANDS[function.__name__] = Command(called, group, **declared)
+        return called
 
     return declare
 

@@ -1,10 +1,12 @@
 """Engines that run data tasks: the same functions over the same items, in threads or on a cluster."""
 
+from __future__ import annotations
+
 import contextlib
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar, final, runtime_checkable
 
 import pyarrow as pa
 
@@ -12,14 +14,34 @@ from rayrec import storage
 from rayrec.config import Config
 from rayrec.storage.range_reader import in_order
 
-STOP_REQUESTED: Final = threading.Event()
-"""Set in a worker process when its run is asked to stop: it then stops waiting for data tasks that may never run."""
 _Value = TypeVar("_Value")
 _Shared_co = TypeVar("_Shared_co", covariant=True)
 _Item = TypeVar("_Item")
 Task = Callable[[Any], pa.Table]
 """Picklable function of one item."""
 Tables = Generator[pa.Table, None, None]
+
+
+@final
+class StopToken:
+    """Stop request to the readers of one attempt in one process. Once it is set, they stop waiting for data tasks that may never
+    run. A pickled token arrives as a new one, because every worker learns of the request itself."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def __reduce__(self) -> tuple[type[StopToken], tuple[()]]:
+        return StopToken, ()
+
+    def set(self) -> None:
+        self._event.set()
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` seconds. Returns whether the token is set."""
+        return self._event.wait(timeout_s)
 
 
 class Engine(Protocol):
@@ -52,6 +74,11 @@ class StreamEngine(Engine, Protocol):
     @property
     def cpus(self) -> float:
         """CPUs that the tasks of one stream use at once."""
+        ...
+
+    @property
+    def stop(self) -> StopToken:
+        """Token that ends the readers' waits for tasks."""
         ...
 
     def stream(self, name: str, function: Task, items: Iterable[Any], *, block_bytes: int, prefetch_blocks: int) -> Tables:
@@ -102,6 +129,7 @@ class ThreadEngine:
     num_threads: int
     max_outage_s: float | None = None
     """Maximum storage outage that a task waits for, in seconds. None: the limit of the caller."""
+    stop: StopToken = field(default_factory=StopToken, compare=False)
 
     @property
     def cpus(self) -> float:

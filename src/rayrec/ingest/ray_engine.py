@@ -9,7 +9,6 @@ import gc
 import json
 import logging
 import math
-import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +29,8 @@ from ray.data.block import BlockMetadata
 from rayrec import storage
 from rayrec.compat.ray_compat import ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, BackpressurePolicy, PhysicalOperator
 from rayrec.config import InputError
-from rayrec.data.engine import STOP_REQUESTED, Shared, Tables, Task, TaskPlacement
+from rayrec.data.engine import Shared, StopToken, Tables, Task, TaskPlacement
+from rayrec.process_state import temporary_environment
 
 _ITEMS_A_DATASET: Final = (64, 256, 1024)
 """Number of items in the first Datasets of a stream. The last value, about 32 GB of text with default blocks, applies to all
@@ -128,10 +128,6 @@ def tasks_dataset(
     `environment` has variables of the tasks. `dataset_id` names the Dataset in Ray's metrics and dashboard, None at random."""
     if placement.max_outage_s is not None:
         function = functools.partial(_run_with_retry, placement.max_outage_s, function)
-    # With `ray start`, usage statistics of Ray Data 2.60 are an actor, and in each process a thread that logs failed connections
-    # to Prometheus every 10 s. Python before 3.11.8 parses code to print a stack, which lets concurrent parsing (such as torch
-    # imports) fail with "AST constructor recursion depth mismatch".
-    os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
     context = ray.data.DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
@@ -198,6 +194,7 @@ class RayEngine:
     """Environment variables of the task processes."""
     owner: str = "rayrec"
     """Beginning of the Datasets' ids: the run, and the worker."""
+    stop: StopToken = dataclasses.field(default_factory=StopToken, compare=False)
 
     @property
     def cpus(self) -> float:
@@ -224,7 +221,7 @@ class RayEngine:
             for table in self._tables(name, merged, groups, block_bytes=block_bytes * size, limits=limits):
                 yield from split_table(table)
 
-        return _chain_groups(_groups(items), tables_of)
+        return _chain_groups(_groups(items), tables_of, self.stop)
 
     def _tables(
         self, name: str, function: Task, items: Sequence[Any], *, block_bytes: int, limits: ConcurrencyLimits | None = None
@@ -270,7 +267,7 @@ def _groups(items: Iterable[Any]) -> Iterator[Sequence[Any]]:
     return takewhile(bool, (list(islice(source, size)) for size in sizes))
 
 
-def _chain_groups(groups: Iterable[Sequence[Any]], tables_of: Callable[[Sequence[Any]], Tables]) -> Tables:
+def _chain_groups(groups: Iterable[Sequence[Any]], tables_of: Callable[[Sequence[Any]], Tables], stop: StopToken) -> Tables:
     """Yield the tables of each group, one per item. When `_EARLY_START_ITEMS` items of a group remain, a thread starts the tasks
     of the next group by requesting its first table."""
     with contextlib.ExitStack() as opened:
@@ -281,7 +278,7 @@ def _chain_groups(groups: Iterable[Sequence[Any]], tables_of: Callable[[Sequence
             next_group, following = next(source, ()), None
             for index, table in enumerate(present):
                 if following is None and next_group and index + _EARLY_START_ITEMS >= len(group):
-                    following = opened.enter_context(contextlib.closing(_EagerIterator(tables_of(next_group))))
+                    following = opened.enter_context(contextlib.closing(_EagerIterator(tables_of(next_group), stop)))
                 yield table
             present.close()
             group = next_group
@@ -290,8 +287,8 @@ def _chain_groups(groups: Iterable[Sequence[Any]], tables_of: Callable[[Sequence
 class _EagerIterator:
     """Iterator whose first value is computed in a daemon thread."""
 
-    def __init__(self, values: Tables) -> None:
-        self._values = values
+    def __init__(self, values: Tables, stop: StopToken) -> None:
+        self._values, self._stop = values, stop
         self._first: Future[pa.Table | None] = Future()
         threading.Thread(target=copy_context().run, args=(self._make,), name="next-dataset", daemon=True).start()
 
@@ -302,7 +299,7 @@ class _EagerIterator:
             yield from self._values
 
     def close(self) -> None:
-        wait([self._first], timeout=0 if STOP_REQUESTED.is_set() else _CLOSE_S)
+        wait([self._first], timeout=0 if self._stop.is_set() else _CLOSE_S)
         if self._first.done():  # A running generator cannot be closed.
             self._values.close()
 
@@ -316,8 +313,12 @@ class _EagerIterator:
 def tables(dataset: ray.data.Dataset) -> Tables:
     """Yield the blocks of a Dataset in order. Raises the InputError of a task unchanged."""
     try:
-        # With prefetch_batches=n, Ray Data returns the first block only after n more. It prefetches anyway.
-        yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
+        # With `ray start`, usage statistics of Ray Data 2.60 are an actor, and in each process a thread that logs failed
+        # connections to Prometheus every 10 s. Python before 3.11.8 parses code to print a stack, which lets concurrent parsing
+        # (such as torch imports) fail with "AST constructor recursion depth mismatch".
+        with temporary_environment({"RAY_DATA_USAGE_DISABLED": "1"}, override=False):
+            # With prefetch_batches=n, Ray Data returns the first block only after n more. It prefetches anyway.
+            yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, InputError):
             raise InputError(str(error.cause).partition("\n")[0]) from None  # Ray Data appends advice.

@@ -16,7 +16,7 @@ import pyarrow as pa
 from rayrec.data.arrow import arrays_of_table, arrays_to_table
 from rayrec.data.encoded_rows import EncodedRows, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.engine import STOP_REQUESTED, Shared, StreamEngine
+from rayrec.data.engine import Shared, StopToken, StreamEngine
 from rayrec.data.logs.index import Block, row_numbers
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.materialized.dataset import dataset_of
@@ -49,10 +49,10 @@ class Prefetcher(Generic[T]):
     """Iterator over the values of a generator, of which a daemon thread prefetches at most `most`. Errors of the generator are
     raised to the reader in order. The thread owns the generator and closes it."""
 
-    def __init__(self, values: Generator[T, None, None], *, max_prefetch: int, may_stall: bool = False) -> None:
-        """Start the thread. `may_stall`: whether the generator may wait forever and cannot be interrupted, such as for data tasks
-        on lost nodes. Once the run is asked to stop, iteration then ends if the next value is late."""
-        self._values, self._may_stall = values, may_stall
+    def __init__(self, values: Generator[T, None, None], *, max_prefetch: int, stop: StopToken | None = None) -> None:
+        """Start the thread. `stop` is for a generator that may wait forever and cannot be interrupted, such as for data tasks on
+        lost nodes: once it is set, iteration ends if the next value is late."""
+        self._values, self._stop = values, stop
         self._made: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(max_prefetch)
         self._closed = threading.Event()
         self._ended = False
@@ -70,7 +70,7 @@ class Prefetcher(Generic[T]):
             try:
                 value, error = self._made.get(timeout=_POLL_S)
             except queue.Empty:
-                if self._may_stall and STOP_REQUESTED.is_set() and time.monotonic() - since_s >= _STALL_S:
+                if self._is_stopping() and time.monotonic() - since_s >= _STALL_S:
                     self._ended = self.stalled = True
                 continue
             if error is None:
@@ -83,8 +83,11 @@ class Prefetcher(Generic[T]):
         """Stop the thread. Waits for the pending value, unless that could stall a run that was asked to stop."""
         self._ended = True
         self._closed.set()
-        if not (self._may_stall and STOP_REQUESTED.is_set()):
+        if not self._is_stopping():
             self._thread.join(_CLOSE_S)
+
+    def _is_stopping(self) -> bool:
+        return self._stop is not None and self._stop.is_set()
 
     def _make(self) -> None:
         try:
@@ -164,7 +167,10 @@ class TaskSource:
     """Maximum number of rows per block range."""
     prefetch_blocks: int = 2
     max_prefetch: ClassVar[int] = 1
-    may_stall: ClassVar[bool] = True
+
+    @property
+    def stop(self) -> StopToken:
+        return self.engine.stop
 
     @property
     def cpus(self) -> float:
@@ -195,7 +201,7 @@ class MappedSource:
     in_memory: bool = False
     prefetch_blocks: int = 2
     cpus: ClassVar[float] = 1.0
-    may_stall: ClassVar[bool] = False
+    stop: ClassVar[None] = None
 
     @property
     def max_prefetch(self) -> int:
@@ -226,8 +232,8 @@ class NumberedSource:
     max_prefetch: int
 
     @property
-    def may_stall(self) -> bool:
-        return self.engine is not None
+    def stop(self) -> StopToken | None:
+        return None if self.engine is None else self.engine.stop
 
     def make(self, items: Iterable[NumberedItem]) -> Generator[tuple[Sequence[NumberedArrays], BlockTimes | None], None, None]:
         if self.engine is None:
@@ -274,7 +280,7 @@ class RowStream(Iterator[Any]):
     ) -> None:
         """Start reading. `items` must be re-iterable. `account` receives the stage times of each."""
         self._source, self._items, self._account = source, items, account
-        self._prefetcher = Prefetcher(source.make(items), max_prefetch=source.max_prefetch, may_stall=source.may_stall)
+        self._prefetcher = Prefetcher(source.make(items), max_prefetch=source.max_prefetch, stop=source.stop)
         self._rows = self._take()
 
     def __next__(self) -> Any:

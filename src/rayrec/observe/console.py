@@ -209,8 +209,11 @@ PLAIN_INTERVAL_S = 10.0
 
 @contextmanager
 def handling_signals(handle: Callable[[int, Any], None]) -> Iterator[None]:
-    """Call `handle` for Ctrl-C and SIGTERM (in the main thread only), replacing other handlers."""
-    numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+    """Call `handle` for Ctrl-C, SIGTERM and, unless it is ignored (nohup), SIGHUP of a closed terminal, in the main thread only.
+    Replaces other handlers within the context."""
+    numbers = [signal.SIGTERM, signal.SIGINT] if threading.current_thread() is threading.main_thread() else []
+    if numbers and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield

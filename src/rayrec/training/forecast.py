@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, final
 
 from rayrec import host_resources, storage
-from rayrec.cluster.connection import temporary_environment
 from rayrec.cluster.layout import Layout, Node
 from rayrec.config import InputError
 from rayrec.humanize import duration_text, estimate_text, size_text
+from rayrec.process_state import temporary_environment
 from rayrec.sharding.communication import LinkBandwidth
 from rayrec.trained_rows import TrainedRows
 from rayrec.training.launchers.base import layout_of

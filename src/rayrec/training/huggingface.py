@@ -19,8 +19,8 @@ from torch import distributed
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from rayrec.batch import Batch, StepOutput
-from rayrec.cluster.connection import temporary_environment
 from rayrec.config import InputError
+from rayrec.process_state import temporary_environment
 from rayrec.training.loop import iterate_segments
 from rayrec.training.progress import Cut, Progress, Training
 from rayrec.training.step_log import Batches, StepAccounting

@@ -26,6 +26,8 @@ _LEAD_S: Final = 3.0
 """Seconds, after a poll, for a request to reach all workers, so that they begin at the same step."""
 _WRITING_S: Final = 10.0
 """Seconds for workers to write their recordings after the attempt has ended."""
+_JOIN_S: Final = 5.0
+"""Maximum wait for a closed thread, in seconds, which may be in a call to unavailable storage."""
 _KINETO: Final = "KINETO_"
 
 _ENDS: Final = {"finish": "finished", "stop": "stopped", "failure": "failed", "run": "another driver began"}
@@ -67,11 +69,13 @@ def worker_variables(environment: Mapping[str, str], *, network_interface: str |
 def watched_requests(folder: str, channel: ControlChannel) -> Iterator[None]:
     """Pass profile requests from the run's folder to `channel` within the context."""
     ended = threading.Event()
-    threading.Thread(target=_watch, args=(folder, channel, ended), name="profile-requests", daemon=True).start()
+    thread = threading.Thread(target=_watch, args=(folder, channel, ended), name="profile-requests", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         ended.set()
+        thread.join(_JOIN_S)
 
 
 def _watch(folder: str, channel: ControlChannel, ended: threading.Event) -> None:
@@ -127,7 +131,9 @@ def request_profile(
     ranks = [storage.join(target, f"rank_{rank}") for rank in range(start["world_size"])]
     deadline_s = time.monotonic() + timeout_s
     ended, failures = threading.Event(), list[str]()
-    threading.Thread(target=_watch_failures, args=(folder, window.name, events[-1]["time"], failures, ended), daemon=True).start()
+    arguments = folder, window.name, events[-1]["time"], failures, ended
+    thread = threading.Thread(target=_watch_failures, args=arguments, daemon=True)
+    thread.start()
     try:
         while not all(storage.exists(storage.join(rank, TRACE)) for rank in ranks):
             if failures:
@@ -141,6 +147,7 @@ def request_profile(
             time.sleep(_POLL_S)
     finally:
         ended.set()
+        thread.join(_JOIN_S)
         if _is_pending(request, window):
             storage.remove_file(request)
     return {"profile": target, "first_step": first, "steps": steps, "ranks": len(ranks)}

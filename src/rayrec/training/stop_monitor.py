@@ -8,14 +8,18 @@ from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any, Final, Protocol, Self, final
 
-from rayrec.data.engine import STOP_REQUESTED
+from rayrec.data.engine import StopToken
 from rayrec.observe.console import handling_signals
 from rayrec.workloads.run_config import FailureConfig
 
+_running: Final[set["Signals"]] = set()
+"""Contexts of all runs of this process. Only the main thread's gets signals, and passes them to the others."""
+
 
 class Signals:
-    """Context in which SIGTERM raises SystemExit(143) and Ctrl-C KeyboardInterrupt; only in the main thread. In `deferred` the
-    first signal is only noted, and the second raises. `stop_event`, set by another thread, counts as a noted SIGTERM."""
+    """Context in which SIGTERM and SIGHUP raise SystemExit(143) and Ctrl-C KeyboardInterrupt. In `deferred` the first signal is
+    only noted, and the second raises. Only the main thread gets signals; contexts of other threads note the first one. An ignored
+    SIGHUP (nohup) stays ignored. `stop_event`, set by another thread, counts as a noted SIGTERM."""
 
     def __init__(self, stop_event: threading.Event | None = None) -> None:
         self._stop_event = stop_event or threading.Event()
@@ -25,7 +29,7 @@ class Signals:
 
     @property
     def cause(self) -> str | None:
-        """Noted cause: SIGTERM, SIGINT or a request to stop."""
+        """Noted cause: SIGTERM, SIGHUP, SIGINT or a request to stop."""
         return self._noted or ("a request to stop" if self._stop_event.is_set() else None)
 
     @cause.setter
@@ -34,13 +38,17 @@ class Signals:
 
     def __enter__(self) -> Self:
         self._handlers.enter_context(handling_signals(self._handle))
+        _running.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        _running.discard(self)
         self._handlers.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         first = self._noted is None
+        for signals in tuple(_running):
+            signals.cause = signals.cause or signal.Signals(number).name
         self._noted = self._noted or signal.Signals(number).name
         if not (first and self._deferred):
             self.throw()
@@ -122,6 +130,8 @@ RESUMES = (MORE_WORKERS, NO_DATA_NODES, NODE_PREEMPTED)
 POLL_S = 0.5
 _RANKS_POLL_S = 5.0
 """Poll interval of the workers other than worker 0, in seconds."""
+_JOIN_S: Final = 5.0
+"""Maximum wait for a closed thread, in seconds, which may be in a call to a lost driver."""
 PREEMPTION_POLL_S = 5.0
 """Interval between two preemption polls, in seconds. All workers poll Ray Train together and wait for each other."""
 
@@ -138,23 +148,34 @@ class StopMonitor:
     that all workers act at the same step. Other workers also read the channel, so as not to wait for data tasks forever."""
 
     def __init__(
-        self, channel: ControlChannel | None, *, rank: int, preemption: Callable[[], PreemptionInfo | None] = lambda: None
+        self,
+        channel: ControlChannel | None,
+        *,
+        rank: int,
+        stop: StopToken | None = None,
+        preemption: Callable[[], PreemptionInfo | None] = lambda: None,
     ) -> None:
-        """Start polling. `preemption` returns the current preemption notice. Without a channel, no stop can be requested."""
+        """Start polling. `stop` is set after a request, for the worker's readers. `preemption` returns the current preemption
+        notice. Without a channel, no stop can be requested."""
         self.cause: str | None = None
-        self._preemption = preemption
+        self._preemption, self._stop = preemption, stop or StopToken()
         self.write_s: Callable[[], float] = lambda: 0.0
         self._first = rank == 0
-        self._polled_preemption_s = time.monotonic()
-        self._polled_s: float | None = self._polled_preemption_s
+        self.begin()
         self._between_s = 0.0
         self._deadline_s: float | None = None
         """Unix time of a node's preemption."""
         self._known: set[str] = set()
         self._closed = threading.Event()
-        STOP_REQUESTED.clear()
+        self._thread: threading.Thread | None = None
         if channel is not None:
-            threading.Thread(target=self._poll, args=(channel,), name="stop-watch", daemon=True).start()
+            self._thread = threading.Thread(target=self._poll, args=(channel,), name="stop-watch", daemon=True)
+            self._thread.start()
+
+    def begin(self) -> None:
+        """Start the clock: training begins now."""
+        self._polled_preemption_s = time.monotonic()
+        self._polled_s: float | None = self._polled_preemption_s
 
     def _poll(self, channel: ControlChannel) -> None:
         cause = None
@@ -164,7 +185,7 @@ class StopMonitor:
         if self._first:
             self.cause = cause
         if cause is not None and not self._closed.is_set():
-            STOP_REQUESTED.set()
+            self._stop.set()
 
     def poll(self) -> tuple[bool, bool]:
         now_s = time.monotonic()
@@ -195,10 +216,13 @@ class StopMonitor:
 
     def close(self) -> None:
         self._closed.set()
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
 
 
-def report_saves(channel: ControlChannel, saved_bytes: Callable[[], int], *, rank: int) -> threading.Event:
-    """Report the growing number of bytes written by a worker's saves, in a thread, until the returned event is set."""
+@contextlib.contextmanager
+def report_saves(channel: ControlChannel, saved_bytes: Callable[[], int], *, rank: int) -> Iterator[None]:
+    """Report the growing number of bytes written by a worker's saves, in a thread, within the context."""
     closed = threading.Event()
 
     def report() -> None:
@@ -209,5 +233,10 @@ def report_saves(channel: ControlChannel, saved_bytes: Callable[[], int], *, ran
                 with contextlib.suppress(OSError):  # the run has ended
                     channel.report_saved_bytes(rank, now)
 
-    threading.Thread(target=report, name="save-reporter", daemon=True).start()
-    return closed
+    thread = threading.Thread(target=report, name="save-reporter", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        closed.set()
+        thread.join(_JOIN_S)

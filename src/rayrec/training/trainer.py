@@ -25,6 +25,7 @@ from rayrec.observe.report.run import try_write_report
 from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.timing import Stopwatch
 from rayrec.observe.tracking.tracker import tracking
+from rayrec.process_state import preserved_process
 from rayrec.training import dataframe_input
 from rayrec.training.launchers.base import Driver, Launcher, PreparedRun, local_layout
 from rayrec.training.launchers.process_launcher import ProcessLauncher, fitted
@@ -74,7 +75,8 @@ def train(
     tables = {name: table for name, table in (("train_data", data), ("eval_data", eval_data)) if table is not None}
     drive = functools.partial(_drive, tables=tables, console=console, stopwatch=stopwatch, stop=stop)
     torchrun = TorchrunEnv.from_environment()
-    result = drive(config, launcher_of) if torchrun is None else _drive_torchrun(fitted(config, torchrun), torchrun, drive)
+    with preserved_process():
+        result = drive(config, launcher_of) if torchrun is None else _drive_torchrun(fitted(config, torchrun), torchrun, drive)
     assert result is not None, "only `train_until` pauses a run"
     return result
 
@@ -86,7 +88,8 @@ def train_until(
     it paused there, after an evaluation and a save; the next call resumes from it. Otherwise returns the finished run. Learning
     rates and row order are those for the full run, so pauses do not change the final weights."""
     launcher = functools.partial(ProcessLauncher, pause_at=fraction)
-    return _drive(config, launcher, tables={}, console=console or Console(), stopwatch=Stopwatch(), stop=stop)
+    with preserved_process():
+        return _drive(config, launcher, tables={}, console=console or Console(), stopwatch=Stopwatch(), stop=stop)
 
 
 def launcher_of(config: TrainConfig) -> Launcher:
@@ -184,12 +187,13 @@ def _drive(
         return Result(folder, CheckpointPath(finished["checkpoint"]), finished)
     preflight(config)
     init = _start_checkpoint(config, folder)
-    _set_environment()
     stopwatch.lap("checks")
     started_s = time.monotonic()
-    launcher, config = _connected(config, make_launcher, root, console, stopwatch)
-
-    with Signals(stop) as signals:  # only now, because ray.init installs its own handler
+    with (
+        _connected(make_launcher(config), root, console, stopwatch) as launcher,
+        Signals(stop) as signals,  # only now, because ray.init installs its own handler
+    ):
+        config = config.replace(cluster=config.cluster.without_values())  # for other processes
         goes_on = latest(folder) is not None
         layout = launcher.allocate_resources(resumes=goes_on, note=console.note)
         # A new run must not wait long at a wrong endpoint.
@@ -242,22 +246,26 @@ def _drive(
                 )
         if result or signals.cause is None:
             return result
-        checkpoint = latest(folder)
-        resumed_from = f"step {checkpoint.step:,}" if checkpoint else "its start, because there is no checkpoint"
-        console.note(f"{folder}: stopped; the same command resumes from {resumed_from}")
+        console.note(_stopped_text(folder))
         signals.throw()
     raise AssertionError("the signal was thrown")
 
 
-def _connected(
-    config: TrainConfig, make_launcher: Callable[[TrainConfig], Launcher], root: str, console: Console, stopwatch: Stopwatch
-) -> tuple[Launcher, TrainConfig]:
-    """Return a connected launcher, and the configuration for other processes, without values of environment variables."""
-    launcher = make_launcher(config)
+@contextlib.contextmanager
+def _connected(launcher: Launcher, root: str, console: Console, stopwatch: Stopwatch) -> Iterator[Launcher]:
     stopwatch.lap("imports")
-    launcher.connect(root, console)
-    stopwatch.lap("connect")
-    return launcher, config.replace(cluster=config.cluster.without_values())
+    try:
+        launcher.connect(root, console)
+        stopwatch.lap("connect")
+        yield launcher
+    finally:
+        launcher.close()
+
+
+def _stopped_text(folder: str) -> str:
+    checkpoint = latest(folder)
+    resumed_from = f"step {checkpoint.step:,}" if checkpoint else "its start, because there is no checkpoint"
+    return f"{folder}: stopped; the same command resumes from {resumed_from}"
 
 
 def _checked(
@@ -319,18 +327,6 @@ def _finalize_run(folder: str, *, note: Callable[[str], None]) -> Iterator[None]
             except (OSError, InputError) as error:
                 note(f"Cannot merge the events of this run; their parts can be read too ({error})")
             try_write_report(folder, note=note)
-
-
-def _set_environment() -> None:
-    # Before Ray starts: its workers inherit these.
-    defaults = {
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # delay to detect a dead worker
-        "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",  # delay to detect a preemption; clouds announce it as late as 30 s before
-        "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    }
-    for key, value in defaults.items():
-        os.environ.setdefault(key, value)
 
 
 def _write_config(folder: str, config: TrainConfig) -> None:

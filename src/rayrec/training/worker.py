@@ -1,12 +1,13 @@
 """Training worker, from its process group's start to its last checkpoint."""
 
+import contextlib
 import gc
 import logging
 import platform
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -31,6 +32,7 @@ from rayrec.checkpoint.state import all_tensors, restore_all, restore_model, sta
 from rayrec.checkpoint.writer import repair
 from rayrec.collectives import over_workers
 from rayrec.config import InputError
+from rayrec.data.engine import StopToken
 from rayrec.layers.kernel_threads import CpuWatch
 from rayrec.native import keep_freed_memory
 from rayrec.observe.events import EventWriter
@@ -69,19 +71,23 @@ def run_worker(
     else:
         allow_tf32(config.tf32)
     torch.manual_seed(config.seed)
-    watch = CpuWatch(partial(_log_contention, folder, worker))
-    events = EventWriter(storage.join(folder, "events.jsonl")) if worker.rank == 0 else None
+    with contextlib.ExitStack() as stack:
+        # Entered in this order, so that an error of any later part ends the threads and files of those before it.
+        stack.enter_context(contextlib.closing(CpuWatch(partial(_log_contention, folder, worker))))
+        events = stack.enter_context(EventWriter(storage.join(folder, "events.jsonl"))) if worker.rank == 0 else None
+        monitor = StopMonitor(attempt.channel, rank=worker.rank, stop=stop_token(worker), preemption=preemption)
+        stack.enter_context(contextlib.closing(monitor))
 
-    def log(kind: str, fields: dict[str, Any]) -> None:
-        if events is not None:
-            events.write(kind, **fields, **(object_store() if kind == "data" else {}))
+        def log(kind: str, fields: dict[str, Any]) -> None:
+            if events is not None:
+                events.write(kind, **fields, **(object_store() if kind == "data" else {}))
 
-    try:
-        return _train(worker, attempt, log, preemption=preemption, stopwatch=stopwatch)
-    finally:
-        watch.close()
-        if events is not None:
-            events.close()
+        return WorkerRun(worker, attempt, log, monitor, stopwatch).run()
+
+
+def stop_token(worker: WorkerContext) -> StopToken | None:
+    """Return the token of the worker's data tasks, or None if it reads without an engine."""
+    return getattr(worker.engine, "stop", None)
 
 
 def _log_contention(folder: str, worker: WorkerContext, waiting: float) -> None:
@@ -103,105 +109,127 @@ def threads_of_worker(scaling: ScalingConfig, *, node_cpus: int) -> int:
     return scaling.threads_per_worker or max(1, node_cpus if reserved is None else min(node_cpus, reserved))
 
 
-def _train(
-    worker: WorkerContext,
-    attempt: AttemptContext,
-    log: Log,
-    *,
-    preemption: Callable[[], PreemptionInfo | None],
-    stopwatch: Stopwatch,
-) -> dict[str, Any]:
-    config, folder = attempt.config, attempt.folder
-    peak = _measured_peak(worker, stopwatch) if config.observe.times else 0.0
-    damaged: set[int] = set()
-    with storage.retry_timeout(config.failure.max_outage_s):  # a start may wait as long as a save
-        check_shared(attempt.storage_token, Communicator.all())
-        # Retries like saves: a full disk may have room again.
-        lease = (
-            retry_write(partial(acquire_lease, folder), path=folder, max_outage_s=config.failure.max_outage_s)
-            if worker.rank == 0
-            else None
+@final
+class WorkerRun:
+    """Part of one worker in an attempt: it resumes, trains and tests."""
+
+    def __init__(
+        self, worker: WorkerContext, attempt: AttemptContext, log: Log, monitor: StopMonitor, stopwatch: Stopwatch
+    ) -> None:
+        self._worker, self._attempt, self._monitor, self._stopwatch = worker, attempt, monitor, stopwatch
+        self._log_event = log
+        self._damaged: set[int] = set()
+        self._evaluated_step: int | None = None
+        """Step of the weights that this process evaluated last."""
+
+    def run(self) -> dict[str, Any]:
+        """Return the driver's input, or {"stopped": cause}; collective."""
+        attempt = self._attempt
+        with contextlib.ExitStack() as stack:  # ends before the final test: data tasks and saves take its CPUs and memory
+            training = self._begin(stack)
+            with time_collective_waits(training.setup.clock), self._memory_errors(training.setup):
+                is_finished = _loop(attempt.config)(training)
+            self._saver.wait()
+        result = is_finished and finish(
+            attempt,
+            training.setup,
+            training.progress,
+            evaluated_step=self._evaluated_step,
+            expected=training.loader.trained_rows(),
+            log=self._log_event,
+            stop_signal=self._monitor,
         )
-        checkpoint, setup, loader, progress = _resume(worker, attempt, log, damaged, stopwatch)
-    if config.observe.times:
-        setup.peak_multiply_adds_per_s = peak_of_all(peak, world_size=worker.world_size)
-    watch = StopMonitor(attempt.channel, rank=worker.rank, preemption=preemption)
-    profiler = make_profiler(worker, folder, attempt.channel, log)
-    setup.begin_step = profiled(with_lowered_rates(setup, progress, config.plateau), profiler)
-    saver = Saver(
-        folder,
-        lease=lease,
-        retention=Retention(config.checkpoint.num_to_keep, config.checkpoint.keep_best, config.checkpoint.keep_every),
-        extra_files=_extra_files(attempt) if lease else {},
-        max_outage_s=config.failure.max_outage_s,
-        log=saver_log(folder, log, grace_s=config.failure.grace_s),
-        damaged=damaged,
-    )
-    watch.write_s = lambda: saver.write_s
-    reporting = report_saves(attempt.channel, lambda: saver.written_bytes, rank=worker.rank)
-    _log_start(
-        log,
-        stopwatch,
-        step=progress.step,
-        steps=progress.step + loader.steps,
-        rows=progress.rows,
-        world_size=worker.world_size,
-        nodes=Communicator.all().all_gather(platform.node()),
-        peak_multiply_adds_per_s=setup.peak_multiply_adds_per_s,
-        checkpoint=checkpoint and checkpoint.path,
-        damaged=sorted(damaged),
-        **setup.described,
-    )
+        return result or _stopped(self._monitor.cause, training.progress.step, self._log_event)
 
-    evaluated_step: int | None = None
+    def _memory_errors(self, setup: WorkerSetup) -> contextlib.AbstractContextManager[None]:
+        return memory_errors(setup.described, rank=self._worker.rank, device=self._worker.device)
 
-    def log_and_note(kind: str, fields: dict[str, Any]) -> None:
-        nonlocal evaluated_step
+    def _begin(self, stack: contextlib.ExitStack) -> Training:
+        """Restore or start the run, and enter its loader, saver, profiler and reporting thread in `stack`."""
+        config, folder, worker, attempt = self._attempt.config, self._attempt.folder, self._worker, self._attempt
+        peak = _measured_peak(worker, self._stopwatch) if config.observe.times else 0.0
+        with storage.retry_timeout(config.failure.max_outage_s):  # a start may wait as long as a save
+            check_shared(attempt.storage_token, Communicator.all())
+            # Retries like saves: a full disk may have room again.
+            lease = (
+                retry_write(partial(acquire_lease, folder), path=folder, max_outage_s=config.failure.max_outage_s)
+                if worker.rank == 0
+                else None
+            )
+            candidates = _Candidates(attempt, self._log_event, self._damaged)
+            checkpoint, setup, loader, progress = _resume(worker, attempt, candidates, self._stopwatch, stack)
+        self._monitor.begin()
+        if config.observe.times:
+            setup.peak_multiply_adds_per_s = peak_of_all(peak, world_size=worker.world_size)
+        saver = Saver(
+            folder,
+            lease=lease,
+            retention=Retention(config.checkpoint.num_to_keep, config.checkpoint.keep_best, config.checkpoint.keep_every),
+            extra_files=_extra_files(attempt) if lease else {},
+            max_outage_s=config.failure.max_outage_s,
+            log=saver_log(folder, self._log_event, grace_s=config.failure.grace_s),
+            damaged=self._damaged,
+        )
+        self._saver = stack.enter_context(contextlib.closing(saver))
+        self._monitor.write_s = lambda: saver.write_s
+        stack.enter_context(report_saves(attempt.channel, lambda: saver.written_bytes, rank=worker.rank))
+        profiler = make_profiler(worker, folder, attempt.channel, self._log_event)
+        stack.enter_context(contextlib.closing(profiler))
+        setup.begin_step = profiled(with_lowered_rates(setup, progress, config.plateau), profiler)
+        training = Training(
+            config=config,
+            setup=setup,
+            loader=loader,
+            progress=progress,
+            log=self._log,
+            save=partial(self._save, setup),
+            stop_signal=self._monitor,
+            first_step=partial(_log_first_step, self._log_event),
+            pause_at=attempt.pause_at,
+        )
+        self._log_start(training, checkpoint)
+        return training
+
+    def _log_start(self, training: Training, checkpoint: Checkpoint | None) -> None:
+        setup, progress = training.setup, training.progress
+        start = {
+            "step": progress.step,
+            "steps": progress.step + training.loader.steps,
+            "rows": progress.rows,
+            "world_size": self._worker.world_size,
+            "nodes": Communicator.all().all_gather(platform.node()),
+            "peak_multiply_adds_per_s": setup.peak_multiply_adds_per_s,
+            "checkpoint": checkpoint and checkpoint.path,
+            "damaged": sorted(self._damaged),
+            **setup.described,
+        }
+        self._log_event("start", start)
+        self._stopwatch.lap("begin")
+        self._log_event("start_up", {"process": "worker", "stages": dict(self._stopwatch.stages)})
+
+    def _log(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "evaluate":
-            evaluated_step = fields["step"]
-        log(kind, fields)
+            self._evaluated_step = fields["step"]
+        self._log_event(kind, fields)
 
-    def save(progress: Progress, loader_state: dict[str, Any], *, score: float | None, needed: bool, complete: bool) -> None:
-        state = {"progress": progress.state(), "loader": loader_state, "recipe": config.recipe}
+    def _save(
+        self,
+        setup: WorkerSetup,
+        progress: Progress,
+        loader_state: dict[str, Any],
+        *,
+        score: float | None,
+        needed: bool,
+        complete: bool,
+    ) -> None:
+        saver = self._saver
+        state = {"progress": progress.state(), "loader": loader_state, "recipe": self._attempt.config.recipe}
         if needed:
             saver.wait()
         if not saver.begin(progress.step, all_tensors(setup.model, setup.optimizer), state=state, score=score):
-            log("checkpoint_late", {"step": progress.step, "cause": "the previous save is not complete"})
+            self._log_event("checkpoint_late", {"step": progress.step, "cause": "the previous save is not complete"})
         if complete:
             saver.wait()
-
-    try:
-        with time_collective_waits(setup.clock), memory_errors(setup.described, rank=worker.rank, device=worker.device):
-            training = Training(
-                config=config,
-                setup=setup,
-                loader=loader,
-                progress=progress,
-                log=log_and_note,
-                save=save,
-                stop_signal=watch,
-                first_step=partial(_log_first_step, log),
-                pause_at=attempt.pause_at,
-            )
-            finished = _loop(config)(training)
-        saver.wait()
-    except BaseException:
-        watch.close()
-        raise
-    finally:
-        profiler.close()
-        reporting.set()
-        saver.close()
-        loader.close()
-    try:
-        result = finished and finish(
-            attempt, setup, progress, evaluated_step=evaluated_step, expected=loader.trained_rows(), log=log, stop_signal=watch
-        )
-    finally:
-        watch.close()
-    if result:
-        return result
-    return _stopped(watch.cause, progress.step, log)
 
 
 def _stopped(cause: str | None, step: int, log: Log) -> dict[str, Any]:
@@ -217,12 +245,6 @@ def _measured_peak(worker: WorkerContext, stopwatch: Stopwatch) -> float:
     peak = multiply_adds_per_s_or_zero(worker.device, precision=worker.config.precision)
     stopwatch.lap("speed_probe")
     return peak
-
-
-def _log_start(log: Log, stopwatch: Stopwatch, **start: Any) -> None:
-    log("start", start)
-    stopwatch.lap("begin")
-    log("start_up", {"process": "worker", "stages": dict(stopwatch.stages)})
 
 
 def _log_first_step(log: Log, blocked_s: float, elapsed_s: float) -> None:
@@ -264,42 +286,58 @@ def _loop(config: TrainConfig) -> Callable[[Training], bool]:
     return loop.run
 
 
-def _resume(
-    worker: WorkerContext, attempt: AttemptContext, log: Log, damaged: set[int], stopwatch: Stopwatch
-) -> tuple[Checkpoint | None, WorkerSetup, TrainLoader, Progress]:
-    """Restore the latest valid checkpoint, or start a run; collective. Rank 0 adds skipped checkpoints' steps to `damaged`."""
-    config, folder = worker.config, attempt.folder
-    stopwatch.lap("storage")
-    skipped: dict[str, DamagedError] = {}
-    repaired: set[str] = set()
-    setup: WorkerSetup | None = None
+class _Candidates:
+    """Checkpoints to resume from, without those found damaged. Rank 0 adds the steps of skipped ones to `damaged`."""
 
-    def log_damaged(kind: str, fields: dict[str, Any]) -> None:
-        damaged.add(step_of(fields["path"]))
-        log(kind, fields)
+    def __init__(self, attempt: AttemptContext, log: Log, damaged: set[int]) -> None:
+        self._attempt, self._log, self._damaged = attempt, log, damaged
+        self._skipped: dict[str, DamagedError] = {}
 
-    def skip(checkpoint: Checkpoint, error: DamagedError) -> None:
-        log_damaged("checkpoint_damaged", {"path": checkpoint.path, "cause": str(error)})
-        skipped[checkpoint.path] = type(error)(str(error))  # without the stack frames, which reference the model
-
-    def repair_it(checkpoint: Checkpoint) -> bool:
-        return _repaired(checkpoint, attempt, log)
-
-    while True:
-        checkpoint = latest_valid_checkpoint(folder, log=log_damaged, exclude=skipped.keys(), repair=repair_it)
-        unreadable = [error for error in skipped.values() if isinstance(error, UnreadableError)]
+    def latest(self) -> Checkpoint | None:
+        """Return the latest valid checkpoint; collective. Raises UnreadableError if the only ones left cannot be read."""
+        checkpoint = latest_valid_checkpoint(
+            self._attempt.folder, log=self._log_damaged, exclude=self._skipped.keys(), repair=self.repair
+        )
+        unreadable = [error for error in self._skipped.values() if isinstance(error, UnreadableError)]
         if checkpoint is None and unreadable:
             raise unreadable[0].without_another()  # It may be undamaged
+        return checkpoint
+
+    def skip(self, checkpoint: Checkpoint, error: DamagedError) -> None:
+        self._log_damaged("checkpoint_damaged", {"path": checkpoint.path, "cause": str(error)})
+        self._skipped[checkpoint.path] = type(error)(str(error))  # without the stack frames, which reference the model
+
+    def repair(self, checkpoint: Checkpoint) -> bool:
+        return _repaired(checkpoint, self._attempt, self._log)
+
+    def _log_damaged(self, kind: str, fields: dict[str, Any]) -> None:
+        self._damaged.add(step_of(fields["path"]))
+        self._log(kind, fields)
+
+
+def _resume(
+    worker: WorkerContext, attempt: AttemptContext, candidates: _Candidates, stopwatch: Stopwatch, stack: contextlib.ExitStack
+) -> tuple[Checkpoint | None, WorkerSetup, TrainLoader, Progress]:
+    """Restore the latest valid checkpoint, or start a run; collective. The loader is entered in `stack` before it starts
+    threads."""
+    config = worker.config
+    stopwatch.lap("storage")
+    repaired: set[str] = set()
+    setup: WorkerSetup | None = None
+    while True:
+        checkpoint = candidates.latest()
         try:
             state = _state_of(checkpoint) if checkpoint else None
         except DamagedError as error:
             assert checkpoint is not None
-            skip(checkpoint, error)
+            candidates.skip(checkpoint, error)
             continue
         progress = Progress.from_state(state["progress"], rank=worker.rank) if state else Progress()
         loader = config.workload.make_loader(
             worker, attempt.prepared, state=state["loader"] if state else None, step=progress.step
         )
+        opened = stack.enter_context(contextlib.ExitStack())
+        opened.callback(loader.close)
         loader.start()  # data tasks run while the model is built
         stopwatch.lap("loader")
         if checkpoint is None and setup is not None:  # partly filled with damaged data
@@ -316,11 +354,13 @@ def _resume(
         try:
             restore_all(checkpoint, setup.model, setup.optimizer)
         except DamagedError as error:
-            loader.close()
-            is_repaired = checkpoint.path not in repaired and Communicator.all().run_on_rank0(partial(repair_it, checkpoint))
+            opened.close()
+            is_repaired = checkpoint.path not in repaired and Communicator.all().run_on_rank0(
+                partial(candidates.repair, checkpoint)
+            )
             repaired.add(checkpoint.path)
             if not is_repaired:
-                skip(checkpoint, error)
+                candidates.skip(checkpoint, error)
             continue
         finally:
             stopwatch.lap("restore")

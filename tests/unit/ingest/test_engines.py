@@ -18,7 +18,7 @@ from builders.faults import fails_with, rejects
 
 from rayrec import storage
 from rayrec.compat import ray_compat
-from rayrec.data.engine import TaskPlacement
+from rayrec.data.engine import StopToken, TaskPlacement
 from rayrec.ingest import ray_engine, spark_engine
 from rayrec.ingest.ray_engine import ConcurrencyLimits, RayEngine, _LimitPolicy, tasks_dataset
 from rayrec.ingest.spark_engine import SparkConfig
@@ -150,7 +150,7 @@ def items(tables: Iterator[pa.Table]) -> Iterator[int]:
 def test_datasets_start_early_and_small_close_and_raise_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_engine, "_EARLY_START_ITEMS", 2)
     datasets, groups = Datasets(), [range(0, 5), range(5, 10), range(10, 12)]
-    found = items(ray_engine._chain_groups(groups, datasets.tables_of))
+    found = items(ray_engine._chain_groups(groups, datasets.tables_of, StopToken()))
     assert [next(found) for _ in range(3)] == [0, 1, 2]
     assert datasets.opened == [range(0, 5)]
     assert next(found) == 3
@@ -159,14 +159,14 @@ def test_datasets_start_early_and_small_close_and_raise_in_order(monkeypatch: py
     assert list(found) == [*range(6, 12)]
     assert datasets.opened == datasets.closed == groups
     datasets = Datasets()
-    found = ray_engine._chain_groups([range(0, 2), range(2, 4)], datasets.tables_of)
+    found = ray_engine._chain_groups([range(0, 2), range(2, 4)], datasets.tables_of, StopToken())
     next(found)
     found.close()
     assert sorted(datasets.closed, key=min) == sorted(datasets.opened, key=min) == [range(0, 2), range(2, 4)]
-    found = items(ray_engine._chain_groups([[0, 1, 2], [-1, 3]], Datasets().tables_of))
+    found = items(ray_engine._chain_groups([[0, 1, 2], [-1, 3]], Datasets().tables_of, StopToken()))
     assert [next(found) for _ in range(3)] == [0, 1, 2]
     fails_with(ValueError, "broken", next, found)
-    assert list(ray_engine._chain_groups([], Datasets().tables_of)) == []
+    assert list(ray_engine._chain_groups([], Datasets().tables_of, StopToken())) == []
     groups = list(ray_engine._groups(range(4000)))
     assert [len(group) for group in groups] == [64, 256, 1024, 1024, 1024, 608]
     assert [item for group in groups for item in group] == list(range(4000))

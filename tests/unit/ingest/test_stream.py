@@ -26,7 +26,7 @@ from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC
-from rayrec.data.engine import InProcess, ThreadEngine
+from rayrec.data.engine import InProcess, StopToken, ThreadEngine
 from rayrec.data.logs.index import Block, LogIndex, SegmentRange
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.text_log import read_segments
@@ -35,7 +35,7 @@ from rayrec.ingest import stream as stream_module
 from rayrec.ingest.batches import BatchSlicer, ClickBatches
 from rayrec.ingest.block_order import BatchSharding, BlockOrder, BlockPlan, BlockRange, Position
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.stream import STOP_REQUESTED, EncodedBlock, Prefetcher, RowStream, TaskSource, encoded_block
+from rayrec.ingest.stream import EncodedBlock, Prefetcher, RowStream, TaskSource, encoded_block
 from rayrec.schema import Schema
 from rayrec.trained_rows import TrainedRows
 from rayrec.training import stop_monitor
@@ -94,9 +94,10 @@ def test_stop_makes_missing_blocks_locally(
 
     monkeypatch.setattr(stream_module, "_STALL_S", 0.3)
     monkeypatch.setattr(stream_module, "_POLL_S", 0.05)
-    threading.Timer(0.2, STOP_REQUESTED.set).start()
+    engine = Given(tables)
+    threading.Timer(0.2, engine.stop.set).start()
     found: list[list[int]] = []
-    thread = threading.Thread(target=lambda: found.append(numbers(block_ranges, preprocessor, Given(tables))), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(numbers(block_ranges, preprocessor, engine)), daemon=True)
     thread.start()
     thread.join(60)
     expected = [each.parts[0].segment.first_row + each.order()[rows.start : rows.stop] for each, rows in block_ranges]
@@ -127,8 +128,9 @@ def test_stream_raises_errors_and_closes(block_ranges: BlockRanges, preprocessor
 def test_stop_reaches_every_worker(monkeypatch: pytest.MonkeyPatch, never: threading.Event, rank: int) -> None:
     monkeypatch.setattr(stop_monitor, "POLL_S", 0.01)
     monkeypatch.setattr(stop_monitor, "_RANKS_POLL_S", 0.01)
-    watch = stop_monitor.StopMonitor(SimpleNamespace(stop_reason=lambda: "SIGTERM"), rank=rank)
-    assert STOP_REQUESTED.wait(10)
+    stop = StopToken()
+    watch = stop_monitor.StopMonitor(SimpleNamespace(stop_reason=lambda: "SIGTERM"), rank=rank, stop=stop)
+    assert stop.wait(10)
     watch.close()
     assert (watch.cause is None) == (rank == 1)  # all act on what worker 0 has heard
 

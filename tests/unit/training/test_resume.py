@@ -1,5 +1,6 @@
 """Resume from the latest readable checkpoint, regardless of when damage is found."""
 
+import contextlib
 import errno
 import os
 import shutil
@@ -82,7 +83,8 @@ class Resumed:
         def log(kind: str, fields: dict[str, Any]) -> None:
             self.events.append((kind, checkpoint.step_of(fields["path"])))
 
-        return worker._resume(context, assignment, log, self.damaged, Stopwatch())
+        candidates = worker._Candidates(assignment, log, self.damaged)
+        return worker._resume(context, assignment, candidates, Stopwatch(), contextlib.ExitStack())
 
 
 def tear(folder: str, step: int, name: str) -> None:

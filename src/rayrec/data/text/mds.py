@@ -264,13 +264,27 @@ def _checksum(file: Mapping[str, Any]) -> tuple[str, str] | None:
     return next(((name, file["hashes"][name]) for name in _HASHES if name in file["hashes"]), None)
 
 
+_import_lock: Final = threading.Lock()
+
+
 def load_streaming() -> ModuleType:
-    """Import streaming with empty modules instead of its vision, text and multimodal datasets. streaming.vision imports
-    torchvision, whose pip build crashes with a CPU build of torch. Raises InputError if not installed."""
+    """Import streaming without its vision, text and multimodal datasets, which import torchvision, whose pip build crashes with a
+    CPU build of torch. The caller can still import them. Raises InputError if not installed."""
     require("streaming", extra="language")
-    for name in ("vision", "text", "multimodal"):
-        sys.modules.setdefault(f"streaming.{name}", ModuleType(f"streaming.{name}"))
-    return importlib.import_module("streaming")
+    with _import_lock:
+        if "streaming" in sys.modules:
+            return importlib.import_module("streaming")
+        # Empty modules in their place while the package is imported.
+        empty = {f"streaming.{name}": ModuleType(f"streaming.{name}") for name in ("vision", "text", "multimodal")}
+        sys.modules.update(empty)
+        try:
+            streaming = importlib.import_module("streaming")
+        finally:
+            for name in empty:
+                del sys.modules[name]
+        for name in empty:
+            delattr(streaming, name.rpartition(".")[2])
+        return streaming
 
 
 def write_shard(tokens: np.ndarray, path: str) -> dict[str, Any]:

@@ -104,7 +104,8 @@ def follow_attempt(
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="attempt", daemon=True).start()
+    thread = threading.Thread(target=run, name="attempt", daemon=True)
+    thread.start()
     grace: GracePeriod | None = None
     with signals.deferred():
         while not future.done():
@@ -116,6 +117,7 @@ def follow_attempt(
                     return None
             elif (reason := poll()) is not None:
                 request_stop(reason)
+    thread.join()
     return future.result()
 
 
@@ -139,6 +141,9 @@ class Launcher(Protocol):
 
     def cause_of(self, error: BaseException) -> str:
         """Describe the error that ended the run in one line."""
+
+    def close(self) -> None:
+        """End what `connect` began for this run, also after an error. The connection to Ray stays."""
 
 
 def local_layout(config: TrainConfig, *, cpus: int) -> Layout:
@@ -174,30 +179,54 @@ _LOGGERS: Final = ("torchrec", "fbgemm_gpu", "ray.data", "torch", "torch.distrib
 _logger, _warnings_logger = logging.getLogger(__name__), logging.getLogger("py.warnings")
 
 
+_open_lock: Final = threading.Lock()
+_open_logs: Final[list[logging.Handler]] = []
+_restore_logging: Callable[[], None] | None = None
+
+
 @contextlib.contextmanager
 def worker_logs(path: str, *, rank: int) -> Iterator[None]:
     """Write this process's Python logs and warnings to a local file of the run within the context; to standard error if `path` is
-    a URL or cannot be opened. Existing handlers still receive their records. Native code always writes to standard error."""
+    a URL or cannot be opened. Existing handlers still receive their records. Native code always writes to standard error. Runs in
+    several threads of a process log to all their files, and the last one restores the caller's logging."""
+    global _restore_logging
     handler, error = _handler(path)
     handler.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    with _open_lock:
+        if not _open_logs:
+            _restore_logging = _redirect_logging()
+        _open_logs.append(handler)
+        root.handlers = [*root.handlers, handler]
+    if error is not None:
+        _logger.warning("Cannot open %s, logging to standard error instead (%s)", path, error)
+    try:
+        yield
+    finally:
+        with _open_lock:
+            _open_logs.remove(handler)
+            root.handlers = [other for other in root.handlers if other is not handler]
+            if not _open_logs and _restore_logging is not None:
+                _restore_logging()
+        handler.close()
+
+
+def _redirect_logging() -> Callable[[], None]:
+    """Make all loggers pass their records to the root logger, and warnings too. Returns a function that undoes it."""
     root, loggers = logging.getLogger(), [logging.getLogger(name) for name in _LOGGERS]
     before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
     level, handlers = root.level, root.handlers
     levels = [other.level for other in handlers]
     for other in handlers:
         other.setLevel(max(other.level, level))
-    root.handlers = [*handlers, handler]
     root.setLevel(logging.INFO)
     for logger in loggers:
         logger.handlers, logger.propagate = [], True
     shown = warnings.showwarning
     # As logging.captureWarnings, which would not restore the caller's function.
     warnings.showwarning = lambda *warning: _warnings_logger.warning("%s", warnings.formatwarning(*warning[:4], *warning[5:]))
-    if error is not None:
-        _logger.warning("Cannot open %s, logging to standard error instead (%s)", path, error)
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         warnings.showwarning = shown
         root.setLevel(level)
         root.handlers = handlers
@@ -205,7 +234,8 @@ def worker_logs(path: str, *, rank: int) -> Iterator[None]:
             other.setLevel(its)
         for logger, its_handlers, propagate in before:
             logger.handlers, logger.propagate = its_handlers, propagate
-        handler.close()
+
+    return restore
 
 
 def _handler(path: str) -> tuple[logging.Handler, OSError | None]:

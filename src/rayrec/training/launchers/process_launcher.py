@@ -46,6 +46,7 @@ class ProcessLauncher:
         """Create the launcher. `rendezvous`: of torchrun's processes; None to train alone."""
         self._config, self._rendezvous, self._pause_at = config, rendezvous, pause_at
         self._env = TorchrunEnv.alone(config.cluster.num_cpus) if rendezvous is None else rendezvous.env
+        self._imports: threading.Thread | None = None
 
     def connect(self, folder: str, console: Console) -> None:
         if self._rendezvous is not None:
@@ -63,7 +64,8 @@ class ProcessLauncher:
                     importlib.import_module(module)
 
         # While data is prepared. Not a daemon: a process that exits while loading a library may crash.
-        threading.Thread(target=load, name="imports").start()
+        self._imports = threading.Thread(target=load, name="imports")
+        self._imports.start()
 
     def allocate_resources(self, *, resumes: bool, note: Callable[[str], None]) -> Layout:
         scaling = self._config.scaling.replace(num_workers=self._env.local_world_size)
@@ -95,3 +97,7 @@ class ProcessLauncher:
 
     def cause_of(self, error: BaseException) -> str:
         return line_of(error)
+
+    def close(self) -> None:
+        if self._imports is not None:  # still running after an error of `prepare`
+            self._imports.join()

@@ -19,7 +19,8 @@ from rayrec import host_resources, storage
 from rayrec.cluster.layout import TorchrunEnv
 from rayrec.collectives import group_arguments, use_device
 from rayrec.config import InputError, line_of
-from rayrec.data.engine import STOP_REQUESTED, ThreadEngine
+from rayrec.data.engine import ThreadEngine
+from rayrec.process_state import preserved_process
 from rayrec.training.launchers.base import AttemptContext, PreparedRun, follow_attempt, worker_logs
 from rayrec.training.profiling import watched_requests
 from rayrec.training.stop_monitor import ProfileRequest, Signals
@@ -31,6 +32,8 @@ _REQUESTS_S: Final = 1.0
 _JOIN: Final = timedelta(minutes=30)
 _LEAVE_S: Final = 30.0
 """Seconds that the first process, which may host the store, waits for the others to read the result."""
+_JOIN_S: Final = 5.0
+"""Maximum wait for a watcher, in seconds, which may be in a call to a lost store."""
 _ATTEMPT, _RECEIVED, _ENDED, _LEFT = "attempt", "taken", "ended", "left"
 _CAUSE, _BYTES, _REQUESTS = "cause", "wrote", "requests"
 _CHUNK: Final = 4 << 20
@@ -47,7 +50,8 @@ class StoreRendezvous:
         self.group_store = distributed.PrefixStore(f"{attempt}/group", store)
         cloned = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it
         self._store, self._lock = distributed.PrefixStore(f"{attempt}/rayrec", cloned), threading.Lock()
-        self._closed = False
+        self._closed = threading.Event()
+        self._watchers: list[threading.Thread] = []
 
     @classmethod
     def join(cls, env: TorchrunEnv) -> Self:
@@ -84,15 +88,22 @@ class StoreRendezvous:
             return self._store.add(key, amount)
 
     def close(self) -> None:
-        """Make later calls raise OSError; called before the process ends. A thread in the store's C++ code during Python's
-        shutdown would abort the process (`std::terminate`, status 134)."""
+        """Make later calls raise OSError, and wait for the watchers; called before the process ends. A thread in the store's C++
+        code during Python's shutdown would abort the process (`std::terminate`, status 134)."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
+        for watcher in self._watchers:
+            watcher.join(_JOIN_S)
+
+    def watch(self, target: Callable[[threading.Event], None], name: str) -> None:
+        """Call `target` in a thread, with the event of the end, which it must heed."""
+        self._watchers.append(threading.Thread(target=target, args=(self._closed,), name=name, daemon=True))
+        self._watchers[-1].start()
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 raise OSError("the run of this process has ended")
             yield
 
@@ -123,15 +134,15 @@ class StoreControlChannel:
         self._rendezvous.publish(f"{_REQUESTS}/{self._rendezvous.add(_REQUESTS, 1)}", json.dumps(request).encode())
 
     def subscribe(self, requested: Callable[[ProfileRequest], None]) -> None:
-        threading.Thread(target=self._watch, args=(requested,), name="profile-requests", daemon=True).start()
+        self._rendezvous.watch(functools.partial(self._watch, requested), "profile-requests")
 
-    def _watch(self, requested: Callable[[ProfileRequest], None]) -> None:
+    def _watch(self, requested: Callable[[ProfileRequest], None], ended: threading.Event) -> None:
         seen = 0
         with contextlib.suppress(OSError):  # the run has ended
-            while True:
+            while not ended.is_set():
                 value = self._get(f"{_REQUESTS}/{seen + 1}")
                 if value is None:
-                    time.sleep(_REQUESTS_S)
+                    ended.wait(_REQUESTS_S)
                 else:
                     requested(json.loads(value))
                     seen += 1
@@ -225,38 +236,51 @@ def _train(attempt: AttemptContext, rendezvous: StoreRendezvous, signals: Signal
 
 def _work(attempt: AttemptContext, rendezvous: StoreRendezvous, device: torch.device) -> dict[str, Any]:
     use_device(device)
-    env, stopwatch, threads = rendezvous.env, attempt.stopwatch(), torch.get_num_threads()
+    env, stopwatch = rendezvous.env, attempt.stopwatch()
     context = WorkerContext(attempt.config, env.rank, env.world_size, device, attempt.engine, node=platform.node(), cpus=env.cpus)
     log = storage.join(attempt.folder, "logs", f"worker_{env.rank}.log")
     is_bound = attempt.config.scaling.bind_cores
     cores = host_resources.bound_to_cores(env.local_rank, env.local_world_size) if is_bound else contextlib.nullcontext()
-    try:
-        with cores, worker_logs(log, rank=env.rank), _process_group(attempt.config, rendezvous, device):
-            stopwatch.lap("process_group")
-            return run_worker(attempt, context, stopwatch=stopwatch)
-    finally:
-        torch.set_num_threads(threads)
-        STOP_REQUESTED.clear()  # later work in this process must wait for its data
+    # Here too, because the caller may not have loaded torch, and may return before an abandoned worker does.
+    with preserved_process(), cores, worker_logs(log, rank=env.rank), _process_group(attempt.config, rendezvous, device):
+        stopwatch.lap("process_group")
+        return run_worker(attempt, context, stopwatch=stopwatch)
+
+
+_group_lock: Final = threading.Lock()
+_num_group_users = 0
+"""Number of runs that train alone in this process at the moment, and share torch's one default group."""
 
 
 @contextlib.contextmanager
 def _process_group(config: TrainConfig, rendezvous: StoreRendezvous, device: torch.device) -> Iterator[None]:
-    """Join the group of all processes. A process that trains alone uses its caller's group, if any."""
-    env = rendezvous.env
-    if not env.is_torchrun and distributed.is_initialized():
-        yield
-        return
-    distributed.init_process_group(
-        store=rendezvous.group_store,
-        rank=env.rank,
-        world_size=env.world_size,
-        **group_arguments(device, timeout_s=config.failure.max_outage_s + config.failure.collective_timeout_s),
-    )
+    """Join the group of all processes. A process that trains alone uses its caller's group, if any, and shares it with the runs
+    of other threads, the last of which ends it."""
+    global _num_group_users
+    env, is_alone = rendezvous.env, not rendezvous.env.is_torchrun
+    with _group_lock:
+        is_callers = is_alone and distributed.is_initialized() and not _num_group_users
+        if not is_callers:
+            if not _num_group_users:
+                _init_group(config, rendezvous, device)
+            _num_group_users += 1
+    failed = True
     try:
         yield
-    except BaseException:
-        # NCCL would wait for the other processes, which notice the failure only when this process ends.
-        if device.type != "cuda" or env.world_size == 1:
-            distributed.destroy_process_group()
-        raise
-    distributed.destroy_process_group()
+        failed = False
+    finally:
+        with _group_lock:
+            _num_group_users -= not is_callers
+            # After an error, NCCL would wait for the other processes, which notice the failure only when this process ends.
+            must_wait = failed and device.type == "cuda" and env.world_size > 1
+            if not is_callers and not _num_group_users and not must_wait:
+                distributed.destroy_process_group()
+
+
+def _init_group(config: TrainConfig, rendezvous: StoreRendezvous, device: torch.device) -> None:
+    distributed.init_process_group(
+        store=rendezvous.group_store,
+        rank=rendezvous.env.rank,
+        world_size=rendezvous.env.world_size,
+        **group_arguments(device, timeout_s=config.failure.max_outage_s + config.failure.collective_timeout_s),
+    )

@@ -27,6 +27,7 @@ from rayrec.data.engine import Shared, StreamEngine, Task, ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine, RayShared
 from rayrec.observe.console import Console
 from rayrec.observe.tracking.config import Makers
+from rayrec.process_state import temporary_environment
 from rayrec.training.launchers.base import AttemptContext, Driver, PreparedRun, follow_attempt, layout_of
 from rayrec.training.launchers.ray_backend import WORKER_MODULE, ProcessGroup, train_worker
 from rayrec.training.launchers.ray_control_channel import StopRequest
@@ -404,16 +405,28 @@ class _SingleNodeEngine(RayEngine):
         return ThreadEngine(1, max_outage_s=self.max_outage_s).run(name, function, items, block_bytes=block_bytes)
 
 
+_ENVIRONMENT: Final = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # delay to detect a dead worker
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",  # delay to detect a preemption; clouds announce it as late as 30 s before
+    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""Variables during a run, unless the caller sets them. Ray Train passes them on to its controller and workers."""
+
+
 class RayLauncher:
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
+        self._environment = contextlib.ExitStack()
 
     def connect(self, folder: str, console: Console) -> None:
         config = self._config
+        self._environment.enter_context(temporary_environment(_ENVIRONMENT, override=False))  # before Ray starts
         cluster, preload = config.cluster, () if config.scaling.use_gpu else config.workload.WORKER_MODULES
         connection.connect(cluster.address, **cluster.connection, log_to_driver=console.verbose, preload=preload)
         if not connection.is_local_ray():  # It has no dashboard.
-            os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # The Train page shows the run.
+            shown = {"RAY_TRAIN_ENABLE_STATE_TRACKING": "1"}  # on the Train page
+            self._environment.enter_context(temporary_environment(shown, override=False))
         require_reachable((folder, config.train_data.path, config.eval_data.path, config.init_from))
         connection.ship_code(config)
 
@@ -445,3 +458,6 @@ class RayLauncher:
 
     def cause_of(self, error: BaseException) -> str:
         return cause_of(error)
+
+    def close(self) -> None:
+        self._environment.close()

@@ -27,13 +27,13 @@ from rayrec import recipes, storage
 from rayrec.checkpoint import latest
 from rayrec.cluster.layout import TorchrunEnv
 from rayrec.config import InputError
-from rayrec.data.engine import STOP_REQUESTED, ThreadEngine
+from rayrec.data.engine import StopToken, ThreadEngine
 from rayrec.training import profiling, stop_monitor, trainer
 from rayrec.training.launchers import process_worker
 from rayrec.training.launchers.process_launcher import fitted
 from rayrec.training.launchers.process_worker import StoreControlChannel, StoreRendezvous, end, train_other
 from rayrec.training.result import Result
-from rayrec.workloads.base import RunContext, TrainConfig
+from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext, WorkerSetup
 
 STEPS = 12
 WAIT_S = 60.0
@@ -46,6 +46,10 @@ class Small(data_parallel.Small):
     def prepare(self, context: RunContext) -> None:
         assert isinstance(context.engine, ThreadEngine)
 
+    def set_up(self, context: WorkerContext, prepared: None) -> WorkerSetup:
+        STATE.stop = context.engine.stop
+        return super().set_up(context, prepared)
+
     def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if model.training:
             STATE.number += 1
@@ -53,7 +57,7 @@ class Small(data_parallel.Small):
         return super().measure(model, tensors)
 
 
-STATE = SimpleNamespace(number=0, act=lambda number: None)
+STATE = SimpleNamespace(number=0, act=lambda number: None, stop=StopToken())
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +75,6 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     handlers, level, threads = root.handlers, root.level, torch.get_num_threads()
     on_signal = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     yield
-    assert not STOP_REQUESTED.is_set()
     assert not distributed.is_initialized()
     assert torch.get_num_threads() == threads
     assert (root.handlers, root.level) == (handlers, level)
@@ -105,7 +108,7 @@ def at(step: int, what: Callable[[], object]) -> None:
     def act(number: int) -> None:
         if number == step:
             what()
-            assert STOP_REQUESTED.wait(WAIT_S)
+            assert STATE.stop.wait(WAIT_S)
 
     STATE.act = act
 

@@ -12,10 +12,9 @@ from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
-import ray
-import ray.train
 import torch
 from builders.faults import fails_with, raising, rejects, until
+from ray.train import RunConfig, ScalingConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
@@ -125,7 +124,7 @@ def test_signal_without_last_save_ends_run(nodes: Cluster, monkeypatch: pytest.M
 
 def callbacks_of(trainer_class: type[DataParallelTrainer], folder: Path) -> set[str]:
     """Return the names of the callbacks that a trainer of one worker gives to its controller."""
-    scaling, run = ray.train.ScalingConfig(num_workers=1), ray.train.RunConfig(storage_path=str(folder))
+    scaling, run = ScalingConfig(num_workers=1), RunConfig(storage_path=str(folder))
     trainer = trainer_class(lambda: None, scaling_config=scaling, run_config=run)  # type: ignore[arg-type]  # typed as Train V1's
     return {type(callback).__name__ for callback in trainer._create_default_callbacks()}
 
@@ -332,7 +331,7 @@ def config_for(scaling: dict[str, Any], **ray: Any) -> TrainConfig:
 
 
 def test_one_worker_without_address_runs_in_process() -> None:
-    for scaling, ray, needs_ray in (
+    for scaling, cluster, needs_ray in (
         (ONE, {}, None),
         ({"num_workers": (1, 1)}, {}, None),
         ({"num_workers": 2}, {}, "scaling.num_workers 2"),
@@ -344,14 +343,14 @@ def test_one_worker_without_address_runs_in_process() -> None:
         (ONE, {"runtime_env": "env.yaml"}, "cluster.runtime_env"),
         (ONE, {"num_cpus": 2}, None),
     ):
-        wanted, here = config_for(scaling, **ray), needs_ray is None
+        wanted, here = config_for(scaling, **cluster), needs_ray is None
         assert trains_in_process(wanted) is here
         launcher = launcher_of(wanted)
         assert isinstance(launcher, ProcessLauncher if here else RayLauncher)
         assert ("Prometheus" in launcher.trackers()) is not here
         if not here:
             refusal = f"^{needs_ray}: needs Ray, but --cluster.address is none. Omit one of the two$"
-            rejects(refusal, launcher_of, config_for(scaling, address="none", **ray))
+            rejects(refusal, launcher_of, config_for(scaling, address="none", **cluster))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,212 @@
+"""Caller's process after runs and other commands in it: nothing of theirs stays, and runs in two threads stop separately."""
+
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders.faults import fails_with, raising, until
+from builders.runs import LEAN, QUIET, events_of, one_worker
+from ranks import data_parallel
+from torch import distributed
+
+import rayrec
+from rayrec.checkpoint import latest
+from rayrec.config import InputError
+from rayrec.training import trainer
+from rayrec.training.launchers import base
+from rayrec.training.stop_monitor import Signals
+from rayrec.workloads.base import TrainConfig, Workload
+from rayrec.workloads.recsys.workload import ClickWorkload
+
+WAIT_S = 60.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+
+
+def state_of_process() -> dict[str, Any]:
+    """Return the state that a call shares with its caller, in values that can be compared."""
+    loggers = [logging.getLogger(), *(logging.getLogger(name) for name in (*base._LOGGERS, "ray", "rayrec", "py.warnings"))]
+    return {
+        "threads": {thread.name for thread in threading.enumerate() if thread.is_alive()},
+        "variables": dict(os.environ),
+        "filters": list(warnings.filters),
+        "showwarning": warnings.showwarning,
+        "hooks": (sys.excepthook, threading.excepthook, sys.stdout, sys.stderr),
+        "signals": [signal.getsignal(number) for number in SIGNALS],
+        "loggers": [(logger.level, list(logger.handlers), logger.propagate) for logger in loggers],
+        "random": random.getstate(),
+        "numpy": repr(np.random.get_state()),
+        "torch": torch.get_rng_state().tolist(),
+        "num_threads": torch.get_num_threads(),
+        "tf32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+        "group": distributed.is_initialized(),
+        "folder": os.getcwd(),
+        "path": list(sys.path),
+        "modules": {name for name in sys.modules if name.startswith("streaming.")},
+    }
+
+
+def check_unchanged(before: dict[str, Any]) -> None:
+    until(lambda: {thread.name for thread in threading.enumerate()} <= before["threads"], timeout_s=5)
+    after = state_of_process()
+    assert {part: after[part] for part in after if after[part] != before[part]} == {}
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the caller's state as in a script: without Ray, and without what earlier tests left."""
+    for name in ("RAY_ADDRESS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def config(click_log: Path, tmp_path: Path) -> TrainConfig:
+    small: dict[str, Any] = {"steps": 4, "evaluate_every": 4, "batch_size": 64, "name": "run", "seed": 7, "tf32": True, **LEAN}
+    return one_worker(click_log, tmp_path).replace(cluster={"address": "none"}, **small)
+
+
+def test_run_leaves_callers_process_unchanged(config: TrainConfig) -> None:
+    before = state_of_process()
+    trainer.train(config, console=QUIET)
+    check_unchanged(before)
+
+
+def test_scoring_commands_leave_callers_process_unchanged(config: TrainConfig, click_log: Path, tmp_path: Path) -> None:
+    run = trainer.train(config, console=QUIET).folder
+    before, log = state_of_process(), str(click_log / "train.txt")
+    rayrec.evaluate(run, log, console=QUIET)
+    rayrec.predict_to(run, log, out=str(tmp_path / "scores"), console=QUIET)
+    rayrec.export(run, out=str(tmp_path / "export"))
+    rayrec.plan(config, tables=[100] * len(config.workload.schema.sparse))  # type: ignore[attr-defined]  # a click model's
+    check_unchanged(before)
+
+
+@pytest.mark.parametrize("part", ["prepare", "make_loader", "set_up", "checkpoint_files"])
+def test_failed_start_leaves_callers_process_unchanged(config: TrainConfig, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    trainer.train(config.replace(name="first"), console=QUIET)  # what is loaded once stays loaded
+    monkeypatch.setattr(ClickWorkload, part, raising(InputError("no room for the tables")))
+    before = state_of_process()
+    for _ in range(2):
+        fails_with(InputError, "no room for the tables", trainer.train, config, console=QUIET)
+    check_unchanged(before)
+
+
+def test_failed_step_leaves_callers_process_unchanged(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up = ClickWorkload.set_up
+
+    def set_up_badly(self: Any, *arguments: Any) -> Any:
+        setup = set_up(self, *arguments)
+        monkeypatch.setattr(setup.pipeline, "progress", raising(ValueError("shapes do not match")))
+        return setup
+
+    monkeypatch.setattr(ClickWorkload, "set_up", set_up_badly)
+    before = state_of_process()
+    fails_with(ValueError, "shapes do not match", trainer.train, config, console=QUIET)
+    check_unchanged(before)
+
+
+def test_rejected_run_leaves_callers_process_unchanged(config: TrainConfig) -> None:
+    before = state_of_process()
+    fails_with(InputError, "", trainer.train, config.updated({"train_data": {"path": "/nowhere.txt"}}), console=QUIET)
+    check_unchanged(before)
+
+
+# Runs in two threads -------------------------------------------------------------------------------------------------
+
+
+class Waiting:
+    """Two runs of a tiny model in two threads, each of which waits in its third step until it is released."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.arrived = {name: threading.Event() for name in "ab"}
+        self.released = {name: threading.Event() for name in "ab"}
+        self.stop = {name: threading.Event() for name in "ab"}
+        self.results: dict[str, Any] = {}
+        self.threads = {name: threading.Thread(target=self._run, args=(name,)) for name in "ab"}
+
+    def _run(self, name: str) -> None:
+        settings: dict[str, Any] = {"name": name, "storage_path": str(self.folder), "log_every": 1, **LEAN}
+        config = data_parallel.config(1, steps=6).replace(**settings)
+        try:
+            self.results[name] = trainer.train(config, console=QUIET, stop=self.stop[name]).summary["steps"]
+        except BaseException as error:
+            self.results[name] = error
+
+    def begin(self, name: str) -> None:
+        self.threads[name].start()
+        assert self.arrived[name].wait(WAIT_S)
+
+    def end(self, name: str) -> Any:
+        self.released[name].set()
+        self.threads[name].join(WAIT_S)
+        return self.results[name]
+
+
+@pytest.fixture
+def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Waiting:
+    runs = Waiting(tmp_path)
+    set_up = data_parallel.Small.set_up
+
+    def set_up_waiting(self: Workload, context: Any, prepared: Any) -> Any:
+        setup, name = set_up(self, context, prepared), str(context.config.name)  # type: ignore[arg-type]
+        begin_step = setup.begin_step
+
+        def begin(step: int, total: int) -> None:
+            if step == 2:
+                runs.arrived[name].set()
+                assert runs.released[name].wait(WAIT_S)
+                if runs.stop[name].is_set() or name in stopped:
+                    assert context.engine.stop.wait(WAIT_S)
+            begin_step(step, total)
+
+        setup.begin_step = begin
+        return setup
+
+    stopped: set[str] = set()
+    monkeypatch.setattr(data_parallel.Small, "set_up", set_up_waiting)
+    monkeypatch.setattr(runs, "stopped", stopped, raising=False)
+    return runs
+
+
+def test_stop_ends_only_its_run(waiting: Waiting) -> None:
+    before = state_of_process()
+    waiting.begin("a")
+    waiting.begin("b")
+    waiting.stop["a"].set()
+    stopped = waiting.end("a")
+    assert (type(stopped), stopped.code) == (SystemExit, 143)
+    assert waiting.end("b") == 6
+    assert 2 < latest(str(waiting.folder / "a")).step < 6
+    assert [event["cause"] for event in events_of(waiting.folder / "a", "stop")] == ["a request to stop"]
+    check_unchanged(before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signal_stops_runs_of_all_threads(waiting: Waiting, number: signal.Signals) -> None:
+    waiting.stopped.update("ab")  # type: ignore[attr-defined]  # set by the fixture
+    with Signals() as signals, signals.deferred():
+        waiting.begin("a")
+        waiting.begin("b")
+        os.kill(os.getpid(), number)
+        assert {type(waiting.end(name)) for name in "ab"} == {KeyboardInterrupt if number == signal.SIGINT else SystemExit}
+        assert signals.cause == number.name
+
+
+def test_ignored_hangup_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals, signals.deferred():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signals.cause is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
