@@ -107,7 +107,7 @@ def test_run_leaves_complete_folder(finished: Trained) -> None:
     assert frame["validation_auroc"].dropna().tolist()[-1] == summary["validation"]["auroc"]
 
 
-def test_trainer_of_caller_gets_its_datasets_after_run(finished: Trained, tmp_path: Path) -> None:
+def test_other_trainer_gets_datasets_after_run(finished: Trained, tmp_path: Path) -> None:
     def count_rows() -> int:
         shard = ray.train.get_dataset_shard("train")
         return sum(len(batch["id"]) for batch in shard.iter_batches(batch_size=None))

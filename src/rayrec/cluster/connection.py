@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -163,7 +162,7 @@ def _start(environment: RuntimeEnvConfig, preload: Sequence[str], settings: Mapp
         _fork_server = None
     program, log = forked_worker.__file__, settings["log_to_driver"]
     try:
-        with temporary_environment(added), _ignored_hangup(), local_node_with(worker_program=program, log_monitor=log):
+        with temporary_environment(added), _blocked_hangup(), local_node_with(worker_program=program, log_monitor=log):
             _fork_server = _fork_server or (ForkServer(preload), variables)  # imports while Ray starts
             with temporary_environment({forked_worker.SOCKET: _fork_server[0].address}):
                 ray.init(
@@ -180,17 +179,14 @@ def _start(environment: RuntimeEnvConfig, preload: Sequence[str], settings: Mapp
 
 
 @contextlib.contextmanager
-def _ignored_hangup() -> Iterator[None]:
-    """Ignore SIGHUP within the context, also in processes started there. A closed terminal sends it to all of a command, and the
-    processes of a local Ray must live until its workers have saved."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def _blocked_hangup() -> Iterator[None]:
+    """Block SIGHUP in this thread and in processes started in the context, which never get it. A closed terminal sends it to all
+    processes of a command, and those of a local Ray must live until its workers have saved. This process gets it afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def is_local_ray() -> bool:

@@ -177,7 +177,7 @@ def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Waiting:
     return runs
 
 
-def test_stop_ends_only_its_run(waiting: Waiting) -> None:
+def test_stop_request_ends_one_run(waiting: Waiting) -> None:
     before = state_of_process()
     waiting.begin("a")
     waiting.begin("b")

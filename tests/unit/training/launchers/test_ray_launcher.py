@@ -129,7 +129,7 @@ def callbacks_of(trainer_class: type[DataParallelTrainer], folder: Path) -> set[
     return {type(callback).__name__ for callback in trainer._create_default_callbacks()}
 
 
-def test_own_trainer_lacks_two_callbacks_and_others_keep_them(tmp_path: Path) -> None:
+def test_trainer_leaves_out_two_callbacks(tmp_path: Path) -> None:
     expected = callbacks_of(DataParallelTrainer, tmp_path)
     own = callbacks_of(ray_launcher.RayrecTrainer, tmp_path)
     assert expected - own == {"PlacementGroupCleanerCallback", "DatasetsCallback"}
