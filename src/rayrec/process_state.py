@@ -18,7 +18,7 @@ _VARIABLES: Final = (
 )
 """Variables that rayrec and its libraries set while they work. Others may be the caller's, set in another thread."""
 _lock: Final = threading.RLock()
-_held: Final[dict[str, tuple[int, str | None]]] = {}
+_contexts: Final[dict[str, tuple[int, str | None]]] = {}
 """Variables set by `temporary_environment`: number of contexts, and the value before the first."""
 _num_users = 0
 _restore: Final[dict[str, Callable[[], None]]] = {}
@@ -30,19 +30,19 @@ def temporary_environment(variables: Mapping[str, str], *, override: bool = True
     """Set environment variables within the context, also for processes started there. Without `override`, the caller's own values
     stay. Contexts of several threads may overlap: a variable has its former value again after the last one."""
     with _lock:
-        names = [name for name in variables if override or name in _held or name not in os.environ]
+        names = [name for name in variables if override or name in _contexts or name not in os.environ]
         for name in names:
-            count, before = _held.get(name, (0, os.environ.get(name)))
-            _held[name] = count + 1, before
+            count, before = _contexts.get(name, (0, os.environ.get(name)))
+            _contexts[name] = count + 1, before
             os.environ[name] = variables[name]
     try:
         yield
     finally:
         with _lock:
             for name in names:
-                count, before = _held.pop(name)
+                count, before = _contexts.pop(name)
                 if count > 1:
-                    _held[name] = count - 1, before
+                    _contexts[name] = count - 1, before
                 else:
                     _set_variable(name, before)
 

@@ -50,8 +50,8 @@ class Prefetcher(Generic[T]):
     raised to the reader in order. The thread owns the generator and closes it."""
 
     def __init__(self, values: Generator[T, None, None], *, max_prefetch: int, stop: StopToken | None = None) -> None:
-        """Start the thread. `stop` is for a generator that may wait forever and cannot be interrupted, such as for data tasks on
-        lost nodes: once it is set, iteration ends if the next value is late."""
+        """Start the thread. Once `stop` is set, iteration ends if the next value is late. It is for a generator that may wait
+        forever and cannot be interrupted, such as for data tasks on lost nodes."""
         self._values, self._stop = values, stop
         self._made: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(max_prefetch)
         self._closed = threading.Event()

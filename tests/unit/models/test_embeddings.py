@@ -331,17 +331,17 @@ def test_weighted_lookup_matches_numpy(quantization: Quantization) -> None:
     table = row_format.pack(rng.standard_normal((9, 6)).astype(np.float32), table="t")
     values, weights = _unpacked(table, row_format), rng.standard_normal(4).astype(np.float32)
     lookup = Lookup(np.array([8, 0, 3, 8]), np.array([0, 3, 3, 4]), weights)
-    found = HostTables(row_format, [table]).pool([lookup], 3).numpy()
+    pooled = HostTables(row_format, [table]).pool([lookup], 3).numpy()
     first = weights[0] * values[8] + weights[1] * values[0] + weights[2] * values[3]
-    np.testing.assert_array_equal(found, np.stack([first, np.zeros(6, np.float32), weights[3] * values[8]]))
+    np.testing.assert_array_equal(pooled, np.stack([first, np.zeros(6, np.float32), weights[3] * values[8]]))
 
 
 def test_weighted_lookup_accepts_rows_larger_than_stack() -> None:
     dim = 3 << 20  # 12 MiB, where a thread's stack has 8 or less
     table = np.arange(dim, dtype=np.float32).reshape(1, dim)
     lookup = Lookup(np.array([0, 0]), np.array([0, 2]), np.array([0.5, 1.5], np.float32))
-    (found,) = HostTables(RowFormat("fp32", dim), [table]).pool([lookup], 1)
-    np.testing.assert_array_equal(found.numpy(), np.float32(0.5) * table[0] + np.float32(1.5) * table[0])
+    (pooled,) = HostTables(RowFormat("fp32", dim), [table]).pool([lookup], 1)
+    np.testing.assert_array_equal(pooled.numpy(), np.float32(0.5) * table[0] + np.float32(1.5) * table[0])
 
 
 @pytest.mark.parametrize("quantization", ["fp32", "int8"])

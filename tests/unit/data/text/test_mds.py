@@ -280,8 +280,8 @@ def test_reader_rejects_foreign_index(written: Path, tmp_path: Path, change: Cal
 def test_streaming_is_loaded_without_modules_of_ours() -> None:
     streaming = mds.load_streaming()
     assert mds.load_streaming() is streaming
-    others = [module for name, module in sys.modules.items() if name.startswith("streaming.")]
-    assert [module.__name__ for module in others if getattr(module, "__spec__", None) is None] == []
+    modules = [module for name, module in sys.modules.items() if name.startswith("streaming.")]
+    assert [module.__name__ for module in modules if getattr(module, "__spec__", None) is None] == []
 
 
 def test_reader_rejects_shard_with_wrong_row_count(written: Path, tmp_path: Path) -> None:

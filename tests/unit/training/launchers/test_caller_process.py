@@ -35,7 +35,7 @@ def state_of_process() -> dict[str, Any]:
     """Return the state that a call shares with its caller, in values that can be compared."""
     loggers = [logging.getLogger(), *(logging.getLogger(name) for name in (*base._LOGGERS, "ray", "rayrec", "py.warnings"))]
     return {
-        "threads": {thread.name for thread in threading.enumerate() if thread.is_alive()},
+        "threads": {thread for thread in threading.enumerate() if thread.is_alive()},
         "variables": dict(os.environ),
         "filters": list(warnings.filters),
         "showwarning": warnings.showwarning,
@@ -55,8 +55,9 @@ def state_of_process() -> dict[str, Any]:
 
 
 def check_unchanged(before: dict[str, Any]) -> None:
-    until(lambda: {thread.name for thread in threading.enumerate()} <= before["threads"], timeout_s=5)
+    until(lambda: set(threading.enumerate()) <= before["threads"], timeout_s=20)
     after = state_of_process()
+    before = {**before, "threads": after["threads"]}  # some of the caller's may have ended
     assert {part: after[part] for part in after if after[part] != before[part]} == {}
 
 

@@ -131,9 +131,9 @@ def callbacks_of(trainer_class: type[DataParallelTrainer], folder: Path) -> set[
 
 def test_trainer_leaves_out_two_callbacks(tmp_path: Path) -> None:
     expected = callbacks_of(DataParallelTrainer, tmp_path)
-    own = callbacks_of(ray_launcher.RayrecTrainer, tmp_path)
-    assert expected - own == {"PlacementGroupCleanerCallback", "DatasetsCallback"}
-    assert own < expected
+    remaining = callbacks_of(ray_launcher.RayrecTrainer, tmp_path)
+    assert expected - remaining == {"PlacementGroupCleanerCallback", "DatasetsCallback"}
+    assert remaining < expected
     assert callbacks_of(DataParallelTrainer, tmp_path) == expected
 
 
