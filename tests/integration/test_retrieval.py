@@ -13,7 +13,7 @@ import pytest
 import torch
 from builders.click_models import make_app
 from builders.faults import rejects
-from builders.interactions import LENGTH, PAIRS, small, write_log
+from builders.interactions import LENGTH, LISTS, PAIRS, small, write_log
 from builders.requests import score
 from builders.runs import QUIET, evaluated_and_predicted, events_of, export, train
 
@@ -158,6 +158,22 @@ def test_single_items_end_run_at_once(tmp_path: Path) -> None:
     rejects("no list of column item in the train rows has two items", train, small("next_item", str(log), tmp_path, 3))
     log.write_text("item\n7|8\n8\n7\n")
     assert train(small("next_item", str(log), tmp_path, 1), name="lists").metrics["targets"] == 1
+
+
+def test_targets_are_searched_in_all_files(tmp_path: Path) -> None:
+    log = write_lists(tmp_path / "log", ONE_EACH)
+    (tmp_path / "log" / "log.parquet").rename(tmp_path / "log" / "a.parquet")
+    write_lists(tmp_path / "later", IN_ORDER)
+    (tmp_path / "later" / "log.parquet").rename(tmp_path / "log" / "b.parquet")
+    assert train(small("next_item", log, tmp_path, 1)).metrics["targets"] == 2
+
+
+def test_columns_before_list_are_no_targets(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text("user,item\n1,7\n2,8\n1,7\n")
+    schema = LISTS.replace(sparse=("user", "item"))
+    config = small("next_item", str(log), tmp_path, 1).replace(workload={"schema": schema})
+    rejects("no list of column item in the train rows has two items, got at most 1", train, config)
 
 
 def test_hashed_items_are_rejected_before_training(tmp_path: Path) -> None:

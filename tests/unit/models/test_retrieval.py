@@ -22,8 +22,8 @@ from rayrec.metrics.ranking import candidate_logits, rank_measures, ranking_metr
 from rayrec.models.base import CandidateRows, ModelInputs
 from rayrec.models.retrieval.sasrec import SASRec, SASRecConfig
 from rayrec.models.retrieval.two_tower import TwoTower, TwoTowerConfig
-from rayrec.schema import Schema
-from rayrec.workloads.recsys.candidates import candidate_rows, model_inputs
+from rayrec.schema import Feature, Schema
+from rayrec.workloads.recsys.candidates import candidate_rows, check_candidates, model_inputs
 
 LENGTH = 6
 CANDIDATES = CandidateRows(2, 9, missing=1)
@@ -76,6 +76,21 @@ def test_hashed_rows_are_candidates_from_first_id() -> None:
     assert model_inputs(preprocessor).candidates_of("item") == CandidateRows(0, 4)
     assert ModelInputs.of(schema).candidates_of("item") == CandidateRows()
     assert CandidateRows().numbers(np.arange(3)).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("k", "expected"),
+    [
+        pytest.param(5, [], id="equal"),
+        pytest.param(6, ["workload.model.k: column item has only 5 known items, got 6"], id="above"),
+    ],
+)
+def test_k_above_number_of_items_is_noted(k: int, expected: list[str]) -> None:
+    schema = Schema(label=None, sparse=("item",), lists=("item",), features=(Feature(name="item", max_length=LENGTH),))
+    preprocessor = make_preprocessor(schema, sparse=(SparseColumn(7, 5),), tokens=np.arange(5, dtype=np.uint64))
+    notes: list[str] = []
+    check_candidates(SMALL.replace(k=k), preprocessor, note=notes.append)
+    assert [note.partition(". ")[0] for note in notes] == expected
 
 
 # Ranks ----------------------------------------------------------------------------------------------------------------
@@ -131,6 +146,13 @@ def test_equal_candidates_have_equal_logits(dim: int) -> None:
         logits = candidate_logits(users, vectors)
         assert torch.equal(logits, logits[:, :1].expand(rows, candidates))
         torch.testing.assert_close(logits, users @ vectors.T)
+
+
+def test_candidate_logits_of_bf16_vectors_are_float32() -> None:
+    users, items = (torch.randn(size, 6).to(torch.bfloat16) for size in (3, 5))
+    logits = candidate_logits(users, items)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, users.float() @ items.float().T)
 
 
 # SASRec ---------------------------------------------------------------------------------------------------------------
