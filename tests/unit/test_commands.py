@@ -362,10 +362,12 @@ def test_recipe_accepts_file_or_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     resumed = config.replace(name="demo", storage_path=str(tmp_path / "runs"))
     assert parse(COMMANDS["train"], ["runs/demo/", "--steps", "9"]).arguments == [resumed.replace(steps=9)]
     assert run(capsys, "resume", "none")[2].startswith("rayrec resume: none: not a recipe, and no run (no config.yaml)")
-    (tmp_path / "log.txt").write_text("")
+    (tmp_path / "log.txt").write_text("\t" * 39 + "\n")
+    (tmp_path / "clicks.txt").write_text("click,user\n1,a\n")
     rejects("^train_data.path: must be a training log, got None. Pass --data PATH", train, "criteo_demo")
-    for data in ("log.txt", "runs"):
-        rejects(f"^{data}: not a recipe.* rayrec train criteo_demo --data {data}", parse, COMMANDS["train"], [data])
+    rejects("^log.txt: not a recipe.* rayrec train criteo_demo --data log.txt", parse, COMMANDS["train"], ["log.txt"])
+    for data in ("clicks.txt", "runs"):
+        rejects(f"^{data}: not a recipe.* rayrec schema {data} --out schema.yaml", parse, COMMANDS["train"], [data])
 
 
 class Terminal(io.StringIO):

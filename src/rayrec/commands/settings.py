@@ -138,7 +138,8 @@ def named_configuration(text: str) -> TrainConfig:
 
 
 def _for_data(path: str) -> str:
-    from rayrec.data.logs.table_log import SUFFIXES
+    from rayrec.data.logs.content import is_criteo_text
 
-    clicks = f"rayrec schema {path} --out schema.yaml, then rayrec train clicks --schema schema.yaml --data {path}"
-    return f"For data: {clicks if path.lower().endswith(SUFFIXES) else f'rayrec train criteo_demo --data {path}'}"
+    if is_criteo_text(path):
+        return f"For data: rayrec train criteo_demo --data {path}"
+    return f"For data: rayrec schema {path} --out schema.yaml, then rayrec train clicks --schema schema.yaml --data {path}"

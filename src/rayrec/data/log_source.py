@@ -17,16 +17,17 @@ from rayrec.config import InputError
 from rayrec.data.arrow import json_of, json_reply
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import Engine, TaskContext, grouped
+from rayrec.data.logs.content import count_names, is_parquet, reject_foreign_content
 from rayrec.data.logs.csv_reader import check_columns, csv_columns, read_csv
 from rayrec.data.logs.faults import HEAD_BYTES, LABEL_FAULT, Faults, likely_cause
 from rayrec.data.logs.index import CachedIndex, LogIndex, SegmentEntry, numbered
-from rayrec.data.logs.parquet import check_schema, is_parquet, open_parquet
+from rayrec.data.logs.parquet import check_schema, open_parquet
 from rayrec.data.logs.partitions import columns_of, with_partitions
 from rayrec.data.logs.random_log import check_random, index_random, random_files
-from rayrec.data.logs.table_log import SUFFIXES, TABLES_ONLY, column_names, index_tables, is_table
+from rayrec.data.logs.table_log import TABLES_ONLY, column_names, index_tables, is_table
 from rayrec.data.logs.table_parser import label_faults
 from rayrec.data.logs.text_log import Chunk, cut, index_chunk
-from rayrec.data.logs.text_parser import MAX_LINE_BYTES
+from rayrec.data.logs.text_parser import MAX_LINE_BYTES, parse
 from rayrec.data.materialized.dataset import MANIFEST, PreprocessedDataset, open_preprocessed, open_verified
 from rayrec.schema import Schema
 from rayrec.storage.cache import GZIP_MAGIC, head_of, is_gzip, remove_older, unpack, unpacked_path
@@ -163,6 +164,9 @@ class LogSource:
                 reject_foreign_files(self.path, storage.list_files(self.path))
             raise
         reject_foreign_files(self.path, files)
+        first = next((file for file in files if file.size_bytes), None)
+        if first is not None and not self.is_random:
+            reject_foreign_content(first)
         return files
 
     def schema(self, schema: Schema) -> Schema:
@@ -179,12 +183,11 @@ class LogSource:
             files = [file for file in storage.list_files(self.path, names=self.names) if file.size_bytes]
             if not files or any(file.path.lower().endswith(TABLES_ONLY) for file in files):
                 return schema
-            if files[0].path.lower().endswith(SUFFIXES) and not {*schema.columns}.isdisjoint(csv_columns(files[0].path, schema)):
+            if is_parquet(files[0].path) or count_names(files[0].path, schema):
                 return schema
             hexadecimal = schema.replace(tokens="hexadecimal")
-            if not storage.is_url(files[0].path) and not is_gzip(files[0].path):
-                _check_text(files[0], hexadecimal)
-            return hexadecimal
+            lines = _first_lines_of(files[0].path)[:_SAMPLED_LINES]
+            return hexadecimal if not lines or _has_rows(lines, hexadecimal) else schema
         except InputError:  # The next reader explains a wrong path or column
             return schema
 
@@ -289,6 +292,8 @@ def reject_foreign_files(path: str, files: Sequence[storage.File]) -> None:
 
 
 _HEAD_ROWS: Final = 1000
+_SAMPLED_LINES: Final = 100
+"""Lines at the beginning of a file of which one must be valid text without a header, to take it for that."""
 _MANY_WRONG_LABELS: Final = 0.2
 """Fraction of wrong labels among the first rows that cannot be accidental."""
 
@@ -323,6 +328,15 @@ def _check_text(file: storage.File, schema: Schema) -> tuple[int, Faults]:
             why = f"{faults.describe()}; {cause}" if cause else faults.describe()
             raise InputError(f"{file.path}: its first lines cannot be parsed; {why}")
     return rows, faults
+
+
+def _has_rows(lines: Sequence[bytes], schema: Schema) -> bool:
+    """Return whether some lines are text without a header, with or without a label, or with labels other than 0 and 1."""
+    for form in (schema, schema.unlabelled()):
+        raw, faults = parse(form, b"\n".join(lines) + b"\n")
+        if raw.rows or faults.wrong_labels():
+            return True
+    return False
 
 
 def _first_lines_of(path: str) -> list[bytes]:

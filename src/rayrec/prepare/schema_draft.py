@@ -11,9 +11,10 @@ from pyarrow import types
 from rayrec.config import InputError
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs import column_values as values
+from rayrec.data.logs.content import is_parquet
 from rayrec.data.logs.csv_reader import FAULT, check_columns, csv_columns, read_csv
 from rayrec.data.logs.faults import LABEL_FAULT, Faults, distinct_labels
-from rayrec.data.logs.parquet import is_parquet, open_parquet
+from rayrec.data.logs.parquet import open_parquet
 from rayrec.data.logs.partitions import with_sampled_partitions
 from rayrec.data.logs.table_log import is_table
 from rayrec.schema import Schema

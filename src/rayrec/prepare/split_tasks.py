@@ -21,10 +21,11 @@ from rayrec.config import InputError
 from rayrec.data.arrow import json_reply
 from rayrec.data.encoding.counts import filled
 from rayrec.data.job import JobFolder
+from rayrec.data.logs.content import is_parquet
 from rayrec.data.logs.csv_reader import FAULT, CsvRange, check_columns, csv_columns, read_csv, row_start
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import Segment, changed
-from rayrec.data.logs.parquet import is_parquet, open_parquet
+from rayrec.data.logs.parquet import open_parquet
 from rayrec.data.logs.partitions import columns_of, with_partitions
 from rayrec.data.logs.reading import line_starts
 from rayrec.data.logs.table_parser import good_rows_of, parse_table
@@ -465,8 +466,9 @@ def cut_files(files: Sequence[storage.File], *, task_bytes: int) -> pa.Table:
 
 def table_tasks(files: Sequence[storage.File], cuts: Sequence[Sequence[tuple[int, int]]]) -> list[SplitTask]:
     """Return a task for each range of each file."""
-    ranges = [(file.path, *file_range) for file, of_file in zip(files, cuts, strict=True) for file_range in of_file]
-    return [
-        SplitTask(number, file=path, start=start, stop=stop, is_row_start=is_parquet(path) or not start)
-        for number, (path, start, stop) in enumerate(ranges)
-    ]
+    tasks: list[SplitTask] = []
+    for file, ranges in zip(files, cuts, strict=True):
+        is_csv = ranges[-1:] and ranges[-1][1] == file.size_bytes  # Row groups have more than a byte
+        for start, stop in ranges:
+            tasks.append(SplitTask(len(tasks), file=file.path, start=start, stop=stop, is_row_start=not (is_csv and start)))
+    return tasks

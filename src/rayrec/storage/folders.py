@@ -109,7 +109,11 @@ def _list_files(path: str, info: arrow_fs.FileInfo) -> list[File]:
         raise missing(path, "no such file or folder")
     files = [_file(info, path) for info in infos if _is_data(info)]
     if not files:
-        raise InputError(f"{path}: contains no data files")
+        is_json = any(info.base_name.endswith((".json", ".jsonl")) for info in infos)
+        fix = (
+            "; its JSON files are not read: write them as Parquet (ray.data.read_json(...).write_parquet(OUT))" if is_json else ""
+        )
+        raise InputError(f"{path}: contains no data files{fix}")
     return sorted(files, key=lambda file: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.path)])
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from rayrec.config import packaged_json
-
 LABEL_FAULT: Final = "label is not 0 or 1"
 UTF8_FAULT: Final = "not UTF-8"
 TRAILING_FAULT: Final = "text after a closing quote"
@@ -134,14 +132,19 @@ def distinct_labels(values: Iterable[str]) -> list[str]:
 
 HEAD_BYTES = 64 << 10
 """Bytes at the start of a file that reveal its kind."""
-_MAGIC: Final[dict[str, str]] = packaged_json(__package__, "file_starts.json")
-"""First bytes of files that are no text logs, in hexadecimal digits, and what to do with such a file."""
+_UTF16: Final = "it is UTF-16; convert it (iconv -f UTF-16 -t UTF-8)"
+_MARKS: Final = {
+    b"\xff\xfe": _UTF16,
+    b"\xfe\xff": _UTF16,
+    b"\xef\xbb\xbf": "it starts with a byte order mark; remove these 3 bytes",
+}
+"""Marks of encodings at the start of a text file, and what to do with such a file."""
 
 
 def likely_cause(head: bytes) -> str:
     """Return a sentence on why many lines of a text log are invalid, with the fix, from its first bytes; empty if unknown."""
-    for magic, cause in _MAGIC.items():
-        if head.startswith(bytes.fromhex(magic)):
+    for mark, cause in _MARKS.items():
+        if head.startswith(mark):
             return cause
     if b"\0" in head:
         return "it is a binary file or UTF-16, not text; convert it"
@@ -150,10 +153,10 @@ def likely_cause(head: bytes) -> str:
     if b"\t" not in first:
         for separator, name in ((b",", "commas"), (b";", "semicolons"), (b"|", "bars"), (b" ", "blanks")):
             if first.count(separator) >= 2:
-                return f"its columns are separated by {name}, not tabs; add a header and name it .csv, or convert it"
+                return f"its columns are separated by {name}, not tabs; add a header, or convert it"
         return "its first line has no tab, and columns are separated by tabs"
     fields = first.split(b"\t")
     words = [field for field in fields if field.strip() and not field[:1].isdigit() and field[:1] != b"-"]
     if fields[0] and not fields[0].isdigit() and len(words) > len(fields) // 2:
-        return "its first line looks like a header; remove it (tail -n +2), or name the file .tsv"
+        return "its first line looks like a header; remove it (tail -n +2), or name its columns in --schema"
     return ""

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.logs.content import is_parquet
 from rayrec.data.logs.csv_reader import FAULT, check_columns, present_columns, read_csv
 from rayrec.data.logs.index import changed, checksum
 from rayrec.data.logs.partitions import columns_of, partition_names, with_partitions
@@ -46,10 +47,6 @@ class ParquetPart:
     @property
     def rows(self) -> int:
         return sum(rows for rows, _ in self.groups)
-
-
-def is_parquet(path: str) -> bool:
-    return storage.name_of(path).lower().endswith(".parquet")
 
 
 @contextmanager

@@ -12,10 +12,11 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import json_of, json_reply
 from rayrec.data.engine import TaskContext, grouped
+from rayrec.data.logs.content import count_names, is_parquet
 from rayrec.data.logs.csv_reader import csv_columns
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import CachedIndex, LogIndex, Segment, SegmentEntry, changed, numbered
-from rayrec.data.logs.parquet import VERSION, ParquetPart, is_parquet, open_parquet, prepared, read_rows
+from rayrec.data.logs.parquet import VERSION, ParquetPart, open_parquet, prepared, read_rows
 from rayrec.data.logs.partitions import columns_of
 from rayrec.data.logs.table_parser import good_rows_of, parse_table
 from rayrec.data.raw_block import RawBlock
@@ -24,8 +25,7 @@ from rayrec.schema import Schema
 from rayrec.storage.cache import remove_older
 
 TABLES_ONLY = (".parquet", ".csv", ".csv.gz")
-SUFFIXES = (*TABLES_ONLY, ".tsv", ".tsv.gz")
-"""Endings of tables. A log with hexadecimal tokens, without a header, may end in the last two."""
+"""Endings of tables only. Files of other names are tables if their content shows it."""
 _TASK_SEGMENTS = 8
 """Maximum segments of one file per indexing task."""
 _TASK_BYTES = 64 << 20
@@ -34,17 +34,24 @@ _TASK_FILES = 64
 
 
 def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
-    """Return whether the files are tables. Raises InputError if only some are, or if the schema needs tables."""
-    suffixes = SUFFIXES if schema.tokens == "any" else TABLES_ONLY
-    texts = [file.path for file in files if not file.path.lower().endswith(suffixes)]
+    """Return whether the files are tables: Parquet, or text with a header, which a schema with tokens "any" needs. Looks into the
+    first file that is not named as a table. Raises InputError if only some names are those of tables."""
+    if schema.tokens == "any":
+        return True
+    texts = [file for file in files if not file.path.lower().endswith(TABLES_ONLY)]
     if not texts:
         return True
-    if len(texts) < len(files):
-        tables = [file.path for file in files if file.path not in texts]
-        raise InputError(f"{tables[0]} is a table and {texts[0]} is not; select the files of one log")
-    if schema.tokens == "any":
-        raise InputError(f"{texts[0]}: a schema with tokens: any needs tables with a header; name them {', '.join(SUFFIXES)}")
-    return False
+    first = next((file for file in texts if file.size_bytes), None)
+    has_columns = first is not None and _has_columns(first.path, schema)
+    if len(texts) < len(files) and not has_columns:
+        table = next(file for file in files if file not in texts)
+        raise InputError(f"{table.path} is a table and {texts[0].path} is not; select the files of one log")
+    return has_columns
+
+
+def _has_columns(path: str, schema: Schema) -> bool:
+    """Return whether a file is Parquet, or text whose first line names most columns."""
+    return is_parquet(path) or 2 * count_names(path, schema) > len(schema.columns)
 
 
 def index_tables(files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext) -> LogIndex:
@@ -55,9 +62,10 @@ def index_tables(files: Sequence[storage.File], schema: Schema, *, segment_bytes
         return cached
     assert context.cache_folder is not None
     folder = storage.absolute(storage.join(context.cache_folder, "tables"))
-    csv_files = [file for file in files if not is_parquet(file.path)]
-    if csv_files:
-        context.note(f"Writing {len(csv_files)} CSV files as Parquet to {folder} (once)")
+    unnamed = [file for file in files if not file.path.lower().endswith(".parquet")]
+    is_csv = any(not is_parquet(file.path) for file in unnamed[:1])  # One look: a log may have 100,000 files
+    if is_csv:
+        context.note(f"Writing {len(unnamed)} CSV files as Parquet to {folder} (once)")
     prepare = functools.partial(_prepare_task, schema=schema, segment_bytes=segment_bytes, folder=folder)
     parts: list[ParquetPart] = []
     total = 0
@@ -68,7 +76,7 @@ def index_tables(files: Sequence[storage.File], schema: Schema, *, segment_bytes
         total += sum(part.rows for part in new)
         context.progress("tables (rows)", total, None)
     rewritten = [part for part in parts if part.source != part.path]
-    sources = {part.source for part in rewritten if is_parquet(part.source)}
+    sources = {part.source for part in rewritten} - {file.path for file in unnamed if is_csv}
     if sources:
         context.note(
             f"Rewrote {len(sources)} Parquet files with row groups of more than {2 * segment_bytes >> 10:,} KiB, too large to "

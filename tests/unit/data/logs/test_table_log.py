@@ -634,14 +634,16 @@ def test_names_with_dots_and_nested_neighbours(tmp_path: Path) -> None:
     assert raw.lists[0].lengths.tolist() == [1, 2]
 
 
-def test_index_rejects_mixed_files() -> None:
+def test_index_rejects_mixed_files(tmp_path: Path) -> None:
     def files(*names: str) -> list[storage.File]:
-        return [storage.File(name, 1, 0) for name in names]
+        for name in names:
+            (tmp_path / name).write_bytes(b"1\t2")
+        return [storage.File(str(tmp_path / name), 3, 0) for name in names]
 
     assert is_table(files("a.parquet", "b.CSV", "c.csv.gz"), CRITEO)
     assert not is_table(files("a.txt", "day_0", "b.gz", "parquet"), CRITEO)
-    rejects(r"b\.csv is a table and a\.txt is not", is_table, files("a.txt", "b.csv"), CRITEO)
-    rejects(r"a\.txt: a schema with tokens: any needs tables with a header; name them \.parquet", is_table, files("a.txt"), ANY)
+    rejects(r"b\.csv is a table and .*a\.txt is not", is_table, files("a.txt", "b.csv"), CRITEO)
+    assert is_table(files("a.txt"), ANY)
 
 
 def test_damaged_files_are_rejected(tmp_path: Path) -> None:
