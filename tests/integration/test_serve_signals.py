@@ -73,8 +73,10 @@ class Servers:
 
 
 @pytest.fixture
-def servers(tmp_path: Path) -> Servers:
-    return Servers(tmp_path)
+def servers(tmp_path: Path) -> Iterator[Servers]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Servers inherit it, also if the tests run under nohup
+    yield Servers(tmp_path)
+    signal.signal(signal.SIGHUP, before)
 
 
 def _is_ready(server: Session) -> bool:

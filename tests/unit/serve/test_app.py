@@ -347,8 +347,14 @@ def test_memory_of_waiting_requests_is_limited() -> None:
 
     assert asyncio.run(scenario()) == [200, 200, 200, 503, 503]
     assert app.held_bytes == 0
-    large = b'{"rows": [' + b" " * 2 * len(TEXT) + b"{}]}"  # of JSON each byte counts for several
-    reply = ask(app, "POST", "/v1/score", headers={"content-type": "application/json"}, parts=[large])
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_request_beyond_memory_limit_is_rejected(num_parts: int) -> None:
+    app = make_app(MODEL, max_held_bytes=3 * 8 * len(TEXT))
+    blank = b" " * (2 * len(TEXT) // num_parts)  # Of JSON each byte counts for several
+    parts = [b'{"rows": [', *[blank] * num_parts, b"{}]}"]
+    reply = ask(app, "POST", "/v1/score", headers={"content-type": "application/json"}, parts=parts)
     assert "send them in several requests" in error_of(reply, 413)["message"]
     assert app.held_bytes == 0
 

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +18,14 @@ from rayrec.serve import server, shutdown
 from rayrec.serve.shutdown import STOPPED, StopRequest
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+
+
+@pytest.fixture(autouse=True)
+def default_hangup() -> Iterator[None]:
+    """Let hangups end processes that are started here, also if the tests run under nohup."""
+    before = signal.signal(HUP, signal.SIG_DFL)
+    yield
+    signal.signal(HUP, before)
 
 
 class Ended(Exception):
