@@ -350,7 +350,7 @@ def test_memory_of_waiting_requests_is_limited() -> None:
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])
-def test_request_beyond_memory_limit_is_rejected(num_parts: int) -> None:
+def test_memory_limit_rejects_one_request(num_parts: int) -> None:
     app = make_app(MODEL, max_held_bytes=3 * 8 * len(TEXT))
     blank = b" " * (2 * len(TEXT) // num_parts)  # Of JSON each byte counts for several
     parts = [b'{"rows": [', *[blank] * num_parts, b"{}]}"]
