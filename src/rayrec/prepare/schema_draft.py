@@ -1,138 +1,444 @@
 """Draft of a schema from the first rows of a CSV or Parquet log."""
 
 import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import yaml
-from pyarrow import types
 
 from rayrec.config import InputError
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs import column_values as values
 from rayrec.data.logs.content import is_parquet
-from rayrec.data.logs.csv_reader import FAULT, check_columns, csv_columns, read_csv
+from rayrec.data.logs.csv_reader import FAULT, check_columns, csv_head, read_csv
 from rayrec.data.logs.faults import LABEL_FAULT, Faults, distinct_labels
+from rayrec.data.logs.header import head_rows, looks_like_data
 from rayrec.data.logs.parquet import open_parquet
 from rayrec.data.logs.partitions import with_sampled_partitions
-from rayrec.data.logs.table_log import is_table
-from rayrec.schema import Schema
+from rayrec.data.logs.table_parser import parse_table
+from rayrec.prepare.draft_columns import NEGATIVE_MARKER, Column, examine, has_decimals, is_amount, time_rank
+from rayrec.schema import BRACKETS, Schema, load_schema
 
-_ROWS, _BYTES = 30_000, 2 << 20
-"""Rows and bytes read at once. Of a CSV file, twice these bytes are read."""
+_ROWS, _BYTES = 100_000, 16 << 20
+"""Maximum rows, and bytes of a CSV file, that are examined."""
+_DELIMITERS: Final = ",\t;|\x01^ :"
+_MIN_REGULAR: Final = 0.9
+"""Minimum fraction of rows with one number of fields if a mark is the delimiter."""
+_STRONG_NAME = re.compile(r"^label$|^labels$|^target$|^y$|^clicks?$|^clicked$|is_?click(ed)?$")
 _LABEL = re.compile(
-    r"label|target|clic?k|convert|conversion|purchas|bought|buy|order|like|install|attributed|respon|rating|score|stars|^y$"
+    r"label|target|clic?k|convert|conversion|purchas|bought|buy|order|like|install|attributed|respon|rating|score|stars|^y$|"
+    r"churn|fraud|surviv|subscri|outcome|^class$|income"
 )
-"""Names of labels, in lower case."""
-_FEW, _MANY = 11, 100
-"""Maximum different values of a label that is not binary, and of a column that never identifies the row."""
-_KEY, _JOINED = 0.9, 0.1
-"""Minimum fractions of different values in a column that identifies the row, and of texts with several categories in a list."""
+"""Names of labels, in lower case. The first pattern has the most certain ones."""
+_RATING = re.compile(r"rating|score|stars|grade|review|label|target|^y$")
+_FEW = 11
+"""Maximum different values of a rating."""
+_POSITIVE: Final = ("yes", "y", "true", "t", "click", "clicked", "positive", "pos", "success", "good", "1", "2")
+_PAIRS: Final = ({"yes", "no"}, {"y", "n"}, {"t", "f"}, {"pos", "neg"}, {"positive", "negative"}, {"-1", "1"}, {"1", "2"})
+"""Pairs of values that are a label if they are in the first or last column."""
+_MAX_BAD_FRACTION: Final = 0.001
+"""Maximum fraction of invalid rows of `rayrec train` by default."""
+_MIN_ROWS: Final = 20
+"""Minimum rows of a log, so that the default split leaves some for each part."""
+
+
+@dataclass(frozen=True)
+class _Head:
+    """First rows of a log."""
+
+    table: pa.Table
+    """Valid and invalid rows, with FAULT for CSV."""
+    delimiter: str = ""
+    """Separator of a CSV file's columns."""
+    header: tuple[str, ...] = ()
+    """Names made up for a file without a header, in file order."""
+    unnamed: tuple[tuple[str, str], ...] = ()
+    """Names of CSV columns that cannot be read by name, and the reasons."""
 
 
 def draft(path: str, *, label: str | None = None) -> str:
-    """Return the schema of a log as YAML text with comments, from at most 30,000 rows and 4 MiB at the start of its first file.
-    Decimal numbers, dates and times are dense, integers and text sparse, and lists are found. Columns with one value, or with
-    another in each row, are left out. The label is `label`, or a column of 0 and 1: one named like click, else the first or last
-    column, else any. Without one, a column named like rating, as a number to learn. Raises InputError without any."""
-    table, delimiter = _head(path)
-    error = values.type_error(table.schema, path)
-    columns = {name: values.plain_array(table.column(name)) for name in table.column_names}
-    roles = {name: _role(array, name, error) for name, array in columns.items()}
-    binary = [name for name, role in roles.items() if role == "binary"]
-    named = [name for name in columns if _LABEL.search(name.lower())]
-    ends = [name for name in binary if name in (table.column_names[0], table.column_names[-1])]
-    few = [name for name in named if roles[name] != "lists" and pc.count_distinct(columns[name]).as_py() <= _FEW]
-    candidates = [label] if label else [name for name in binary if name in named] or ends or binary or few
-    if not candidates:
-        raise InputError(f"{path}: no column of 0 and 1 for the label among {', '.join(columns)}. Add one, or pass --label")
-    check_columns(table.column_names, candidates[:1], path=path)
-    label, notes = candidates[0], [f"Drafted from {table.num_rows:,} rows. Integers are categories: move amounts to dense."]
-    is_number = not (values.numbers_of(columns[label], label, error)[1] == values.REJECTED).any()
-    distinct = pc.unique(columns[label].drop_null()).to_pylist()
-    texts = distinct_labels(value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value) for value in distinct)
-    problem = Faults({LABEL_FAULT: 1}, labels={label: texts}).wrong_labels()
-    labels = [] if label in binary or set(texts) <= {"0", "1", ""} else [{"name": label, "kind": "number", "missing": "fault"}]
-    if labels and not is_number:
-        raise InputError(f"{path}: {problem or f'column {label} has no numbers as label'}")
-    notes += [f"Learns {label} as a number. For clicks: {problem}."] if labels else []
-    roles |= {name: "may be another label" if name in named else "sparse" for name in binary} | {label: "label"}
-    mark, joined = _joined({name: columns[name] for name, role in roles.items() if role == "sparse"}, delimiter)
-    roles |= dict.fromkeys(joined, "lists")
-    dense = [name for name, role in roles.items() if role == "dense"]
-    has_nan = any(np.isnan(values.numbers_of(columns[name], name, error, times=True)[0]).any() for name in dense)
-    schema = {
-        "label": None if labels else label,
-        "labels": labels,
-        "dense": dense,
-        "sparse": [name for name, role in roles.items() if role in ("sparse", "lists")],
-        "lists": [name for name, role in roles.items() if role == "lists"],
-        "list_delimiter": mark.strip("|"),
-        "delimiter": delimiter.strip(",\t"),
-        "nan": "missing" if has_nan else "",
-    }
-    schema = {name: value for name, value in schema.items() if value or name in ("label", "dense", "sparse")}
-    left_out = [f"{name} ({role})" for name, role in roles.items() if role not in ("label", "dense", "sparse", "lists")]
-    notes += [f"Left out: {', '.join(left_out)}."] if left_out else []
-    text = yaml.safe_dump(schema, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
-    return "".join(f"# {note}\n" for note in notes) + text
+    """Return the schema of a log as YAML text with comments on each decision, from at most 100,000 rows at the start of its first
+    file. `rayrec train clicks` accepts it unchanged. Amounts and decimal numbers are dense, codes, small integers and text are
+    sparse, lists are found by their marks, and one time of the row is its timestamp. Only constant and unreadable columns, row
+    numbers and columns that may be other labels are left out. The label is `label`, else the column named most like one: of 0
+    and 1, of two words, or a rating. Raises InputError for a log without label, features or enough valid rows."""
+    head = _head(path)
+    table = head.table.drop_columns([FAULT]) if FAULT in head.table.column_names else head.table
+    columns = _examined(table, path)
+    chosen = _choose_label(columns, label, path)
+    columns = _without_negative(columns, chosen.column.name)
+    plan = _Plan.of(columns, chosen)
+    notes = _notes(head, columns, chosen, plan)
+    text = "".join(f"# {_one_line(note)}\n" for note in notes) + _yaml(head, columns, chosen, plan)
+    _check(text, head, path)
+    return text
 
 
-def _head(path: str) -> tuple[pa.Table, str]:
-    """Return the first rows of a log, and the delimiter of its columns, or an empty text. Raises InputError without rows."""
+def _one_line(text: str) -> str:
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+# First rows -----------------------------------------------------------------------------------------------------------
+def _head(path: str) -> _Head:
+    """Return the first rows of a log. Raises InputError without rows."""
     files = [file for file in LogSource.at(path).raw_files() if file.size_bytes]
-    schema, table, delimiter = Schema(label=None, sparse=("-",), list_delimiter="^"), None, ""
-    if files and is_table(files, schema) and is_parquet(files[0].path):
-        with open_parquet(files[0].path, buffer_size=_BYTES) as parquet:
-            table = next((pa.table(batch) for batch in parquet.iter_batches(_ROWS)), None)
+    head: _Head | None = None
+    if files and is_parquet(files[0].path):
+        head = _parquet_head(files[0].path)
     elif files:
-        names = {mark: csv_columns(files[0].path, schema.replace(delimiter=mark)) for mark in ",;|\t"}
-        delimiter = max(names, key=lambda mark: len(names[mark]))
-        schema = schema.replace(delimiter=delimiter, sparse=("-", *filter(None, names[delimiter])), optional=("-",))
-        rows = next(read_csv(files[0].path, schema, read_bytes=_BYTES), None)
-        table = rows and rows.filter(pc.equal(rows.column(FAULT), 0)).drop_columns([FAULT])
-    if not table:
+        head = _csv_head(files[0].path)
+    if head is None or not head.table.num_rows:
         raise InputError(f"{path}: no usable rows below column names. Add a header, or choose another file")
-    return with_sampled_partitions(table, files), delimiter
+    return replace(head, table=with_sampled_partitions(head.table, files))
 
 
-def _role(array: pa.Array, name: str, error: values.MakeError) -> str:
-    """Return binary, dense, sparse or lists, or why a column is left out."""
-    kind = array.type
-    if values.is_list(kind) and (values.is_text(kind.value_type) or types.is_integer(kind.value_type)):
-        return "lists"
-    try:
-        numbers, status = values.numbers_of(array, name, error, times=True)
-    except InputError:
-        return f"of type {kind}"
-    present = array.filter(pa.array(status != values.EMPTY))
-    distinct = pc.count_distinct(present).as_py()
-    if distinct < 2:
+def _parquet_head(path: str) -> _Head:
+    tables, rows = [], 0
+    with open_parquet(path, buffer_size=2 << 20) as parquet:
+        for batch in parquet.iter_batches(_ROWS):
+            tables.append(pa.table(batch))
+            rows += batch.num_rows
+            if rows >= _ROWS:
+                break
+        table = pa.concat_tables(tables) if tables else parquet.schema_arrow.empty_table()
+    return _Head(table.slice(0, _ROWS))
+
+
+def _csv_head(path: str) -> _Head | None:
+    text = csv_head(path).decode("utf-8", "replace")
+    if not text.strip("\r\n"):
+        return None
+    delimiter = _delimiter_of(text)
+    first, *rows = list(head_rows(text, delimiter, None))
+    header = tuple(f"c{number}" for number in range(len(first))) if looks_like_data(first, rows) else ()
+    names = header or tuple(field.strip(" \t") for field in first)
+    counts = Counter(names)
+    usable = [name for name, count in counts.items() if name and count == 1]
+    unnamed = tuple((name, _unnamed_reason(name)) for name in counts if name not in usable)
+    if not usable:
+        return None
+    schema = Schema(label=None, sparse=tuple(usable), delimiter=delimiter, list_delimiter=_list_delimiter(delimiter))
+    schema = schema.replace(header=header or None)
+    tables = list(_first_tables(path, schema))
+    return _Head(pa.concat_tables(tables).slice(0, _ROWS), delimiter, header, unnamed) if tables else None
+
+
+def _unnamed_reason(name: str) -> str:
+    return "name of several columns" if name else "has no name"
+
+
+def _first_tables(path: str, schema: Schema) -> Iterator[pa.Table]:
+    rows = size = 0
+    for table in read_csv(path, schema, read_bytes=2 << 20):
+        yield table
+        rows += table.num_rows
+        size += table.nbytes
+        if rows >= _ROWS or size >= _BYTES:
+            return
+
+
+def _delimiter_of(text: str) -> str:
+    """Return the mark that divides most rows into one number of fields, the larger the better."""
+
+    def regular_fields(mark: str) -> int:
+        counts = Counter(len(fields) for fields in head_rows(text, mark, None))
+        if not counts:
+            return 0
+        number, rows = counts.most_common(1)[0]
+        return number if rows >= _MIN_REGULAR * counts.total() else 0
+
+    num_fields = {mark: regular_fields(mark) for mark in _DELIMITERS}
+    likely = max(_DELIMITERS[:4], key=num_fields.__getitem__)
+    return likely if num_fields[likely] > 1 else max(_DELIMITERS, key=num_fields.__getitem__)
+
+
+def _list_delimiter(delimiter: str) -> str:
+    return ";" if delimiter == "|" else "|"
+
+
+def _examined(table: pa.Table, path: str) -> dict[str, Column]:
+    """Return the columns of a table by name. Of two with one name, neither can be named in a schema."""
+    columns: dict[str, Column] = {}
+    for name, chunks in zip(table.column_names, table.columns, strict=True):
+        if name in columns:
+            columns[name] = replace(columns[name], kind="unusable", detail=_unnamed_reason(name))
+            continue
+
+        def make_error(name: str, fix: str, kind: pa.DataType = chunks.type) -> InputError:
+            return InputError(f"{path}: column {name} is of type {kind}; {fix}")
+
+        columns[name] = examine(name, values.plain_array(chunks), make_error)
+    return columns
+
+
+# Label --------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Label:
+    """Label of a draft."""
+
+    column: Column
+    rule: Mapping[str, Any] | None = None
+    """Rule of `Schema.label`, with at_least or positive. None: the column has 0 and 1, or numbers."""
+    is_number: bool = False
+    """Whether the label is a number to learn."""
+    note: str = ""
+
+
+def _choose_label(columns: Mapping[str, Column], name: str | None, path: str) -> _Label:
+    """Choose the label. Raises InputError without a column for it."""
+    if name is not None:
+        check_columns(list(columns), [name], path=path)
+        return _label_from(columns[name], path)
+    usable = [column for column in columns.values() if column.kind not in ("unusable", "constant", "row number", "list")]
+    ends = {next(iter(columns)), [*columns][-1]}
+    binary = [column for column in usable if column.kind == "binary"]
+    two = [column for column in usable if column.kind in ("text", "integer", "decimal") and column.distinct == 2]
+    rated = [column for column in usable if column.kind in ("integer", "decimal") and 2 < column.distinct <= _FEW]
+
+    def named(candidates: list[Column], pattern: re.Pattern[str]) -> list[Column]:
+        return [column for column in candidates if pattern.search(column.name.lower().rpartition(":")[0] or column.name.lower())]
+
+    candidates = [
+        *named(binary, _STRONG_NAME),
+        *named(two, _STRONG_NAME),
+        *named(binary, _LABEL),
+        *named(two, _LABEL),
+        *named(rated, _RATING),
+        *(column for column in binary if column.name in ends),
+        *(column for column in two if column.name in ends and _is_pair(column)),
+        *binary,
+    ]
+    if not candidates:
+        raise InputError(
+            f"{path}: no column of 0 and 1, of two words or of ratings for the label among {', '.join(columns)}. Add one, or "
+            "pass --label"
+        )
+    return _label_from(candidates[0], path)
+
+
+def _texts_of(column: Column) -> list[str]:
+    """Return the first distinct values of a column as text, numbers in order."""
+    distinct = pc.unique(column.array.drop_null()).to_pylist()
+    texts = (value.decode("utf-8", "replace") if isinstance(value, bytes) else _plain(value) for value in distinct)
+    return [text for text in distinct_labels(texts) if text]
+
+
+def _plain(value: Any) -> str:
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _is_pair(column: Column) -> bool:
+    return {text.lower() for text in _texts_of(column)} in _PAIRS
+
+
+def _label_from(column: Column, path: str) -> _Label:
+    """Return how a column is learned. Raises InputError for a column with neither two values nor numbers."""
+    texts = _texts_of(column) if column.kind not in ("unusable", "list") else []
+    if column.kind == "binary":
+        return _Label(column)
+    if column.distinct == 2 and column.kind in ("text", "integer", "decimal"):
+        positive = _positive_of(texts, column)
+        other = next(text for text in texts if text != positive)
+        return _Label(
+            column, {"positive": [positive]}, note=f"{column.name}: {positive} counts as 1, {other} as 0 (label.positive)."
+        )
+    numbers = column.numbers
+    if column.kind in ("integer", "decimal") and numbers is not None:
+        if column.distinct <= _FEW:
+            return _rated(column, numbers)
+        return _Label(column, is_number=True, note=f"Learns {column.name} as a number.")
+    problem = Faults({LABEL_FAULT: 1}, labels={column.name: texts}).wrong_labels(with_rule=True)
+    raise InputError(f"{path}: {problem or f'column {column.name} has no two values or numbers for a label'}")
+
+
+def _positive_of(texts: Sequence[str], column: Column) -> str:
+    """Return the value of two that counts as 1: a known word, the larger number, one with > before it, or the rarer one."""
+    if column.is_number:
+        return texts[1]
+    positive = [text for text in texts if text.lower() in _POSITIVE]
+    positive = positive or [text for text in texts if text.startswith(">")]
+    if len(positive) == 1:
+        return positive[0]
+    counts = {text: pc.sum(pc.equal(pc.cast(column.array, pa.large_binary()), text.encode())).as_py() for text in texts}
+    return min(texts, key=lambda text: counts[text] or 0)
+
+
+def _rated(column: Column, numbers: np.ndarray) -> _Label:
+    """Return a label of ratings, positive from the median on, or from the number above the smallest if that is the median."""
+    threshold = float(np.quantile(numbers, 0.5, method="higher"))
+    if threshold == numbers.min():
+        threshold = float(numbers[numbers > threshold].min())
+    threshold = int(threshold) if threshold.is_integer() else threshold
+    number = f"labels: [{{name: {column.name}, kind: number, missing: fault}}]"
+    note = f"{column.name}: {threshold} or more counts as 1 (label.at_least). To learn the number: label: null, {number}."
+    return _Label(column, {"at_least": threshold}, note=note)
+
+
+# Roles of the other columns -------------------------------------------------------------------------------------------
+def _without_negative(columns: dict[str, Column], label: str) -> dict[str, Column]:
+    """Mark -1 as missing in all columns if it is the only negative number of those with it, and rare beside larger numbers."""
+    numeric = [column for column in columns.values() if column.is_number and column.name != label]
+    with_it = [column for column in numeric if column.numbers is not None and (column.numbers == -1).any()]
+    is_marker = any(column.distinct > 3 and _is_dense(column) for column in with_it)
+    if not is_marker or any((column.numbers < 0)[column.numbers != -1].any() for column in with_it if column.numbers is not None):
+        return columns
+    marked = {
+        column.name: replace(column, markers=(*column.markers, NEGATIVE_MARKER), numbers=_other_numbers(column), has_missing=True)
+        for column in with_it
+    }
+    return columns | marked
+
+
+def _other_numbers(column: Column) -> np.ndarray:
+    assert column.numbers is not None
+    return column.numbers[column.numbers != -1]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Columns of a draft by their use."""
+
+    dense: tuple[str, ...]
+    sparse: tuple[str, ...]
+    lists: tuple[str, ...]
+    timestamp: str | None
+    left_out: Mapping[str, str]
+    """Reason for each column that is left out."""
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Column], label: _Label) -> "_Plan":
+        features = [column for column in columns.values() if column.name != label.column.name]
+        left_out: dict[str, str] = {}
+        times = sorted((column for column in features if column.kind == "time" and not column.has_missing), key=time_rank)
+        timestamp = times[0].name if times else None
+        dense: list[str] = []
+        sparse: list[str] = []
+        lists: list[str] = []
+        for column in features:
+            reason = _reason(column)
+            if reason:
+                left_out[column.name] = reason
+            elif column.name == timestamp:
+                continue
+            elif _is_dense(column):
+                dense.append(column.name)
+            else:
+                sparse.append(column.name)
+                lists += [column.name] if column.kind == "list" else []
+        if timestamp is not None and not dense and not sparse:
+            dense.append(timestamp)
+        return cls(tuple(dense), tuple(sparse), tuple(lists), timestamp, left_out)
+
+
+def _is_dense(column: Column) -> bool:
+    if column.kind == "integer":
+        return is_amount(column)
+    return column.kind == "decimal" or (column.kind == "time" and not column.is_only_timestamp)
+
+
+def _reason(column: Column) -> str:
+    """Return why a column is left out, empty if it is not."""
+    if column.kind == "unusable":
+        return column.detail
+    if column.kind == "constant":
         return "one value"
-    if (status == values.VALUE).all() and np.array_equal(np.unique(numbers), [0, 1]):
-        return "binary"
-    is_number = not (status == values.REJECTED).any()
-    is_integral = values.is_text(kind) and not (values.integers_of(present, name, error)[1] == values.REJECTED).any()
-    if is_number and not (is_integral or types.is_integer(kind)):
-        return "dense"
-    if distinct <= max(_MANY, _KEY * len(present)):
-        return "sparse"
-    return "dense" if is_number and not re.search(r"(?i)id$|key$|index$|^unnamed", name) else "another value in each row"
+    if column.kind == "row number":
+        return "row number"
+    if column.kind == "list" and column.detail and has_decimals(column):
+        return "lists of decimals"
+    is_two = column.kind == "binary" or (column.distinct == 2 and column.kind == "text" and _is_pair(column))
+    return "may be another label" if is_two and _LABEL.search(column.name.lower()) else ""
 
 
-def _joined(columns: dict[str, pa.Array], delimiter: str) -> tuple[str, list[str]]:
-    """Return the mark that joins categories of lists in text, and the columns with such lists. Categories recur in other lists,
-    and are no parts of sentences."""
-    for mark in "|;,".replace(delimiter, "") if delimiter else "|;,":
-        names = []
-        for name, array in columns.items():
-            if values.is_text(array.type):
-                text = pc.cast(array, pa.large_binary())
-                items = pc.list_flatten(pc.split_pattern(text, pattern=mark))
-                several = pc.mean(pc.greater(pc.count_substring(text, pattern=mark), 0)).as_py() >= _JOINED
-                recur = pc.count_distinct(items).as_py() < pc.count_distinct(text).as_py()
-                names += [name] if several and recur and not pc.any(pc.starts_with(items, pattern=" ")).as_py() else []
-        if names:
-            return mark, names
-    return ";" if delimiter == "|" else "|", []
+# Text of the draft ----------------------------------------------------------------------------------------------------
+def _yaml(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Plan) -> str:
+    name = label.column.name
+    fields: dict[str, Any] = {
+        "label": None if label.is_number else {"name": name, **label.rule} if label.rule else name,
+        "labels": [{"name": name, "kind": "number", "missing": "fault"}] if label.is_number else [],
+        "dense": list(plan.dense),
+        "sparse": list(plan.sparse),
+        "lists": list(plan.lists),
+        "features": [{"name": each, "list_delimiter": columns[each].detail} for each in plan.lists if _needs_mark(columns[each])],
+        "timestamp": plan.timestamp or "",
+        "list_delimiter": _list_delimiter(head.delimiter).strip("|"),
+        "delimiter": head.delimiter.strip(",\t"),
+        "header": list(head.header),
+        "missing": list(_markers(columns)),
+        "nan": "missing" if any(columns[each].has_nan for each in plan.dense) else "",
+    }
+    fields = {key: value for key, value in fields.items() if value or key in ("label", "dense", "sparse")}
+    return yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+
+
+def _needs_mark(column: Column) -> bool:
+    return column.detail not in ("", "|")
+
+
+def _markers(columns: Mapping[str, Column]) -> list[str]:
+    return list(dict.fromkeys(marker for column in columns.values() for marker in column.markers))
+
+
+def _notes(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Plan) -> list[str]:
+    """Return a sentence on each decision that a person may want to change."""
+    notes = [f"Drafted from {head.table.num_rows:,} rows."]
+    if head.header:
+        notes.append("The file has no header: the columns are named by their position. Rename them here (header and below).")
+    notes += [label.note] if label.note else []
+    amounts = [name for name in plan.dense if columns[name].kind == "integer"]
+    codes = [name for name in plan.sparse if columns[name].kind == "integer"]
+    if amounts or codes:
+        shown = [f"as numbers {', '.join(amounts)}"] if amounts else []
+        shown += [f"as categories {', '.join(codes)}"] if codes else []
+        notes.append(f"Integers: {'; '.join(shown)}. Move amounts to dense, codes to sparse.")
+    if plan.timestamp:
+        notes.append(f"{plan.timestamp} is the row's time, no input of the model.")
+    if plan.timestamp in plan.dense:
+        notes[-1] = f"{plan.timestamp} is the row's time, and the only input of the model."
+    times = [name for name in plan.dense if columns[name].kind == "time" and name != plan.timestamp]
+    notes += [f"Times as numbers of seconds: {', '.join(times)}."] if times else []
+    joined = [f"{name} at {columns[name].detail!r}" for name in plan.lists if columns[name].detail not in ("", BRACKETS)]
+    notes += [f"Lists, split: {', '.join(joined)}."] if joined else []
+    notes += _marker_notes(columns)
+    reasons = {**dict(head.unnamed), **plan.left_out}
+    left_out = [f"{name or repr(name)} ({reason})" for name, reason in reasons.items()]
+    notes += [f"Left out: {', '.join(left_out)}."] if left_out else []
+    return notes
+
+
+def _marker_notes(columns: Mapping[str, Column]) -> list[str]:
+    markers = _markers(columns)
+    if not markers:
+        return []
+    names = ", ".join(column.name for column in columns.values() if column.markers)
+    notes = [f"Missing among numbers: {', '.join(markers)} in {names}. They count as missing in all columns."]
+    uncertain = [marker for marker in markers if marker in (NEGATIVE_MARKER, "unknown")]
+    notes += [f"Remove {' and '.join(uncertain)} from missing if they are values."] if uncertain else []
+    return notes
+
+
+def _check(text: str, head: _Head, path: str) -> None:
+    """Check that training accepts the draft on the first rows. Raises InputError."""
+    fields = yaml.safe_load(text)
+    if not fields["dense"] and not fields["sparse"]:
+        raise InputError(
+            f"{path}: no column to learn from beside the label; {text.partition('# Left out: ')[2].partition(chr(10))[0]}"
+        )
+    try:
+        schema = load_schema(text, "draft")
+        raw, faults = parse_table(head.table, schema, path=path)
+    except InputError as error:
+        raise InputError(f"{path}: cannot draft a schema; {error}") from None
+    if faults.total > _MAX_BAD_FRACTION * head.table.num_rows:
+        fix = faults.text_fix()
+        raise InputError(f"{path}: {faults.describe()}; fix the log{f', or {fix}' if fix else ''}")
+    if raw.rows < _MIN_ROWS:
+        raise InputError(f"{path}: {raw.rows} rows are too few to train, validate and test; at least {_MIN_ROWS} are needed")
+    labels = raw.labels.get(schema.label or "")
+    if labels is not None and len(np.unique(labels)) < 2:
+        raise InputError(f"{path}: all {raw.rows} rows have one label; choose another with --label")

@@ -1,7 +1,9 @@
 """Drafts of schemas for the shapes of public logs, and training with them unchanged."""
 
+import json
 import random
 from datetime import datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +32,67 @@ def pick(*values: Any) -> list[Any]:
 CLICKS, IDS, PRICES, ITEMS = pick(0, 1), [f"{n:016x}" for n in ROWS], [RANDOM.random() * 9 for _ in ROWS], pick(*range(9))
 TIMES = [datetime(2026, 1, 1) + timedelta(minutes=n) for n in ROWS]
 GENRES = [RANDOM.sample(("action", "comedy", "drama", "horror", "war"), RANDOM.randrange(1, 4)) for _ in ROWS]
+AMOUNTS = [int(RANDOM.expovariate(0.01)) for _ in ROWS]
+CODES = [RANDOM.randrange(10_000_000, 99_999_999) for _ in ROWS]
+EPOCHS = [1_574_000_000 + 61 * n for n in ROWS]
+
+
+def joined(mark: str) -> list[str]:
+    return [mark.join(of_row) for of_row in GENRES]
+
+
+def with_gaps(values: list[Any], marker: Any) -> list[Any]:
+    values = list(map(str, values)) if isinstance(marker, str) else values
+    return [marker if n % 20 == 3 else value for n, value in enumerate(values)]
+
+
 SHAPES: dict[str, tuple[dict[str, list[Any]], str]] = {
     "e-commerce.csv": (
         {"event_time": TIMES, "product_id": ITEMS, "category": pick("tv", "sofa", None), "price": PRICES, "session": IDS,
          "is_weekend": pick(0, 1), "country": pick("de"), "purchased": CLICKS},
-        "{label: purchased, dense: [event_time, price], sparse: [product_id, category, is_weekend]}"),
+        "{label: purchased, dense: [price], sparse: [product_id, category, session, is_weekend], timestamp: event_time}"),
     "ads.csv": ({"id": list(ROWS), "click": CLICKS, "hour": pick(*range(14102100, 14102124)), "C1": ITEMS, "app": pick("a", "b")},
         "{label: click, dense: [], sparse: [hour, C1, app]}"),
     "ratings.csv": (
-        {"user": pick(*range(50)), "movie": ITEMS, "rating": pick(1, 2, 3, 4, 5),
-         "timestamp": [964982703 + 61 * n for n in ROWS], "genres": ["|".join(genres) for genres in GENRES]},
-        "{label: null, labels: [{name: rating, kind: number, missing: fault}], dense: [timestamp], "
-        "sparse: [user, movie, genres], lists: [genres]}"),
-    "news.tsv": ({"clicked": CLICKS, "user": pick("u1", "ü2"), "topics": [",".join(each) for each in GENRES], "dwell": PRICES},
-        "{label: clicked, dense: [dwell], sparse: [user, topics], lists: [topics], list_delimiter: ','}"),
+        {"user": pick(*range(50)), "movie": CODES, "rating": pick(1, 2, 3, 4, 5), "timestamp": EPOCHS, "genres": joined("|")},
+        "{label: {name: rating, at_least: 3}, dense: [], sparse: [user, movie, genres], lists: [genres], timestamp: timestamp}"),
+    "news.tsv": ({"clicked": CLICKS, "user": pick("u1", "ü2"), "topics": joined(","), "dwell": PRICES},
+        "{label: clicked, dense: [dwell], sparse: [user, topics], lists: [topics], "
+        "features: [{name: topics, list_delimiter: ','}]}"),
     "log.parquet": (
         {"user": pick("u1", "u2"), "history": [[len(of_row), 7] for of_row in GENRES], "tags": GENRES, "at": TIMES,
          "price": [float("nan"), *PRICES[1:]], "vector": [[0.5, 0.1]] * len(ROWS), "label": CLICKS},
-        "{label: label, dense: [at, price], sparse: [user, history, tags], lists: [history, tags], nan: missing}"),
+        "{label: label, dense: [price], sparse: [user, history, tags], lists: [history, tags], nan: missing, timestamp: at}"),
+    "bank.csv": (
+        {"age": AMOUNTS, "job": pick("cook", "unknown"), "balance": with_gaps(AMOUNTS, "unknown"),
+         "pdays": with_gaps(AMOUNTS, -1), "housing": pick("yes", "no"), "campaign": pick(*range(9)), "duration": AMOUNTS,
+         "y": pick("yes", "no")},
+        "{label: {name: y, positive: ['yes']}, dense: [age, balance, pdays, duration], sparse: [job, housing, campaign], "
+        "missing: [unknown, '-1']}"),
+    "census.csv": (
+        {"age": AMOUNTS, "workclass": pick("Private", "?"), "fnlwgt": AMOUNTS, "zip": [f"{n * n:05d}" for n in ROWS],
+         "hours": with_gaps(AMOUNTS, "?"), "income": pick("<=50K", ">50K")},
+        "{label: {name: income, positive: ['>50K']}, dense: [age, fnlwgt, hours], sparse: [workclass, zip], missing: ['?']}"),
+    "physics.csv": ({"label": CLICKS, "mass": with_gaps(PRICES, "NA"), "energy": with_gaps(PRICES, "null")},
+        "{label: label, dense: [mass, energy], sparse: [], missing: [NA, 'null']}"),
+    "signs.tsv": ({"target": pick(-1, 1), "i1": AMOUNTS, "c1": CODES},
+        "{label: {name: target, positive: ['1']}, dense: [i1], sparse: [c1]}"),
+    "decimals.parquet": (
+        {"y": CLICKS, "user_id": [Decimal(code) for code in CODES], "item": [float(code) for code in with_gaps(CODES, "nan")],
+         "cost": [Decimal(amount) for amount in AMOUNTS]},
+        "{label: y, dense: [cost], sparse: [user_id, item]}"),
+    "unique.csv": ({"like": CLICKS, "visitor": [f"v{n}" for n in ROWS], "item_id": CODES},
+        "{label: like, dense: [], sparse: [visitor, item_id]}"),
+    "clicks.csv": ({"user": pick("a", "b"), "seen_ms": [at * 1000 for at in EPOCHS],
+         "signup": with_gaps(TIMES, None), "click": CLICKS},
+        "{label: click, dense: [signup], sparse: [user], timestamp: seen_ms}"),
+    "american.csv": (
+        {"user": pick("a", "b"), "click": CLICKS,
+         "date": [f"{1 + n % 12}/{1 + n % 28}/2019 {1 + n % 11}:05:00 PM" for n in ROWS]},
+        "{label: click, dense: [], sparse: [user], timestamp: date}"),
+    "grades.csv": ({"query": pick(*range(60)), "bm25": PRICES, "grade": pick(0, 1, 2, 3, 4)},
+        "{label: {name: grade, at_least: 2}, dense: [bm25], sparse: [query]}"),
+    "only-times.csv": ({"click": CLICKS, "time": TIMES}, "{label: click, dense: [time], sparse: [], timestamp: time}"),
 }  # fmt: skip
 
 
@@ -69,22 +114,204 @@ def test_draft_trains_unchanged(name: str, tmp_path: Path) -> None:
     assert recipes.clicks(log, schema=out) == recipes.clicks(log, schema=load_schema(Path(out).read_text(), out))
 
 
-def test_draft_explains_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("delimiter", "of_lists"), [(";", "|"), ("|", ";"), ("\x01", "|"), ("^", "|")])
+def test_draft_finds_delimiters(delimiter: str, of_lists: str, tmp_path: Path) -> None:
     log = {"is_new": CLICKS, "user": pick("a", "b"), "id": IDS, "click": CLICKS, "bought": CLICKS, "answer": pick("yes", "no")}
-    for delimiter, of_lists in ((";", "|"), ("|", ";")):
-        text = draft(write(tmp_path / "log.csv", log, delimiter))
-        assert "Left out: id (another value in each row), bought (may be another label)." in text
-        expected = Schema(label="click", sparse=("is_new", "user", "answer"), delimiter=delimiter, list_delimiter=of_lists)
-        assert load_schema(text, "draft") == expected
+    text = draft(write(tmp_path / "log.csv", log, delimiter))
+    assert "Left out: bought (may be another label)." in text
+    expected = Schema(label="click", sparse=("is_new", "user", "id", "answer"), delimiter=delimiter, list_delimiter=of_lists)
+    assert load_schema(text, "draft") == expected
+
+
+@pytest.mark.parametrize("mark", ["|", ";", ",", "^", " ", "\x01", "\x02", "\x03", "\x1d"])
+def test_draft_finds_lists_by_mark(mark: str, tmp_path: Path) -> None:
+    columns = {"click": CLICKS, "genres": joined(mark), "title": [f"The story, part {n}" for n in ROWS]}
+    schema = load_schema(draft(write(tmp_path / "log.parquet", columns)), "draft")
+    assert schema.lists == ("genres",)
+    assert schema.list_mark("genres") == mark
+    assert schema.sparse == ("genres", "title")
+
+
+@pytest.mark.parametrize("write_list", [str, json.dumps], ids=["Python", "JSON"])
+def test_draft_finds_lists_in_brackets(write_list: Any, tmp_path: Path) -> None:
+    columns = {"click": CLICKS, "genres": [write_list(of_row) for of_row in GENRES], "user": pick("[a]", "b")}
+    schema = load_schema(draft(write(tmp_path / "log.csv", columns)), "draft")
+    assert (schema.lists, schema.list_mark("genres")) == (("genres",), "brackets")
+
+
+def test_draft_keeps_lists_of_distinct_rows(tmp_path: Path) -> None:
+    histories = ["^".join(f"i{RANDOM.randrange(500)}" for _ in range(20)) for _ in ROWS]
+    schema = load_schema(draft(write(tmp_path / "log.csv", {"click": CLICKS, "history": histories})), "draft")
+    assert (len(set(histories)), schema.lists) == (len(ROWS), ("history",))
+
+
+@pytest.mark.parametrize(
+    ("texts", "sparse"),
+    [
+        pytest.param([f"{n},{n % 10}" for n in ROWS], True, id="decimal commas"),
+        pytest.param([f"1,{n:03d}" for n in ROWS], True, id="thousands"),
+        pytest.param(pick("New York", "Los Angeles", "San Jose"), True, id="cities"),
+        pytest.param([f"0.{n} 0.5 0.25" for n in ROWS], False, id="vectors"),
+    ],
+)
+def test_text_with_marks_is_no_list(texts: list[str], sparse: bool, tmp_path: Path) -> None:
+    text = draft(write(tmp_path / "log.parquet", {"click": CLICKS, "text": texts, "user": pick("a", "b")}))
+    schema = load_schema(text, "draft")
+    assert schema.lists == ()
+    assert ("text" in schema.sparse) == sparse
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "is_dense"),
+    [
+        pytest.param("age", AMOUNTS, True, id="amount by name"),
+        pytest.param("v", AMOUNTS, True, id="amount by shape"),
+        pytest.param("v", CODES, False, id="code by shape"),
+        pytest.param("user_id", AMOUNTS, False, id="code by name"),
+        pytest.param("itemId", AMOUNTS, False, id="code by camel case"),
+        pytest.param("movieid", AMOUNTS, False, id="code in one word"),
+        pytest.param("zip", AMOUNTS, False, id="zip"),
+        pytest.param("v", pick(*range(50)), False, id="few values"),
+        pytest.param("age", pick(*range(18, 80)), True, id="few amounts"),
+        pytest.param("count", pick(*range(9)), False, id="few small amounts"),
+        pytest.param("balance", [amount - 99 for amount in AMOUNTS], True, id="negative"),
+        pytest.param("user:token", AMOUNTS, False, id="typed token"),
+        pytest.param("user:float", CODES, True, id="typed float"),
+    ],
+)
+def test_integers_are_amounts_or_codes(name: str, numbers: list[int], is_dense: bool, tmp_path: Path) -> None:
+    text = draft(write(tmp_path / "log.csv", {"click": CLICKS, name: numbers}))
+    schema = load_schema(text, "draft")
+    assert (name in schema.dense, name in schema.sparse) == (is_dense, not is_dense)
+    assert f"as {'numbers' if is_dense else 'categories'} {name}" in text
+
+
+@pytest.mark.parametrize("marker", ["NA", "N/A", "#N/A", "NaN", "null", "NULL", "None", "\\N", "?", "-", "unknown"])
+def test_marker_among_numbers_is_missing(marker: str, tmp_path: Path) -> None:
+    text = draft(write(tmp_path / "log.csv", {"click": CLICKS, "price": with_gaps(PRICES, marker)}))
+    schema = load_schema(text, "draft")
+    assert (schema.dense, schema.missing) == (("price",), (marker,))
+    assert f"Missing among numbers: {marker} in price." in text
+    assert ("Remove unknown from missing" in text) == (marker == "unknown")
+
+
+def test_many_other_words_make_categories(tmp_path: Path) -> None:
+    prices = [f"w{n % 5}" if n % 10 == 3 else price for n, price in enumerate(with_gaps(PRICES, "NA"))]
+    schema = load_schema(draft(write(tmp_path / "log.csv", {"click": CLICKS, "price": list(map(str, prices))})), "draft")
+    assert (schema.sparse, schema.missing) == (("price",), ())
+
+
+@pytest.mark.parametrize(
+    ("other", "is_missing"),
+    [pytest.param(AMOUNTS, True, id="alone"), pytest.param([n % 7 - 3 for n in ROWS], False, id="with other negatives")],
+)
+def test_minus_one_is_missing_without_other_negatives(other: list[int], is_missing: bool, tmp_path: Path) -> None:
+    log = write(tmp_path / "log.csv", {"click": CLICKS, "price": with_gaps(AMOUNTS, -1), "change": other})
+    text = draft(log)
+    assert ("-1" in load_schema(text, "draft").missing, "Remove -1" in text) == (is_missing, is_missing)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        pytest.param(pick("yes", "no"), {"positive": ["yes"]}, id="words"),
+        pytest.param(pick("<=50K", ">50K"), {"positive": [">50K"]}, id="census"),
+        pytest.param(pick(-1, 1), {"positive": ["1"]}, id="signs"),
+        pytest.param(pick(1, 2), {"positive": ["2"]}, id="one and two"),
+        pytest.param(["rare", *["usual"] * 9] * 40, {"positive": ["rare"]}, id="unknown words"),
+        pytest.param(pick(1, 2, 3, 4, 5, 5, 5), {"at_least": 4}, id="ratings"),
+        pytest.param([1] * 300 + pick(2, 3)[:100], {"at_least": 2}, id="median is lowest"),
+        pytest.param(pick(0.5, 1.5, 2.5), {"at_least": 1.5}, id="halves"),
+    ],
+)
+def test_label_rule_is_drafted(values: list[Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    text = draft(write(tmp_path / "log.parquet", {"user": pick("a", "b"), "label": values}))
+    assert yaml.safe_load(text)["label"] == {"name": "label", **expected}
+    assert "# label: " in text
+    assert "counts as 1" in text
+
+
+def test_numeric_label_is_learned_as_number(tmp_path: Path) -> None:
+    log = write(tmp_path / "log.csv", {"user": pick("a", "b"), "price": PRICES})
+    schema = load_schema(draft(log, label="price"), "draft")
+    assert (schema.label, [(label.name, label.kind) for label in schema.labels]) == (None, [("price", "number")])
+
+
+def test_draft_names_left_out_columns(tmp_path: Path) -> None:
+    log = {"": IDS, "row": list(ROWS), "n": [7 + 3 * n for n in ROWS], "one": pick("x"), "click": CLICKS, "user": IDS}
+    text = draft(write(tmp_path / "log.csv", log))
+    assert "Left out: '' (has no name), row (row number), n (row number), one (one value)." in text
+    assert load_schema(text, "draft").sparse == ("user",)
+
+
+NESTED = {
+    "score_vector": pa.array([[0.5, 0.25]] * 400),
+    "order_items": pa.array([[{"sku": "a"}]] * 400),
+    "struct": pa.array([{"a": 1}] * 400),
+    "map": pa.array([[("a", 1)]] * 400, pa.map_(pa.string(), pa.int64())),
+    "matrix": pa.array([[[1, 2]]] * 400),
+    "span": pa.array([timedelta(seconds=n) for n in ROWS]),
+    "clock": pa.array([datetime(2026, 1, 1).time()] * 400),
+    "nothing": pa.nulls(400),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_column_is_left_out(name: str, tmp_path: Path) -> None:
+    pq.write_table(pa.table({name: NESTED[name], "click": CLICKS, "user": pick("a", "b")}), tmp_path / "log.parquet")
+    text = draft(str(tmp_path / "log.parquet"))
+    assert load_schema(text, "draft").sparse == ("user",)
+    assert f"Left out: {name} (" in text
+
+
+def test_two_columns_of_one_name_are_left_out(tmp_path: Path) -> None:
+    table = pa.table([CLICKS, pick("a", "b"), pick("c", "d"), IDS], names=["click", "user", "user", "item"])
+    pq.write_table(table, tmp_path / "log.parquet")
+    text = draft(str(tmp_path / "log.parquet"))
+    assert load_schema(text, "draft").sparse == ("item",)
+    assert "Left out: user (name of several columns)." in text
+
+
+def test_file_without_header_gets_names(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text("".join(f"{CLICKS[n]},u{n % 9},{PRICES[n]:.2f}\n" for n in ROWS))
+    text = draft(str(log))
+    schema = load_schema(text, "draft")
+    assert (schema.header, schema.label) == (("c0", "c1", "c2"), "c0")
+    assert (schema.dense, schema.sparse) == (("c2",), ("c1",))
+    assert "has no header" in text
+    (tmp_path / "schema.yaml").write_text(text)
+    settings = f"--steps 2 --batch-size 64 --workers 1 --storage-path {tmp_path} --name run -q"
+    assert cli.run(["train", "clicks", "--schema", str(tmp_path / "schema.yaml"), "--data", str(log), *settings.split()]) == 0
+
+
+def test_draft_reads_limited_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema_draft, "_ROWS", 300)
-    assert "from 300 rows" in draft(write(tmp_path / "log.parquet", log))
-    for file, label, message in (
-        ("log.csv", "answer", "labels must be 0 or 1, found no, yes in column answer; derive one, such as answer == 'yes'"),
-        ("log.csv", "nope", "no column named nope; it has is_new, user"),
-        (write(tmp_path / "a.csv", {"user": pick("a", "b")}), None, "no column of 0 and 1 for the label among user. Add one"),
-        (write(tmp_path / "b.csv", {"user": []}), None, "no usable rows"),
-    ):
-        rejects(message, draft, str(tmp_path / file), label=label)
+    for name in ("log.csv", "log.parquet"):
+        assert "from 300 rows" in draft(write(tmp_path / name, {"click": CLICKS, "user": IDS}))
+
+
+@pytest.mark.parametrize(
+    ("columns", "label", "message"),
+    [
+        pytest.param({"click": CLICKS, "user": IDS}, "nope", "no column named nope; it has click, user", id="no such label"),
+        pytest.param({"user": IDS}, None, "of ratings for the label among user. Add one", id="no label"),
+        pytest.param({"user": IDS}, "user", "labels must be 0 or 1", id="label in many words"),
+        pytest.param({"user": []}, None, "no usable rows", id="no rows"),
+        pytest.param({"click": CLICKS}, None, "no column to learn from", id="no features"),
+        pytest.param({"click": CLICKS[:9], "user": pick("a", "b")[:9]}, None, "rows are too few", id="few rows"),
+        pytest.param({"click": with_gaps(CLICKS, None), "user": IDS}, None, "label is missing", id="missing labels"),
+    ],
+)
+def test_draft_rejects_log(columns: dict[str, list[Any]], label: str | None, message: str, tmp_path: Path) -> None:
+    rejects(message, draft, write(tmp_path / "log.csv", columns), label=label)
+
+
+def test_split_by_time_takes_drafted_schema(tmp_path: Path) -> None:
+    log = write(tmp_path / "log.csv", SHAPES["only-times.csv"][0])
+    (tmp_path / "schema.yaml").write_text(draft(log))
+    paths = ["--out", str(tmp_path / "parts"), "--schema", str(tmp_path / "schema.yaml")]
+    assert cli.run(["split", log, "--by", "time", *paths, "-q"]) == 0
 
 
 def test_times_in_text_are_equal_numbers_in_files_and_exports() -> None:

@@ -67,6 +67,12 @@ def _nearest(name: str, names: Sequence[str]) -> list[str]:
     return [by_letters[letters] for letters in difflib.get_close_matches(name.strip().casefold(), by_letters)]
 
 
+def csv_head(path: str) -> bytes:
+    """Return the start of a CSV file, with its first row, without a byte order mark."""
+    with _opened(path) as stream:
+        return _head(stream, path, _HEADER_BYTES)
+
+
 def csv_columns(path: str, schema: Schema) -> tuple[str, ...]:
     """Return the column names of a CSV file, none if it is empty."""
     with _opened(path) as stream:

@@ -76,7 +76,7 @@ def delimiter_of(text: str, schema: Schema) -> str:
     return "\t" if "\t" in plain else max(marks, key=plain.count)
 
 
-def _rows(text: str, delimiter: str, escape: str | None) -> Iterator[list[str]]:
+def head_rows(text: str, delimiter: str, escape: str | None) -> Iterator[list[str]]:
     """Yield the fields of each row that is not empty, of the first row and up to _COMPARED_ROWS below it."""
     _, row = _patterns(delimiter, escape)
     first = row.search(text)
@@ -118,7 +118,7 @@ def read_header(head: bytes, schema: Schema, *, path: str) -> Header:
     for data of unknown order, and for names that differ only in blanks or case."""
     text = head.decode("utf-8", "replace")
     delimiter = delimiter_of(text, schema)
-    first, *rows = [*_rows(text, delimiter, schema.escape)] or [[]]
+    first, *rows = [*head_rows(text, delimiter, schema.escape)] or [[]]
     if _is_header(first, rows, schema):
         _reject_similar(first, schema, path)
         # A schema of an earlier version may have names with blanks.

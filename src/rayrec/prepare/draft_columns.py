@@ -1,0 +1,306 @@
+"""Kinds of a log's columns, judged by their names and first values: numbers, times, categories and lists."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import types
+
+from rayrec.config import InputError, packaged_json
+from rayrec.data.encoding.rules import BRACKETED
+from rayrec.data.logs import column_values as values
+from rayrec.schema import BRACKETS
+
+Kind = Literal["unusable", "constant", "row number", "binary", "time", "decimal", "integer", "text", "list"]
+
+_WORDS: Final = ("NA", "N/A", "#N/A", "NaN", "nan", "null", "NULL", "None", "\\N", "?", "-", "unknown")
+"""Texts that mean a missing number."""
+NEGATIVE_MARKER: Final = "-1"
+"""Number that may mean a missing one."""
+_MIN_NUMBERS: Final = 0.95
+"""Minimum fraction of numbers among a column's other values if a text is a marker of missing ones."""
+_MARKS: Final = "|;^\x01\x02\x03\x1d, "
+"""Marks that may join the items of a list, the most certain first."""
+_MIN_JOINED: Final = 0.1
+"""Minimum fraction of values with several items in a column of lists."""
+_MIN_WORD_LISTS: Final = 20
+"""Minimum number of different values of a list joined by blanks or commas, which also occur in names and sentences."""
+_MIN_RECURRENCE: Final = 3
+"""Minimum mean occurrences of items in lists that differ by row."""
+_DECIMAL: Final = r"^-?[0-9]*\.[0-9]+(e[+-]?[0-9]+)?$"
+_DATE: Final = r"^\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}"
+_GROUPED: Final = r"^[+-]?\d{1,3}(,\d{3})+(\.\d+)?$|^[+-]?\d+,\d+$"
+"""Numbers with commas: 1,234 or 3,14."""
+_EPOCH: Final = (946_684_800, 4_102_444_800)
+"""Seconds from 1970 to 2000 and to 2100."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """Column of a log's first rows."""
+
+    name: str
+    array: pa.Array
+    """Values, null if missing."""
+    kind: Kind
+    detail: str = ""
+    """Reason for an unusable column, or the mark of its lists in text (`BRACKETS` for lists in brackets)."""
+    markers: tuple[str, ...] = ()
+    """Texts among numbers that mean a missing one."""
+    distinct: int = 0
+    """Number of different values."""
+    numbers: np.ndarray | None = None
+    """Present numbers in row order, float64. None for other values."""
+    has_missing: bool = False
+    has_nan: bool = False
+    is_epoch: bool = False
+    """Whether times are numbers since 1970."""
+    is_only_timestamp: bool = False
+    """Whether times have a format that only `Schema.timestamp` reads."""
+
+    @property
+    def is_number(self) -> bool:
+        return self.kind in ("binary", "decimal", "integer")
+
+    @property
+    def is_ordered(self) -> bool:
+        """True if no number is below the previous one."""
+        return self.numbers is not None and bool((np.diff(self.numbers) >= 0).all())
+
+
+def examine(name: str, array: pa.Array, make_error: values.MakeError) -> Column:
+    """Return the kind of a column."""
+    kind = array.type
+    if not name.strip():
+        return Column(name, array, "unusable", "has no name")
+    if values.is_list(kind) or types.is_null(kind):
+        return _of_lists(name, array)
+    array, markers = _without_markers(array, name, make_error)
+    try:
+        numbers, status = values.numbers_of(array, name, make_error, times=True)
+    except InputError:
+        return Column(name, array, "unusable", f"of type {kind}")
+    present = status != values.EMPTY
+    column = Column(name, array, "text", markers=markers, has_missing=not present.all())
+    column = replace(column, distinct=_distinct(array))
+    if column.distinct < 2:
+        return replace(column, kind="constant")
+    if not (status == values.REJECTED).any():
+        is_text_time = values.is_text(kind) and (values.numbers_of(array, name, make_error)[1] == values.REJECTED).any()
+        return _of_numbers(column, numbers[present], is_time=is_text_time or types.is_temporal(kind))
+    times = values.times_of(array)[1]
+    if (times[present] == values.VALUE).all():
+        return replace(column, kind="time", is_only_timestamp=True)
+    mark = list_mark(array)
+    if mark:
+        return replace(column, kind="list", detail=mark)
+    return column
+
+
+def _of_lists(name: str, array: pa.Array) -> Column:
+    if types.is_null(array.type):
+        return Column(name, array, "constant")
+    item = array.type.value_type
+    item = item.value_type if types.is_dictionary(item) else item
+    if not (values.is_text(item) or types.is_integer(item)):
+        return Column(name, array, "unusable", f"of type {array.type}")
+    items = values.resolved(pc.list_flatten(array))
+    return Column(name, array, "list" if items.null_count < len(items) else "constant")
+
+
+def _distinct(array: pa.Array) -> int:
+    """Return the number of different values that are not missing."""
+    array = array.drop_null()
+    if values.is_text(array.type):
+        array = pc.cast(array, pa.large_binary())
+        array = array.filter(pc.not_equal(array, b""))
+    return pc.count_distinct(array).as_py()
+
+
+def _of_numbers(column: Column, numbers: np.ndarray, *, is_time: bool) -> Column:
+    """Return the kind of a column of numbers or times."""
+    array = column.array
+    has_nan = bool(np.isnan(numbers).any())
+    column = replace(column, has_nan=has_nan, has_missing=column.has_missing or has_nan, numbers=numbers[~np.isnan(numbers)])
+    assert column.numbers is not None
+    if is_time:
+        return replace(column, kind="time")
+    if np.array_equal(np.unique(column.numbers), [0, 1]):
+        return replace(column, kind="binary")
+    if not _is_integral(array, column.numbers):
+        return replace(column, kind="decimal")
+    if _is_epoch(column):
+        return replace(column, kind="time", is_epoch=True)
+    steps = np.unique(np.diff(column.numbers[:1000]))
+    is_counter = len(steps) == 1 and steps[0] != 0 and bool((np.diff(column.numbers) == steps[0]).all())
+    if not column.has_missing and (is_counter or (_is_index_name(column.name) and column.distinct == len(array))):
+        return replace(column, kind="row number")
+    return replace(column, kind="integer")
+
+
+def _matches(array: pa.Array, pattern: str, *, ignore_case: bool = True) -> bool:
+    """Return whether all values of text that are not missing match."""
+    text = pc.cast(array, pa.large_binary()).drop_null()
+    text = text.filter(pc.not_equal(text, b""))
+    return bool(pc.all(pc.match_substring_regex(text, pattern, ignore_case=ignore_case)).as_py())
+
+
+def _is_integral(array: pa.Array, numbers: np.ndarray) -> bool:
+    if values.is_text(array.type):
+        return _matches(array, r"^[ \t]*[+-]?[0-9]+[ \t]*$")
+    return types.is_integer(array.type) or bool((np.trunc(numbers) == numbers).all())
+
+
+def _is_epoch(column: Column) -> bool:
+    """Return whether integers are times since 1970: of years 2000 to 2100, by name or in order."""
+    assert column.numbers is not None
+    for unit in (1, 10**3, 10**6, 10**9):
+        if column.numbers.min() >= _EPOCH[0] * unit and column.numbers.max() < _EPOCH[1] * unit:
+            return column.distinct > 1 and (_is_time_name(column.name) or column.is_ordered)
+    return False
+
+
+def _without_markers(array: pa.Array, name: str, make_error: values.MakeError) -> tuple[pa.Array, tuple[str, ...]]:
+    """Return a column of numbers or times in text without the markers of missing ones, and these. Others are unchanged."""
+    if not values.is_text(array.type):
+        return array, ()
+    text = pc.cast(array, pa.large_binary())
+    is_word = pc.is_in(text, value_set=pa.array([word.encode() for word in _WORDS], pa.large_binary()))
+    if not pc.any(is_word).as_py():
+        return array, ()
+    plain = text.filter(pc.invert(is_word)).drop_null()
+    _, status = values.numbers_of(plain, name, make_error, times=True)
+    status = status[status != values.EMPTY]
+    if not len(status) or np.mean(status == values.VALUE) < _MIN_NUMBERS:
+        return array, ()
+    markers = {word.decode() for word in pc.unique(text.filter(is_word)).to_pylist()}
+    return pc.if_else(is_word, pa.scalar(None, text.type), text), tuple(word for word in _WORDS if word in markers)
+
+
+# Lists in text --------------------------------------------------------------------------------------------------------
+def list_mark(array: pa.Array) -> str:
+    """Return the mark that joins the items of lists in text, or BRACKETS, or an empty text for other columns. Items recur in
+    other lists."""
+    text = pc.cast(array, pa.large_binary()).drop_null()
+    text = text.filter(pc.not_equal(text, b""))
+    if _matches(array, BRACKETED, ignore_case=False):
+        lists, bad = values.split_lists(text, BRACKETS, trim=False)
+        has_items = pc.sum(pc.list_value_length(lists)).as_py() > len(text)
+        return BRACKETS if has_items and not bad.any() else ""
+    if _matches(array, _DATE) or _matches(array, _GROUPED):
+        return ""
+    return next((mark for mark in _MARKS if _is_joined(text, mark)), "")
+
+
+def _is_joined(text: pa.Array, mark: str) -> bool:
+    """Return whether a mark joins the items of lists in text."""
+    several = pc.mean(pc.greater(pc.count_substring(text, pattern=mark), 0)).as_py()
+    if several < _MIN_JOINED:
+        return False
+    items = pc.list_flatten(values.split_lists(text, mark, trim=True)[0])
+    if _matches(items, _DECIMAL):
+        return True
+    num_items = pc.count_distinct(items).as_py()
+    num_texts = pc.count_distinct(text).as_py()
+    recur = num_items < num_texts or len(items) >= _MIN_RECURRENCE * num_items
+    if mark in ", " and not _matches(items, r"[0-9]"):
+        return num_texts >= _MIN_WORD_LISTS and 2 * num_items < num_texts
+    return recur
+
+
+def has_decimals(column: Column) -> bool:
+    """Return whether the items of lists in text are decimal numbers, such as those of a vector."""
+    items = pc.list_flatten(values.split_lists(column.array, column.detail, trim=True)[0])
+    items = pc.cast(items, pa.large_binary()).drop_null()
+    return bool(len(items)) and _matches(items, _DECIMAL)
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+_WORDS_OF_NAMES: Final[dict[str, list[str]]] = packaged_json(__package__, "column_words.json")
+"""Words in the names of codes, entities with codes, amounts and times."""
+_IDS: Final = frozenset(_WORDS_OF_NAMES["ids"])
+_ENTITIES: Final = frozenset(_WORDS_OF_NAMES["entities"])
+_AMOUNTS: Final = frozenset(_WORDS_OF_NAMES["amounts"])
+_TIMES: Final = frozenset(_WORDS_OF_NAMES["times"])
+_TYPES: Final = ("token", "float", "token_seq", "float_seq")
+"""Types behind the names of RecBole's atomic files, `name:type`."""
+
+
+def name_type(name: str) -> str:
+    """Return the type in a name of the form `name:type`, empty if there is none."""
+    _, mark, kind = name.rpartition(":")
+    return kind if mark and kind in _TYPES else ""
+
+
+def words_of(name: str) -> list[str]:
+    """Return the words of a column name in lower case."""
+    if name_type(name):
+        name = name.rpartition(":")[0]
+    return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+|[^\W_]+", name)]
+
+
+def is_id_name(name: str) -> bool:
+    """Return whether a column of integers has the name of a code."""
+    words = words_of(name) or [""]
+    last = words[-1]
+    if re.fullmatch(r"c[0-9]+", "".join(words)):
+        return True
+    return last in _IDS or last in _ENTITIES or (last.endswith("id") and last[:-2] in _ENTITIES)
+
+
+def is_amount_name(name: str) -> bool:
+    """Return whether a column of integers has the name of an amount."""
+    words = words_of(name)
+    return not is_id_name(name) and (not _AMOUNTS.isdisjoint(words) or bool(re.fullmatch(r"i[0-9]+", "".join(words))))
+
+
+def _is_time_name(name: str) -> bool:
+    return not _TIMES.isdisjoint(words_of(name))
+
+
+def _is_index_name(name: str) -> bool:
+    return bool(re.fullmatch(r"(?i)unnamed.*|index|row|row_?(id|no|num|number)|rowid", name.strip()))
+
+
+def time_rank(column: Column) -> tuple[bool, bool]:
+    """Return the order of columns with times by how likely they have the row's time, the most likely first."""
+    words = words_of(column.name)
+    is_named = words[-1:] == ["timestamp"] or not {"time", "timestamp", "ts", "datetime"}.isdisjoint(words)
+    return not is_named, not column.is_ordered
+
+
+_FEW, _MIN_AMOUNTS = 50, 10
+"""Maximum different integers of categories, and of an amount by name that counts as categories all the same."""
+_CONCENTRATED, _EDGE = 0.35, 0.25
+"""Maximum part of the range with the middle half of amounts, or with the half below or above the median. Codes spread evenly."""
+
+
+def is_amount(column: Column) -> bool:
+    """Return whether a column of integers has amounts, by its name, else by the shape of its values; else it has codes."""
+    assert column.numbers is not None
+    is_text = values.is_text(column.array.type)
+    if name_type(column.name):
+        return name_type(column.name) == "float"
+    if is_id_name(column.name) or (is_text and _has_codes(column.array)):
+        return False
+    if is_amount_name(column.name):
+        return column.distinct > _MIN_AMOUNTS
+    if types.is_floating(column.array.type) or types.is_decimal(column.array.type):
+        return True
+    return column.distinct > _FEW and is_concentrated(column.numbers)
+
+
+def is_concentrated(numbers: np.ndarray) -> bool:
+    """Return whether numbers are unevenly spread over their range, as amounts are."""
+    low, quarter, median, three_quarters, high = np.quantile(numbers, [0, 0.25, 0.5, 0.75, 1])
+    spread = high - low
+    return bool(three_quarters - quarter < _CONCENTRATED * spread or min(median - low, high - median) < _EDGE * spread)
+
+
+def _has_codes(array: pa.Array) -> bool:
+    """Return whether some integers in text have leading zeros, or more digits than numbers have."""
+    text = pc.cast(array, pa.large_binary())
+    return bool(pc.any(pc.match_substring_regex(text, r"^0[0-9]|^[+-]?[0-9]{16,}$")).as_py())
