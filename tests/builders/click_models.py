@@ -28,6 +28,7 @@ from rayrec.workloads.scoring import PREFIX
 
 NAMES: dict[str, Any] = {"dense": ("age", "price"), "sparse": ("user", "item", "tags"), "lists": ("tags",)}
 ANY = Schema(label="click", weight="importance", tokens="any", delimiter=",", **NAMES)
+ANY = ANY.replace(header=ANY.columns)
 """Columns of a custom log."""
 DLRM = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(8, 4), top_mlp=(8, 1), cross_layers=1, cross_low_rank=2)
 SMALL = DLRM.replace(embedding_dim=8, bottom_mlp=(16, 8), top_mlp=(16, 1), cross_layers=2, cross_low_rank=4)

@@ -15,7 +15,7 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import json_of, json_reply
-from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.preprocessor import stored_schema
 from rayrec.data.engine import Engine, TaskContext, grouped
 from rayrec.data.logs.content import count_names, is_parquet, reject_foreign_content
 from rayrec.data.logs.csv_reader import check_columns, csv_columns, read_csv
@@ -24,7 +24,7 @@ from rayrec.data.logs.index import CachedIndex, LogIndex, SegmentEntry, numbered
 from rayrec.data.logs.parquet import check_schema, open_parquet
 from rayrec.data.logs.partitions import columns_of, with_partitions
 from rayrec.data.logs.random_log import check_random, index_random, random_files
-from rayrec.data.logs.table_log import TABLES_ONLY, column_names, index_tables, is_table
+from rayrec.data.logs.table_log import TABLES_ONLY, column_names, file_columns, index_tables, is_table
 from rayrec.data.logs.table_parser import label_faults
 from rayrec.data.logs.text_log import Chunk, cut, index_chunk
 from rayrec.data.logs.text_parser import MAX_LINE_BYTES, parse
@@ -110,6 +110,9 @@ def index_log(files: Sequence[storage.File], schema: Schema, *, segment_bytes: i
     return cache.keep(LogIndex(numbered(entries), faults), context.note)
 
 
+_ORDER_FILES: Final = 64
+"""Maximum number of files whose order of columns is compared."""
+
 TextIndexer = Callable[..., LogIndex]
 """Function that indexes text files, with the signature of `index_log`."""
 
@@ -169,27 +172,56 @@ class LogSource:
             reject_foreign_content(first)
         return files
 
-    def schema(self, schema: Schema) -> Schema:
-        """Return the schema with the data's `tokens`: hexadecimal for text without a header, the log's value for preprocessed
-        data. A schema with another delimiter than a tab is returned unchanged."""
-        if schema.tokens == "hexadecimal" or schema.delimiter != "\t":
-            return schema
+    def schema(self, schema: Schema, *, preprocessor: str | None = None) -> Schema:
+        """Return the schema with the data's `tokens` (hexadecimal for text without a header, the log's value for preprocessed
+        data) and its column order in `header`, unless the schema declares one. A `preprocessor` folder has the order of files
+        without a header. A schema with another delimiter than a tab keeps its `tokens`."""
         try:
-            folder = self.preprocessor()
-            if folder is not None:
-                return schema.replace(tokens=Preprocessor.load(folder).schema.tokens)
-            if self.is_random:
-                return schema.replace(tokens="hexadecimal")
-            files = [file for file in storage.list_files(self.path, names=self.names) if file.size_bytes]
-            if not files or any(file.path.lower().endswith(TABLES_ONLY) for file in files):
-                return schema
-            if is_parquet(files[0].path) or count_names(files[0].path, schema):
-                return schema
-            hexadecimal = schema.replace(tokens="hexadecimal")
-            lines = _first_lines_of(files[0].path)[:_SAMPLED_LINES]
-            return hexadecimal if not lines or _has_rows(lines, hexadecimal) else schema
+            return self._with_order(self._with_tokens(schema), preprocessor)
         except InputError:  # The next reader explains a wrong path or column
             return schema
+
+    def _with_tokens(self, schema: Schema) -> Schema:
+        if schema.tokens == "hexadecimal" or schema.delimiter != "\t":
+            return schema
+        folder = self.preprocessor()
+        if folder is not None:
+            return schema.replace(tokens=stored_schema(folder).tokens)
+        if self.is_random:
+            return schema.replace(tokens="hexadecimal")
+        files = [file for file in storage.list_files(self.path, names=self.names) if file.size_bytes]
+        if not files or schema.header or any(file.path.lower().endswith(TABLES_ONLY) for file in files):
+            return schema
+        if is_parquet(files[0].path) or count_names(files[0].path, schema):
+            return schema
+        try:
+            hexadecimal = schema.replace(tokens="hexadecimal")
+        except InputError:  # Of columns that only tables have
+            return schema
+        lines = _first_lines_of(files[0].path)[:_SAMPLED_LINES]
+        return hexadecimal if not lines or _has_rows(lines, hexadecimal) else schema
+
+    def _with_order(self, schema: Schema, preprocessor: str | None) -> Schema:
+        if schema.header is not None or self.is_random:
+            return schema
+        folder = self.preprocessor()
+        if folder is not None:
+            return _with_header_of(stored_schema(folder), schema)
+        files = [file for file in storage.list_files(self.path, names=self.names) if file.size_bytes]
+        if not files or not is_table(files, schema):
+            return schema
+        # Each file costs a request to a store, so that of very many only some are read, evenly spread.
+        some = files[:: -(-len(files) // _ORDER_FILES)]
+        try:
+            orders = dict.fromkeys(storage.in_parallel(functools.partial(file_columns, schema=schema), some, of=self.path))
+        except InputError:
+            if preprocessor is None:
+                raise
+            return _with_header_of(stored_schema(preprocessor), schema)
+        header = next(iter(orders)) if len(orders) == 1 else ()
+        if schema.tokens == "hexadecimal" and header == schema.columns:
+            return schema
+        return schema.replace(header=header, header_row=True)
 
     def check_head(self, schema: Schema, *, max_bad_fraction: float = 0.0) -> None:
         """Check the beginning of the data, to report mistakes early. Raises InputError. Errors: no files; only empty files; a
@@ -272,6 +304,10 @@ class LogSource:
         if plain != files:  # The next run need not inspect the unpacked files
             cache.write(index)
         return index
+
+
+def _with_header_of(stored: Schema, schema: Schema) -> Schema:
+    return schema.replace(header=stored.header, header_row=stored.header_row)
 
 
 def reject_foreign_files(path: str, files: Sequence[storage.File]) -> None:

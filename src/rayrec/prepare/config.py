@@ -71,11 +71,12 @@ class PreparationConfig(Config):
         if self.memory_bytes is not None and self.memory_bytes < 16 << 20:
             raise InputError(f"memory_bytes: {self.memory_bytes} is below 16 MiB, which counting needs at least")
 
-    def adapted(self, path: str) -> PreparationConfig:
-        """Return a copy with the `tokens` of a log. Raises InputError for the placeholder of a recipe."""
+    def adapted(self, path: str, *, preprocessor: str | None = None) -> PreparationConfig:
+        """Return a copy with `tokens` and column order of a log, see `LogSource.schema`. Raises InputError for the placeholder of
+        a recipe."""
         if isinstance(self.schema, PlaceholderSchema):
             self.schema.reject(path)
-        return self.replace(schema=LogSource.at(path, self.files).schema(self.schema))
+        return self.replace(schema=LogSource.at(path, self.files).schema(self.schema, preprocessor=preprocessor))
 
     @property
     def rules(self) -> Preset:

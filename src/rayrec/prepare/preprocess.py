@@ -181,7 +181,7 @@ def preprocess(
         reject_options(rows, RowOutput(format="mds"), why)
         return preprocess_text(path, out=out, text=text, config=config, console=console)
     reject_options(text, TextConfig(), f"an option for text (--format mds), not for --format {rows.format}")
-    config = config.adapted(path)
+    config = config.adapted(path, preprocessor=rows.preprocessor)
     preprocessor = load_matching_preprocessor(rows.preprocessor, config.schema)
     if preprocessor is None:
         config.rules.check(config.schema)

@@ -233,7 +233,7 @@ def validate(
     gates = gates or Gates()
     source = LogSource.at(path, config.files)
     source.require_raw()
-    config = config.adapted(path)
+    config = config.adapted(path, preprocessor=preprocessor)
     existing = load_matching_preprocessor(preprocessor, config.schema)
     with console.preparing(), engine(config, console, paths=(path,)) as running:
         index = source.index(config.schema, segment_bytes=config.segment_bytes, context=task_context(running, console))

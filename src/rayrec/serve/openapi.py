@@ -84,13 +84,27 @@ def _contents(schema: Schema, example: dict[str, Any], config: ServeConfig) -> d
     if schema.tokens != "hexadecimal":
         texts["text/csv"] = delimiter_of("csv", schema)
     for media_type, delimiter in texts.items():
-        if delimiter != schema.list_delimiter:
-            names = delimiter.join(schema.unlabelled().columns)
-            header = "without a header" if delimiter == "\t" else "behind a header or none (header=present or absent)"
-            described = f"A line a row, its columns in this order, {header}: {names}. A label before them is ignored."
-            described += " The parameter label=present or label=absent says whether there is one."
-            if schema.lists:
-                marks = {schema.list_mark(name): None for name in schema.lists}
-                described += f" Categories of a list are joined by {' or '.join(map(repr, marks))}."
+        described = _described_lines(schema, delimiter)
+        if described and delimiter != schema.list_delimiter:
             content[media_type] = {"schema": {"type": "string", "pattern": "[^\\r\\n]", "description": described}}
     return content
+
+
+def _described_lines(schema: Schema, delimiter: str) -> str:
+    """Return the description of text rows, empty if they are rejected."""
+    if not schema.line_forms:
+        if delimiter == "\t":
+            return ""
+        described = "A header with the names of the columns, in any order, then a line a row."
+    else:
+        full, bare = schema.line_forms[0], schema.line_forms[-1]
+        header = "without a header" if delimiter == "\t" else "behind a header or none (header=present or absent)"
+        described = f"A line a row, {header}. Without one, its columns are those of the training log, in this order: "
+        described += f"{delimiter.join(bare)}."
+        if full != bare:
+            described += f" Or with labels, weight and time, which are ignored: {delimiter.join(full)}."
+            described += " The parameter label=present or label=absent says which."
+    if schema.lists:
+        marks = {schema.list_mark(name): None for name in schema.lists}
+        described += f" Categories of a list are joined by {' or '.join(map(repr, marks))}."
+    return described

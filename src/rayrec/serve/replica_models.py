@@ -345,13 +345,23 @@ class ReplicaModels:
 
 
 def _require_columns(model: ServedModel, schema: Schema) -> None:
-    new, old = model.preprocessor.schema.to_dict(), schema.to_dict()
-    changed = [name for name, value in new.items() if value != old[name]]
+    new, old = model.preprocessor.schema, schema
+    values = new.to_dict()
+    changed = [name for name, value in old.to_dict().items() if value != values[name] and not name.startswith("header")]
+    # A model without an order rejects lines without a header, which clients notice. With another order it would read them wrong.
+    if old.line_forms and new.line_forms and _scored_lines(old) != _scored_lines(new):
+        changed.append("header")
     if changed:
         raise InputError(
             f"{model.source}: rows do not match the served model (schemas differ in {', '.join(changed)}), so clients would "
             "have to change. Serve it at another port."
         )
+
+
+def _scored_lines(schema: Schema) -> list[list[str]]:
+    """Return the columns that are read from each field of a line without a header, empty if none."""
+    scored = schema.unlabelled().columns
+    return [[name if name in scored else "" for name in form] for form in schema.line_forms]
 
 
 @final

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import orjson
 
+from rayrec.data.logs.header import quoted_text, split_fields
 from rayrec.schema import Schema
 
 Format = Literal["json", "tsv", "csv"]
@@ -47,7 +48,9 @@ class RequestBody:
     rows: list[Any] | None = None
     """Rows of a JSON request."""
     text: bytes = b""
-    """Text of other formats, without a byte order mark."""
+    """Text of other formats, in UTF-8 without a byte order mark."""
+    delimiter: str = "\t"
+    """Separator of the text's columns."""
     header: bool | None = None
     """True if CSV has a header. None if the client does not specify it."""
     label: bool | None = None
@@ -65,13 +68,31 @@ def delimiter_of(format: Format, schema: Schema) -> str:
     return "\t" if format == "tsv" else schema.delimiter.replace("\t", ",")
 
 
-def row_ends(text: bytes, delimiter: str) -> Iterator[tuple[int, int]]:
+def _delimiter_in(text: bytes, format: Format, schema: Schema) -> str:
+    """Return the column delimiter of a text. A file of a schema with the default may have semicolons, so CSV rows may too: if
+    they, and not commas, divide the first row into the columns of a line or a header."""
+    delimiter = delimiter_of(format, schema)
+    if format == "csv" and schema.delimiter == "\t" and schema.list_delimiter != ";":
+        for mark in (delimiter, ";"):
+            fields = first_fields(text, mark, schema.escape)
+            if len(fields) in map(len, schema.line_forms) or {*schema.unlabelled().columns} <= {*fields}:
+                return mark
+    return delimiter
+
+
+def first_fields(text: bytes, delimiter: str, escape: str | None) -> list[str]:
+    """Return the fields of the first row, without surrounding blanks."""
+    end, _ = next(row_ends(text, delimiter, escape), (len(text), len(text)))
+    return [field.strip(" \t") for field in split_fields(text[:end].decode("utf-8", "replace"), delimiter, escape)]
+
+
+def row_ends(text: bytes, delimiter: str, escape: str | None = None) -> Iterator[tuple[int, int]]:
     """Yield start and stop of each line end (\\n, \\r\\n or \\r) that ends a row. Skips those in quoted fields."""
     if b'"' not in text:
         yield from (match.span() for match in _LINE_END.finditer(text))
         return
-    quoted = rb'(?<![^%s\r\n])"(?:[^"]|"")*+"|(\r\n|\n|\r)' % re.escape(delimiter).encode()
-    yield from (match.span() for match in re.finditer(quoted, text) if match[1])
+    quoted = rf'(?<![^{re.escape(delimiter)}\r\n])"{quoted_text(escape)}"|(\r\n|\n|\r)'.encode()
+    yield from (match.span() for match in re.finditer(quoted, text, re.DOTALL) if match[1])
 
 
 def open_body(
@@ -84,12 +105,13 @@ def open_body(
     else:
         if len(schema.dense) + len(schema.sparse) != 1:  # With one column, an empty line at the end is a row
             text = text.rstrip(b"\r\n")
+        delimiter = _delimiter_in(text, format, schema)
         if b'"' in text and schema.tokens == "any":
-            ends = sum(1 for _ in row_ends(text, delimiter_of(format, schema)))
+            ends = sum(1 for _ in row_ends(text, delimiter, schema.escape))
         else:
             ends = text.count(b"\n") + text.count(b"\r") - text.count(b"\r\n")
         num_rows = ends + (bool(text) and not text.endswith((b"\n", b"\r")))
-        body = RequestBody(format, num_rows, len(content), text=text, header=header, label=label)
+        body = RequestBody(format, num_rows, len(content), text=text, delimiter=delimiter, header=header, label=label)
     if not body.num_rows:
         raise RequestError(400, "the request has no rows", field="rows" if format == "json" else None)
     lines = max_rows + (format == "csv" and header is not False)  # One line may be a header

@@ -3,22 +3,22 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any, final
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rayrec.config import InputError, line_of
 from rayrec.data.encoding.rules import seconds_of
-from rayrec.data.logs.csv_reader import read_csv_text
+from rayrec.data.logs.csv_reader import FAULT, read_csv_text
 from rayrec.data.logs.faults import LABEL_FAULT, Fault
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import TextParser, padded
 from rayrec.data.raw_block import RawBlock
 from rayrec.schema import Schema
-from rayrec.serve.requests import RequestBody, RequestError, count_byte, delimiter_of, row_ends, shorten
+from rayrec.serve.requests import RequestBody, RequestError, count_byte, first_fields, row_ends, shorten
 
-_MAX_FIELDS = 10_000
 MAX_INTEGER = 10**18 - 1
 MAX_NUMBER = 10**18
 """Largest magnitude of a number, as in text, which may have 18 digits."""
@@ -48,22 +48,34 @@ class RowReader(ABC):
         unknown = next(name for name in row if name not in self._known)
         raise RequestError(400, f"row {number} has an unknown column {shorten(unknown)}", row=number, field=shorten(unknown))
 
-    def _is_labelled(self, body: RequestBody, num_fields: int) -> bool:
-        """Return whether a row of `num_fields` fields has the ignored columns. Raises RequestError if the number fits no kind
-        of row, or not the kind that the client specifies."""
-        bare, full = len(self.schema.columns), len(self._with_label.columns)
-        needed = {None: (bare, full), True: (full,), False: (bare,)}[body.label]
-        if num_fields not in needed:
-            also = f", or {full} with {' and '.join(self._ignored)}" if body.label is None and full > bare else ""
-            raise RequestError(400, f"row 0 has {num_fields} columns; {needed[0]} are needed{also}", row=0)
-        return num_fields != bare
+    def _line_columns(self, body: RequestBody, num_fields: int) -> tuple[str, ...]:
+        """Return the column names of a line without a header: all of the training log, or those without the ignored ones. Raises
+        RequestError if their order is unknown, or if the number of fields fits no kind of line, or not the client's kind."""
+        forms = self._with_label.line_forms
+        if not forms:
+            raise RequestError(400, f"rows without a header have no known order of columns, since {self._why_no_order()}", row=0)
+        full, bare = forms[0], forms[-1]
+        allowed = {None: (bare, full), True: (full,), False: (bare,)}[body.label]
+        columns = next((form for form in allowed if len(form) == num_fields), None)
+        if columns is None:
+            ignored = [name for name in full if name not in bare]
+            also = f", or {len(full)} with {' and '.join(ignored)}" if body.label is None and ignored else ""
+            raise RequestError(400, f"row 0 has {num_fields} columns; {len(allowed[0])} are needed{also}", row=0)
+        for name in self.schema.columns:
+            if name not in columns and name not in self.schema.optional:
+                where = "which the training log's lines lack (its folders have it)"
+                raise RequestError(400, f"a row needs column {name}, {where}; send application/json", row=0, field=name)
+        return columns
 
+    def _why_no_order(self) -> str:
+        if self.schema.header is None:
+            why = "the model is from an earlier version, which did not store it"
+        else:
+            why = "its training log had none (a DataFrame, or files that differ)"
+        return f"{why}; send application/json{self._other_format}"
 
-def _fields(row: bytes, delimiter: str) -> list[str]:
-    """Split one row into fields. Quoted fields may contain the delimiter."""
-    mark = re.escape(delimiter)
-    matches = re.finditer(rf'(?:^|{mark})(?:"((?:[^"]|"")*+)")?([^{mark}]*)', row.decode("utf-8", "replace"))
-    return [(match[1] or "").replace('""', '"') + match[2] for match in islice(matches, _MAX_FIELDS)]
+    _other_format = ""
+    """Further format with column names, as the end of a message."""
 
 
 @final
@@ -82,7 +94,11 @@ class HexadecimalReader(RowReader):
                     self._parse(parser, self._lines(body.rows), labelled=True)
                 else:
                     num_fields = 1 + body.text.partition(b"\n")[0].count(b"\t")
-                    self._parse(parser, body.text, labelled=self._is_labelled(body, num_fields))
+                    columns = self._line_columns(body, num_fields)
+                    if columns[-len(self.schema.columns) :] == self.schema.columns and num_fields <= 1 + len(self.schema.columns):
+                        self._parse(parser, body.text, labelled=columns != self.schema.columns)
+                    else:
+                        self._parse(parser, self._reordered(body.text, columns), labelled=False)
                 outcomes.append(slice(start, parser.rows))
             except RequestError as error:
                 parser.drop_after(start)
@@ -98,6 +114,20 @@ class HexadecimalReader(RowReader):
         elif faults.total:
             fault = faults.first[0]
             raise _row_error(fault, text.count(b"\n", 0, fault.byte or 0))
+
+    def _reordered(self, text: bytes, columns: Sequence[str]) -> bytes:
+        """Return lines with the columns of the schema, from lines of a log with other columns or another order."""
+        _reject_empty_lines(text, "\t")
+        table = read_csv_text(text, self.schema, delimiter="\t", columns=columns, path="the request")
+        wrong = np.flatnonzero(table.column(FAULT).to_numpy())
+        if len(wrong):
+            row = int(wrong[0])
+            raise RequestError(400, f"row {row} has not the {len(columns)} columns of row 0", row=row)
+        absent = pa.array([b""] * table.num_rows, pa.large_binary())
+        values = [table.column(name).combine_chunks() if name in table.column_names else absent for name in self.schema.columns]
+        lines = pc.binary_join_element_wise(*values, pa.scalar(b"\t", pa.large_binary()))
+        joined = pa.LargeListArray.from_arrays(pa.array([0, len(lines)], pa.int64()), lines)
+        return pc.binary_join(joined, pa.scalar(b"\n", pa.large_binary()))[0].as_py()
 
     def _lines(self, rows: list[Any]) -> bytes:
         """Return JSON rows as labelled lines. Raises RequestError for values that lines cannot have; the parser checks others."""
@@ -178,36 +208,39 @@ class AnyReader(RowReader):
             return None
         return _number(value, name, row)
 
+    _other_format = ", or text/csv with a header"
+
     def _split(self, body: RequestBody) -> pa.Table:
         """Parse text: TSV without a header, CSV with one if its first line is the columns' names."""
-        delimiter = delimiter_of(body.format, self.schema)
-        if delimiter == self.schema.list_delimiter:
+        if body.delimiter == self.schema.list_delimiter:
             raise RequestError(415, "columns and lists have the same delimiter in this format; send application/json")
         if body.text.startswith((b"\xff\xfe", b"\xfe\xff")):
             raise RequestError(400, "the request is UTF-16; send UTF-8", row=0)
-        end, start = next(row_ends(body.text, delimiter), (len(body.text),) * 2)
-        names = _fields(body.text[:end], delimiter)
+        text, names = body.text, first_fields(body.text, body.delimiter, self.schema.escape)
         if self._has_header(body, names):
-            columns, text = tuple(names), body.text[start:]
+            columns: Sequence[str] = names
+            _, start = next(row_ends(text, body.delimiter, self.schema.escape), (len(text), len(text)))
+            text = text[start:]
         else:
-            columns, text = (self._with_label if self._is_labelled(body, len(names)) else self.schema).columns, body.text
+            columns = self._line_columns(body, len(names))
         if not text:
             raise RequestError(400, "the request has no rows")
-        _reject_empty_lines(text, delimiter)
-        return read_csv_text(text, self.schema, delimiter=delimiter, columns=columns, path="the request")
+        _reject_empty_lines(text, body.delimiter, self.schema.escape)
+        return read_csv_text(text, self.schema, delimiter=body.delimiter, columns=columns, path="the request")
 
     def _has_header(self, body: RequestBody, names: list[str]) -> bool:
-        """Return whether the first line is a header: as the client specifies, else whether it has exactly the columns' names, in
-        any order. Raises RequestError if it is invalid, or the format has no header."""
-        names_columns = set(self.schema.columns) <= set(names) <= self._known and len(set(names)) == len(names)
+        """Return whether the first line is a header: as the client specifies, else whether it has the columns' names, in any
+        order, and no names that the log lacks. Raises RequestError if it is invalid, or the format has no header."""
+        known = {*self._known, *(self.schema.header or ())}
+        names_columns = set(self.schema.columns) <= set(names) <= known
         if not (names_columns if body.header is None else body.header):
             return False
         if body.format == "tsv":
             raise RequestError(400, "row 0 names columns; text/tab-separated-values has no header, text/csv may have one", row=0)
         for name in names:
-            if name not in self._known:
+            if name not in known:
                 raise RequestError(400, f"the header has an unknown column {shorten(name)}", field=shorten(name))
-            if names.count(name) > 1:
+            if names.count(name) > 1 and name in self._known:
                 raise RequestError(400, f"the header names {name} {names.count(name)} times", field=name)
         for name in self.schema.columns:
             if name not in names:
@@ -215,10 +248,10 @@ class AnyReader(RowReader):
         return True
 
 
-def _reject_empty_lines(text: bytes, delimiter: str) -> None:
+def _reject_empty_lines(text: bytes, delimiter: str, escape: str | None = None) -> None:
     """Raise RequestError for an empty line. Skipping it would shift the numbers of later rows."""
     row_start = 0
-    for row, (start, end) in enumerate(row_ends(text, delimiter)):
+    for row, (start, end) in enumerate(row_ends(text, delimiter, escape)):
         if start == row_start:
             raise RequestError(400, f"row {row}: empty line", row=row)
         row_start = end

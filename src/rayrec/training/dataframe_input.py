@@ -35,12 +35,16 @@ def with_paths(config: TrainConfig, folder: str, tables: Mapping[str, Table]) ->
     for field, data in tables.items():
         if not is_frame(data) and not is_dataset(data):
             raise InputError(f"{field}: must be a pandas DataFrame or a ray.data.Dataset, got {type(data).__name__}")
-        if config.workload.table_schema is None:
+        schema = config.workload.table_schema
+        if schema is None:
             raise InputError(f"{field}: recipe {config.recipe} does not train on tables. Set train_data.path")
         target, path = _folder_of(folder, field), getattr(config, field).path
         if path not in (None, target):
             raise InputError(f"{field}: cannot use both data and {field}.path {path}. Set one of them")
         config = config.updated({field: {"path": target, "files": ()}})
+        if field == "train_data" and schema.header is None and schema.tokens == "any":
+            # The files written below have the schema's order, in which nobody writes lines.
+            config = config.updated({"workload": {"schema": {"header": []}}})
     return config
 
 

@@ -290,6 +290,15 @@ class Preprocessor:
         return self.encoder.encode(block, order)
 
 
+def stored_schema(folder: str) -> Schema:
+    """Return the schema of a saved Preprocessor without its vocabularies. Raises InputError if it is absent or damaged."""
+    path = storage.join(folder, "preprocessor.json")
+    try:
+        return Schema.described(storage.read_json(path)["schema"])
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{path}: damaged ({error}); build it again") from None
+
+
 def put_preprocessor(preprocessor: Preprocessor, engine: StreamEngine) -> Shared[Preprocessor]:
     """Share the Preprocessor with an engine's tasks; all processes on a machine share its arrays without copies."""
     _ = preprocessor.slots  # Built once, before sharing

@@ -167,13 +167,18 @@ def good_rows(segment: Segment, schema: Schema) -> np.ndarray:
     return good
 
 
-def column_names(file: storage.File, schema: Schema) -> tuple[str, ...]:
-    """Return the columns of a table's file, none if it is empty."""
+def file_columns(file: storage.File, schema: Schema) -> tuple[str, ...]:
+    """Return the columns of a table's file in file order, without partition columns, none if it is empty."""
     if not is_parquet(file.path):
-        columns = csv_columns(file.path, schema)
-        return columns and columns_of(file.path, columns)
+        return csv_columns(file.path, schema)
     with open_parquet(file.path) as parquet:
-        return columns_of(file.path, parquet.schema_arrow.names)
+        return tuple(parquet.schema_arrow.names)
+
+
+def column_names(file: storage.File, schema: Schema) -> tuple[str, ...]:
+    """Return the columns of a table's rows, none if its CSV file is empty."""
+    columns = file_columns(file, schema)
+    return columns_of(file.path, columns) if columns or is_parquet(file.path) else ()
 
 
 def _read_table(segment: Segment, schema: Schema) -> pa.Table:

@@ -9,7 +9,7 @@ This file is part of a rayrec export and needs no rayrec.
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import date, datetime
 from decimal import Decimal
@@ -57,6 +57,7 @@ class Encoder:
                 raise ValueError(f"preprocessor.json: weights of list {name} are not supported by this program")
         self._hexadecimal = self.schema["tokens"] == "hexadecimal"
         self._booleans = self.schema.get("category_rules", 1) >= 2
+        self._scored = {*self.schema["dense"], *self.schema["sparse"]}
         self._missing = set(self.schema.get("missing", ()))
         numbers = [_marker_number(marker) for marker in self._missing]
         self._missing_numbers = {number for number in numbers if number is not None}
@@ -80,17 +81,65 @@ class Encoder:
             self._sparse.append((column, _make_lookup(vocabularies[vocabulary], column)))
 
     def parse(self, lines: Iterable[str]) -> list[dict[str, str]]:
-        """Parse tab-separated lines without a header, labelled or not, into rows for `encode`. For other schemas use
-        csv.DictReader, and strip blanks around values. Raises ValueError for a line with a wrong number of columns."""
-        columns = [*self.schema["dense"], *self.schema["sparse"]]
-        ignored = [name for name in (self.schema.get("label"), self.schema.get("weight")) if name]
+        """Parse lines of the log without a header, labelled or not, into rows for `encode`. Their columns have the order of the
+        training log. For files with a header use csv.DictReader, and strip blanks around values. Raises ValueError for a line
+        with a wrong number of columns or a wrong quote, and if the training log had no order."""
+        forms = {len(form): form for form in self._line_forms()}
         rows = []
-        for number, line in enumerate(lines):
-            fields = line.rstrip("\r\n").split("\t")
-            if len(fields) not in (len(columns), len(columns) + len(ignored)):
-                raise ValueError(f"row {number} must have {len(columns)} columns, got {len(fields)}")
-            rows.append(dict(zip(columns, fields[-len(columns) :], strict=True)))
+        for number, values in enumerate(self._split_lines(lines, forms)):
+            if len(values) not in forms:
+                needed = " or ".join(map(str, sorted(forms)))
+                raise ValueError(f"row {number} must have {needed} columns, got {len(values)}")
+            row = dict(zip(forms[len(values)], values, strict=True))
+            rows.append({name: value for name, value in row.items() if name in self._scored})
         return rows
+
+    def _line_forms(self) -> list[list[str]]:
+        """Return the columns of a line: all, and those without label, weight and time."""
+        schema = self.schema
+        full = schema.get("header")
+        if full is None and self._hexadecimal:
+            full = [*([schema["label"]] if schema.get("label") else ()), *schema["dense"], *schema["sparse"]]
+        if not full:
+            raise ValueError("lines have no known order of columns, since the training log had none; give rows with names")
+        labels = [label["name"] for label in schema.get("labels", ())]
+        unused = {schema.get("label"), schema.get("weight"), schema.get("timestamp"), *labels} - self._scored
+        return [full, [name for name in full if name not in unused]]
+
+    def _split_lines(self, lines: Iterable[str], widths: Collection[int]) -> list[list[str]]:
+        """Return the fields of each row, by the rules for the training log. `widths`: possible numbers of fields."""
+        if self._hexadecimal:
+            return [line.rstrip("\r\n").split("\t") for line in lines]
+        mark, escape = self.schema["delimiter"], self.schema.get("escape")
+        inner = r'(?:[^"]|"")*+'
+        if escape:
+            inner = rf'(?:[^"{re.escape(escape)}]|""|{re.escape(escape)}.)*+'
+        row = re.compile(rf'(?:(?<![^\t,;{re.escape(mark)}\r\n])"{inner}"|[^\r\n])++', re.DOTALL)
+        rows = row.findall("\n".join(line.rstrip("\r\n") for line in lines))
+        if mark == "\t" and rows:  # The default, in place of which files may have commas or semicolons
+            mark = next((mark for mark in "\t,;" if len(self._fields(rows[0], mark, inner)) in widths), mark)
+        split = []
+        for number, text in enumerate(rows):
+            values = self._fields(text, mark, inner)
+            if None in values:
+                raise ValueError(f"row {number} has an unmatched quote, or text after a closing quote")
+            split.append([value for value in values if value is not None])
+        return split
+
+    def _fields(self, row: str, mark: str, inner: str) -> list[str | None]:
+        """Return the fields of a row, None for one with a wrong quote."""
+        end = re.escape(mark)
+        values: list[str | None] = []
+        for match in re.finditer(rf'(?:^|{end})(?:"({inner})"[ \t]*(?={end}|\Z)|([^{end}]*))', row, re.DOTALL):
+            quoted, plain = match[1], match[2]
+            if quoted is not None:
+                escape = re.escape(self.schema.get("escape") or '"')
+                values.append(re.sub(rf'"(")|{escape}(["{escape}])', lambda pair: pair[1] or pair[2], quoted))
+            elif plain.startswith('"'):
+                values.append(None)
+            else:
+                values.append(plain.strip(" \t") if self._booleans else plain)
+        return values
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, list[Ids]]:
         """Encode rows. Returns dense features, float32 [rows, dense columns + indicators], and the ids of each sparse column. An

@@ -64,7 +64,8 @@ class ClickSettings(Workload):
     SHORT_EVALUATIONS: ClassVar[bool] = True
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
         "vocabulary_memory_bytes", "sharding.sharding_types", "sharding.min_column_width", "sharding.reserved_fraction",
-        "sharding.optimizer_floats_per_row", "schema.group", "schema.delimiter",
+        "sharding.optimizer_floats_per_row", "schema.group", "schema.delimiter", "schema.header",
+        "schema.header_row",
     )  # fmt: skip
     RENAMED: ClassVar[Mapping[str, str]] = {"profile": "preset"}
     schema: Schema

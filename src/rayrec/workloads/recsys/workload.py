@@ -41,14 +41,15 @@ class ClickWorkload(ClickSettings):
     # -- on the driver
 
     def adapted(self, config: TrainConfig) -> TrainConfig:
-        """Use the schema of adopted data, whose encoding differs from the recipe's preset, and the `tokens` of the log."""
+        """Use the schema of adopted data, whose encoding differs from the recipe's preset, and `tokens` and order of the log."""
         path = config.train_data.path
         if path is None:
             return config
         source = LogSource.at(path, config.train_data.files)
-        # A placeholder stays one, so that `check` rejects it.
-        schema = self.schema if isinstance(self.schema, PlaceholderSchema) else source.schema(self.schema)
-        if schema != self.schema:
+        schema = self.schema
+        if not isinstance(schema, PlaceholderSchema):  # A placeholder stays one, so that `check` rejects it
+            schema = source.schema(schema, preprocessor=self.preprocessor)
+        if schema.to_dict() != self.schema.to_dict():
             return config.replace(workload=self.replace(schema=schema))
         data = source.dataset()
         if data is None or not data.adopted:

@@ -464,7 +464,8 @@ def _check_strangers(folder: Path, encoder: Any) -> EncodedRows:
     served, log = open_served(str(folder / "out")), folder / "log.csv"
     with log.open() as file:
         rows = list(csv.DictReader(file))
-    raw, _ = make_reader(served.preprocessor.schema).read([RequestBody("csv", len(rows), 0, text=log.read_bytes())])
+    schema = served.preprocessor.schema
+    raw, _ = make_reader(schema).read([open_body(log.read_bytes(), "csv", schema=schema, max_rows=len(rows))])
     encoded = served.preprocessor.encode(raw)
     logits = served.score(encoded)
     assert np.std(logits) > 0
@@ -570,7 +571,7 @@ def test_encoder_error_has_row_number(tmp_path: Path) -> None:
         preprocessor.save(str(tmp_path))
         fails_with(ValueError, message, Encoder(str(tmp_path)).encode, rows)
     click_models.make_preprocessor().save(str(tmp_path))
-    fails_with(ValueError, "row 0 must have 39 columns, got 2", Encoder(str(tmp_path)).parse, ["1\t2"])
+    fails_with(ValueError, "row 0 must have 39 or 40 columns, got 2", Encoder(str(tmp_path)).parse, ["1\t2"])
 
 
 # Model repository for Triton ------------------------------------------------------------------------------------------
