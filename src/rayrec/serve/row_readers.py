@@ -229,10 +229,10 @@ class AnyReader(RowReader):
         return read_csv_text(text, self.schema, delimiter=body.delimiter, columns=columns, path="the request")
 
     def _has_header(self, body: RequestBody, names: list[str]) -> bool:
-        """Return whether the first line is a header: as the client specifies, else whether it has the columns' names, in any
-        order, and no names that the log lacks. Raises RequestError if it is invalid, or the format has no header."""
+        """Return whether the first line is a header: as the client specifies, else whether it has all columns' names, in any
+        order. Raises RequestError if it is invalid, as with names that the log lacks, or if the format has no header."""
         known = {*self._known, *(self.schema.header or ())}
-        names_columns = set(self.schema.columns) <= set(names) <= known
+        names_columns = set(self.schema.columns) <= set(names)
         if not (names_columns if body.header is None else body.header):
             return False
         if body.format == "tsv":
