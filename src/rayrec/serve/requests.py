@@ -54,7 +54,7 @@ class RequestBody:
     header: bool | None = None
     """True if CSV has a header. None if the client does not specify it."""
     label: bool | None = None
-    """True if lines start with the ignored columns. None if the client does not specify it."""
+    """True if lines have the ignored columns too. None if the client does not specify it."""
 
 
 def count_byte(text: bytes, value: int) -> int:
@@ -70,14 +70,15 @@ def delimiter_of(format: Format, schema: Schema) -> str:
 
 def _delimiter_in(text: bytes, format: Format, schema: Schema) -> str:
     """Return the column delimiter of a text. A file of a schema with the default may have semicolons, so CSV rows may too: if
-    they, and not commas, divide the first row into the columns of a line or a header."""
+    they, and not commas, divide the first row into the columns of a line or a header, or into more fields."""
     delimiter = delimiter_of(format, schema)
-    if format == "csv" and schema.delimiter == "\t" and schema.list_delimiter != ";":
-        for mark in (delimiter, ";"):
-            fields = first_fields(text, mark, schema.escape)
-            if len(fields) in map(len, schema.line_forms) or {*schema.unlabelled().columns} <= {*fields}:
-                return mark
-    return delimiter
+    if format != "csv" or schema.delimiter != "\t" or schema.list_delimiter == ";":
+        return delimiter
+    fields = {mark: first_fields(text, mark, schema.escape) for mark in (delimiter, ";")}
+    for mark, names in fields.items():
+        if len(names) in map(len, schema.line_forms) or {*schema.unlabelled().columns} <= {*names}:
+            return mark
+    return max(fields, key=lambda mark: len(fields[mark]))
 
 
 def first_fields(text: bytes, delimiter: str, escape: str | None) -> list[str]:
