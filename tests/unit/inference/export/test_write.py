@@ -43,7 +43,7 @@ from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.scoring_tables import Quantization
 from rayrec.schema import Feature, Schema
-from rayrec.serve.requests import RequestError, open_body
+from rayrec.serve.requests import RequestBody, RequestError, open_body
 from rayrec.serve.row_readers import make_reader
 
 pytestmark = pytest.mark.usefixtures("own_cache")
