@@ -276,9 +276,10 @@ def _token_text(value: Any, name: str, number: int) -> str | None:
     if type(value) is float and value.is_integer() and abs(value) < 2**53:  # Larger ones are rounded
         value = int(value)
     if type(value) in (int, bool):
-        if -(2**63) <= value < 2**64:
-            return str(int(value))
-        raise RequestError(400, f"row {number}: {name} is beyond 64 bits", row=number, field=name)
+        return str(int(value))  # orjson reads integers beyond 64 bits as floats
+    if type(value) is float and not -(2.0**63) < value < 2.0**64:
+        why = "beyond 64 bits; send its digits as a string"
+        raise RequestError(400, f"row {number}: {name} is a number {why}", row=number, field=name)
     kind = "a number from 2^53 on that is written as a float" if type(value) is float and abs(value) >= 2**53 else _kind(value)
     raise RequestError(400, f"row {number}: {name} is {kind}, not a string or an integer", row=number, field=name)
 

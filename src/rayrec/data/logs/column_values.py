@@ -1,7 +1,7 @@
 """Values of Arrow columns of any type: numbers, times, and categories as 64-bit tokens. The token of an integer is its 64-bit
 two's complement; text is hashed by XXH64 (seed 0, UTF-8). Integers have the same tokens in CSV and in Parquet files. Text in the
-canonical decimal form of an int64 (no plus, no leading zeros, no -0) counts as that integer, and an unsigned integer of 2^63 or
-more as its text. Booleans are the integers 1 and 0, also as the texts true, True, TRUE, false, False and FALSE. Two different
+canonical decimal form of an int64 (no plus, no leading zeros, no -0) counts as that integer, and a larger integer, unsigned or
+decimal, as its text. Booleans are the integers 1 and 0, also as the texts true, True, TRUE, false, False and FALSE. Two different
 categories get the same token with probability 2^-64, and are then one category to the model. Among n different texts in a column,
 n^2 / 2^65 such pairs are expected: 3e-8 for a million, 0.03 for a billion, 1 for 6.1 billion."""
 
@@ -349,9 +349,35 @@ def integers_of(array: pa.Array, name: str, make_error: MakeError) -> tuple[np.n
         values = values.astype(np.int64)
         good = (values < LIMIT) & (values > -LIMIT)
         return np.where(good, values, 0), np.where(good, status, REJECTED)
+    if types.is_decimal(array.type):
+        text, is_whole = _whole_decimals(array)
+        values, status = integers_of(text, name, make_error)
+        return values, np.where(is_whole, status, REJECTED).astype(np.uint8)
     numbers, status = numbers_of(array, name, make_error)
     good = np.isfinite(numbers) & (np.abs(numbers) < LIMIT) & (np.trunc(numbers) == numbers)
     return np.where(good, numbers, 0).astype(np.int64), np.where(good, status, REJECTED)
+
+
+_WIDEST = 76
+"""Maximum digits of Arrow's decimal numbers."""
+
+
+def _whole_decimals(array: pa.Array) -> tuple[pa.Array, np.ndarray]:
+    """Return the digits of decimal numbers without their fractions, as text, and which have no fraction, bool [values]. Null is
+    null, and has none. A float64 would be exact to 2^53 only."""
+    wide = pc.cast(array, pa.decimal256(_WIDEST, max(array.type.scale, 0)))
+    whole = pc.trunc(wide)
+    is_whole = pc.equal(wide, whole).fill_null(True).to_numpy(zero_copy_only=False)
+    return pc.cast(pc.cast(whole, pa.decimal256(_WIDEST, 0)), pa.large_string()), is_whole
+
+
+def decimal_tokens(array: pa.Array, out: np.ndarray, *, is_int64: bool = False) -> np.ndarray:
+    """Write the tokens of whole decimal numbers of any size, those of their digits in CSV, and return their status. A fraction is
+    REJECTED, and with `is_int64` a number beyond the range of int64."""
+    text, is_whole = _whole_decimals(array)
+    status = Text.of(text).call("rayrec_text_whole", out) if is_int64 else text_tokens(text, out)
+    out[~is_whole] = 0
+    return np.where(is_whole, status, REJECTED).astype(np.uint8)
 
 
 def float_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:

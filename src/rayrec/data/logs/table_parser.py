@@ -17,6 +17,7 @@ from rayrec.data.logs.column_values import (
     VALUE,
     Markers,
     Text,
+    decimal_tokens,
     epoch_seconds,
     float_tokens,
     integer_tokens,
@@ -281,7 +282,9 @@ class _TableParser:
             return text_tokens(array, out, booleans=schema.category_rules >= 2), NOT_UTF8
         if types.is_integer(array.type) or types.is_boolean(array.type):
             return integer_tokens(array, out), NOT_INTEGRAL
-        if types.is_floating(array.type) or types.is_decimal(array.type):
+        if types.is_decimal(array.type):
+            return decimal_tokens(array, out, is_int64=name in schema.integers), NOT_INTEGRAL
+        if types.is_floating(array.type):
             return float_tokens(array, out), NOT_INTEGRAL
         if types.is_timestamp(array.type):
             raise self.type_error(

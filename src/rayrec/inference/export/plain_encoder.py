@@ -179,6 +179,8 @@ class Encoder:
 
     def _number(self, value: Any, name: str, row: int) -> float | int | None:
         value = _plain(value)
+        if isinstance(value, Decimal):
+            value = int(value) if self._hexadecimal and _is_whole(value) else float(value)
         if isinstance(value, date) and not self._hexadecimal:
             value = seconds_of(value)
         if isinstance(value, str):
@@ -262,6 +264,10 @@ class Encoder:
             raise ValueError(f"row {row}: {name} must be 8 hexadecimal digits as text, got {value!r}")
         if isinstance(value, date) and not isinstance(value, datetime):
             return _text_token(value.isoformat(), self._booleans)
+        if isinstance(value, Decimal) and value.is_nan():
+            return None
+        if isinstance(value, Decimal) and _is_whole(value):
+            value = str(int(value))  # Of any size, as the digits in a file
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
             value = int(value)
         if isinstance(value, int) and -(2**63) <= value < 2**64:  # Includes True and False
@@ -301,12 +307,16 @@ def _is_integral(number: float) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to its JSON type. Dates stay dates."""
+    """Convert a value to its JSON type. Dates and decimal numbers stay as they are."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, bytes):
         return value.decode()
-    return float(value) if isinstance(value, Decimal) else value
+    return value
+
+
+def _is_whole(value: Decimal) -> bool:
+    return value.is_finite() and value == value.to_integral_value()
 
 
 def _reject_unknown(stored: Mapping[str, Any], allowed: set[str], location: str) -> None:
