@@ -101,6 +101,8 @@ class TaskContext:
     """Show one line to the user."""
     progress: Callable[[str, int, int | None], None] = lambda name, done, total: None
     """Report (name, amount done, total or None)."""
+    warn: Callable[[str], None] = lambda text: None
+    """Show one line to the user, even with -q."""
 
 
 @dataclass(frozen=True, kw_only=True)

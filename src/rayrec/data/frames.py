@@ -63,6 +63,7 @@ def transform(
     if not isinstance(preprocessor, Preprocessor):
         preprocessor = Preprocessor.load(preprocessor_folder(os.fspath(preprocessor)))
     if is_frame(data):
+        data = with_text_names(data)
         schema = _schema_for(preprocessor.schema, list(data.columns), "DataFrame")
         columns = [name for name in schema.columns if name in data.columns]
         inputs = transform_table(arrow_of(data[columns]), preprocessor, source="DataFrame").to_pandas()
@@ -82,6 +83,11 @@ def transform_table(table: pa.Table, preprocessor: Preprocessor, *, source: str)
         count = f" ({faults.total:,} of {table.num_rows:,} rows are invalid)" if faults.total > 1 else ""
         raise InputError(f"{faults.first[0]}{count}; fix or remove it, since transform drops no rows")
     return named_columns(preprocessor.encode(raw), preprocessor.inputs)
+
+
+def with_text_names(frame: pandas.DataFrame) -> pandas.DataFrame:
+    """Return a DataFrame whose columns have text as names: pandas numbers those of a file without a header from 0."""
+    return frame if all(isinstance(name, str) for name in frame.columns) else frame.rename(columns=str)
 
 
 def arrow_of(frame: pandas.DataFrame) -> pa.Table:

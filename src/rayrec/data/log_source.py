@@ -280,12 +280,14 @@ class LogSource:
         index_text: TextIndexer = index_log,
     ) -> LogIndex:
         """Return the index; `index_text` indexes text if no index is cached. Raises InputError if the fraction of invalid rows
-        exceeds `max_bad_fraction`; fewer are reported in a note."""
+        exceeds `max_bad_fraction`; fewer are reported in a note, or in a warning if a field of the schema may make them valid."""
         index = self._index(schema, segment_bytes, context, index_text)
         if max_bad_fraction is not None:
             index.check(max_bad_fraction, self.path)
             if index.faults.total:
-                context.note(f"{self.path}: skipping {index.faults.describe()}")
+                fix = index.faults.text_fix()
+                show = context.warn if fix else context.note
+                show(f"{self.path}: skipping {index.faults.describe()}{fix and '; '}{fix}")
         return index
 
     def _index(self, schema: Schema, segment_bytes: int, context: TaskContext, index_text: TextIndexer) -> LogIndex:

@@ -279,6 +279,13 @@ class Console:
         """Print one line."""
         self._out.print(text)
 
+    def warn(self, text: str) -> None:
+        """Print one line even if quiet: without it, a user would misread the result."""
+        quiet = self._out.quiet
+        self._out.quiet = False
+        self._out.print(f"warning: {text}")
+        self._out.quiet = quiet
+
     @contextmanager
     def preparing(self) -> Iterator[None]:
         """Show progress bars for the `progress` calls inside this context."""

@@ -181,4 +181,4 @@ def load_matching_preprocessor(folder: str | None, schema: Schema) -> Preprocess
 
 def task_context(engine: Engine, console: Console) -> TaskContext:
     """Return the task context of a command outside a run."""
-    return TaskContext(engine, storage.absolute(cache.folder()), console.note, console.progress)
+    return TaskContext(engine, storage.absolute(cache.folder()), console.note, console.progress, console.warn)

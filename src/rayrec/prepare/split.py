@@ -184,7 +184,9 @@ class _Work:
         self.index = LogIndex(numbered(entries, "table"), faults)
         self.index.check(self.config.max_bad_fraction, self.path)
         if faults.total:
-            self.console.note(f"{self.path}: {faults.describe()}; they are left out")
+            fix = faults.text_fix()
+            show = self.console.warn if fix else self.console.note
+            show(f"{self.path}: {faults.describe()}; they are left out{fix and '; '}{fix}")
         self.missing = sum(marker["missing"] for marker in markers)
         tasks = [
             replace(task, first_row=segment.first_row, rows=segment.rows)
@@ -198,7 +200,7 @@ class _Work:
         if storage.exists(path):
             return storage.read_json(path)
         groups = [self.files[start : start + _CUT_FILES] for start in range(0, len(self.files), _CUT_FILES)]
-        cut = functools.partial(split_tasks.cut_files, task_bytes=self.task_bytes)
+        cut = functools.partial(split_tasks.cut_files, task_bytes=self.task_bytes, schema=self.config.schema)
         cuts = [of_file for table in self.engine.run("cut", cut, groups, block_bytes=1 << 16) for of_file in json_of(table)]
         with self.running.folder.disk_errors():
             storage.write_json(path, cuts)

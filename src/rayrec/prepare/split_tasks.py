@@ -448,12 +448,13 @@ def text_tasks(segments: Sequence[Segment], task_bytes: int) -> list[SplitTask]:
     ]
 
 
-def cut_files(files: Sequence[storage.File], *, task_bytes: int) -> pa.Table:
-    """Cut tables into ranges of about `task_bytes`: adjacent row groups, or bytes of a CSV file. Opens files in parallel."""
+def cut_files(files: Sequence[storage.File], *, task_bytes: int, schema: Schema) -> pa.Table:
+    """Cut tables into ranges of about `task_bytes`: adjacent row groups, or bytes of a CSV file. Opens files in parallel. Line
+    ends are found in UTF-8 only, so that files in another encoding stay whole."""
 
     def cut(file: storage.File) -> list[tuple[int, int]]:
         if not is_parquet(file.path):
-            is_full = file.size_bytes <= task_bytes or is_gzip(file.path)
+            is_full = file.size_bytes <= task_bytes or not schema.is_utf8 or is_gzip(file.path)
             count = 1 if is_full else -(-file.size_bytes // task_bytes)
             edges = [file.size_bytes * number // count for number in range(count + 1)]
             return [(0, 0)] if is_full else list(pairwise(edges))

@@ -132,8 +132,14 @@ def read_bytes(path: str) -> bytes:
 
 
 def read_text(path: str) -> str:
-    """Read a UTF-8 file without its byte order mark. Raises InputError if it does not exist or has another encoding."""
+    """Read a UTF-8 file without its byte order mark, or a pipe, such as a shell's `<(...)`, which can be read once. Raises
+    InputError if it does not exist or has another encoding."""
+    local = local_path(path)
+    is_special = local is not None and os.path.exists(local) and not os.path.isfile(local) and not os.path.isdir(local)
     try:
+        if local is not None and is_special:  # `read_bytes` seeks, which a pipe cannot
+            with open(local, "rb") as file:
+                return file.read().decode("utf-8-sig")
         return read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise InputError(f"{path}: must be UTF-8 text. Save it with that encoding") from None

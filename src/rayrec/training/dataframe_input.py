@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.frames import arrow_of, is_dataset, is_frame
+from rayrec.data.frames import arrow_of, is_dataset, is_frame, with_text_names
 from rayrec.data.logs.csv_reader import check_columns, present_columns
 from rayrec.data.logs.table_parser import check_types
 from rayrec.schema import Schema
@@ -55,6 +55,8 @@ def write(config: TrainConfig, folder: str, tables: Mapping[str, Table], *, resu
     schema = config.workload.table_schema
     for field, data in tables.items():
         assert schema is not None
+        if is_frame(data):
+            data = with_text_names(data)
         target = _folder_of(folder, field)
         manifest = storage.join(target, MANIFEST)
         columns, types = _columns(data, schema, field)
@@ -86,6 +88,11 @@ def _columns(data: Table, schema: Schema, field: str) -> tuple[list[str], dict[s
         assert is_dataset(data)
         dataset_schema = data.schema()
         types = dict(zip(dataset_schema.names, dataset_schema.types, strict=True)) if dataset_schema else {}
+        numbered = [name for name in types if not isinstance(name, str)]
+        if numbered:
+            raise InputError(
+                f"{field}: column names must be text, got {numbered[0]!r}. Make the Dataset of frame.rename(columns=str)"
+            )
         columns = _present(list(types), schema, field)
         # Types unknown to Arrow fail when they are written.
         arrow_schema = pa.schema({name: types[name] if isinstance(types[name], pa.DataType) else pa.null() for name in columns})

@@ -224,7 +224,7 @@ def _drive(
             with console.preparing(), storage.retry_timeout(patience_s):
                 data = listed_data(config)  # listed before reading, so that files modified meanwhile count as changed
                 engine = launcher.engine(layout, max_outage_s=patience_s)
-                context = RunContext(config, folder, engine, console.note, console.progress, stopwatch)
+                context = RunContext(config, folder, engine, console.note, console.progress, stopwatch, console.warn)
                 prepared = config.workload.prepare(context)
             events.write("prepared", seconds=time.monotonic() - started_s, **config.workload.summarize(prepared, {}))
             stopwatch.lap("prepare")

@@ -172,7 +172,7 @@ def _prepare(config: TrainConfig, folder: str, console: Console) -> tuple[Prepar
     storage.make_folder(path)
     with console.preparing():
         engine = ThreadEngine(cpus, max_outage_s=config.failure.max_outage_s)
-        context = RunContext(config, path, engine, console.note, console.progress)
+        context = RunContext(config, path, engine, console.note, console.progress, warn=console.warn)
         prepared = workload.prepare(context)
         if not LogSource.at(data).is_preprocessed:
             quiet = dataclasses.replace(context, note=lambda text: None)  # The log's faults are already reported.

@@ -179,6 +179,8 @@ class RunContext:
     """Report progress: name, amount done, total amount if known."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     """Stopwatch for named stages of `prepare`. The remaining time counts as the stage `prepare`."""
+    warn: Callable[[str], None] = lambda text: None
+    """Log one line, even with -q."""
 
 
 @dataclass(frozen=True)

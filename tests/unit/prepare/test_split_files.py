@@ -249,7 +249,7 @@ def test_split_opens_store_files_in_parallel(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr("rayrec.storage.range_reader.is_url", lambda _: True)
     monkeypatch.setattr(split_tasks, "open_parquet", together)
-    assert json_of(split_tasks.cut_files(files, task_bytes=1)) == [[[0, 1], [1, 2]]] * 8
+    assert json_of(split_tasks.cut_files(files, task_bytes=1, schema=Schema(sparse=("user",)))) == [[[0, 1], [1, 2]]] * 8
 
 
 def test_resumed_split_reads_no_footer_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,23 @@ def test_dataframe_input_rejects_invalid_data(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
 
 
+def test_numbered_columns_are_found_by_digits(tmp_path: Path) -> None:
+    schema = Schema(label="0", dense=("1",), sparse=("2",))
+    frame = pd.DataFrame([[1, 30.0, "u1"], [0, 31.0, "u2"]])
+    write(recipes.clicks(schema=schema).replace(name="run", storage_path=str(tmp_path)), frame)
+    written = pq.read_table(tmp_path / "run" / "data" / "train" / "part-000000.parquet")
+    assert written.to_pydict() == {"0": [1, 0], "1": [30.0, 31.0], "2": ["u1", "u2"]}
+    rejects("train_data: has no column named liked; it has 0, 1, 2", write, config(tmp_path / "other"), frame)
+
+
+def test_dataframe_has_no_order_of_lines(tmp_path: Path) -> None:
+    placed = dataframe_input.with_paths(config(tmp_path), str(tmp_path / "run"), {"train_data": ratings()})
+    assert placed.workload.table_schema.header == ()
+    declared = config(tmp_path, workload={"schema": {"header": ["liked", "user", "movie", "age"]}})
+    placed = dataframe_input.with_paths(declared, str(tmp_path / "run"), {"train_data": ratings()})
+    assert placed.workload.table_schema.header == ("liked", "user", "movie", "age")
+
+
 def test_dataframe_input_accepts_criteo_not_other_recipes(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="train_data: recipe mnist_resnet18 does not train on tables"):
         rayrec.train(recipes.mnist_resnet18().replace(storage_path=str(tmp_path)), data=ratings())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import ctypes
 import difflib
 import functools
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +20,7 @@ from rayrec.data.logs.header import Header, read_header
 from rayrec.data.logs.partitions import columns_of
 from rayrec.native import call
 from rayrec.schema import Schema
-from rayrec.storage.cache import is_gzip
+from rayrec.storage.cache import gunzip, is_gzip
 
 READ_BYTES = 4 << 20
 MAX_ROW_BYTES = 64 << 20
@@ -75,17 +77,17 @@ def csv_head(path: str) -> bytes:
 
 def csv_columns(path: str, schema: Schema) -> tuple[str, ...]:
     """Return the column names of a CSV file, none if it is empty."""
-    with _opened(path) as stream:
-        text = _head(stream, path, _HEADER_BYTES)
+    with _opened(path, schema) as stream:
+        text = _head(stream, path, _HEADER_BYTES, schema)
         return read_header(text, schema, path=path).columns if text.strip(b"\r\n") else ()
 
 
 def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iterator[pa.Table]:
-    """Yield the schema's columns of a CSV file (plain or gzip) as tables of bytes, with the column FAULT. Invalid rows have empty
-    values; empty lines are skipped. In a row with an unmatched quote, the first line is one invalid row and the next row starts
-    at the next line. Raises InputError for a missing column, damage, and a row of more than MAX_ROW_BYTES."""
-    with _opened(path) as stream:
-        text = _head(stream, path, read_bytes)
+    """Yield the schema's columns of a CSV file (plain or gzip) as tables of UTF-8 bytes, with the column FAULT. Invalid rows have
+    empty values; empty lines are skipped. In a row with an unmatched quote, the first line is one invalid row and the next row
+    starts at the next line. Raises InputError for a missing column, damage, and a row of more than MAX_ROW_BYTES."""
+    with _opened(path, schema) as stream:
+        text = _head(stream, path, read_bytes, schema)
         if not text.strip(b"\r\n"):
             return
         splitter = _Splitter.of_file(path, text, schema)
@@ -99,7 +101,7 @@ def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iter
 
 
 class CsvRange:
-    """Rows that begin in bytes [start, stop) of a plain CSV file, independent of earlier rows, as tables like those from
+    """Rows that begin in bytes [start, stop) of a plain CSV file in UTF-8, independent of earlier rows, as tables like those from
     `read_csv`. `start` is 0 or the first byte of a row."""
 
     def __init__(self, path: str, schema: Schema, start: int, stop: int) -> None:
@@ -109,8 +111,8 @@ class CsvRange:
 
     def __iter__(self) -> Iterator[pa.Table]:
         path, at, text = self._path, self._start, b""
-        with _opened(path) as stream:
-            splitter = _Splitter.of_file(path, _head(stream, path, _HEADER_BYTES), self._schema)
+        with _opened(path, self._schema) as stream:
+            splitter = _Splitter.of_file(path, _head(stream, path, _HEADER_BYTES, self._schema), self._schema)
         if at:
             splitter.has_header = False  # It is in another range
         elif _bytes_at(path, (0, len(_BOM))) == _BOM:
@@ -174,16 +176,57 @@ def read_csv_text(text: bytes, schema: Schema, *, delimiter: str, columns: Seque
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[Any]:
+def _opened(path: str, schema: Schema) -> Iterator[_ByteStream]:
+    """Open the text of a file, unpacked and in UTF-8."""
     filesystem, inner = storage.resolve(path)
-    with filesystem.open_input_stream(inner, compression="gzip" if is_gzip(path) else None) as stream:
+    with filesystem.open_input_stream(inner, compression=None) as file:
+        stream: _ByteStream = file
+        if is_gzip(path):
+            # Arrow's reader refuses the zeros behind the data with which tapes and object stores fill blocks.
+            stream = _Chunks(gunzip(iter(functools.partial(file.read, READ_BYTES), b"")))
+        if not schema.is_utf8:
+            stream = _Chunks(_in_utf8(iter(functools.partial(stream.read, READ_BYTES), b""), str(schema.encoding)))
         try:
             yield stream
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read to its end ({error}); fetch it again") from None
+        except UnicodeError as error:
+            raise InputError(f"{path}: is no text in {schema.encoding}, the schema's encoding ({error})") from None
+        except (OSError, EOFError, zlib.error) as error:
+            raise InputError(f"{path}: cannot be read to its end ({error or 'it is cut'}); fetch it again") from None
 
 
-def _head(stream: Any, path: str, read_bytes: int) -> bytes:
+class _ByteStream(Protocol):
+    def read(self, size: int, /) -> bytes:
+        """Return the next bytes, at most `size`, none at the end."""
+        ...
+
+
+class _Chunks:
+    """Stream of bytes that come in pieces."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._rest = chunks, b""
+
+    def read(self, size: int, /) -> bytes:
+        """Return the next bytes, at most `size`, none at the end."""
+        while not self._rest:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return b""
+            self._rest = chunk
+        data = self._rest[:size]
+        self._rest = self._rest[size:]
+        return data
+
+
+def _in_utf8(chunks: Iterator[bytes], encoding: str) -> Iterator[bytes]:
+    """Convert text in another encoding. Bytes that it leaves undefined stay as they are, so that their rows are not UTF-8."""
+    decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
+    for chunk in chunks:
+        yield decoder.decode(chunk).encode("utf-8", "surrogateescape")
+    yield decoder.decode(b"", final=True).encode("utf-8", "surrogateescape")
+
+
+def _head(stream: _ByteStream, path: str, read_bytes: int, schema: Schema) -> bytes:
     """Return the file's start up to at least the end of its header, without a byte order mark."""
     text = b""
     while len(text) < _HEADER_BYTES and (more := stream.read(read_bytes)):
@@ -191,8 +234,8 @@ def _head(stream: Any, path: str, read_bytes: int) -> bytes:
         line, ended, _ = text.lstrip(b"\r\n").partition(b"\n")
         if ended and line.count(b'"') % 2 == 0:
             break
-    if text.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise InputError(f"{path}: is UTF-16; save it as UTF-8")
+    if schema.is_utf8 and text.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise InputError(f"{path}: is UTF-16; name it in the schema, `encoding: utf-16`, or save it as UTF-8")
     return text.removeprefix(_BOM)
 
 

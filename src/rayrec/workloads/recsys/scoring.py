@@ -135,7 +135,7 @@ def _blocks(context: ScoringContext, schema: Schema) -> tuple[LogIndex, list[Sco
         index = LogSource.at(path).index(
             schema,
             segment_bytes=data.segment_bytes,
-            context=TaskContext(engine, cache_folder(context.checkpoint), console.note, console.progress),
+            context=TaskContext(engine, cache_folder(context.checkpoint), console.note, console.progress, console.warn),
             max_bad_fraction=context.config.max_bad_fraction,
         )
         lines = first_lines(index, segments_per_task=data.segments_per_block, engine=engine)

@@ -155,7 +155,7 @@ class ClickWorkload(ClickSettings):
         index = LogSource.at(data.path, data.files).index(
             self.schema,
             segment_bytes=data.segment_bytes,
-            context=TaskContext(context.engine, cache_folder, context.note, context.progress),
+            context=TaskContext(context.engine, cache_folder, context.note, context.progress, context.warn),
             max_bad_fraction=context.config.max_bad_fraction,
             index_text=index_text,
         )
