@@ -3,17 +3,22 @@
 import gzip
 from pathlib import Path
 
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 from builders.engines import LoopEngine
 from builders.faults import rejects
+from builders.runs import QUIET
 
 import rayrec
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import TaskContext
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.csv_reader import csv_columns, read_csv
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.raw_block import RawBlock
 from rayrec.observe.console import Console
+from rayrec.prepare import split
 from rayrec.schema import Schema
 
 CLICKS = Schema(label="click", dense=("age",), sparse=("user", "café"))
@@ -83,27 +88,31 @@ def latin_log(tmp_path: Path) -> Path:
     return path
 
 
-def test_rows_in_another_encoding_are_loud(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+def test_rows_in_another_encoding_are_loud(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path, quiet = latin_log(tmp_path), Console(quiet=True)
-    console = {"note": quiet.note, "progress": quiet.progress, "warn": quiet.warn}
-    context = TaskContext(LoopEngine(), str(tmp_path / "cache"), **console)
+    context = TaskContext(LoopEngine(), str(tmp_path / "cache"), quiet.note, quiet.progress, quiet.warn)
     index = LogSource.at(str(path)).index(PLAIN, segment_bytes=1 << 20, context=context, max_bad_fraction=0.01)
     assert (index.rows, index.faults.counts) == (199, {"not UTF-8": 1})
     shown = capsys.readouterr().err
-    assert "warning: " in shown and "skipping 1 invalid rows (1 x not UTF-8)" in shown
+    assert shown.startswith(f"warning: {path}: skipping 1 invalid rows (1 x not UTF-8)")
     assert "name the file's encoding in the schema, such as `encoding: latin-1`" in shown
 
 
-@pytest.mark.parametrize("quiet", [True, False])
-def test_commands_read_encoding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: bool, capsys: pytest.CaptureFixture
-) -> None:
+def test_vocabulary_counts_rows_of_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    schema = PLAIN.replace(encoding="latin-1")
-    result = rayrec.vocabulary(
-        str(latin_log(tmp_path)), out=str(tmp_path / "out"), schema=schema, engine="threads", console=Console(quiet=quiet)
-    )
-    assert (result["rows"], result["bad_rows"], "warning" in capsys.readouterr().err) == (200, 0, False)
+    schema, out = PLAIN.replace(encoding="latin-1"), str(tmp_path / "out")
+    rayrec.vocabulary(str(latin_log(tmp_path)), out=out, schema=schema, min_count=1, engine="threads", console=QUIET)
+    preprocessor = Preprocessor.load(out)
+    assert (preprocessor.schema.encoding, len(preprocessor.vocabulary(0))) == ("latin-1", 6)
+
+
+def test_split_reads_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(split, "_MIN_TASK_BYTES", 100)
+    schema, out = PLAIN.replace(encoding="utf-16"), tmp_path / "out"
+    path = tmp_path / "log.csv"
+    path.write_text(latin_log(tmp_path).read_text(encoding="latin-1"), encoding="utf-16")
+    rayrec.split(str(path), out=str(out), by="fraction", schema=schema, engine="threads", console=QUIET)
+    tables = [pq.read_table(file) for file in sorted(out.rglob("*.parquet"))]
+    assert sum(table.num_rows for table in tables) == 200
+    assert sum(pc.sum(pc.equal(table["user"].cast("string"), "Zoë")).as_py() or 0 for table in tables) == 1
