@@ -112,7 +112,7 @@ def test_split_reads_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     schema, out = PLAIN.replace(encoding="utf-16"), tmp_path / "out"
     path = tmp_path / "log.csv"
     path.write_text(latin_log(tmp_path).read_text(encoding="latin-1"), encoding="utf-16")
-    rayrec.split(str(path), out=str(out), by="fraction", schema=schema, engine="threads", console=QUIET)
+    rayrec.split(str(path), out=str(out), by="rows", schema=schema, engine="threads", console=QUIET)
     tables = [pq.read_table(file) for file in sorted(out.rglob("*.parquet"))]
     assert sum(table.num_rows for table in tables) == 200
     assert sum(pc.sum(pc.equal(table["user"].cast("string"), "Zoë")).as_py() or 0 for table in tables) == 1
