@@ -216,7 +216,7 @@ def test_quoted_line_ends_stay_and_rounded_floats_fail() -> None:
 
 
 @pytest.mark.parametrize("value", ["18446744073709551616", "-9223372036854775809", "123456789012345678901234567890"])
-def test_json_integer_beyond_64_bits_names_fix(value: str) -> None:
+def test_json_integer_over_64_bits_is_explained(value: str) -> None:
     body = f'{{"rows": [{{}}, {{"item": {value}}}]}}'.encode()
     error = error_of(post(APPS["own"], body, media_type="application/json"), 400)
     assert error["message"] == "row 1: item is a number beyond 64 bits; send its digits as a string"

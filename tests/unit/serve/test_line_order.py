@@ -81,11 +81,11 @@ def answers(app: ScoringApp, text: str, media_type: str) -> Reply:
 
 
 @pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.mark.usefixtures("own_cache")
+@pytest.mark.usefixtures("cache_folder")
 @pytest.mark.parametrize("declared", [pytest.param(False, id="header row"), pytest.param(True, id="declared header")])
 @pytest.mark.parametrize(
     ("suffix", "delimiter"),
@@ -115,7 +115,7 @@ def test_raw_lines_score_like_json(tmp_path: Path, order: tuple[str, ...], suffi
     assert (error.status, error.json()["error"]["message"]) == (400, "row 0 has 8 columns; 6 are needed, or 7 with click")
 
 
-@pytest.mark.usefixtures("own_cache")
+@pytest.mark.usefixtures("cache_folder")
 @pytest.mark.parametrize("order", [pytest.param(order, id=name) for name, order in ORDERS.items()])
 def test_files_and_encoder_read_stored_order(tmp_path: Path, order: tuple[str, ...]) -> None:
     rows = rows_of_log()
@@ -129,11 +129,11 @@ def test_files_and_encoder_read_stored_order(tmp_path: Path, order: tuple[str, .
         headless = tmp_path / f"headless{number}.csv"
         headless.write_text(text_of(rows, columns, ",", header=False))
         assert LogSource.at(str(headless)).is_labelled(preprocessor.schema) is (columns == order)
-        found = preprocessor.encode(raw_of(headless, schema, tmp_path))
+        encoded = preprocessor.encode(raw_of(headless, schema, tmp_path))
         dense, ids = encoder.encode(encoder.parse(headless.read_text().splitlines()))
-        for each in (found.dense, dense):
+        for each in (encoded.dense, dense):
             np.testing.assert_array_equal(each, expected.dense)
-        np.testing.assert_array_equal(found.ids[0], expected.ids[0])
+        np.testing.assert_array_equal(encoded.ids[0], expected.ids[0])
         np.testing.assert_array_equal(ids[0], expected.ids[0])
         np.testing.assert_array_equal(ids[1], expected.ids[1])
 
@@ -145,7 +145,7 @@ def raw_of(path: Path, schema: Schema, folder: Path) -> Any:
     return read_raw(index.segments, schema)
 
 
-@pytest.mark.usefixtures("own_cache")
+@pytest.mark.usefixtures("cache_folder")
 def test_criteo_lines_keep_order_of_schema(tmp_path: Path) -> None:
     lines = criteo_lines(50)
     (tmp_path / "log.txt").write_text("\n".join(lines) + "\n")
@@ -158,13 +158,13 @@ def test_criteo_lines_keep_order_of_schema(tmp_path: Path) -> None:
     assert expected == post(app, {"rows": criteo_json(lines)}).json()
 
 
-@pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize("place", [0, 7, 40])
-def test_criteo_tables_keep_their_own_order(tmp_path: Path, place: int) -> None:
+@pytest.mark.usefixtures("cache_folder")
+@pytest.mark.parametrize("position", [0, 7, 40])
+def test_criteo_tables_keep_file_order(tmp_path: Path, position: int) -> None:
     lines = criteo_lines(50)
     features = [*CRITEO.dense, *CRITEO.sparse]
-    random.Random(place).shuffle(features)
-    order = (*features[:place], "label", "unused", *features[place:])
+    random.Random(position).shuffle(features)
+    order = (*features[:position], "label", "unused", *features[position:])
     table = pd.DataFrame([line.split("\t") for line in lines], columns=[*CRITEO.columns]).assign(unused="7")
     table[[*order]].to_csv(tmp_path / "log.csv", index=False)
     preprocessor = counted(tmp_path / "log.csv", CRITEO, tmp_path / "prepared")
@@ -201,7 +201,7 @@ def criteo_json(lines: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.usefixtures("own_cache")
+@pytest.mark.usefixtures("cache_folder")
 @pytest.mark.parametrize("kind", ["earlier version", "files that differ"])
 def test_lines_of_unknown_order_are_rejected(tmp_path: Path, kind: str) -> None:
     rows, order = rows_of_log(), ORDERS["label last"]
@@ -230,7 +230,7 @@ def test_lines_of_unknown_order_are_rejected(tmp_path: Path, kind: str) -> None:
     fails_with(ValueError, "no known order of columns", Encoder(str(tmp_path / "prepared")).parse, text.splitlines())
 
 
-@pytest.mark.usefixtures("own_cache")
+@pytest.mark.usefixtures("cache_folder")
 def test_parquet_order_is_stored(tmp_path: Path) -> None:
     order = ORDERS["label in the middle"]
     text = text_of(rows_of_log(), order, ",", header=True)
@@ -239,7 +239,7 @@ def test_parquet_order_is_stored(tmp_path: Path) -> None:
     assert (preprocessor.schema.header, preprocessor.schema.header_row) == (order, True)
 
 
-@pytest.mark.usefixtures("own_cache")
+@pytest.mark.usefixtures("cache_folder")
 def test_extended_preprocessor_keeps_order(tmp_path: Path) -> None:
     rows = rows_of_log()
     (tmp_path / "log.csv").write_text(text_of(rows, ORDERS["label last"], ",", header=True))
@@ -249,7 +249,7 @@ def test_extended_preprocessor_keeps_order(tmp_path: Path) -> None:
     assert Preprocessor.load(str(tmp_path / "new")).schema.header == old.schema.header == ORDERS["label last"]
 
 
-@pytest.mark.usefixtures("own_cache")
+@pytest.mark.usefixtures("cache_folder")
 def test_preprocessed_data_keeps_order(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text(text_of(rows_of_log(), ORDERS["label last"], ",", header=True))
     out = str(tmp_path / "rows")

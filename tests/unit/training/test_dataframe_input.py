@@ -131,7 +131,7 @@ def test_dataframe_input_rejects_invalid_data(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
 
 
-def test_numbered_columns_are_found_by_digits(tmp_path: Path) -> None:
+def test_integer_column_names_are_digits(tmp_path: Path) -> None:
     schema = Schema(label="0", dense=("1",), sparse=("2",))
     frame = pd.DataFrame([[1, 30.0, "u1"], [0, 31.0, "u2"]])
     write(recipes.clicks(schema=schema).replace(name="run", storage_path=str(tmp_path)), frame)

@@ -46,7 +46,7 @@ def decimals(values: Sequence[str | None], kind: pa.DataType) -> pa.Array:
         pytest.param(pa.decimal256(50, 2), id="wide"),
     ],
 )
-def test_whole_decimals_match_text(kind: pa.DataType) -> None:
+def test_large_decimals_match_text(kind: pa.DataType) -> None:
     raw, faults = parse_table(pa.table({"id": decimals(LARGE, kind)}), IDS)
     assert faults.total == 0
     np.testing.assert_array_equal(raw.categories, of_text(LARGE).categories)
@@ -89,7 +89,7 @@ def test_decimal_counts_of_criteo_are_exact() -> None:
     assert (raw.numbers[:, 0].tolist(), faults.total) == ([int(value) for value in values], 1)
 
 
-def known(values: Sequence[str]) -> Preprocessor:
+def counted(values: Sequence[str]) -> Preprocessor:
     preset = RAYREC.replace(min_count=1)
     counts = preset.counting(IDS).empty()
     counts.add_rows(of_text(values), 0)
@@ -97,7 +97,7 @@ def known(values: Sequence[str]) -> Preprocessor:
 
 
 def test_decimals_of_frames_and_encoder_are_exact(tmp_path: Path) -> None:
-    preprocessor = known(LARGE)
+    preprocessor = counted(LARGE)
     expected = preprocessor.encode(of_text(LARGE)).ids[0]
     assert len(np.unique(expected)) == len(LARGE)
     frame = pd.DataFrame({"id": [Decimal(value) for value in LARGE]})

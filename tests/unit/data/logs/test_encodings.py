@@ -69,7 +69,7 @@ def test_other_text_than_encoding_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("zeros", [1, 512, 3 << 20])
-def test_zeros_behind_gzip_are_padding(tmp_path: Path, zeros: int) -> None:
+def test_zeros_after_gzip_are_padding(tmp_path: Path, zeros: int) -> None:
     path = tmp_path / "log.csv.gz"
     path.write_bytes(gzip.compress(TEXT.encode()) + bytes(zeros))
     assert read(path, CLICKS)[0].categories.tolist() == expected(tmp_path).categories.tolist()

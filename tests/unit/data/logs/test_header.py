@@ -14,7 +14,7 @@ from rayrec.schema import Schema
 
 CLICKS = Schema(label="click", dense=("age",), sparse=("user", "job"))
 ORDER = ("job", "click", "unused", "age", "user")
-KNOWN = CLICKS.replace(header=ORDER, header_row=True)
+STORED = CLICKS.replace(header=ORDER, header_row=True)
 
 
 def write(folder: Path, text: str) -> str:
@@ -124,7 +124,7 @@ def parsed(path: str, schema: Schema) -> tuple:
 
 
 def test_header_row_overrides_stored_order(tmp_path: Path) -> None:
-    raw, _ = parsed(write(tmp_path, "age,job,user,click\n7,clerk,u1,1\n"), KNOWN)
+    raw, _ = parsed(write(tmp_path, "age,job,user,click\n7,clerk,u1,1\n"), STORED)
     assert raw.numbers.tolist() == [[7.0]]
 
 
@@ -139,12 +139,12 @@ def test_header_row_overrides_stored_order(tmp_path: Path) -> None:
         pytest.param("a,b,c,d,e\nclerk,1,x,30,u1\n", "no column named click", id="other names"),
     ],
 )
-def test_lines_without_header_need_known_width(tmp_path: Path, text: str, why: str | None) -> None:
+def test_lines_without_header_need_log_width(tmp_path: Path, text: str, why: str | None) -> None:
     path = write(tmp_path, text)
     if why is None:
-        assert csv_columns(path, KNOWN) == ("job", "unused", "age", "user")
+        assert csv_columns(path, STORED) == ("job", "unused", "age", "user")
     else:
-        rejects(re.escape(why), list, read_csv(path, KNOWN))
+        rejects(re.escape(why), list, read_csv(path, STORED))
 
 
 def test_declared_header_reads_unique_texts(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_declared_names_in_first_row_are_header(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "wanted", "meant"),
+    ("names", "column", "meant"),
     [
         pytest.param(
             [*(f"c{number}" for number in range(50)), "userid"], "user_id", "did you mean userid?", id="behind 12 names"
@@ -171,8 +171,8 @@ def test_declared_names_in_first_row_are_header(tmp_path: Path) -> None:
         pytest.param(["click", " user_id"], "user_id", "did you mean ' user_id'?", id="blanks"),
     ],
 )
-def test_missing_column_error_proposes_nearest(names: Sequence[str], wanted: str, meant: str) -> None:
-    rejects(re.escape(f"no column named {wanted}; {meant}"), check_columns, names, [wanted], path="log.csv")
+def test_missing_column_error_proposes_nearest(names: Sequence[str], column: str, meant: str) -> None:
+    rejects(re.escape(f"no column named {column}; {meant}"), check_columns, names, [column], path="log.csv")
 
 
 def test_missing_column_error_omits_unlike_names() -> None:
