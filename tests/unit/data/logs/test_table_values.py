@@ -114,7 +114,7 @@ def test_parquet_strings_match_plain_rows() -> None:
 
 
 def test_csv_request_matches_plain_rows() -> None:
-    raw, outcomes = make_reader(SCHEMA).read([RequestBody("csv", len(ROWS) + 1, 0, text=csv_text(ROWS))])
+    raw, outcomes = make_reader(SCHEMA).read([RequestBody("csv", len(ROWS) + 1, 0, text=csv_text(ROWS), delimiter=",")])
     assert outcomes == [slice(0, len(ROWS))]
     same_block(raw, EXPECTED)
 
