@@ -69,8 +69,8 @@ def delimiter_of(format: Format, schema: Schema) -> str:
 
 
 def _delimiter_in(text: bytes, format: Format, schema: Schema) -> str:
-    """Return the column delimiter of a text. A file of a schema with the default may have semicolons, so CSV rows may too: if
-    they, and not commas, divide the first row into the columns of a line or a header, or into more fields."""
+    """Return the column delimiter of a text. Files of a schema with the default may have semicolons, so CSV rows may too. They
+    do if semicolons, and not commas, divide the first row into the columns of a line or a header, or into more fields."""
     delimiter = delimiter_of(format, schema)
     if format != "csv" or schema.delimiter != "\t" or schema.list_delimiter == ";":
         return delimiter

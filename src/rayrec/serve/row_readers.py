@@ -63,8 +63,8 @@ class RowReader(ABC):
             raise RequestError(400, f"row 0 has {num_fields} columns; {len(allowed[0])} are needed{also}", row=0)
         for name in self.schema.columns:
             if name not in columns and name not in self.schema.optional:
-                where = "which the training log's lines lack (its folders have it)"
-                raise RequestError(400, f"a row needs column {name}, {where}; send application/json", row=0, field=name)
+                reason = "which the training log's lines lack (its folders have it)"
+                raise RequestError(400, f"a row needs column {name}, {reason}; send application/json", row=0, field=name)
         return columns
 
     def _why_no_order(self) -> str:
@@ -231,14 +231,14 @@ class AnyReader(RowReader):
     def _has_header(self, body: RequestBody, names: list[str]) -> bool:
         """Return whether the first line is a header: as the client specifies, else whether it has all columns' names, in any
         order. Raises RequestError if it is invalid, as with names that the log lacks, or if the format has no header."""
-        known = {*self._known, *(self.schema.header or ())}
+        accepted = {*self._known, *(self.schema.header or ())}
         names_columns = set(self.schema.columns) <= set(names)
         if not (names_columns if body.header is None else body.header):
             return False
         if body.format == "tsv":
             raise RequestError(400, "row 0 names columns; text/tab-separated-values has no header, text/csv may have one", row=0)
         for name in names:
-            if name not in known:
+            if name not in accepted:
                 raise RequestError(400, f"the header has an unknown column {shorten(name)}", field=shorten(name))
             if names.count(name) > 1 and name in self._known:
                 raise RequestError(400, f"the header names {name} {names.count(name)} times", field=name)

@@ -350,9 +350,9 @@ def integers_of(array: pa.Array, name: str, make_error: MakeError) -> tuple[np.n
         good = (values < LIMIT) & (values > -LIMIT)
         return np.where(good, values, 0), np.where(good, status, REJECTED)
     if types.is_decimal(array.type):
-        text, is_whole = _whole_decimals(array)
+        text, integral = _decimal_digits(array)
         values, status = integers_of(text, name, make_error)
-        return values, np.where(is_whole, status, REJECTED).astype(np.uint8)
+        return values, np.where(integral, status, REJECTED).astype(np.uint8)
     numbers, status = numbers_of(array, name, make_error)
     good = np.isfinite(numbers) & (np.abs(numbers) < LIMIT) & (np.trunc(numbers) == numbers)
     return np.where(good, numbers, 0).astype(np.int64), np.where(good, status, REJECTED)
@@ -362,22 +362,22 @@ _WIDEST = 76
 """Maximum digits of Arrow's decimal numbers."""
 
 
-def _whole_decimals(array: pa.Array) -> tuple[pa.Array, np.ndarray]:
+def _decimal_digits(array: pa.Array) -> tuple[pa.Array, np.ndarray]:
     """Return the digits of decimal numbers without their fractions, as text, and which have no fraction, bool [values]. Null is
     null, and has none. A float64 would be exact to 2^53 only."""
     wide = pc.cast(array, pa.decimal256(_WIDEST, max(array.type.scale, 0)))
-    whole = pc.trunc(wide)
-    is_whole = pc.equal(wide, whole).fill_null(True).to_numpy(zero_copy_only=False)
-    return pc.cast(pc.cast(whole, pa.decimal256(_WIDEST, 0)), pa.large_string()), is_whole
+    truncated = pc.trunc(wide)
+    integral = pc.equal(wide, truncated).fill_null(True).to_numpy(zero_copy_only=False)
+    return pc.cast(pc.cast(truncated, pa.decimal256(_WIDEST, 0)), pa.large_string()), integral
 
 
 def decimal_tokens(array: pa.Array, out: np.ndarray, *, is_int64: bool = False) -> np.ndarray:
-    """Write the tokens of whole decimal numbers of any size, those of their digits in CSV, and return their status. A fraction is
-    REJECTED, and with `is_int64` a number beyond the range of int64."""
-    text, is_whole = _whole_decimals(array)
+    """Write the tokens of integral decimal numbers of any size, as for their digits in CSV, and return their status. A fraction
+    is REJECTED, and with `is_int64` a number beyond the range of int64."""
+    text, integral = _decimal_digits(array)
     status = Text.of(text).call("rayrec_text_whole", out) if is_int64 else text_tokens(text, out)
-    out[~is_whole] = 0
-    return np.where(is_whole, status, REJECTED).astype(np.uint8)
+    out[~integral] = 0
+    return np.where(integral, status, REJECTED).astype(np.uint8)
 
 
 def float_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:

@@ -180,7 +180,7 @@ class Encoder:
     def _number(self, value: Any, name: str, row: int) -> float | int | None:
         value = _plain(value)
         if isinstance(value, Decimal):
-            value = int(value) if self._hexadecimal and _is_whole(value) else float(value)
+            value = int(value) if self._hexadecimal and _is_integer(value) else float(value)
         if isinstance(value, date) and not self._hexadecimal:
             value = seconds_of(value)
         if isinstance(value, str):
@@ -266,7 +266,7 @@ class Encoder:
             return _text_token(value.isoformat(), self._booleans)
         if isinstance(value, Decimal) and value.is_nan():
             return None
-        if isinstance(value, Decimal) and _is_whole(value):
+        if isinstance(value, Decimal) and _is_integer(value):
             value = str(int(value))  # Of any size, as the digits in a file
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
             value = int(value)
@@ -315,7 +315,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _is_whole(value: Decimal) -> bool:
+def _is_integer(value: Decimal) -> bool:
     return value.is_finite() and value == value.to_integral_value()
 
 
