@@ -293,6 +293,19 @@ def test_recipe_help_is_short_and_help_all_complete(recipe: str, capsys: Capture
     shown = run(capsys, "train", recipe, "--help-all")[1]
     settings = recipe_flags(recipes.ALL[recipe]())
     assert [flag.name for flag in settings if flag.owner and f"--{flag.name}" not in shown] == []
+    words = " ".join(shown.split())
+    assert [flag.name for flag in settings if flag.owner and not (flag.text and " ".join(flag.text.split())[:20] in words)] == []
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"), [("label: [", "not YAML"), ("label: 2001-99-99", "not YAML (month must be in 1..12)")]
+)
+def test_invalid_schema_yaml_is_rejected(content: str, cause: str, capsys: Capture, tmp_path: Path) -> None:
+    schema = tmp_path / "bad.yaml"
+    schema.write_text(content)
+    status, _, line = run(capsys, "train", "clicks", "--data", str(tmp_path), "--schema", str(schema))
+    assert (status, "\n" in line.strip()) == (2, False)
+    assert f"{schema}: {cause}" in line
 
 
 @pytest.mark.parametrize("recipe", ["clicks", "clicks_din", "next_item", "two_tower"])

@@ -31,7 +31,7 @@ def found_in(*place: Any, **options: Any) -> list[str]:
 
 
 def test_list_files_sorts_numbers_naturally(tmp_path: Path) -> None:
-    for name in ("day_10", "day_2", "day_1", "truth.json", ".hidden", "_SUCCESS", "day_3.0a.partial"):
+    for name in ("day_10", "day_2", "day_1", "truth.json", ".hidden", "_SUCCESS", "day_3.0a"):
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "day_0").write_bytes(b"x")
@@ -463,3 +463,46 @@ def test_abandoned_folder_is_replaced_and_all_use_scratch(tmp_path: Path, monkey
     source = Path(rayrec.__file__).parent
     own = [path for path in source.rglob("*.py") if re.search(r"TemporaryDirectory|mkdtemp", path.read_text())]
     assert own == [source / "storage" / "files.py"]
+
+
+@pytest.mark.parametrize("name", ["home", "home/work", "", "link"])
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_remove_folder_rejects_home_and_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str, name: str) -> None:
+    (tmp_path / "home" / "work").mkdir(parents=True)
+    (tmp_path / "home" / "work" / "thesis.txt").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "home")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "home" / "work")
+    rejects("not removed, because", storage.remove_folder, f"{prefix}{tmp_path}/{name}")
+    assert (tmp_path / "home" / "work" / "thesis.txt").exists()
+
+
+def test_remove_folder_rejects_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory stays even under a name of rayrec."""
+    (tmp_path / "step_1").mkdir()
+    monkeypatch.chdir(tmp_path / "step_1")
+    rejects("not removed, because it is or contains", storage.remove_folder, str(tmp_path / "step_1"))
+
+
+@pytest.mark.parametrize("warnings", [pytest.param(True, id="long"), pytest.param(False, id="short")])
+def test_outage_warns_once_and_reports_recovery(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, warnings: bool
+) -> None:
+    clock = [0.0]
+    wait_s = 3.0 if warnings else 0.5
+    times = SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda _: clock.append(clock.pop() + wait_s))
+    monkeypatch.setattr(retry, "time", times)
+    failures = [OSError("AWS Error NETWORK_CONNECTION during GetObject: curlCode: 7, Couldn't connect to server")] * 3
+
+    def call() -> str:
+        if failures:
+            raise failures.pop()
+        return "read"
+
+    assert retry.retry("s3://bucket/key", call, hint=lambda: "") == "read"
+    lines = [record.getMessage() for record in caplog.records]
+    if not warnings:
+        assert lines == []
+        return
+    assert [line.partition(" for up to ")[0] for line in lines[:1]] == ["Retrying s3://bucket"]
+    assert lines[1:] == ["Reached the store of s3://bucket again after 9 s"]

@@ -19,7 +19,18 @@ from rayrec.storage.filesystems import with_retries
 from rayrec.storage.lakehouse import reject_enclosing_tables, reject_listed_tables
 from rayrec.storage.range_reader import in_order, in_parallel
 from rayrec.storage.stores import first_level
-from rayrec.storage.urls import folder_of, in_object_store, is_url, join, local_path, name_of, scheme_of, url_of
+from rayrec.storage.urls import (
+    bucket_of,
+    folder_of,
+    in_object_store,
+    is_url,
+    join,
+    local_path,
+    name_of,
+    scheme_of,
+    split_options,
+    url_of,
+)
 
 _GLOB: Final = re.compile(r"[*?\[]")
 PARTITION: Final = re.compile(r"[^=/]+=[^/]*")
@@ -212,10 +223,30 @@ def make_folder(path: str) -> None:
 
 
 def remove_folder(path: str) -> None:
-    """Remove a folder recursively if it exists. Its parent remains, even if empty, in S3 and Azure as well as locally."""
+    """Remove a folder recursively if it exists. Its parent remains, even if empty, in S3 and Azure as well as locally. Raises
+    InputError for file system roots, buckets, the home and working directories, and their parents."""
     if info_of(path).type == arrow_fs.FileType.Directory:
-        with suppress(FileNotFoundError):
-            with_retries(path, lambda filesystem, inner: filesystem.delete_dir(inner))
+        _check_removable(path)
+        _remove(path)
+
+
+def _remove(path: str) -> None:
+    with suppress(FileNotFoundError):
+        with_retries(path, lambda filesystem, inner: filesystem.delete_dir(inner))
+
+
+def _check_removable(path: str) -> None:
+    """Check that a folder may be removed. A wrong path from a bug must not remove the files of users or of the system."""
+    local = local_path(path)
+    fix = "Remove it yourself if it is not needed, or choose another place"
+    if local is None:
+        is_protected = not posixpath.basename(split_options(path)[0].rstrip("/")) or path.rstrip("/") == bucket_of(path)
+    else:
+        resolved = os.path.realpath(local)
+        used = [os.path.realpath(folder) for folder in (os.path.expanduser("~"), os.getcwd())]
+        is_protected = any(os.path.commonpath([resolved, folder]) == resolved for folder in used)
+    if is_protected:
+        raise InputError(f"{path}: not removed, because it is or contains the home or working directory, or is a root. {fix}")
 
 
 def copy_files(source: str, target: str) -> None:
@@ -276,5 +307,5 @@ def _send(folder: str, target: str) -> None:
         _copy(folder, target, [name for name, last in zip(names, is_last, strict=True) if last])
     except BaseException:
         with suppress(OSError, InputError):
-            remove_folder(target)
+            _remove(target)  # New: `writing_folder` rejects an existing one
         raise

@@ -35,7 +35,7 @@ from rayrec.ingest import stream as stream_module
 from rayrec.ingest.batches import BatchSlicer, ClickBatches
 from rayrec.ingest.block_order import BatchSharding, BlockOrder, BlockPlan, BlockRange, Position
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.stream import EncodedBlock, Prefetcher, RowStream, TaskSource, encoded_block
+from rayrec.ingest.stream import EncodedBlock, MappedSource, Prefetcher, RowStream, TaskSource, encoded_block
 from rayrec.schema import Schema
 from rayrec.trained_rows import TrainedRows
 from rayrec.training import stop_monitor
@@ -545,3 +545,39 @@ def test_arrow_round_trips_one_kind_and_epochs_are_lazy(prepared: Prepared, monk
     assert max(planned) == 1
     assert [many.rows(step) for step in (0, 1, 3, 4, 2_999_999)] == [0, 300, ROWS, ROWS + 300, 1_000_000 * ROWS - 100]
     many.close()
+
+
+def test_mapped_source_queue_is_bounded() -> None:
+    """A queue of size 0 would have no bound."""
+    preprocessor: Any = None
+    counts = [MappedSource(preprocessor, prefetch_blocks=count).max_prefetch for count in (1, 2, 8)]
+    assert counts == [1, 1, 7]
+
+
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_close_waits_for_value_unless_stopping(is_stopping: bool) -> None:
+    stop = threading.Event()
+    is_released = threading.Event()
+    has_started = threading.Event()
+    has_closed = threading.Event()
+
+    def values() -> Generator[int, None, None]:
+        try:
+            has_started.set()
+            assert is_released.wait(30)
+            yield 1
+        finally:
+            has_closed.set()
+
+    prefetcher = Prefetcher(values(), max_prefetch=1, stop=stop)
+    assert has_started.wait(30)
+    if is_stopping:
+        stop.set()
+        prefetcher.close()
+        assert not has_closed.is_set()
+        is_released.set()
+        assert has_closed.wait(30)
+        return
+    threading.Timer(0.2, is_released.set).start()
+    prefetcher.close()
+    assert has_closed.is_set()

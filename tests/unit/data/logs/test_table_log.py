@@ -819,3 +819,12 @@ def test_row_start_returns_next_line(tmp_path: Path, text: str, starts: list[int
     for place in range(1, len(text)):
         expected = next(start for start in [*starts, len(text)] if start >= place or start == len(text))
         assert row_start(str(tmp_path / "a.csv"), place) == expected
+
+
+def test_shortened_parquet_file_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that became shorter between its footer and its rows would give uninitialized memory as rows."""
+    path = tmp_path / "log.parquet"
+    pq.write_table(pa.table({"x": [1] * 9}), path)
+    complete = storage.read_into
+    monkeypatch.setattr(storage, "read_into", lambda path, start, buffer: complete(path, start, buffer[:-1]))
+    rejects("is shorter than its footer says", parquet._read_span, str(path), (0, 100))
