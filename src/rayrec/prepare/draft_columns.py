@@ -78,6 +78,11 @@ def examine(name: str, array: pa.Array, make_error: values.MakeError) -> Column:
         return Column(name, array, "unusable", "has no name")
     if values.is_list(kind) or types.is_null(kind):
         return _of_lists(name, array)
+    if types.is_binary(kind) or types.is_large_binary(kind):
+        try:
+            array = pc.cast(array, pa.large_string())
+        except pa.ArrowInvalid:
+            return Column(name, array, "unusable", "not UTF-8")
     array, markers = _without_markers(array, name, make_error)
     try:
         numbers, status = values.numbers_of(array, name, make_error, times=True)
@@ -157,7 +162,7 @@ def _is_integral(array: pa.Array, numbers: np.ndarray) -> bool:
 def _is_epoch(column: Column) -> bool:
     """Return whether integers are times since 1970: of years 2000 to 2100, by name or in order."""
     assert column.numbers is not None
-    for unit in (1, 10**3, 10**6, 10**9):
+    for unit in (1, 10**3, 10**6):
         if column.numbers.min() >= _EPOCH[0] * unit and column.numbers.max() < _EPOCH[1] * unit:
             return column.distinct > 1 and (_is_time_name(column.name) or column.is_ordered)
     return False
@@ -274,6 +279,8 @@ def time_rank(column: Column) -> tuple[bool, bool]:
 
 _FEW, _MIN_AMOUNTS = 50, 10
 """Maximum different integers of categories, and of an amount by name that counts as categories all the same."""
+_MAX_AMOUNT: Final = 2**53
+"""Maximum of amounts. Larger integers are codes: as float64 numbers, neighbors are equal."""
 _CONCENTRATED, _EDGE = 0.35, 0.25
 """Maximum part of the range with the middle half of amounts, or with the half below or above the median. Codes spread evenly."""
 
@@ -282,6 +289,8 @@ def is_amount(column: Column) -> bool:
     """Return whether a column of integers has amounts, by its name, else by the shape of its values; else it has codes."""
     assert column.numbers is not None
     is_text = values.is_text(column.array.type)
+    if np.abs(column.numbers).max() > _MAX_AMOUNT:
+        return False
     if name_type(column.name):
         return name_type(column.name) == "float"
     if is_id_name(column.name) or (is_text and _has_codes(column.array)):

@@ -233,7 +233,8 @@ def _plain(value: Any) -> str:
 
 
 def _is_pair(column: Column) -> bool:
-    return {text.lower() for text in _texts_of(column)} in _PAIRS
+    texts = {text.lower() for text in _texts_of(column)}
+    return texts in _PAIRS or sorted(text[:1] for text in texts) == ["<", ">"]
 
 
 def _label_from(column: Column, path: str) -> _Label:

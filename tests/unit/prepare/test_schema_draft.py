@@ -175,6 +175,8 @@ def test_text_with_marks_is_no_list(texts: list[str], sparse: bool, tmp_path: Pa
         pytest.param("age", pick(*range(18, 80)), True, id="few amounts"),
         pytest.param("count", pick(*range(9)), False, id="few small amounts"),
         pytest.param("balance", [amount - 99 for amount in AMOUNTS], True, id="negative"),
+        pytest.param("price", [10**18 + code for code in CODES], False, id="beyond exact numbers"),
+        pytest.param("date", [10**18 + code for code in CODES], False, id="nanoseconds"),
         pytest.param("user:token", AMOUNTS, False, id="typed token"),
         pytest.param("user:float", CODES, True, id="typed float"),
     ],
@@ -253,6 +255,7 @@ NESTED = {
     "span": pa.array([timedelta(seconds=n) for n in ROWS]),
     "clock": pa.array([datetime(2026, 1, 1).time()] * 400),
     "nothing": pa.nulls(400),
+    "bytes": pa.array([bytes([200 + n % 50, n % 200]) for n in ROWS]),
 }
 
 
@@ -283,6 +286,12 @@ def test_file_without_header_gets_names(tmp_path: Path) -> None:
     (tmp_path / "schema.yaml").write_text(text)
     settings = f"--steps 2 --batch-size 64 --workers 1 --storage-path {tmp_path} --name run -q"
     assert cli.run(["train", "clicks", "--schema", str(tmp_path / "schema.yaml"), "--data", str(log), *settings.split()]) == 0
+
+
+def test_words_of_income_are_label_without_header(tmp_path: Path) -> None:
+    log = tmp_path / "census.data"
+    log.write_text("".join(f"{18 + n * n % 60}, {n % 3}, {'<=50K' if CLICKS[n] else '>50K'}\n" for n in ROWS))
+    assert yaml.safe_load(draft(str(log)))["label"] == {"name": "c2", "positive": [">50K"]}
 
 
 def test_draft_reads_limited_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
