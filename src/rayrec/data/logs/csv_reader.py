@@ -70,9 +70,10 @@ def _nearest(name: str, names: Sequence[str]) -> list[str]:
 
 
 def csv_head(path: str) -> bytes:
-    """Return the start of a CSV file, with its first row, without a byte order mark."""
-    with _opened(path) as stream:
-        return _head(stream, path, _HEADER_BYTES)
+    """Return the start of a CSV file in UTF-8, with its first row, without a byte order mark."""
+    schema = Schema(label=None, sparse=("-",))  # No column is read
+    with _opened(path, schema) as stream:
+        return _head(stream, path, _HEADER_BYTES, schema)
 
 
 def csv_columns(path: str, schema: Schema) -> tuple[str, ...]:
