@@ -154,6 +154,16 @@ def test_seeds_compare_models_on_test_rows(config: TrainConfig) -> None:
     assert (lines[-1], lines[-1] in Path(again["report"]).read_text()) == (of_searches.SEEDS_NOTE, True)
 
 
+def test_best_trial_is_compared_with_recipe(config: TrainConfig) -> None:
+    """The recipe's own settings are neither the best nor the worst."""
+    searched = config.replace(name="middle", workload={"dense_optimizer": {"learning_rate": 1e-3}})
+    result = rayrec.tune(searched, search={RATE: {"grid": [0.004, 1e-5]}}, stop_early=False, console=QUIET)
+    assert [trial["number"] for trial in result["trials"]] == [1, 0, 2]
+    summaries = [storage.read_json(f"{result['folder']}/trials/trial_000{number}/summary.json") for number in (1, 0)]
+    best, recipe = (summary["metrics"]["auroc"] for summary in summaries)
+    assert result["compared"]["auroc"]["difference"] == pytest.approx(best - recipe, abs=1e-6)
+
+
 @pytest.mark.parametrize("test_first", [False, True])
 def test_seeds_score_test_rows_alone(test_first: bool, config: TrainConfig, tmp_path: Path) -> None:
     """Also if validation rows follow the test rows."""
