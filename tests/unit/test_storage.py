@@ -31,7 +31,7 @@ def found_in(*place: Any, **options: Any) -> list[str]:
 
 
 def test_list_files_sorts_numbers_naturally(tmp_path: Path) -> None:
-    for name in ("day_10", "day_2", "day_1", "truth.json", ".hidden", "_SUCCESS", "day_3.0a"):
+    for name in ("day_10", "day_2", "day_1", "truth.json", ".hidden", "_SUCCESS", "day_3.0a.partial"):
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "day_0").write_bytes(b"x")
