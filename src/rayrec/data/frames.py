@@ -35,6 +35,11 @@ def is_dataset(data: object) -> TypeGuard[ray.data.Dataset]:
     return module is not None and isinstance(data, module.Dataset)
 
 
+def is_computed(dataset: ray.data.Dataset) -> bool:
+    """Return whether the rows of a Dataset are in Ray's object store, so that none of its tasks needs to run."""
+    return isinstance(dataset, sys.modules["ray.data.dataset"].MaterializedDataset)
+
+
 @overload
 def transform(preprocessor: Preprocessor | str | os.PathLike[str], data: ray.data.Dataset) -> ray.data.Dataset: ...
 

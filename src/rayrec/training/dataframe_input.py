@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.frames import arrow_of, is_dataset, is_frame, with_text_names
+from rayrec.data.frames import arrow_of, is_computed, is_dataset, is_frame, with_text_names
 from rayrec.data.logs.csv_reader import check_columns, present_columns
 from rayrec.data.logs.table_parser import check_types
 from rayrec.schema import Schema
@@ -51,7 +51,8 @@ def with_paths(config: TrainConfig, folder: str, tables: Mapping[str, Table]) ->
 def write(config: TrainConfig, folder: str, tables: Mapping[str, Table], *, resumes: bool, note: Callable[[str], None]) -> None:
     """Write the columns of the workload's schema in row order; each table completely or not at all. If the run `resumes`,
     existing output is reused, and InputError is raised if the given data has a different number of rows, or different columns or
-    types. Also raises InputError for data without rows, and for a column that is missing or of an unusable type."""
+    types, as far as they are known without running Ray Data. Also raises InputError for data without rows, and for a column that
+    is missing or of an unusable type."""
     schema = config.workload.table_schema
     for field, data in tables.items():
         assert schema is not None
@@ -59,11 +60,11 @@ def write(config: TrainConfig, folder: str, tables: Mapping[str, Table], *, resu
             data = with_text_names(data)
         target = _folder_of(folder, field)
         manifest = storage.join(target, MANIFEST)
-        columns, types = _columns(data, schema, field)
         if resumes and storage.exists(manifest):
-            _compare(storage.read_json(manifest), columns=types, rows=_rows(data), target=target)
+            _compare(storage.read_json(manifest), data, schema, field, target=target)
             note(f"Resuming with the data in {target}; the given data is not read again")
             continue
+        columns, types = _columns(data, schema, field)
         storage.remove_folder(target)
         if is_frame(data):
             rows = _write_table(arrow_of(data[columns]), target, types)
@@ -106,15 +107,20 @@ def _present(names: list[str], schema: Schema, field: str) -> list[str]:
     return list(present_columns(names, schema))
 
 
-def _rows(data: Table) -> int:
+def _compare(stored: dict[str, Any], data: Table, schema: Schema, field: str, *, target: str) -> None:
+    """Raise InputError if the given data is not the stored one. A Dataset may take hours to compute again, so it is compared by
+    what Ray Data knows of it."""
+    found: dict[str, Any] = {}
     if is_frame(data):
-        return len(data)
-    assert is_dataset(data)
-    return data.count()
-
-
-def _compare(stored: dict[str, Any], *, columns: dict[str, str], rows: int, target: str) -> None:
-    for name, old, new in (("columns", stored["columns"], columns), ("rows", stored["rows"], rows)):
+        found = {"columns": _columns(data, schema, field)[1], "rows": len(data)}
+    else:
+        assert is_dataset(data)
+        if data.schema(fetch_if_missing=False) is not None:
+            found["columns"] = _columns(data, schema, field)[1]
+        if is_computed(data):
+            found["rows"] = data.count()
+    for name, new in found.items():
+        old = stored[name]
         if old != new:
             raise InputError(f"{target}: the run started with other data ({name}: {old} -> {new}). Use the same, or another name")
 

@@ -178,6 +178,35 @@ def test_dataset_is_written_as_parquet(local_ray: None, tmp_path: Path) -> None:
     assert storage.list_files(str(place)) == files
 
 
+def test_resumed_run_does_not_compute_dataset(local_ray: None, tmp_path: Path) -> None:
+    import ray.data
+
+    calls = tmp_path / "calls"
+
+    def record(table: pa.Table) -> pa.Table:
+        with calls.open("a") as file:
+            file.write("computed\n")
+        return table
+
+    table = pa.Table.from_pandas(ratings().drop(columns="unused"), preserve_index=False)
+    dataset = ray.data.from_arrow(table).map_batches(record, batch_format="pyarrow")
+    write(config(tmp_path), dataset)
+    assert calls.exists()
+    calls.unlink()
+    again = ray.data.from_arrow(table).map_batches(record, batch_format="pyarrow")
+    (note,) = write(config(tmp_path), again, resumes=True)
+    assert note.endswith("the given data is not read again")
+    assert not calls.exists()
+
+
+def test_resumed_run_rejects_other_computed_dataset(local_ray: None, tmp_path: Path) -> None:
+    import ray.data
+
+    write(config(tmp_path), ratings())
+    other = ray.data.from_arrow(pa.Table.from_pandas(ratings(601).drop(columns="unused"), preserve_index=False))
+    rejects(r"other data \(rows: 600 -> 601\)", write, config(tmp_path), other, resumes=True)
+
+
 # Finished run under the same name: its summary for unchanged data, else one line and status 2 -------------------------
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
