@@ -3,11 +3,15 @@ Limits of control groups, unknown to psutil, are read here."""
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+import platform
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 _ROOT = Path("/")
+_ID_DIGITS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,20 @@ def _listed_cores(file: Path) -> list[int]:
     except OSError:
         return []
     return [core for first, *last in ranges for core in range(int(first), int(last[0] if last else first) + 1)]
+
+
+def this_node() -> tuple[str, str]:
+    """Return the host name, and the first digits of the id of this process's Ray node, which tell nodes on one host apart. The id
+    is empty without Ray."""
+    ray: Any = sys.modules.get("ray")
+    is_connected = ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized()
+    return platform.node(), ray.get_runtime_context().get_node_id()[:_ID_DIGITS] if is_connected else ""
+
+
+def node_fields(nodes: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return the event fields of nodes, each a result of `this_node`: "nodes" and, with Ray, "node_ids"."""
+    ids = [node_id for _, node_id in nodes]
+    return {"nodes": [name for name, _ in nodes], **({"node_ids": ids} if any(ids) else {})}
 
 
 def resident_bytes() -> int:

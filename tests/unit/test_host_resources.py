@@ -1,6 +1,8 @@
 """Tests of host resources and number formatting."""
 
 import os
+import platform
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from rayrec.host_resources import Memory, bound_to_cores, memory, usable_cpus, worker_cores
+from rayrec.host_resources import Memory, bound_to_cores, memory, node_fields, this_node, usable_cpus, worker_cores
 from rayrec.humanize import clock_text, duration_text, durations_text, number_text, size_text, value_text
 
 MIB = 1 << 20
@@ -121,3 +123,16 @@ def test_binding_reaches_all_threads_and_ends() -> None:
         newer.join()
     assert seen == [set(last), set(last)]
     assert os.sched_getaffinity(0) == before
+
+
+def test_node_has_no_id_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
+    assert this_node() == (platform.node(), "")
+    assert node_fields([this_node()]) == {"nodes": [platform.node()]}
+
+
+def test_node_id_is_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = SimpleNamespace(get_node_id=lambda: "0123456789abcdef")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context))
+    assert this_node() == (platform.node(), "01234567")
+    assert node_fields([this_node(), ("other", "")]) == {"nodes": [platform.node(), "other"], "node_ids": ["01234567", ""]}

@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Final, TypeVar, final
 
 import pyarrow as pa
+
+from rayrec.host_resources import this_node
 
 STAGES: Final = ("read", "parse", "encode")
 """Bytes from storage; text or columns to raw rows; raw rows to permuted model inputs. Preprocessed rows have only read."""
@@ -34,6 +35,8 @@ class BlockTimes:
     """Unix time at which the rows were complete."""
     node: str = ""
     """Host name of the machine that made them."""
+    node_id: str = ""
+    """Beginning of the id of its Ray node. Empty without Ray."""
 
 
 @contextmanager
@@ -82,7 +85,7 @@ def measured(make: Callable[[], _Result], *, rows_of: Callable[[_Result], int]) 
         del _local.clock
         clock.close()
     wall_s, cpu_s, queue_s = ({name: seconds[which] for name, seconds in clock.times.items()} for which in range(3))
-    return result, BlockTimes(rows_of(result), wall_s, cpu_s, queue_s, time.time(), platform.node())
+    return result, BlockTimes(rows_of(result), wall_s, cpu_s, queue_s, time.time(), *this_node())
 
 
 def with_times(table: pa.Table, times: BlockTimes) -> pa.Table:
@@ -115,8 +118,8 @@ class StageTimes:
     def __init__(self, *, cpus: float) -> None:
         """Start with zero sums. `cpus` is the number of CPUs that may produce this worker's rows at once."""
         self.begin_s = time.monotonic()
-        self.nodes: Final[set[str]] = set()
-        """Host names of the machines that made blocks."""
+        self.nodes: Final[set[tuple[str, str]]] = set()
+        """Nodes that made blocks; see `host_resources.this_node`."""
         self._cpus = cpus
         self._lock = threading.Lock()
         self._sums = self._zeros()
@@ -133,8 +136,9 @@ class StageTimes:
             sums["blocks"] += 1
             sums["waited_row_s"] += waited_s * block.rows
             sums["waited_block_s"] += waited_s
-            sums["new_nodes"] += block.node not in self.nodes
-            self.nodes.add(block.node)
+            node = block.node, block.node_id
+            sums["new_nodes"] += node not in self.nodes
+            self.nodes.add(node)
             for name in STAGES:
                 for kind in ("wall_s", "cpu_s", "queue_s"):
                     sums[f"{name}_{kind}"] += getattr(block, kind).get(name, 0.0)

@@ -195,6 +195,12 @@ class Cost:
     currency: str = "USD"
 
 
+def _nodes_of(event: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the (host, id) of each entry of an event's nodes. The id is empty without Ray, and in events of earlier versions."""
+    hosts = event.get("nodes", ())
+    return list(zip(hosts, event.get("node_ids") or [""] * len(hosts), strict=True))
+
+
 @final
 class RunSummary:
     """State of a run, updated with its events in time order and readable at any time. Values not reported yet are None. Without
@@ -395,16 +401,20 @@ class RunSummary:
         return [attempt.restart for attempt in self.attempts if attempt.restart is not None]
 
     def nodes(self) -> dict[str, list[str]]:
-        """Return what runs on each node in the current attempt: its workers' ranks, and data tasks."""
-        start, data = self.latest.get("start", {}), self.latest.get("data_nodes")
-        on: dict[str, list[str]] = {}
-        for node, group in groupby(enumerate(start.get("nodes", ())), key=itemgetter(1)):
+        """Return what runs on each node in the current attempt: its workers' ranks, and data tasks. Ray nodes on one host are
+        named "HOST (ID)"."""
+        start = self.latest.get("start", {})
+        data = self.latest.get("data_nodes", {})
+        on: dict[tuple[str, str], list[str]] = {}
+        for node, group in groupby(enumerate(_nodes_of(start)), key=itemgetter(1)):
             ranks = [rank for rank, _ in group]
             text = f"workers {ranks[0]} to {ranks[-1]}" if ranks[1:] else f"worker {ranks[0]}"
             on.setdefault(node, []).append(text)
-        for node in data["nodes"] if data is not None and data["time"] >= start.get("time", 0.0) else ():
-            on.setdefault(node, []).append("data tasks")
-        return on
+        if data.get("time", -1.0) >= start.get("time", 0.0):
+            for node in _nodes_of(data):
+                on.setdefault(node, []).append("data tasks")
+        hosts = [host for host, _ in on]
+        return {host if hosts.count(host) == 1 else f"{host} ({node_id})": texts for (host, node_id), texts in on.items()}
 
     @property
     def peak_fraction(self) -> float | None:

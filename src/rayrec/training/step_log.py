@@ -61,7 +61,8 @@ class DataStats:
         for name, mean in zip(StageTimes.FIELDS, means, strict=True):
             self._sums[name] = mean * workers + (0.0 if name == "cpus" else self._sums[name])
         if self._sums["new_nodes"]:  # A sum, so all workers gather.
-            log("data_nodes", {"step": step, "nodes": sorted(set().union(*Communicator.all().all_gather(self._account.nodes)))})
+            nodes = set().union(*Communicator.all().all_gather(self._account.nodes))
+            log("data_nodes", {"step": step, **host_resources.node_fields(sorted(nodes))})
             self._sums["new_nodes"] = 0.0
         seconds = time.monotonic() - self._since_s
         if seconds < _MIN_EVENT_S or (seconds < _MAX_EVENT_S and not self._sums["blocks"]):

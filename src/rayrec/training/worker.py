@@ -33,6 +33,7 @@ from rayrec.checkpoint.writer import repair
 from rayrec.collectives import over_workers
 from rayrec.config import InputError
 from rayrec.data.engine import StopToken
+from rayrec.host_resources import node_fields, this_node
 from rayrec.layers.kernel_threads import CpuWatch
 from rayrec.native import keep_freed_memory
 from rayrec.observe.events import EventWriter
@@ -93,7 +94,7 @@ def stop_token(worker: WorkerContext) -> StopToken | None:
 def _log_contention(folder: str, worker: WorkerContext, waiting: float) -> None:
     """Log, on any rank, that other processes use the CPUs of its node."""
     with EventWriter(storage.join(folder, "events.jsonl")) as events:
-        events.write("cpu_contention", rank=worker.rank, node=worker.node, waiting_share=waiting)
+        events.write("cpu_contention", rank=worker.rank, node=platform.node(), waiting_share=waiting)
 
 
 def allow_tf32(allowed: bool) -> None:
@@ -197,7 +198,7 @@ class WorkerRun:
             "steps": progress.step + training.loader.steps,
             "rows": progress.rows,
             "world_size": self._worker.world_size,
-            "nodes": Communicator.all().all_gather(platform.node()),
+            **node_fields(Communicator.all().all_gather(this_node())),
             "peak_multiply_adds_per_s": setup.peak_multiply_adds_per_s,
             "checkpoint": checkpoint and checkpoint.path,
             "damaged": sorted(self._damaged),

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import platform
 import time
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import ray
 from builders.faults import fails_with, rejects
+from builders.runs import events_of
 from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
@@ -24,7 +26,7 @@ from ray.train.v2.api.exceptions import ControllerError, PreemptionError, Worker
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from rayrec.data.stage_times import BlockTimes, StageTimes
-from rayrec.training import step_log
+from rayrec.training import step_log, worker
 from rayrec.training.launchers import base
 from rayrec.training.launchers.base import worker_logs
 from rayrec.training.launchers.ray_launcher import FailurePolicy, cause_of, errors_in_code, is_preemption, lacks_resources
@@ -219,6 +221,23 @@ def test_data_fields_return_shares_of_stages() -> None:
     }
     idle = data_fields({**dict.fromkeys(StageTimes.FIELDS, 0.0), "cpus": 1.0}, seconds=10.0)
     assert (idle["stages"], idle["capacity_rows_per_s"], idle["busy"]) == ([], None, 0.0)
+
+
+def test_cpu_contention_names_host(tmp_path: Path) -> None:
+    on_ray: Any = SimpleNamespace(rank=1, node="f" * 56)  # of which nobody knows the machine
+    worker._log_contention(str(tmp_path), on_ray, 0.9)
+    (event,) = events_of(tmp_path, "cpu_contention")
+    assert (event["rank"], event["node"]) == (1, platform.node())
+
+
+def test_data_nodes_are_told_apart_by_ray_node() -> None:
+    account = StageTimes(cpus=1.0)
+    for node_id in ("2e", "1f", "2e"):
+        account.add(BlockTimes(5, {}, {}, {}, time.time(), "host", node_id))
+    events: list[dict[str, Any]] = []
+    report = DataStats(SimpleNamespace(stages=account))
+    report.log_means(report.take(), step=1, log=lambda kind, fields: events.append({"kind": kind, **fields}))
+    assert events == [{"kind": "data_nodes", "step": 1, "nodes": ["host", "host"], "node_ids": ["1f", "2e"]}]
 
 
 def test_data_events_are_throttled_and_need_stages(monkeypatch: pytest.MonkeyPatch) -> None:
