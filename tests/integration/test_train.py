@@ -21,6 +21,7 @@ import ray.train.torch
 import yaml
 from builders.faults import rejects
 from builders.golden import check_golden
+from builders.process_state import check_unchanged, state_of_process
 from builders.runs import check_no_rows_lost, check_same_run, events_of, losses, one_worker, short_run, small_run
 from hosts.planned_memory import SIZES, measured
 from hosts.processes import RAYREC, RayHead, Run, environment_for, run_command, torchrun, wait_for_ray
@@ -29,6 +30,7 @@ from hosts.processes import finished as finished_run
 from rayrec import recipes
 from rayrec.checkpoint import Checkpoint, committed, weights_sha256
 from rayrec.cluster import fork_server, forked_worker
+from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.synthetic import generate
 from rayrec.ingest.block_order import spread
@@ -38,7 +40,7 @@ from rayrec.training.forecast import ClusterShape, Forecast, forecast
 from rayrec.training.result import Result
 from rayrec.training.resume import run_hash
 from rayrec.training.trainer import train
-from rayrec.workloads.base import Target, TrainConfig, WorkerContext
+from rayrec.workloads.base import Target, TrainConfig, WorkerContext, WorkerSetup
 from rayrec.workloads.recsys.planning import local_memory, tables_of
 from rayrec.workloads.recsys.workload import ClickWorkload
 
@@ -119,6 +121,40 @@ def test_other_trainer_gets_datasets_after_run(finished: Trained, tmp_path: Path
         run_config=ray.train.RunConfig(storage_path=str(tmp_path)),
     )
     assert trainer.fit().return_value == 30  # type: ignore[attr-defined]  # typed as Train V1's
+
+
+class FailingSetUp(ClickWorkload):
+    """Workload whose workers fail when they set up the model."""
+
+    def set_up(self, context: WorkerContext, prepared: Any) -> WorkerSetup:
+        raise InputError("no room for the tables")
+
+
+class FailingStep(ClickWorkload):
+    """Workload whose workers fail in their third step."""
+
+    def set_up(self, context: WorkerContext, prepared: Any) -> WorkerSetup:
+        setup = super().set_up(context, prepared)
+        begin_step = setup.begin_step
+
+        def begin(step: int, total: int) -> None:
+            if step == 2:
+                raise InputError("no third step")
+            begin_step(step, total)
+
+        setup.begin_step = begin
+        return setup
+
+
+@pytest.mark.parametrize("num_workers", [pytest.param(1, id="one_worker"), pytest.param(2, id="two_workers")])
+def test_run_on_ray_leaves_callers_process_unchanged(finished: Trained, tmp_path: Path, num_workers: int) -> None:
+    scaling = {"num_workers": num_workers}
+    config = finished[0].replace(storage_path=str(tmp_path), name="run", scaling=scaling, steps=4, evaluate_every=4)
+    before = state_of_process()
+    train(config)
+    for name, workload, cause in (("a", FailingSetUp, "no room for the tables"), ("b", FailingStep, "no third step")):
+        rejects(cause, train, dataclasses.replace(config, name=name, workload=workload(**vars(config.workload))))
+    check_unchanged(before)
 
 
 def test_plan_lists_tables_of_each_worker(finished: Trained) -> None:
