@@ -51,7 +51,7 @@ def with_paths(config: TrainConfig, folder: str, tables: Mapping[str, Table]) ->
 def write(config: TrainConfig, folder: str, tables: Mapping[str, Table], *, resumes: bool, note: Callable[[str], None]) -> None:
     """Write the columns of the workload's schema in row order; each table completely or not at all. If the run `resumes`,
     existing output is reused, and InputError is raised if the given data has a different number of rows, or different columns or
-    types, as far as they are known without running Ray Data. Also raises InputError for data without rows, and for a column that
+    types. A Dataset is not computed for this comparison. Also raises InputError for data without rows, and for a column that
     is missing or of an unusable type."""
     schema = config.workload.table_schema
     for field, data in tables.items():
@@ -110,16 +110,16 @@ def _present(names: list[str], schema: Schema, field: str) -> list[str]:
 def _compare(stored: dict[str, Any], data: Table, schema: Schema, field: str, *, target: str) -> None:
     """Raise InputError if the given data is not the stored one. A Dataset may take hours to compute again, so it is compared by
     what Ray Data knows of it."""
-    found: dict[str, Any] = {}
+    current: dict[str, Any] = {}
     if is_frame(data):
-        found = {"columns": _columns(data, schema, field)[1], "rows": len(data)}
+        current = {"columns": _columns(data, schema, field)[1], "rows": len(data)}
     else:
         assert is_dataset(data)
         if data.schema(fetch_if_missing=False) is not None:
-            found["columns"] = _columns(data, schema, field)[1]
+            current["columns"] = _columns(data, schema, field)[1]
         if is_computed(data):
-            found["rows"] = data.count()
-    for name, new in found.items():
+            current["rows"] = data.count()
+    for name, new in current.items():
         old = stored[name]
         if old != new:
             raise InputError(f"{target}: the run started with other data ({name}: {old} -> {new}). Use the same, or another name")

@@ -144,7 +144,7 @@ def test_nodes_are_of_current_attempt() -> None:
     assert summary(*BEGIN).nodes() == {}  # of an earlier version
 
 
-def test_nodes_on_one_host_are_told_apart() -> None:
+def test_nodes_on_one_host_are_shown_separately() -> None:
     start = (3, "start", {"step": 0, "nodes": ["a", "a", "b"], "node_ids": ["1f", "2e", "3d"]})
     run = summary(*BEGIN[:2], start, (4, "data_nodes", {"step": 1, "nodes": ["a", "b"], "node_ids": ["2e", "3d"]}))
     assert run.nodes() == {"a (1f)": ["worker 0"], "a (2e)": ["worker 1", "data tasks"], "b": ["worker 2", "data tasks"]}

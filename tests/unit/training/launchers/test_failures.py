@@ -230,7 +230,7 @@ def test_cpu_contention_names_host(tmp_path: Path) -> None:
     assert (event["rank"], event["node"]) == (1, platform.node())
 
 
-def test_data_nodes_are_told_apart_by_ray_node() -> None:
+def test_data_nodes_on_one_host_are_separate() -> None:
     account = StageTimes(cpus=1.0)
     for node_id in ("2e", "1f", "2e"):
         account.add(BlockTimes(5, {}, {}, {}, time.time(), "host", node_id))
