@@ -97,8 +97,10 @@ async def test_small_batches_run_in_event_loop(model: Model) -> None:
 async def test_rejected_and_cancelled_bodies(model: Model) -> None:
     batcher = _batcher(model)
     tasks = [*await _submit(batcher, 1), *await _submit(batcher, 13, 7, 8)]
+    assert batcher.waiting_rows == 13 + 7 + 8
     tasks[2].cancel()
     await asyncio.sleep(0.02)
+    assert batcher.waiting_rows == 13 + 8
     model.may.release(9)
     with pytest.raises(RequestError, match="bad"):
         await tasks[1]
