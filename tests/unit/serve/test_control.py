@@ -405,6 +405,23 @@ def test_stopped_server_raises(cluster: Cluster) -> None:
     rejects("desired: the server was stopped", Control("rayrec").change, revert_model)
 
 
+def test_lost_leader_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One replica applies a new configuration to all, the first that reports it."""
+    now_s = [0.0]
+    monkeypatch.setattr(control.time, "monotonic", lambda: now_s[0])
+    register = Register()
+    desired = DesiredState(0, A, configured=ConfiguredModels("a"))
+
+    def leads(name: str) -> bool:
+        return register.report(name, desired, Status(), Snapshot(()), ConfiguredModels("b"))[1]
+
+    assert [leads("one"), leads("two"), leads("one")] == [True, False, True]
+    now_s[0] = REPORT_TIMEOUT_S
+    assert not leads("two")
+    now_s[0] += 1
+    assert [leads("two"), leads("one")] == [True, False]
+
+
 def test_counters_outlive_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     monkeypatch.setattr(control.time, "monotonic", lambda: now_s[0])
