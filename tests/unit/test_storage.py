@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -506,3 +507,14 @@ def test_outage_warns_once_and_reports_recovery(
         return
     assert [line.partition(" for up to ")[0] for line in lines[:1]] == ["Retrying s3://bucket"]
     assert lines[1:] == ["Reached the store of s3://bucket again after 9 s"]
+
+
+def test_text_of_pipe_is_read(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("label: click\n",), daemon=True)
+    writer.start()
+    try:
+        assert storage.read_text(str(pipe)) == "label: click\n"
+    finally:
+        writer.join(timeout=10)

@@ -297,7 +297,9 @@ def is_amount(column: Column) -> bool:
         return False
     if is_amount_name(column.name):
         return column.distinct > _MIN_AMOUNTS
-    if types.is_floating(column.array.type) or types.is_decimal(column.array.type):
+    kind = column.array.type
+    # Integers of databases come as decimals without a scale: NUMBER(19) of Oracle, decimal(20,0) of Spark.
+    if types.is_floating(kind) or (types.is_decimal(kind) and kind.scale > 0):
         return True
     return column.distinct > _FEW and is_concentrated(column.numbers)
 

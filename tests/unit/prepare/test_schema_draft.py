@@ -327,3 +327,12 @@ def test_times_in_text_are_equal_numbers_in_files_and_exports() -> None:
     texts = ["2024-02-29", "2024-02-29 10:00", "2024-02-29T10:00:00.25+02:00", "2024-02-30", "x"]
     values, status = numbers_of(pa.array([*texts, "7"]), "at", lambda name, fix: InputError(name), times=True)
     assert [None if bad else value for value, bad in zip(values, status == REJECTED, strict=True)] == [*map(seconds_of, texts), 7]
+
+
+@pytest.mark.parametrize("kind", [pytest.param(pa.int64(), id="integers"), pytest.param(pa.decimal128(20, 0), id="decimals")])
+def test_integers_of_databases_are_categories(tmp_path: Path, kind: pa.DataType) -> None:
+    subscribers = [10_000 + 250_000 * (n % 4) + n * 7 % 40 for n in ROWS]  # Evenly spread, as no amounts are
+    column = pa.array(map(Decimal, subscribers), pa.decimal128(20, 0)).cast(kind)
+    pq.write_table(pa.table({"click": CLICKS, "subscriber": column, "price": PRICES}), tmp_path / "log.parquet")
+    schema = load_schema(draft(str(tmp_path / "log.parquet")), "draft")
+    assert (schema.dense, schema.sparse) == (("price",), ("subscriber",))
