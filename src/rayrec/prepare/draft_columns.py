@@ -298,7 +298,7 @@ def is_amount(column: Column) -> bool:
     if is_amount_name(column.name):
         return column.distinct > _MIN_AMOUNTS
     kind = column.array.type
-    # Integers of databases come as decimals without a scale: NUMBER(19) of Oracle, decimal(20,0) of Spark.
+    # Databases write integers as decimals without a scale, such as NUMBER(19) and decimal(20,0).
     if types.is_floating(kind) or (types.is_decimal(kind) and kind.scale > 0):
         return True
     return column.distinct > _FEW and is_concentrated(column.numbers)
