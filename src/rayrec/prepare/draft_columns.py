@@ -78,11 +78,6 @@ def examine(name: str, array: pa.Array, make_error: values.MakeError) -> Column:
         return Column(name, array, "unusable", "has no name")
     if values.is_list(kind) or types.is_null(kind):
         return _of_lists(name, array)
-    if types.is_binary(kind) or types.is_large_binary(kind):
-        try:
-            array = pc.cast(array, pa.large_string())
-        except pa.ArrowInvalid:
-            return Column(name, array, "unusable", "not UTF-8")
     array, markers = _without_markers(array, name, make_error)
     try:
         numbers, status = values.numbers_of(array, name, make_error, times=True)
@@ -103,6 +98,16 @@ def examine(name: str, array: pa.Array, make_error: values.MakeError) -> Column:
     if mark:
         return replace(column, kind="list", detail=mark)
     return column
+
+
+def is_utf8(array: pa.Array) -> bool:
+    """Return whether all bytes of a column are text."""
+    if types.is_binary(array.type) or types.is_large_binary(array.type):
+        try:
+            pc.cast(array, pa.large_string())
+        except pa.ArrowInvalid:
+            return False
+    return True
 
 
 def _of_lists(name: str, array: pa.Array) -> Column:

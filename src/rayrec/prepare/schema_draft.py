@@ -16,12 +16,12 @@ from rayrec.data.log_source import LogSource
 from rayrec.data.logs import column_values as values
 from rayrec.data.logs.content import is_parquet
 from rayrec.data.logs.csv_reader import FAULT, check_columns, csv_head, read_csv
-from rayrec.data.logs.faults import LABEL_FAULT, Faults, distinct_labels
+from rayrec.data.logs.faults import LABEL_FAULT, UTF8_FAULT, Faults, distinct_labels
 from rayrec.data.logs.header import head_rows, looks_like_data
 from rayrec.data.logs.parquet import open_parquet
 from rayrec.data.logs.partitions import with_sampled_partitions
 from rayrec.data.logs.table_parser import parse_table
-from rayrec.prepare.draft_columns import NEGATIVE_MARKER, Column, examine, has_decimals, is_amount, time_rank
+from rayrec.prepare.draft_columns import NEGATIVE_MARKER, Column, examine, has_decimals, is_amount, is_utf8, time_rank
 from rayrec.schema import BRACKETS, Schema, load_schema
 
 _ROWS, _BYTES = 100_000, 16 << 20
@@ -43,6 +43,8 @@ _PAIRS: Final = ({"yes", "no"}, {"y", "n"}, {"t", "f"}, {"pos", "neg"}, {"positi
 """Pairs of values that are a label if they are in the first or last column."""
 _MAX_BAD_FRACTION: Final = 0.001
 """Maximum fraction of invalid rows of `rayrec train` by default."""
+_FALLBACK_ENCODING: Final = "latin-1"
+"""Encoding of files that are not UTF-8. Each sequence of bytes is valid in it."""
 _MIN_ROWS: Final = 20
 """Minimum rows of a log, so that the default split leaves some for each part."""
 
@@ -57,6 +59,8 @@ class _Head:
     """Separator of a CSV file's columns."""
     header: tuple[str, ...] = ()
     """Names made up for a file without a header, in file order."""
+    encoding: str | None = None
+    """Encoding of a CSV file. None: UTF-8."""
     unnamed: tuple[tuple[str, str], ...] = ()
     """Names of CSV columns that cannot be read by name, and the reasons."""
 
@@ -68,8 +72,9 @@ def draft(path: str, *, label: str | None = None) -> str:
     numbers and columns that may be other labels are left out. The label is `label`, else the column named most like one: of 0
     and 1, of two words, or a rating. Raises InputError for a log without label, features or enough valid rows."""
     head = _head(path)
-    table = head.table.drop_columns([FAULT]) if FAULT in head.table.column_names else head.table
-    columns = _examined(table, path)
+    is_text = FAULT in head.table.column_names
+    table = head.table.drop_columns([FAULT]) if is_text else head.table
+    columns = _examined(table, path, is_text=is_text)
     chosen = _choose_label(columns, label, path)
     columns = _without_negative(columns, chosen.column.name)
     plan = _Plan.of(columns, chosen)
@@ -109,8 +114,8 @@ def _parquet_head(path: str) -> _Head:
     return _Head(table.slice(0, _ROWS))
 
 
-def _csv_head(path: str) -> _Head | None:
-    text = csv_head(path).decode("utf-8", "replace")
+def _csv_head(path: str, encoding: str | None = None) -> _Head | None:
+    text = csv_head(path, encoding).decode("utf-8", "replace")
     if not text.strip("\r\n"):
         return None
     delimiter = _delimiter_of(text)
@@ -123,9 +128,22 @@ def _csv_head(path: str) -> _Head | None:
     if not usable:
         return None
     schema = Schema(label=None, sparse=tuple(usable), delimiter=delimiter, list_delimiter=_list_delimiter(delimiter))
-    schema = schema.replace(header=header or None)
+    schema = schema.replace(header=header or None, encoding=encoding)
     tables = list(_first_tables(path, schema))
-    return _Head(pa.concat_tables(tables).slice(0, _ROWS), delimiter, header, unnamed) if tables else None
+    if not tables:
+        return None
+    head = _Head(pa.concat_tables(tables).slice(0, _ROWS), delimiter, header, encoding, unnamed)
+    return _csv_head(path, _FALLBACK_ENCODING) if encoding is None and _is_in_other_encoding(head, schema, path) else head
+
+
+def _is_in_other_encoding(head: _Head, schema: Schema, path: str) -> bool:
+    """Return whether a name or too many rows are not UTF-8."""
+    if any("\ufffd" in name for name in head.table.column_names):
+        return True
+    if all(is_utf8(values.plain_array(column)) for column in head.table.columns):
+        return False
+    faults = parse_table(head.table, schema, path=path)[1]
+    return faults.counts.get(UTF8_FAULT, 0) > _MAX_BAD_FRACTION * head.table.num_rows
 
 
 def _unnamed_reason(name: str) -> str:
@@ -161,7 +179,7 @@ def _list_delimiter(delimiter: str) -> str:
     return ";" if delimiter == "|" else "|"
 
 
-def _examined(table: pa.Table, path: str) -> dict[str, Column]:
+def _examined(table: pa.Table, path: str, *, is_text: bool) -> dict[str, Column]:
     """Return the columns of a table by name. Of two with one name, neither can be named in a schema."""
     columns: dict[str, Column] = {}
     for name, chunks in zip(table.column_names, table.columns, strict=True):
@@ -172,7 +190,12 @@ def _examined(table: pa.Table, path: str) -> dict[str, Column]:
         def make_error(name: str, fix: str, kind: pa.DataType = chunks.type) -> InputError:
             return InputError(f"{path}: column {name} is of type {kind}; {fix}")
 
-        columns[name] = examine(name, values.plain_array(chunks), make_error)
+        array = values.plain_array(chunks)
+        # Text of CSV has been examined: its invalid rows are counted.
+        if is_text or is_utf8(array):
+            columns[name] = examine(name, array, make_error)
+        else:
+            columns[name] = Column(name, array, "unusable", "not UTF-8")
     return columns
 
 
@@ -369,6 +392,7 @@ def _yaml(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Plan
         "timestamp": plan.timestamp or "",
         "list_delimiter": _list_delimiter(head.delimiter).strip("|"),
         "delimiter": head.delimiter.strip(",\t"),
+        "encoding": head.encoding or "",
         "header": list(head.header),
         "missing": list(_markers(columns)),
         "nan": "missing" if any(columns[each].has_nan for each in plan.dense) else "",
@@ -390,6 +414,8 @@ def _notes(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Pla
     notes = [f"Drafted from {head.table.num_rows:,} rows."]
     if head.header:
         notes.append("The file has no header: the columns are named by their position. Rename them here (header and below).")
+    if head.encoding:
+        notes.append(f"The file is not UTF-8 and was read as {head.encoding}. Name its encoding if letters are wrong.")
     notes += [label.note] if label.note else []
     amounts = [name for name in plan.dense if columns[name].kind == "integer"]
     codes = [name for name in plan.sparse if columns[name].kind == "integer"]

@@ -288,6 +288,25 @@ def test_file_without_header_gets_names(tmp_path: Path) -> None:
     assert cli.run(["train", "clicks", "--schema", str(tmp_path / "schema.yaml"), "--data", str(log), *settings.split()]) == 0
 
 
+@pytest.mark.parametrize(("name", "city"), [("größe", "a"), ("size", "Zürich")])
+def test_draft_names_other_encoding(name: str, city: str, tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    lines = [f"{name},city,click", *(f"{number},{city if number % 2 else 'Bern'},{CLICKS[number]}" for number in ROWS)]
+    log.write_bytes("\n".join(lines).encode("latin-1"))
+    text = draft(str(log))
+    schema = load_schema(text, "draft")
+    assert (schema.encoding, "read as latin-1" in text) == ("latin-1", True)
+    assert "�" not in text
+
+
+def test_draft_keeps_utf8_despite_single_bad_row(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    rows = [f"{n % 7},é{n % 9},{CLICKS[n % 400]}".encode() for n in range(2000)]
+    log.write_bytes(b"\n".join([b"small,city,click", b"1,\xe9,1", *rows]))
+    schema = load_schema(draft(str(log)), "draft")
+    assert (schema.encoding, schema.sparse) == (None, ("small", "city"))
+
+
 def test_words_of_income_are_label_without_header(tmp_path: Path) -> None:
     log = tmp_path / "census.data"
     log.write_text("".join(f"{18 + n * n % 60}, {n % 3}, {'<=50K' if CLICKS[n] else '>50K'}\n" for n in ROWS))

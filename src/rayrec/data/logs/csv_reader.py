@@ -69,9 +69,9 @@ def _nearest(name: str, names: Sequence[str]) -> list[str]:
     return [by_letters[letters] for letters in difflib.get_close_matches(name.strip().casefold(), by_letters)]
 
 
-def csv_head(path: str) -> bytes:
+def csv_head(path: str, encoding: str | None = None) -> bytes:
     """Return the start of a CSV file in UTF-8, with its first row, without a byte order mark."""
-    schema = Schema(label=None, sparse=("-",))  # No column is read
+    schema = Schema(label=None, sparse=("-",), encoding=encoding)  # No column is read
     with _opened(path, schema) as stream:
         return _head(stream, path, _HEADER_BYTES, schema)
 
