@@ -58,6 +58,8 @@ class Column:
     has_nan: bool = False
     is_epoch: bool = False
     """Whether times are numbers since 1970."""
+    is_named: bool = True
+    """Whether the file names the column. A name by position says nothing on its values."""
     is_only_timestamp: bool = False
     """Whether times have a format that only `Schema.timestamp` reads."""
 
@@ -298,7 +300,7 @@ def is_amount(column: Column) -> bool:
         return False
     if name_type(column.name):
         return name_type(column.name) == "float"
-    if is_id_name(column.name) or (is_text and _has_codes(column.array)):
+    if (column.is_named and is_id_name(column.name)) or (is_text and _has_codes(column.array)):
         return False
     if is_amount_name(column.name):
         return column.distinct > _MIN_AMOUNTS

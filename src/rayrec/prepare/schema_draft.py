@@ -75,6 +75,7 @@ def draft(path: str, *, label: str | None = None) -> str:
     is_text = FAULT in head.table.column_names
     table = head.table.drop_columns([FAULT]) if is_text else head.table
     columns = _examined(table, path, is_text=is_text)
+    columns = {name: replace(column, is_named=not head.header) for name, column in columns.items()}
     chosen = _choose_label(columns, label, path)
     columns = _without_negative(columns, chosen.column.name)
     plan = _Plan.of(columns, chosen)

@@ -309,8 +309,10 @@ def test_draft_keeps_utf8_despite_single_bad_row(tmp_path: Path) -> None:
 
 def test_words_of_income_are_label_without_header(tmp_path: Path) -> None:
     log = tmp_path / "census.data"
-    log.write_text("".join(f"{18 + n * n % 60}, {n % 3}, {'<=50K' if CLICKS[n] else '>50K'}\n" for n in ROWS))
-    assert yaml.safe_load(draft(str(log)))["label"] == {"name": "c2", "positive": [">50K"]}
+    log.write_text("".join(f"{AMOUNTS[n]}, {n % 3}, {'<=50K' if CLICKS[n] else '>50K'}\n" for n in ROWS))
+    fields = yaml.safe_load(draft(str(log)))
+    assert fields["label"] == {"name": "c2", "positive": [">50K"]}
+    assert (fields["dense"], fields["sparse"]) == (["c0"], ["c1"])
 
 
 def test_draft_reads_limited_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
