@@ -78,7 +78,7 @@ def test_predict(trained: np.ndarray, saved: Saved, index: LogIndex) -> None:
     blocks = [ScoredBlock(block, rows, has_all_lines=True) for block, rows in first_rows.items()]
     config: Any = saved.config
     options: dict[str, Any] = {"labelled": True, "measuring": False, "batch_rows": 1024, "preprocessor": None, "blocks": None}
-    options |= {"key_columns": (), "frequency_columns": (), "stretches": ()}
+    options |= {"key_columns": (), "frequency_columns": (), "stretches": (), "counts_clipped": False}
     process = _ScoringTask(workload=config.workload, config=config, checkpoint=str(saved.checkpoint), **options)
     given = {"precision": config.precision, "preprocessor": Preprocessor.load(f"{saved.checkpoint}/preprocessor")}
     scorer = load_scorer(config.workload.model, checkpoint=str(saved.checkpoint), device="cpu", **given)

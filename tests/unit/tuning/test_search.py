@@ -22,6 +22,7 @@ from pyarrow import csv
 import rayrec
 from rayrec import recipes, storage
 from rayrec.config import InputError, line_of
+from rayrec.data.encoding.preprocessor import stored_schema
 from rayrec.data.materialized import writer
 from rayrec.data.materialized.dataset import open_preprocessed
 from rayrec.schema import Feature, Label, Schema
@@ -248,6 +249,9 @@ def test_search_matches_training_from_raw_rows(tmp_path: Path, monkeypatch: Any,
     assert best.workload.schema.group == "user"
     alone = trainer.train(best.replace(name="alone", **ALONE), console=QUIET)
     assert alone.summary["weights_sha256"] == trials[1]["weights_sha256"]
+    header = stored_schema(f"{result['folder']}/data/preprocessor").header
+    assert header is not None
+    assert " ".join(header) == "click seconds price item user day tags tag_weights weight at", "served lines have this order"
     # CSV is converted once, inside the storage path.
     converted = list(tmp_path.glob("**/tables/**/*.parquet"))
     assert len(converted) == (1 if name == "log.csv" else 0)
