@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from builders.runs import LEAN, train
 from hosts.slow_store import SlowStore
 
 from rayrec import cli, recipes, storage
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import TaskContext
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.partitions import partitions_of
@@ -120,7 +122,11 @@ class Commands:
         return [report[name] for name in ("rows", "bad_rows", "label", "dense", "sparse")]
 
     def vocabulary(self, path: str) -> Any:
-        return self._run("vocabulary", path, *self._schema, "--out", self._out("vocabulary"))["hash"]
+        self._run("vocabulary", path, *self._schema, "--out", self._out("vocabulary"))
+        preprocessor = Preprocessor.load(self._out("vocabulary"))
+        # The order of a file's columns depends on the layout
+        schema = preprocessor.schema.replace(header=None, header_row=False)
+        return replace(preprocessor, schema=schema).hash()
 
     def preprocess(self, path: str) -> Any:
         self._run("preprocess", path, *self._schema, "--out", self._out("encoded"), "--format", "parquet")
