@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import yaml
 
+from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs import column_values as values
@@ -26,6 +27,10 @@ from rayrec.schema import BRACKETS, Schema, load_schema
 
 _ROWS, _BYTES = 100_000, 16 << 20
 """Maximum rows, and bytes of a CSV file, that are examined."""
+_ENOUGH_ROWS: Final = 1000
+"""Rows of the first file that make it unnecessary to read the next ones."""
+_MAX_FILES: Final = 64
+"""Maximum files that are read for more rows."""
 _DELIMITERS: Final = ",\t;|\x01^ :"
 _MIN_REGULAR: Final = 0.9
 """Minimum fraction of rows with one number of fields if a mark is the delimiter."""
@@ -67,10 +72,11 @@ class _Head:
 
 def draft(path: str, *, label: str | None = None) -> str:
     """Return the schema of a log as YAML text with comments on each decision, from at most 100,000 rows at the start of its first
-    file. `rayrec train clicks` accepts it unchanged. Amounts and decimal numbers are dense, codes, small integers and text are
-    sparse, lists are found by their marks, and one time of the row is its timestamp. Only constant and unreadable columns, row
-    numbers and columns that may be other labels are left out. The label is `label`, else the column named most like one: of 0
-    and 1, of two words, or a rating. Raises InputError for a log without label, features or enough valid rows."""
+    file, and of the next files if it is small. `rayrec train clicks` accepts it unchanged. Amounts and decimal numbers are dense,
+    codes, small integers and text are sparse, lists are found by their marks, and one time of the row is its timestamp. Only
+    constant and unreadable columns, row numbers and columns that may be other labels are left out. The label is `label`, else
+    the column named most like one: of 0 and 1, of two words, or a rating. Raises InputError for a log without label, features or
+    enough valid rows."""
     head = _head(path)
     is_text = FAULT in head.table.column_names
     table = head.table.drop_columns([FAULT]) if is_text else head.table
@@ -100,7 +106,37 @@ def _head(path: str) -> _Head:
         head = _csv_head(files[0].path)
     if head is None or not head.table.num_rows:
         raise InputError(f"{path}: no usable rows below column names. Add a header, or choose another file")
-    return replace(head, table=with_sampled_partitions(head.table, files))
+    table = _with_next_files(head, files)
+    return replace(head, table=with_sampled_partitions(table, files))
+
+
+def _with_next_files(head: _Head, files: Sequence[storage.File]) -> pa.Table:
+    """Return the first file's rows with those of the next files, until there are enough. Logs in many folders have small files.
+    Raises InputError for a file without the first file's columns or with other types."""
+    num_files = min(-(-_ENOUGH_ROWS // head.table.num_rows), _MAX_FILES)
+    names = [name for name in head.table.column_names if name != FAULT]
+
+    def rows_of(file: storage.File) -> list[pa.Table]:
+        if len(names) == head.table.num_columns:
+            return [_parquet_head(file.path).table.slice(0, _ENOUGH_ROWS)]
+        schema = _schema_of_text(names, head.delimiter, head.header, head.encoding)
+        return list(_first_tables(file.path, schema))
+
+    tables = [head.table]
+    for more in storage.in_parallel(rows_of, files[1:num_files], of=files[0].path):
+        tables.extend(more)
+    if all(table.schema.equals(head.table.schema) for table in tables):  # Also with names that occur twice
+        return pa.concat_tables(tables)
+    try:
+        return pa.concat_tables(tables, promote_options="permissive").select(head.table.column_names)
+    except pa.ArrowException as error:
+        raise InputError(f"{files[0].path}: another file of the log has other types of columns ({error})") from None
+
+
+def _schema_of_text(names: Sequence[str], delimiter: str, header: Sequence[str], encoding: str | None) -> Schema:
+    """Return a schema that reads the named columns of a CSV file as text."""
+    schema = Schema(label=None, sparse=tuple(names), delimiter=delimiter, list_delimiter=_list_delimiter(delimiter))
+    return schema.replace(header=tuple(header) or None, encoding=encoding)
 
 
 def _parquet_head(path: str) -> _Head:
@@ -128,8 +164,7 @@ def _csv_head(path: str, encoding: str | None = None) -> _Head | None:
     unnamed = tuple((name, _unnamed_reason(name)) for name in counts if name not in usable)
     if not usable:
         return None
-    schema = Schema(label=None, sparse=tuple(usable), delimiter=delimiter, list_delimiter=_list_delimiter(delimiter))
-    schema = schema.replace(header=header or None, encoding=encoding)
+    schema = _schema_of_text(usable, delimiter, header, encoding)
     tables = list(_first_tables(path, schema))
     if not tables:
         return None

@@ -357,3 +357,19 @@ def test_integers_of_databases_are_categories(tmp_path: Path, kind: pa.DataType)
     pq.write_table(pa.table({"click": CLICKS, "subscriber": column, "price": PRICES}), tmp_path / "log.parquet")
     schema = load_schema(draft(str(tmp_path / "log.parquet")), "draft")
     assert (schema.dense, schema.sparse) == (("price",), ("subscriber",))
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_rows_of_small_files_are_read_together(tmp_path: Path, kind: str) -> None:
+    for number in range(10):
+        rows = pa.table({"click": [0, 1, 0], "item": [f"i{number}", "x", f"j{number}"]})
+        path = tmp_path / f"part_{number}.{kind}"
+        (pq.write_table if kind == "parquet" else pa_csv.write_csv)(rows, path)
+    schema = load_schema(draft(str(tmp_path)), "draft")
+    assert (schema.label, schema.sparse) == ("click", ("item",))
+
+
+def test_files_with_other_types_are_rejected(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"click": [0, 1], "item": [1, 2]}), tmp_path / "part_0.parquet")
+    pq.write_table(pa.table({"click": [0, 1], "item": [["a"], ["b"]]}), tmp_path / "part_1.parquet")
+    rejects("another file of the log has other types", draft, str(tmp_path))
