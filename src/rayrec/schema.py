@@ -357,12 +357,13 @@ class Schema(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceholderSchema(Schema):
-    """Example columns of a recipe for your own log, which training does not accept. Its copies with changes are real schemas."""
+    """Example columns of a recipe for your own log, which training does not accept. Its copies with changes are real schemas, and
+    its plain values are empty, so that a file of the recipe's fields does not declare the example as the log's columns."""
 
     @property
     def example(self) -> str:
         """The columns as text of a schema file."""
-        plain, default = self.to_dict(), Schema(dense=("-",)).to_dict()
+        plain, default = super().to_dict(), Schema(dense=("-",)).to_dict()
         shown = {name: value for name, value in plain.items() if name == "label" or value not in (default[name], [])}
         if self.features:
             features = [{name: value for name, value in feature.items() if value is not None} for feature in plain["features"]]
@@ -376,7 +377,12 @@ class PlaceholderSchema(Schema):
             f"`rayrec schema {path} --out FILE` drafts it."
         )
 
+    def to_dict(self) -> dict[str, Any]:
+        return {}
+
     def updated(self, changes: Mapping[str, Any], *, where: str = "") -> Schema:  # type: ignore[override]
+        if not changes:
+            return self
         values = {field.name: getattr(self, field.name) for field in fields(Schema)}
         return Schema(**values).updated(changes, where=where)
 

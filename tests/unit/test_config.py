@@ -18,7 +18,7 @@ from rayrec import recipes
 from rayrec.config import Config, InputError
 from rayrec.optim.config import LearningRateSchedule
 from rayrec.recipes import criteo_demo
-from rayrec.schema import Schema
+from rayrec.schema import PlaceholderSchema, Schema
 from rayrec.workloads.recsys.workload import ClickWorkload
 
 
@@ -160,6 +160,16 @@ def test_recipe_is_attribute_with_name_and_yaml_round_trip() -> None:
         assert getattr(recipes, name) is recipe
     with pytest.raises(AttributeError, match="has no recipe 'click'"):
         recipes.click  # noqa: B018
+
+
+def test_dumped_placeholder_is_no_schema_of_a_log() -> None:
+    dumped = recipes.load_config(recipes.clicks().replace(steps=3).to_yaml())
+    assert isinstance(dumped.workload, ClickWorkload)
+    assert isinstance(dumped.workload.schema, PlaceholderSchema)
+    columns = {"label": "label", "sparse": ["user", "item"]}
+    declared = recipes.load_config(recipes.clicks().replace(workload={"schema": columns}).to_yaml())
+    assert isinstance(declared.workload, ClickWorkload)
+    assert type(declared.workload.schema) is Schema, "a log may have the example's columns"
 
 
 @pytest.mark.parametrize("name", ["criteo_finalnet_x4", "criteo_finalmlp", "criteo_dcnv3"])
