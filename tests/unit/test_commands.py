@@ -334,7 +334,9 @@ def test_recipe_with_placeholder_needs_schema(recipe: str, capsys: Capture, tmp_
     file = tmp_path / "schema.yaml"
     file.write_text(placeholder.example)
     schema = load_schema(placeholder.example, "example")
-    assert schema.to_dict() == placeholder.to_dict()
+    assert [getattr(schema, field.name) for field in dataclasses.fields(Schema)] == [
+        getattr(placeholder, field.name) for field in dataclasses.fields(Schema)
+    ]
     (config,) = parse(COMMANDS["train"], [recipe, "--schema", str(file), "--data", str(log)]).arguments
     assert config.workload.schema == schema
     config.workload.check(config)
@@ -347,9 +349,9 @@ def test_recipe_with_placeholder_needs_schema(recipe: str, capsys: Capture, tmp_
 def test_placeholder_with_changes_is_schema() -> None:
     config = recipes.clicks("log.csv")
     assert isinstance(config.replace(steps=3).workload.schema, PlaceholderSchema)  # type: ignore[attr-defined]
-    for changed in (config.replace(workload={"schema": {"sparse": ("a",)}}), recipes.load_config(config.to_yaml())):
-        assert type(changed.workload.schema) is Schema  # type: ignore[attr-defined]
-        changed.workload.check(changed)
+    changed = config.replace(workload={"schema": {"sparse": ("a",)}})
+    assert type(changed.workload.schema) is Schema  # type: ignore[attr-defined]
+    changed.workload.check(changed)
 
 
 def test_short_names_reach_their_settings() -> None:

@@ -162,7 +162,7 @@ def test_recipe_is_attribute_with_name_and_yaml_round_trip() -> None:
         recipes.click  # noqa: B018
 
 
-def test_dumped_placeholder_is_no_schema_of_a_log() -> None:
+def test_dumped_placeholder_declares_no_columns() -> None:
     dumped = recipes.load_config(recipes.clicks().replace(steps=3).to_yaml())
     assert isinstance(dumped.workload, ClickWorkload)
     assert isinstance(dumped.workload.schema, PlaceholderSchema)

@@ -71,12 +71,11 @@ class _Head:
 
 
 def draft(path: str, *, label: str | None = None) -> str:
-    """Return the schema of a log as YAML text with comments on each decision, from at most 100,000 rows at the start of its first
-    file, and of the next files if it is small. `rayrec train clicks` accepts it unchanged. Amounts and decimal numbers are dense,
-    codes, small integers and text are sparse, lists are found by their marks, and one time of the row is its timestamp. Only
-    constant and unreadable columns, row numbers and columns that may be other labels are left out. The label is `label`, else
-    the column named most like one: of 0 and 1, of two words, or a rating. Raises InputError for a log without label, features or
-    enough valid rows."""
+    """Return the schema of a log as YAML text with comments on each decision, from up to 100,000 rows at its start.
+    `rayrec train clicks` accepts it unchanged. Amounts and decimal numbers are dense, codes, small integers and text are sparse,
+    lists are found by their marks, and one time of the row is its timestamp. Only constant and unreadable columns, row numbers
+    and columns that may be other labels are left out. The label is `label`, else the column named most like one: of 0 and 1, of
+    two words, or a rating. Raises InputError for a log without label, features or enough valid rows."""
     head = _head(path)
     is_text = FAULT in head.table.column_names
     table = head.table.drop_columns([FAULT]) if is_text else head.table
