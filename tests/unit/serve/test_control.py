@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -290,6 +291,25 @@ def test_unreached_replica_catches_up(replicas: Replicas) -> None:
     replicas.cluster.register.accept(swap_model(desired, "c"), desired.serial)  # and the process that asked for it died
     asyncio.run(late.check_health())
     until(lambda: late._models.model is MODELS["c"])
+
+
+def test_change_waits_for_unswitched_replica(replicas: Replicas) -> None:
+    late = replicas.start("first")
+    call = replicas.cluster.calls["first"]
+    replicas.cluster.calls["first"] = lambda method, desired: DIED if method == "switch" else call(method, desired)
+    change = partial(Control("rayrec").change, lambda desired: swap_model(desired, "b"), timeout_s=0.3)
+    rejects("not all replicas have switched within 0.3 s", change)
+    assert late._models.model is MODELS["a"]
+
+
+def test_announcement_outlives_register() -> None:
+    """A replica that missed the announcement may report first to a restarted register."""
+    register, before = Register(), DesiredState(1, A, announced=False)
+    announced = [
+        register.report("one", desired, Status(), Snapshot(()), None)[0].announced
+        for desired in (before, control.announce(before), before)
+    ]
+    assert announced == [False, True, True]
 
 
 def test_unloadable_first_model_is_reported(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
