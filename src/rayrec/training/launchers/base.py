@@ -15,11 +15,11 @@ from concurrent.futures import Future, wait
 from logging.handlers import RotatingFileHandler
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from rayrec import storage
 from rayrec.checkpoint import write_token
 from rayrec.cluster.layout import Layout, Node, layout
 from rayrec.data.engine import StreamEngine
 from rayrec.observe.timing import Stopwatch
+from rayrec.storage.urls import local_path
 from rayrec.training.stop_monitor import ControlChannel, GracePeriod, Signals
 from rayrec.workloads.base import TrainConfig, WarmStart
 from rayrec.workloads.run_config import FailureConfig
@@ -186,9 +186,10 @@ _restore_logging: Callable[[], None] | None = None
 
 @contextlib.contextmanager
 def worker_logs(path: str, *, rank: int) -> Iterator[None]:
-    """Write this process's Python logs and warnings to a local file of the run within the context; to standard error if `path` is
-    a URL or cannot be opened. Existing handlers still receive their records. Native code always writes to standard error. Runs in
-    several threads of a process log to all their files, and the last one restores the caller's logging."""
+    """Write this process's Python logs and warnings to a local file of the run within the context. If `path` cannot be opened,
+    they go to standard error; if it is in a store, only warnings and errors do. Existing handlers still receive their records.
+    Native code always writes to standard error. Runs in several threads of a process log to all their files, and the last one
+    restores the caller's logging."""
     global _restore_logging
     handler, error = _handler(path)
     handler.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"))
@@ -240,10 +241,14 @@ def _redirect_logging() -> Callable[[], None]:
 
 def _handler(path: str) -> tuple[logging.Handler, OSError | None]:
     """Return the file's handler, or one for standard error and the reason, if any."""
-    if storage.is_url(path):
-        return logging.StreamHandler(sys.stderr), None
+    terminal = logging.StreamHandler(sys.stderr)
+    file = local_path(path)
+    if file is None:
+        # Libraries log some 60 lines of level INFO in each process, too many for a terminal
+        terminal.setLevel(logging.WARNING)
+        return terminal, None
     try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        return RotatingFileHandler(path, maxBytes=_MAX_BYTES, backupCount=1), None
+        os.makedirs(os.path.dirname(file), exist_ok=True)
+        return RotatingFileHandler(file, maxBytes=_MAX_BYTES, backupCount=1), None
     except OSError as error:  # e.g. a full disk, which fails the run by itself if it matters
-        return logging.StreamHandler(sys.stderr), error
+        return terminal, error

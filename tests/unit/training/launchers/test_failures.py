@@ -169,6 +169,21 @@ def test_worker_starts_without_writable_log(tmp_path: Path, capsys: pytest.Captu
     assert lines[1].endswith("[rank 1] INFO x: continues")
 
 
+@pytest.mark.parametrize("url", [pytest.param("file://{}/worker 0%25.log", id="file"), pytest.param("s3://bucket{}", id="store")])
+def test_worker_logs_of_urls_show_no_details(tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str) -> None:
+    with worker_logs(url.format(tmp_path), rank=0):
+        logging.getLogger("torchrec.plan").info("a detail")
+    assert capsys.readouterr().err == ""
+    if url.startswith("file"):
+        assert (tmp_path / "worker 0%.log").read_text().endswith("[rank 0] INFO torchrec.plan: a detail\n")
+
+
+def test_worker_logs_of_stores_show_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    with worker_logs("s3://bucket/runs/a/logs/worker_2.log", rank=2):
+        logging.getLogger("torchrec.plan").warning("tables are large")
+    assert capsys.readouterr().err.endswith("[rank 2] WARNING torchrec.plan: tables are large\n")
+
+
 def test_worker_logs_restores_caller_logging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker in the caller's process: its handlers receive their usual records during and after the context."""
     root, library = logging.getLogger(), logging.getLogger("torchrec")
