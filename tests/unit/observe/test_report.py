@@ -1,7 +1,9 @@
 """HTML reports: valid, self-contained, complete, and without code from events."""
 
 import base64
+import errno
 import io
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,10 +13,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from builders import run_events
-from builders.faults import rejects
+from builders.faults import fails_with, raising, rejects
 from PIL import Image
 
 import rayrec
+from rayrec import storage
 from rayrec.observe.bottleneck import diagnose
 from rayrec.observe.report import comparison, training
 from rayrec.observe.report import run as report
@@ -157,6 +160,18 @@ def test_try_write_report_logs_errors(tmp_path: Path) -> None:
         report.try_write_report(run, note=notes.append)
     assert [note.startswith("Cannot write the report") for note in notes] == [True, True]
     assert not (tmp_path / "run" / "report.html").exists()
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
+def test_unwritable_report_folder_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    monkeypatch.setattr(storage, "write_bytes", raising(OSError(code, "no", "report.html.partial")))
+    line = rejects(re.escape(f"{tmp_path}/report.html: cannot write the report there ("), report.save, "page", str(tmp_path))
+    assert line.endswith(f"({os.strerror(code)}). Set --out to a file (.html) or folder that is writable")
+
+
+def test_report_raises_errors_of_full_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "write_bytes", raising(OSError(errno.ENOSPC, "full")))
+    fails_with(OSError, "full", report.save, "page", str(tmp_path))
 
 
 def _click(name: str = "clicks", *, auroc: float = 0.78, seconds: float = 1.0, config: str = "seed: 0\n") -> report.Run:

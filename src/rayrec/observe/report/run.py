@@ -1,5 +1,7 @@
 """Report of one run: its events on a self-contained HTML page without scripts."""
 
+import errno
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +18,9 @@ from rayrec.observe.events import read_events
 from rayrec.observe.report import model, training
 from rayrec.observe.report.page import Section, document, draw, facts, folded, join_parts, tiles
 from rayrec.observe.run_summary import Event, Price, RunSummary, target_text
+
+_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+"""Errors of files and folders that this user cannot write, in contrast to a full disk or an outage."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +64,19 @@ def write(folder: str, *, out: str | None = None, price: Price | None = None) ->
 
 
 def save(page: str, out: str) -> str:
-    """Write the page to file `out`, or to report.html in folder `out` (no extension, made if missing); return the path."""
+    """Write the page to file `out`, or to report.html in folder `out` (no extension, made if missing); return the path. Raises
+    InputError if the folder is not writable."""
     is_file = storage.name_of(out).endswith((".html", ".htm")) or storage.size_of(out) is not None
     path = storage.absolute(out if is_file else storage.join(out, "report.html"))
-    storage.write_bytes(path, page.encode())
+    try:
+        storage.write_bytes(path, page.encode())
+    except OSError as error:
+        if error.errno not in _NOT_WRITABLE:
+            raise
+        raise InputError(
+            f"{path}: cannot write the report there ({os.strerror(error.errno)}). Set --out to a file (.html) or folder "
+            "that is writable"
+        ) from None
     return path
 
 
