@@ -36,11 +36,21 @@ class Lease:
 
     def valid(self) -> bool:
         """Return whether no later attempt has acquired the lease; lists a folder. Raises OSError if storage is unavailable."""
-        return max(_leases(self.run_folder), key=_order, default="") == self.name
+        return self._latest() == self.name
+
+    def _latest(self) -> str:
+        """Return the name of the latest lease, "" if the folder of leases is absent."""
+        return max(_leases(self.run_folder), key=_order, default="")
 
     def check(self) -> None:
         """Raise InputError if the lease is no longer valid."""
-        if not self.valid():
+        latest = self._latest()
+        if not latest:
+            raise InputError(
+                f"{storage.join(self.run_folder, _FOLDER)}: not found, which this run wrote. The storage was removed, emptied or "
+                "unmounted while training. Restore it, or run the same command again to start over"
+            )
+        if latest != self.name:
             raise InputError(f"{self.run_folder}: another process acquired the lease of this run. Stopping; let it continue")
 
 

@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import re
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -602,6 +603,16 @@ def test_latest_lease_is_valid(tmp_path: Path, scheme: str) -> None:
     assert pickle.loads(pickle.dumps(second)).valid()
     second.check()
     rejects("another process acquired the lease of this run", first.check)
+
+
+@pytest.mark.parametrize("removed", [pytest.param("", id="run"), pytest.param("claims", id="leases")])
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_lease_reports_removed_storage(tmp_path: Path, scheme: str, removed: str) -> None:
+    lease = acquire_lease(f"{scheme}{tmp_path}/run")
+    shutil.rmtree(tmp_path / "run" / removed)
+    line = rejects("run/claims: not found, .* The storage was removed, emptied or unmounted while training", lease.check)
+    assert "another process" not in line
+    assert not lease.valid()
 
 
 def test_other_files_are_no_leases_and_one_of_two_is_valid(tmp_path: Path) -> None:
