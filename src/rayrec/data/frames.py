@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TypeGuard, overload
 import pyarrow as pa
 
 from rayrec.config import InputError
-from rayrec.data.encoding.extension import preprocessor_folder
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.logs.csv_reader import check_columns
 from rayrec.data.logs.table_parser import parse_table
@@ -66,7 +65,7 @@ def transform(
     errors in the rows of a Dataset when it is consumed.
     """
     if not isinstance(preprocessor, Preprocessor):
-        preprocessor = Preprocessor.load(preprocessor_folder(os.fspath(preprocessor)))
+        preprocessor = Preprocessor.load(os.fspath(preprocessor))
     if is_frame(data):
         data = with_text_names(data)
         schema = _schema_for(preprocessor.schema, list(data.columns), "DataFrame")

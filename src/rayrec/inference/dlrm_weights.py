@@ -13,7 +13,6 @@ from rayrec import storage
 from rayrec.checkpoint.safetensors import read_weights
 from rayrec.checkpoint.writer import save
 from rayrec.config import InputError
-from rayrec.data.encoding.extension import preprocessor_folder
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.workloads.recsys.scorer import empty_model, expected_weights
@@ -42,7 +41,7 @@ def adopt_dlrm(path: str, *, out: str, preprocessor: str, config: TrainConfig) -
     Args:
         preprocessor: Folder of the Preprocessor with the ids of the tables' rows.
         config: Click model run whose schema and model are replaced."""
-    columns = Preprocessor.load(preprocessor_folder(preprocessor))
+    columns = Preprocessor.load(preprocessor)
     model, weights = _converted(read_weights(path), columns, path)
     described = config.replace(workload={"schema": columns.schema, "model": model})
     empty = empty_model(model, preprocessor=columns, precision="fp32")

@@ -16,7 +16,6 @@ from rayrec import storage
 from rayrec.bounds import Count
 from rayrec.config import Config, InputError
 from rayrec.data.arrow import json_of
-from rayrec.data.encoding.extension import preprocessor_folder
 from rayrec.data.encoding.preprocessor import MAX_TABLE_ROWS, PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.engine import Engine
 from rayrec.data.log_source import LogSource
@@ -131,7 +130,7 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
         _check_new(path)
     if config.sparse_path and out is None:
         raise InputError("sparse_path: must be used with --out DIR, a new folder with links to both folders")
-    existing = Preprocessor.load(preprocessor_folder(config.preprocessor)) if config.preprocessor else None
+    existing = Preprocessor.load(config.preprocessor) if config.preprocessor else None
     days = torchrec_arrays.find_days(folders, ids=None if config.ids == "auto" else config.ids, names=config.files)
     _check_columns(days[0], config, existing)
     runs = PreparationConfig(engine=config.engine, address=config.address)

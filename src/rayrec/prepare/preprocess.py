@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoding.counts import CountingIndexer
-from rayrec.data.encoding.extension import Extension, preprocessor_folder, rules_of, with_id_tables
+from rayrec.data.encoding.extension import Extension, rules_of, with_id_tables
 from rayrec.data.encoding.extension import extend as extend_preprocessor
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, make_preprocessor
@@ -96,7 +96,7 @@ def _opened_to_extend(path: str, config: PreparationConfig) -> tuple[Preprocesso
     """Load a Preprocessor to extend, and return it with the config for its schema, and its rules. Raises InputError for settings
     of `config` that are neither defaults nor the Preprocessor's."""
     default = PreparationConfig()
-    old = Preprocessor.load(preprocessor_folder(path))
+    old = Preprocessor.load(path)
     if config.schema not in (default.schema, old.schema):
         raise InputError(f"--extend {path}: columns must match the log's, {config.schema.columns}, got {old.schema.columns}")
     rules = rules_of(old, path)

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoding.known_categories import ENDS
-from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, VocabularyColumn, build_vocabulary
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.data.logs.column_values import plain_array
@@ -23,14 +23,6 @@ from rayrec.schema import Schema
 
 if TYPE_CHECKING:
     from rayrec.data.encoding.counts import Counts
-
-
-def preprocessor_folder(path: str) -> str:
-    """Return the Preprocessor folder in a run, checkpoint, export, preprocessed log or `path` itself. Raises InputError."""
-    for folder in (path, storage.join(path, PREPROCESSOR_FOLDER)):
-        if storage.exists(storage.join(folder, "preprocessor.json")):
-            return folder
-    raise InputError(f"{path}: has no Preprocessor; use the --out folder of `rayrec vocabulary`, a run or a checkpoint")
 
 
 @dataclass(frozen=True)

@@ -237,10 +237,10 @@ class Preprocessor:
 
     @classmethod
     def load(cls, folder: str) -> Preprocessor:
-        """Load a saved Preprocessor. Raises InputError if it is absent, damaged, or of another version."""
+        """Load a saved Preprocessor, from its folder or that of a run, checkpoint, export or preprocessed log. Raises InputError
+        if it is absent, damaged, or of another version."""
+        folder = preprocessor_folder(folder)
         path = storage.join(folder, "preprocessor.json")
-        if not storage.exists(path):
-            raise InputError(f"{folder}: preprocessor.json not found; build one with `rayrec vocabulary PATH --out {folder}`")
         stored = storage.read_json(path)
         if not isinstance(stored, dict):
             raise InputError(f"{path}: damaged, not a mapping; build it again")
@@ -290,9 +290,21 @@ class Preprocessor:
         return self.encoder.encode(block, order)
 
 
+def preprocessor_folder(path: str) -> str:
+    """Return the Preprocessor folder in a run, checkpoint, export, preprocessed log or `path` itself. Raises InputError."""
+    for folder in (path, storage.join(path, PREPROCESSOR_FOLDER)):
+        if storage.exists(storage.join(folder, "preprocessor.json")):
+            return folder
+    raise InputError(
+        f"{path}: has no Preprocessor (preprocessor.json not found); use the --out folder of `rayrec vocabulary`, a run or a "
+        "checkpoint"
+    )
+
+
 def stored_schema(folder: str) -> Schema:
-    """Return the schema of a saved Preprocessor without its vocabularies. Raises InputError if it is absent or damaged."""
-    path = storage.join(folder, "preprocessor.json")
+    """Return the schema of a saved Preprocessor without its vocabularies, from any folder that `Preprocessor.load` accepts.
+    Raises InputError if it is absent or damaged."""
+    path = storage.join(preprocessor_folder(folder), "preprocessor.json")
     try:
         return Schema.described(storage.read_json(path)["schema"])
     except (KeyError, TypeError) as error:

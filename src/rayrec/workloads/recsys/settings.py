@@ -73,7 +73,7 @@ class ClickSettings(Workload):
     preset: Preset = field(default_factory=Preset)
     """Column encoding, unless a Preprocessor is used, and the split of the log."""
     preprocessor: str | None = None
-    """Preprocessor folder from `rayrec vocabulary`. None: that of preprocessed data, else a new one from the preset's rows."""
+    """Folder of `rayrec vocabulary`, a run or a checkpoint. None: that of preprocessed data, else one from the preset's rows."""
     vocabulary_memory_bytes: int | None = None
     """Memory for category counts in bytes. Counts beyond it spill to disk. None uses a quarter of the available memory."""
     model: ClickModelConfig = field(default_factory=DLRMConfig)

@@ -27,7 +27,7 @@ from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding import encoder, presets
 from rayrec.data.encoding.encoder import Derivation, MultiHot, build_slots, c_dense_column, find_ids, num_slots
-from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.preprocessor import Preprocessor, stored_schema
 from rayrec.data.encoding.presets import RAYREC, Preset, make_preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn, bucket_tokens, expand_bag
 from rayrec.data.logs.table_parser import parse_table
@@ -371,8 +371,17 @@ def test_lookup_has_largest_int32_id_and_is_two_thirds_full() -> None:
         assert slots == 16 or slots < count * 3
 
 
+@pytest.mark.parametrize("subfolder", [pytest.param("", id="itself"), pytest.param("preprocessor", id="run")])
+def test_preprocessor_loads_from_run_folder(tmp_path: Path, subfolder: str) -> None:
+    preprocessor = make()
+    preprocessor.save(str(tmp_path / subfolder))
+    assert Preprocessor.load(str(tmp_path)).hash() == preprocessor.hash()
+    assert stored_schema(str(tmp_path)) == preprocessor.schema
+
+
 def test_preprocessor_roundtrip(tmp_path: Path) -> None:
-    rejects(r"preprocessor\.json not found", Preprocessor.load, str(tmp_path))
+    absent = rejects(r"preprocessor\.json not found", Preprocessor.load, str(tmp_path))
+    assert "use the --out folder of `rayrec vocabulary`, a run or a checkpoint" in absent
     preprocessor = make()
     preprocessor.save(str(tmp_path))
     again = Preprocessor.load(str(tmp_path))

@@ -104,7 +104,8 @@ def test_plan_includes_columns_of_preset_and_preprocessor(tmp_path: Path) -> Non
     # A preset can bucketize integers, so model columns differ from log columns.
     write_criteo_rows(tmp_path / "log.txt", 200)
     learn(open_index(tmp_path / "log.txt"), preset=FUXICTR_X4).save(str(tmp_path / "preprocessor"))
-    assert "int_12" in rayrec.plan(recipes.criteo_demo().replace(workload={"preprocessor": str(tmp_path / "preprocessor")}))
+    for folder in (tmp_path / "preprocessor", tmp_path):  # itself, or that of a run
+        assert "int_12" in rayrec.plan(recipes.criteo_demo().replace(workload={"preprocessor": str(folder)}))
 
 
 @pytest.mark.parametrize(
