@@ -188,7 +188,7 @@ def logged_events() -> Iterator[tuple[str, set[str]]]:
             if not isinstance(node, ast.Call) or not node.args:
                 continue
             owner, _, method = ast.unparse(node.func).rpartition(".")
-            writes = method in ("log", "_log", "tell") or (
+            writes = method in ("log", "_log", "_log_event", "tell") or (
                 method == "write" and owner.rpartition(".")[2] in ("events", "_events")
             )
             first = node.args[0]

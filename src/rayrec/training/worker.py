@@ -193,18 +193,20 @@ class WorkerRun:
 
     def _log_start(self, training: Training, checkpoint: Checkpoint | None) -> None:
         setup, progress = training.setup, training.progress
-        start = {
-            "step": progress.step,
-            "steps": progress.step + training.loader.steps,
-            "rows": progress.rows,
-            "world_size": self._worker.world_size,
-            **node_fields(Communicator.all().all_gather(this_node())),
-            "peak_multiply_adds_per_s": setup.peak_multiply_adds_per_s,
-            "checkpoint": checkpoint and checkpoint.path,
-            "damaged": sorted(self._damaged),
-            **setup.described,
-        }
-        self._log_event("start", start)
+        self._log_event(
+            "start",
+            {
+                "step": progress.step,
+                "steps": progress.step + training.loader.steps,
+                "rows": progress.rows,
+                "world_size": self._worker.world_size,
+                **node_fields(Communicator.all().all_gather(this_node())),
+                "peak_multiply_adds_per_s": setup.peak_multiply_adds_per_s,
+                "checkpoint": checkpoint and checkpoint.path,
+                "damaged": sorted(self._damaged),
+                **setup.described,
+            },
+        )
         self._stopwatch.lap("begin")
         self._log_event("start_up", {"process": "worker", "stages": dict(self._stopwatch.stages)})
 
