@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +11,9 @@ from rayrec import storage
 from rayrec.checkpoint import SUMMARY, Checkpoint, latest
 from rayrec.cluster.restart_policy import FINISHED
 from rayrec.config import CLASS, Config, InputError, default_of, nest, same_class, settings_hash
-from rayrec.data.logs.index import partition_names
-from rayrec.humanize import date_text
 from rayrec.observe.tracking.config import TrackersConfig
 from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.data_versions import data_versions
 from rayrec.workloads.run_config import ClusterConfig, ObserveConfig, ProfileConfig
 from rayrec.workloads.scoring import stored_settings
 
@@ -130,29 +128,6 @@ def _global_batch(settings: Mapping[str, Any]) -> int | None:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def data_versions(config: TrainConfig) -> dict[str, dict[str, Any]]:
-    """Return the versions of `train_data` and `eval_data` as plain JSON values, from a listing of their files. Reads no file.
-    Files are identified by name, partitions, size and time, not by folder. Raises InputError for a path without files."""
-    inputs = {"train_data": config.train_data, "eval_data": config.eval_data}
-    list_data = config.workload.list_data
-    return {name: _version(list_data(data.path, data.files)) for name, data in inputs.items() if data.path is not None}
-
-
-def _version(files: Sequence[storage.File]) -> dict[str, Any]:
-    identity = [
-        (*partition_names(storage.folder_of(file.path)), storage.name_of(file.path), file.size_bytes, file.modified_ns)
-        for file in files
-    ]
-    newest = max(files, key=lambda file: file.modified_ns)
-    return {
-        "files": len(files),
-        "bytes": sum(file.size_bytes for file in files),
-        "newest": storage.name_of(newest.path),
-        "modified": date_text(newest.modified_ns / 1e9),
-        "hash": hashlib.sha256(repr(identity).encode()).hexdigest()[:16],
-    }
 
 
 def data_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:

@@ -25,8 +25,9 @@ from rayrec.recipes.criteo import criteo_demo
 from rayrec.recipes.mnist import mnist_resnet18
 from rayrec.schema import Schema
 from rayrec.training import dataframe_input, resume
-from rayrec.training.resume import data_difference, data_versions
+from rayrec.training.resume import data_difference
 from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.data_versions import data_versions
 
 SCHEMA = Schema(label="liked", dense=("age",), sparse=("user", "movie"), tokens="any", delimiter=",")
 COLUMNS = {"liked": "int64", "age": "double", "user": "string", "movie": "int64"}
