@@ -155,7 +155,7 @@ def test_invalid_flag_prints_one_line(capsys: Capture) -> None:
         ("--config=", "--config: requires a value"),
         ("--schema --steps 5", "--schema: requires a value"),
         ("--config=a --config b", "--config: must be set once, got 2 values"),
-        ("evaluate run", "missing PATH. See `rayrec evaluate --help`."),
+        ("predict run --out x", "missing PATH. See `rayrec predict --help`."),
         ("predict run log --uot x", "unknown flag --uot, did you mean --out?"),
         ("predict run log --out x --recipe criteo_dem", f"no recipe 'criteo_dem'; did you mean 'criteo_demo'? {names}"),
     ):
@@ -249,9 +249,9 @@ def test_quiet_prints_only_results(capsys: Capture, tmp_path: Path, monkeypatch:
         "split log/train.txt --out parts --by rows -q",
         "validate -q log/train.txt",
         "train criteo_demo --train-data.path log/train.txt --name run --steps 1 --batch-size 256 --scaling.num-workers 1 -q",
-        "evaluate runs/run log/train.txt -q",
+        "evaluate runs/run -q",
         "predict runs/run log/train.txt --out scores -q",
-        "compare runs/run runs/run log/train.txt --json -q --resamples 100",
+        "compare runs/run runs/run --json -q --resamples 100",
     ):
         status, out, err = run(capsys, *words.split())
         assert (status, err) == (0, ""), words

@@ -139,7 +139,10 @@ def _assign_arguments(prog: str, arguments: Sequence[Flag], words: list[str]) ->
     assignment: dict[str, list[str]] = {}
     rest = list(words)
     for number, argument in enumerate(arguments):
-        count = len(rest) - len(arguments[number + 1 :]) if takes_many(argument.type) else 1
+        following = arguments[number + 1 :]
+        count = len(rest) - len(following) if takes_many(argument.type) else 1
+        if rest and all(each.value is not MISSING for each in following):  # The others can do without words
+            count = max(count, 1)
         assigned, rest = rest[: max(count, 0)], rest[max(count, 0) :]
         if assigned:
             assignment[argument.path] = assigned

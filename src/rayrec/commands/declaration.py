@@ -48,7 +48,18 @@ Checkpoint = Annotated[
 ]
 Checkpoints = Annotated[Sequence[str], Argument("two or more checkpoint or run folders; the first is the baseline", "CHECKPOINT")]
 LogPath = Annotated[str, Argument("click log: file, glob or folder", "PATH")]
-InputPath = Annotated[str, Argument("rows to score: a click log, images, text; file, glob or folder", "PATH")]
+InputRows = Annotated[
+    Any, Argument("rows to score: a click log, images, text; file, glob or folder", "PATH", type="builtins:str")
+]
+"""Path, pandas DataFrame, pyarrow.Table or ray.data.Dataset."""
+OptionalInputRows = Annotated[
+    Any,
+    Argument(
+        "rows to score: a click log, images, text; file, glob or folder; default: the run's own test rows",
+        "PATH",
+        type="builtins:str",
+    ),
+]
 NewFolder = Annotated[str, Argument("output folder, written completely or not at all", "DIR")]
 RunFolder = Annotated[str, Argument("run folder or URL", "RUN")]
 CustomRecipe = Annotated[str | Callable[..., Any] | None, Argument("recipe of the checkpoint, if custom", "FILE.py:FUNCTION")]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rayrec.commands.data import _console
@@ -14,8 +16,9 @@ from rayrec.commands.declaration import (
     ClusterAddress,
     CustomRecipe,
     CustomRecipes,
-    InputPath,
+    InputRows,
     NewFolder,
+    OptionalInputRows,
     Shown,
     command,
     load,
@@ -38,11 +41,11 @@ def _shown_by(formatter: str) -> Callable[[dict[str, Any]], Shown]:
     "Score",
     options=[("", "rayrec.inference.config:EvaluationConfig")],
     show=_shown_by("evaluation_text"),
-    examples=("rayrec evaluate runs/demo log/train.txt", "rayrec evaluate runs/demo new.txt --slice-by day"),
+    examples=("rayrec evaluate runs/demo --baselines", "rayrec evaluate runs/demo new.txt --slice-by day"),
 )
 def evaluate(
     checkpoint: Checkpoint,
-    path: InputPath,
+    path: OptionalInputRows = None,
     *,
     recipe: CustomRecipe = None,
     cluster_address: ClusterAddress = None,
@@ -51,29 +54,32 @@ def evaluate(
 ) -> dict[str, Any]:
     """Compute the metrics of a model on labelled rows, each scored exactly once.
 
-    Returns the workload's metrics, rows, checkpoint; see `rayrec.inference.evaluate.evaluate`. `checkpoint` is a checkpoint
-    folder, or a run folder (the checkpoint in its summary, otherwise the latest). `recipe` is the checkpoint's custom recipe, as
-    a function or FILE.py:FUNCTION. `cluster_address` is HOST:PORT or auto for a running Ray cluster, local for a local Ray, or
-    none for threads of this process. None: the connected Ray or RAY_ADDRESS, otherwise threads of this process. `options` are
-    the fields of `rayrec.inference.config.EvaluationConfig`. Raises InputError for an unusable checkpoint or path."""
+    Returns the workload's metrics, rows, training_rows, checkpoint; see `rayrec.inference.evaluate.evaluate`. `checkpoint` is a
+    checkpoint folder, or a run folder (the checkpoint in its summary, otherwise the latest). `path` is a path, or, for click
+    models, a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset. None: the run's own test rows. `recipe` is the checkpoint's
+    custom recipe, as a function or FILE.py:FUNCTION. `cluster_address` is HOST:PORT or auto for a running Ray cluster, local for
+    a local Ray, or none for threads of this process. None: the connected Ray or RAY_ADDRESS, otherwise threads of this process.
+    `options` are the fields of `rayrec.inference.config.EvaluationConfig`. Raises InputError for an unusable checkpoint or
+    path."""
     from rayrec.inference.config import EvaluationConfig
     from rayrec.inference.evaluate import evaluate as run
 
     settings = EvaluationConfig().updated(options)
     folders = [checkpoint] if settings.compare is None else [checkpoint, settings.compare]
     configs = [_scoring_config(folder, recipe, cluster_address, settings, settings.group) for folder in folders]
-    return run(checkpoint, path, config=configs[0], options=settings, other=configs[-1], console=_console(console))
+    with _input_path(path, checkpoint, configs[0]) as located:
+        return run(checkpoint, located, config=configs[0], options=settings, other=configs[-1], console=_console(console))
 
 
 @command(
     "Score",
     options=[("gates", "rayrec.inference.config:ComparisonGates"), ("", "rayrec.inference.config:ComparisonConfig")],
     show=_shown_by("comparison_text"),
-    examples=("rayrec compare runs/dlrm runs/finalnet log/train.txt",),
+    examples=("rayrec compare runs/dlrm runs/finalnet", "rayrec compare runs/dlrm runs/finalnet new.txt"),
 )
 def compare(
     checkpoints: Checkpoints,
-    path: InputPath,
+    path: OptionalInputRows = None,
     *,
     recipe: CustomRecipes = None,
     gates: ComparisonGates | None = None,
@@ -86,13 +92,21 @@ def compare(
     Returns metrics with intervals, the cost of each model, and the significant differences; see
     `rayrec.inference.evaluate.compare`. `options` are the fields of `rayrec.inference.config.ComparisonConfig`. Failed `gates`
     are listed in the result's `failures` and raise no error. `recipe` may be several, of which each checkpoint takes its own.
-    Other arguments: see `evaluate`. Raises InputError for models without a common raw schema, label and rows."""
+    Other arguments: see `evaluate`. Raises InputError for models without a common raw schema, label and rows, and, without a
+    `path`, for runs with different test rows."""
     from rayrec.inference.config import ComparisonConfig
     from rayrec.inference.evaluate import compare as run
 
     settings = ComparisonConfig().updated(options)
+    checkpoints = [checkpoints] if isinstance(checkpoints, str) else list(checkpoints)
+    if isinstance(path, str) and _is_model(path):  # The last word of the command line, which may be a path as well
+        checkpoints.append(path)
+        path = None
     configs = [_scoring_config(folder, recipe, cluster_address, settings, settings.group) for folder in checkpoints]
-    return run(checkpoints, path, configs=configs, options=settings, gates=gates, console=_console(console))
+    if not configs:
+        raise InputError("compare: needs the folders of trained models. Pass two, or one and --baselines")
+    with _input_path(path, checkpoints[0], configs[0]) as located:
+        return run(checkpoints, located, configs=configs, options=settings, gates=gates, console=_console(console))
 
 
 @command(
@@ -102,7 +116,7 @@ def compare(
 )
 def predict(
     checkpoint: Checkpoint,
-    path: InputPath,
+    path: InputRows,
     *,
     out: Annotated[
         str | None, Argument("output folder for Parquet files with row and predictions, such as score", "DIR", required=True)
@@ -123,8 +137,11 @@ def predict(
     settings = ScoringConfig().updated(options)
     config = _scoring_config(checkpoint, recipe, cluster_address, settings)
     if out is None:
-        return prediction.predict(checkpoint, path, config=config, options=settings, console=_console(console))
-    return prediction.predict_to(checkpoint, path, out, config=config, options=settings, console=_console(console))
+        located = _persistent_path(path, checkpoint, config)
+        return prediction.predict(checkpoint, located, config=config, options=settings, console=_console(console))
+    with _input_path(path, checkpoint, config, labelled=False) as located:
+        assert located is not None
+        return prediction.predict_to(checkpoint, located, out, config=config, options=settings, console=_console(console))
 
 
 def predict_to(checkpoint: str, path: str, *, out: str, **options: Any) -> dict[str, Any]:
@@ -161,6 +178,57 @@ def export(checkpoint: Checkpoint, *, out: NewFolder, recipe: CustomRecipe = Non
     from rayrec.inference.export.write import export as run
 
     return run(checkpoint, out, config=_config_of(checkpoint, recipe), settings=ExportConfig().updated(options))
+
+
+def _is_model(path: str) -> bool:
+    """Return whether a path is the folder of a checkpoint or of a run."""
+    from rayrec import storage
+    from rayrec.checkpoint import MANIFEST
+
+    names = (MANIFEST, "checkpoints")
+    return any(storage.exists(storage.join(path, name)) for name in names)
+
+
+@contextmanager
+def _input_path(path: Any, checkpoint: str, config: TrainConfig, *, labelled: bool = True) -> Iterator[str | None]:
+    """Yield a path unchanged, else that of a folder with the given rows, which is removed afterwards. Raises InputError."""
+    from rayrec.data.frame_files import paths_of
+
+    if path is None or isinstance(path, str):
+        yield path
+        return
+    with paths_of(path, name="path", **_destination(path, checkpoint, config, labelled=labelled)) as located:
+        yield located
+
+
+def _persistent_path(path: Any, checkpoint: str, config: TrainConfig) -> str:
+    """Return a path unchanged, else that of a folder with the given rows, which exists as long as this process, because a lazy
+    Dataset reads it. Raises InputError."""
+    from rayrec import storage
+    from rayrec.data.frame_files import is_rows, written
+
+    if not is_rows(path):
+        with _input_path(path, checkpoint, config) as located:
+            assert located is not None
+            return located
+    target = written(path, name="path", **_destination(path, checkpoint, config, labelled=False))
+    atexit.register(storage.remove_folder, target)
+    return target
+
+
+def _destination(path: Any, checkpoint: str, config: TrainConfig, *, labelled: bool) -> dict[str, Any]:
+    """Return the schema of the columns to write, and a folder that all scoring processes can read. Raises InputError."""
+    from rayrec.checkpoint import open_checkpoint
+    from rayrec.data.frame_files import column_names, is_rows
+    from rayrec.data.frames import schema_for
+    from rayrec.workloads.recsys.scoring import cache_folder
+
+    schema = config.workload.table_schema
+    if is_rows(path) and schema is None:
+        raise InputError(f"path: recipe {config.recipe} does not score tables, got {type(path).__name__}. Pass a path.")
+    if is_rows(path) and schema is not None and not labelled:
+        schema = schema_for(schema, column_names(path), "path")
+    return {"schema": schema, "folder": cache_folder(open_checkpoint(checkpoint).path)}
 
 
 def _config_of(checkpoint: str, recipe: Any) -> TrainConfig:

@@ -1,4 +1,4 @@
-"""Model inputs of pandas DataFrames and Ray Datasets with a log's raw columns."""
+"""Model inputs of pandas DataFrames, Arrow tables and Ray Datasets with a log's raw columns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeGuard, overload
+from typing import TYPE_CHECKING, Final, TypeGuard, overload
 
 import pyarrow as pa
 
@@ -20,6 +20,10 @@ from rayrec.schema import Schema
 if TYPE_CHECKING:
     import pandas
     import ray.data
+
+
+DATA_TYPES: Final = "a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset"
+"""Accepted types of rows in memory, for messages."""
 
 
 def is_frame(data: object) -> TypeGuard[pandas.DataFrame]:
@@ -47,12 +51,17 @@ def transform(preprocessor: Preprocessor | str | os.PathLike[str], data: ray.dat
 def transform(preprocessor: Preprocessor | str | os.PathLike[str], data: pandas.DataFrame) -> pandas.DataFrame: ...
 
 
+@overload
+def transform(preprocessor: Preprocessor | str | os.PathLike[str], data: pa.Table) -> pa.Table: ...
+
+
 def transform(
-    preprocessor: Preprocessor | str | os.PathLike[str], data: pandas.DataFrame | ray.data.Dataset
-) -> pandas.DataFrame | ray.data.Dataset:
+    preprocessor: Preprocessor | str | os.PathLike[str], data: pandas.DataFrame | pa.Table | ray.data.Dataset
+) -> pandas.DataFrame | pa.Table | ray.data.Dataset:
     """Transform rows with the raw columns of the Preprocessor's schema, found by name, to model inputs.
 
-    The inputs are bit-identical to those of training. A DataFrame returns a DataFrame with its index, a Dataset a lazy Dataset.
+    The inputs are bit-identical to those of training. A DataFrame returns a DataFrame with its index, an Arrow table
+    a table, a Dataset a lazy Dataset.
 
     `preprocessor` is a Preprocessor, its folder, or the folder of a run or a checkpoint. The result has the columns of
     `preprocessor.inputs`: label (int8) and weight (float32) if `data` has them, dense columns (float32), and ids of sparse
@@ -68,7 +77,7 @@ def transform(
         preprocessor = Preprocessor.load(os.fspath(preprocessor))
     if is_frame(data):
         data = with_text_names(data)
-        schema = _schema_for(preprocessor.schema, list(data.columns), "DataFrame")
+        schema = schema_for(preprocessor.schema, list(data.columns), "DataFrame")
         columns = [name for name in schema.columns if name in data.columns]
         inputs = transform_table(arrow_of(data[columns]), preprocessor, source="DataFrame").to_pandas()
         inputs.index = data.index
@@ -77,12 +86,14 @@ def transform(
         _ = preprocessor.slots  # Built once here, not in every task
         task = functools.partial(transform_table, preprocessor=preprocessor, source="Dataset, in a block")
         return data.map_batches(task, batch_size=None, batch_format="pyarrow")
-    raise InputError(f"transform: data must be a pandas DataFrame or a ray.data.Dataset, got {type(data).__name__}")
+    if isinstance(data, pa.Table):
+        return transform_table(data, preprocessor, source="table")
+    raise InputError(f"transform: data must be {DATA_TYPES}, got {type(data).__name__}")
 
 
 def transform_table(table: pa.Table, preprocessor: Preprocessor, *, source: str) -> pa.Table:
     """Transform raw rows as `transform` does. `source` is the source of the rows, for messages."""
-    raw, faults = parse_table(table, _schema_for(preprocessor.schema, table.column_names, source), path=source)
+    raw, faults = parse_table(table, schema_for(preprocessor.schema, table.column_names, source), path=source)
     if faults.total:
         count = f" ({faults.total:,} of {table.num_rows:,} rows are invalid)" if faults.total > 1 else ""
         raise InputError(f"{faults.first[0]}{count}; fix or remove it, since transform drops no rows")
@@ -102,7 +113,7 @@ def arrow_of(frame: pandas.DataFrame) -> pa.Table:
         raise InputError(f"DataFrame: {' '.join(str(error).split())}; give each column one type") from None
 
 
-def _schema_for(schema: Schema, names: Sequence[str], source: str) -> Schema:
+def schema_for(schema: Schema, names: Sequence[str], source: str) -> Schema:
     """Return the schema without the labels, weight and timestamp that the data lacks. Raises InputError for other columns."""
     if schema.label is not None and schema.label not in names:
         schema = schema.unlabelled()

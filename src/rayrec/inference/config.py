@@ -65,17 +65,31 @@ class EvaluationConfig(_ResampledConfig):
     """Number of the most frequent values of a column with separate slices. All others share one."""
     compare: str | None = None
     """Another click model checkpoint to compare with on the same rows."""
+    baselines: tuple[Literal["prior", "logistic", "lightgbm"], ...] | None = None
+    """Baselines trained on the run's training rows to report next to the model: prior (their click rate), logistic (regression on
+    hashed categories), lightgbm (gradient-boosted trees). Without a name: prior and logistic."""
+    baseline_rows: Count = 1_000_000
+    """Number of the last training rows to train baselines on, kept in memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(set(self.slice_by)) < len(self.slice_by):
             raise InputError(f"slice_by: values must be unique, got {', '.join(self.slice_by)}")
         check_ks(self.ranking_k)
+        check_baselines(self.baselines or ())
+
+    @property
+    def baseline_kinds(self) -> tuple[Literal["prior", "logistic", "lightgbm"], ...]:
+        """Requested baselines."""
+        if self.baselines is None:
+            return ()
+        return self.baselines or ("prior", "logistic")
 
     @property
     def asks_for_more(self) -> bool:
         """Request for more than metrics over all rows."""
-        return bool(self.slice_by) or self.confidence is not None or self.compare is not None
+        requests = (self.confidence, self.compare, self.baselines)
+        return bool(self.slice_by) or any(request is not None for request in requests)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,16 +98,21 @@ class ComparisonConfig(_ResampledConfig):
 
     confidence: float = 0.95
     """Confidence level of intervals."""
-    baselines: tuple[Literal["lightgbm", "logistic"], ...] = ()
-    """Baselines to add, trained on the first model's training rows: lightgbm (gradient-boosted trees on numbers and smoothed
-    click rates) and logistic (regression on hashed categories)."""
+    baselines: tuple[Literal["prior", "logistic", "lightgbm"], ...] = ()
+    """Baselines to add, trained on the first model's training rows: prior (their click rate), logistic (regression on hashed
+    categories) and lightgbm (gradient-boosted trees on numbers and smoothed click rates)."""
     baseline_rows: Count = 1_000_000
     """Number of the last training rows to train baselines on, kept in memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(set(self.baselines)) < len(self.baselines):
-            raise InputError(f"baselines: values must be unique, got {', '.join(self.baselines)}")
+        check_baselines(self.baselines)
+
+
+def check_baselines(baselines: tuple[str, ...]) -> None:
+    """Raise InputError if a baseline is named twice."""
+    if len(set(baselines)) < len(baselines):
+        raise InputError(f"baselines: values must be unique, got {', '.join(baselines)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from rayrec.data.encoded_rows import EncodedRows
 from rayrec.humanize import json_values
 from rayrec.inference.config import ComparisonConfig, ComparisonGates, EvaluationConfig
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
+from rayrec.inference.training_rows import count_training_rows
 from rayrec.metrics.binary import binary_metrics
 from rayrec.metrics.ranking import DEFAULT_KS, gauc, ranking_metrics
 from rayrec.metrics.significance import METRICS, Difference, compare_models, intervals
@@ -41,53 +42,67 @@ MISSING, OTHER_VALUES = "(missing)", "(others)"
 
 def evaluate(
     checkpoint: str,
-    path: str,
+    path: str | None,
     *,
     config: TrainConfig,
     options: EvaluationConfig | None = None,
     other: TrainConfig | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Score every labelled row of an input exactly once, and compute metrics.
+    """Score every labelled row of an input exactly once, and compute metrics. Without a `path`, scores the held-out rows of the
+    checkpoint's run: its test rows, or its validation rows if it has no others.
 
     Memory on the driver, per row: 5 bytes, 13 more with a group, 20 per slice, 100 for intervals, 200 for a comparison. `config`
     is the configuration of the checkpoint, `other` that of `options.compare`. Raises InputError for an unusable checkpoint or
     input, damaged weights, an input without labels, an unknown slice, and options that only click models support.
 
     Returns:
-        JSON values, None if undefined (such as auroc of a single class): rows, checkpoint, and the workload's metrics and
-        additions. Click models have the metrics of `rayrec.metrics.binary.binary_metrics`, and with a group those of
+        JSON values, None if undefined (such as auroc of a single class): rows, training_rows, checkpoint, and the workload's
+        metrics and additions. `training_rows` of these rows are in the run's training set, which a line on standard error reports
+        too; None if unknown (see `rayrec.inference.training_rows`). Without a `path`, click models add `set` and `path`. Click
+        models have the metrics of `rayrec.metrics.binary.binary_metrics`, and with a group those of
         `rayrec.metrics.ranking.ranking_metrics`.
 
         For click models, `options` may add `intervals` (metric -> [low, high]) and `slices` (slice_by -> slices, each with value,
         rows and the same metrics). `compared` has the metrics of the other checkpoint and `differences`, first minus second
-        (metric -> difference, low, high, p_value, method)."""
+        (metric -> difference, low, high, p_value, method). `baselines` has each baseline's name, trained_rows and metrics."""
     options, console = options or EvaluationConfig(), console or Console()
     request = ScoringRequest(checkpoint, path, config, options, console)
     opened = request.open(evaluating=True, spare_cpus=0, slice_by=options.slice_by, ranking_k=options.ranking_k)
     if options.ranking_k or options.asks_for_more:
         _check_clicks(opened, config, options)
+    rows_of_run = {"training_rows": _training_rows(opened, config, path, console)}
     if not options.asks_for_more:
         totals = opened.scoring.make_totals()
         for table in opened.tables(console):
             totals.update(table)
         assert totals.rows == opened.scoring.rows, f"{totals.rows} of {opened.scoring.rows} rows were scored"
-        return json_values({**totals.compute(), "rows": totals.rows, **opened.described})
+        return json_values({**totals.compute(), "rows": totals.rows, **rows_of_run, **opened.described})
     compared: ScoringJob | None = None
     other_rows: ScoredRows | None = None
     if options.compare is not None:  # Opened before scoring, so that errors show up early
         assert other is not None
         compared = ScoringRequest(options.compare, path, other, options, console).open(evaluating=True, spare_cpus=0)
         _check_clicks(compared, other, options)
+        _check_same_rows([checkpoint, options.compare], [opened, compared])
+    baselines = None
+    if options.baseline_kinds:
+        folder = opened.checkpoint.path
+        baselines = open_baselines(config, folder, max_rows=options.baseline_rows, kinds=options.baseline_kinds)
     scored = scored_rows(opened, console, keys=options.slice_by)
     if compared is not None:
         other_rows = scored_rows(compared, console)
         if (other_rows.rows, other_rows.checksums) != (scored.rows, scored.checksums):
             raise InputError(
-                f"compare: rows of {path} for {options.compare} do not match {checkpoint}. Compare checkpoints with one schema."
+                f"compare: rows of {path or 'the run'} for {options.compare} do not match {checkpoint}. Compare checkpoints with "
+                "one schema."
             )
     measured = _Measured(scored.logits, other_rows and other_rows.logits, scored.labels, scored.groups, options)
-    result = {**measured.report(), **opened.described}
+    result = {**measured.report(), **rows_of_run, **opened.described}
+    if baselines is not None:
+        result["baselines"] = [
+            _baseline_report(kind, baselines, opened, path, measured, console) for kind in options.baseline_kinds
+        ]
     if compared is not None:
         result["compared"] = {**result["compared"], **compared.described}
     if options.confidence is not None or compared is not None:
@@ -103,9 +118,49 @@ def evaluate(
     return json_values(result)
 
 
+def _training_rows(job: ScoringJob, config: TrainConfig, path: str | None, console: Console) -> int | None:
+    """Return how many rows of a job its model was trained on, None if unknown. Warns of any."""
+    if path is None:
+        return 0
+    rows = count_training_rows(config, job.checkpoint.path, path)
+    if rows:
+        console.warn(
+            f"{job.checkpoint.path} was trained on {rows:,} of these {job.scoring.rows:,} rows, so its metrics are better than "
+            "on new rows. Leave out the path to score the run's own test rows"
+        )
+    return rows
+
+
+def _check_same_rows(names: Sequence[str], jobs: Sequence[ScoringJob]) -> None:
+    """Check that the held-out rows of several runs are equal. Raises InputError."""
+    for name, job in zip(names[1:], jobs[1:], strict=True):
+        if job.scoring.rows_key != jobs[0].scoring.rows_key:
+            raise InputError(
+                f"{name}: its {job.scoring.set_name or 'held-out'} rows are not those of {names[0]}. Pass the path of rows that "
+                "no model was trained on"
+            )
+
+
+def _baseline_rows(baselines: Baselines, job: ScoringJob, path: str | None) -> Iterable[EncodedRows]:
+    """Return the rows of a job for its baselines."""
+    if path is not None:
+        return baselines.rows(path)
+    first = job.scoring.first_row
+    return baselines.evaluation_rows(first, first + job.scoring.rows)
+
+
+def _baseline_report(
+    kind: Kind, baselines: Baselines, job: ScoringJob, path: str | None, measured: _Measured, console: Console
+) -> dict[str, Any]:
+    rows = _baseline_rows(baselines, job, path)
+    logits, described = score_baseline(kind, baselines, rows, measured.labels, console)
+    measured = _Measured(logits, None, measured.labels, measured.groups, measured.options)
+    return {"name": kind, "trained_rows": described["trained_rows"], **measured.report()}
+
+
 def _check_clicks(opened: ScoringJob, config: TrainConfig, options: EvaluationConfig) -> None:
     if not opened.scoring.is_clicks:
-        names = ("slice_by", "confidence", "compare", "ranking_k")
+        names = ("slice_by", "confidence", "compare", "ranking_k", "baselines")
         requested = [name for name in names if getattr(options, name) != getattr(EvaluationConfig, name)]
         raise InputError(
             f"{opened.checkpoint.path}: recipe {config.recipe} does not predict clicks, which {' and '.join(requested)} need. "
@@ -263,14 +318,15 @@ _RAW_FIELDS: Final = (
 
 def compare(
     checkpoints: Sequence[str],
-    path: str,
+    path: str | None,
     *,
     configs: Sequence[TrainConfig],
     options: ComparisonConfig | None = None,
     gates: ComparisonGates | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Score every labelled row with each of two or more click models, and compare their metrics.
+    """Score every labelled row with each of two or more click models, and compare their metrics. Without a `path`, scores the
+    held-out rows of the first model's run, which must be those of the others.
 
     Models are scored sequentially. Each reads and parses the log and loads its weights, which `rows_per_s` includes. Memory on
     the driver: 5 bytes per row, plus 4 per model, plus 8 with a group, and about 70 per row and model to compute intervals.
@@ -281,11 +337,11 @@ def compare(
         JSON values, None if undefined: `rows`, `label_rate`, `resampling`, `models`, `differences` and `failures` (a line per
         failed gate). `models` has the given models, then baselines, each with `name`, `checkpoint`, the metrics of
         `rayrec.inference.evaluate.evaluate`, their `intervals`, `parameters`, the network's `multiply_adds` per row,
-        `rows_per_s`, and for baselines `trained_rows`. `differences` has each pair of models, `model` minus the earlier `other`
-        (metric -> difference, low, high, p_value, method)."""
+        `rows_per_s`, and for baselines `trained_rows`. Given models have `training_rows` as in `evaluate`. `differences` has
+        each pair of models, `model` minus the earlier `other` (metric -> difference, low, high, p_value, method)."""
     options, gates, console = options or ComparisonConfig(), gates or ComparisonGates(), console or Console()
     if not checkpoints or len(checkpoints) + len(options.baselines) < 2:
-        raise InputError("compare: needs at least two checkpoints, or one and --baselines, and then the path of a labelled log")
+        raise InputError("compare: needs at least two checkpoints, or one and --baselines, and then, if any, a labelled log")
     if len(checkpoints) < 2 and gates != ComparisonGates():
         raise InputError("compare: gates need at least two checkpoints. Add another one.")
     _check_schemas(checkpoints, configs)
@@ -294,12 +350,15 @@ def compare(
         ScoringRequest(checkpoint, path, config, options, console).open(evaluating=True, spare_cpus=0)
         for checkpoint, config in zip(checkpoints, configs, strict=True)
     ]
+    if path is None:
+        _check_same_rows(checkpoints, jobs)
+    training_rows = [_training_rows(job, config, path, console) for job, config in zip(jobs, configs, strict=True)]
     baselines = None
     if options.baselines:
         baselines = open_baselines(configs[0], jobs[0].checkpoint.path, max_rows=options.baseline_rows, kinds=options.baselines)
     models: list[tuple[np.ndarray, dict[str, Any]]] = []
     labels, groups, checksums = np.empty(0, np.uint8), None, (0, 0)
-    for name, job, config in zip(_names(checkpoints), jobs, configs, strict=True):
+    for name, job, config, trained in zip(_names(checkpoints), jobs, configs, training_rows, strict=True):
         start = time.perf_counter()
         scored = scored_rows(job, console)
         seconds = time.perf_counter() - start
@@ -308,11 +367,20 @@ def compare(
         elif (len(scored.labels), scored.checksums) != (len(labels), checksums):
             raise InputError(f"{name}: rows or labels do not match {models[0][1]['name']}. Compare models of one log.")
         speed = scored.rows / seconds if seconds else math.nan
-        described = {"name": name, **job.described, **model_cost(job.checkpoint, config), "rows_per_s": speed}
+        described = {
+            "name": name,
+            "training_rows": trained,
+            **job.described,
+            **model_cost(job.checkpoint, config),
+            "rows_per_s": speed,
+        }
         models.append((scored.logits, described))
     last = len(models) - 1
     if baselines is not None:
-        models += [score_baseline(kind, baselines, baselines.rows(path), labels, console) for kind in options.baselines]
+        models += [
+            score_baseline(kind, baselines, _baseline_rows(baselines, jobs[0], path), labels, console)
+            for kind in options.baselines
+        ]
     return json_values(_result(models, labels, groups, options, gates, last))
 
 

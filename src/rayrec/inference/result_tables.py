@@ -5,7 +5,7 @@ from typing import Any
 
 from rayrec.humanize import aligned
 
-_TEXT = ("checkpoint", "preprocessor")
+_TEXT = ("set", "path", "checkpoint", "preprocessor")
 _COLUMNS = ("rows", "label_rate", "auroc", "logloss", "normalized_entropy", "calibration")
 """Metrics of slices."""
 _COMPARED = ("other", "difference", "its interval", "p")
@@ -35,9 +35,22 @@ def evaluation_text(result: dict[str, Any]) -> str:
     lines += [f"{name}: {result[name]}" for name in _TEXT if name in result]
     if compared:
         lines.append(f"other checkpoint: {compared['checkpoint']}")
+    if "baselines" in result:
+        lines += ["", "baselines:", *_baselines(result["baselines"])]
     for by, slices in result.get("slices", {}).items():
         lines += ["", f"by {by}:", *_slices(slices)]
     return "\n".join(lines)
+
+
+def _baselines(baselines: Sequence[dict[str, Any]]) -> list[str]:
+    with_intervals = "intervals" in baselines[0]
+    rows = [["", *_COLUMNS[2:], *(["auroc interval"] if with_intervals else []), "trained rows"]]
+    for baseline in baselines:
+        row = [baseline["name"], *(_number(baseline[name]) for name in _COLUMNS[2:])]
+        if with_intervals:
+            row.append(_interval(baseline["intervals"]["auroc"]))
+        rows.append([*row, _number(baseline["trained_rows"])])
+    return aligned(rows)
 
 
 def _slices(slices: Sequence[dict[str, Any]]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import logging
 import math
 import threading
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import pyarrow as pa
 
-from rayrec import host_resources
+from rayrec import host_resources, storage
 from rayrec.checkpoint import Checkpoint, open_checkpoint, verify
 from rayrec.checkpoint.discovery import reject_pickles
 from rayrec.cluster import connection
@@ -216,7 +217,8 @@ class ScoringRequest:
     """Checkpoint, input and settings of a scoring job."""
 
     checkpoint: str
-    path: str
+    path: str | None
+    """Path to the rows. None: the held-out rows of the checkpoint's run."""
     config: TrainConfig
     options: ScoringConfig
     console: Console
@@ -236,6 +238,7 @@ class ScoringRequest:
         reject_pickles(checkpoint.path, checkpoint.manifest()["files"])
         # Not in the actors: a pipeline of Ray Data 2.60 that fails at its first block leaks its actors and their CPUs.
         verify(checkpoint, "model.")
+        path = self._path()
         on_ray = as_dataset or not connection.is_in_process(self.config.cluster.address)
         cpus = host_resources.usable_cpus(granted=self.config.cluster.num_cpus)
         engine: Callable[[], StreamEngine] = cache(self._engine_on_ray if on_ray else lambda: ThreadEngine(cpus))
@@ -243,7 +246,8 @@ class ScoringRequest:
             ScoringContext(
                 config=self.config,
                 checkpoint=checkpoint.path,
-                path=self.path,
+                path=path,
+                evaluation_rows=self.path is None,
                 evaluating=evaluating,
                 batch_rows=self.options.batch_rows,
                 engine=engine,
@@ -266,6 +270,20 @@ class ScoringRequest:
         )
         return ScoringJob(scoring, checkpoint, pool, self.options.device, on_ray)
 
+    def _path(self) -> str:
+        """Return the path of the rows. Raises InputError if the run's own is unknown or gone."""
+        if self.path is not None:
+            return self.path
+        path = self.config.workload.evaluation_data(self.config).path
+        if path is None:
+            raise InputError(f"{self.checkpoint}: its config.yaml names no data with held-out rows. Pass the PATH of rows.")
+        if not (path.startswith("random:") or storage.is_url(path) or glob.glob(path) or storage.exists(path)):
+            raise InputError(
+                f"{self.checkpoint}: the run's data {path} does not exist from here. Run this in the folder where it was "
+                "trained, or pass the PATH of rows that it was not trained on."
+            )
+        return path
+
     def _this_machine(self, cpus: int) -> Node:
         resources = {"CPU": float(cpus), "memory": float(host_resources.memory().available)}
         if self.options.device == "cuda":
@@ -280,6 +298,6 @@ class ScoringRequest:
 
         cluster = self.config.cluster
         connection.connect(cluster.address, **cluster.connection, log_to_driver=self.console.verbose)
-        require_reachable((self.checkpoint, self.path))
+        require_reachable((self.checkpoint, self._path()))
         cpus = sum(node.resources.get("CPU", 0.0) for node in connection.alive_nodes())
         return RayEngine(TaskPlacement(num_cpus=min(1.0, cpus)))

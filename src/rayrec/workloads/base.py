@@ -236,6 +236,8 @@ class ScoringContext:
     """Ranks k of metrics@k for click models with groups. Empty means 10."""
     counts_clipped: bool = False
     """Whether tables tell which numbers are beyond their bounds (`Scoring.bounded`)."""
+    evaluation_rows: bool = False
+    """Whether `path` is that of `Workload.evaluation_data`, of which only the run's held-out rows are scored."""
 
 
 class TrainLoader(Protocol):
@@ -325,6 +327,10 @@ class Workload(Config, abc.ABC):
     def table_schema(self) -> Schema | None:
         """Columns of tabular training data, or None for other data."""
         return None
+
+    def evaluation_data(self, config: TrainConfig) -> DataConfig:
+        """Return the data with the run's held-out rows, of which `open_scoring` takes no others. Its path may be None."""
+        return config.eval_data
 
     @abc.abstractmethod
     def score(self, metrics: dict[str, float]) -> float:

@@ -45,6 +45,12 @@ class Scoring:
     """Flag for tables with `logit` and, if `evaluating`, `label` and the keys of `slice_by`."""
     bounded: tuple[str, ...] = ()
     """Columns of numbers with bounds, each with a column `rayrec.data.encoding.clipping.COLUMN` of the tables."""
+    set_name: str = ""
+    """Name of the run's set, test or validation, whose rows are scored. Empty if all rows of a path are."""
+    first_row: int = 0
+    """Number of the first scored row in its log."""
+    rows_key: str = ""
+    """Hash of the own set's rows, equal for equal rows under any path. Empty if all rows of a path are scored."""
 
     @property
     def rows(self) -> int:

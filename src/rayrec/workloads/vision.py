@@ -23,6 +23,7 @@ from rayrec.workloads.data_parallel.workload import DataParallelWorkload
 if TYPE_CHECKING:
     import torch
 
+    from rayrec.workloads.run_config import DataConfig
     from rayrec.workloads.vision_model import ResNet
 
 
@@ -270,6 +271,9 @@ class VisionWorkload(DataParallelWorkload):
 
     # -- scoring and export
 
+    def evaluation_data(self, config: TrainConfig) -> DataConfig:
+        return config.train_data if config.eval_data.path is None else config.eval_data
+
     def open_labelled(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
         """Open images and labels of a folder (its test files, else its training files), or an image file with its label file.
         Raises InputError if they are missing, damaged or do not match."""
@@ -381,6 +385,9 @@ class ImageFilesWorkload(VisionWorkload):
     @property
     def _mode(self) -> Literal["L", "RGB"]:
         return "L" if self.model.num_channels == 1 else "RGB"
+
+    def evaluation_data(self, config: TrainConfig) -> DataConfig:
+        return config.eval_data  # Without it, the held-out images are rows of the training folder, in no file of their own
 
     def open_labelled(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
         """Open the images of class folders, named as in training, or of tar shards. Raises InputError for others."""

@@ -336,7 +336,9 @@ def test_transform_rejects_invalid_row() -> None:
 
 def test_transform_rejects_other_data() -> None:
     rejects("DataFrame: has no column named s; it has", rayrec.transform, criteo(), FRAME.drop(columns="s"))
-    rejects("data must be a pandas DataFrame or a ray.data.Dataset, got dict", rayrec.transform, criteo(), {"a": [1]})
+    rejects(
+        "data must be a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset, got dict", rayrec.transform, criteo(), {"a": [1]}
+    )
 
 
 @pytest.mark.ray

@@ -20,7 +20,7 @@ from builders.runs import LEAN, QUIET
 import rayrec
 from rayrec import cli, recipes, storage
 from rayrec.config import InputError
-from rayrec.data import synthetic
+from rayrec.data import frame_files, synthetic
 from rayrec.recipes.criteo import criteo_demo
 from rayrec.recipes.mnist import mnist_resnet18
 from rayrec.schema import Schema
@@ -78,8 +78,8 @@ def test_dataframe_run_matches_parquet_run(tmp_path: Path) -> None:
 
 
 def test_dataframe_is_written_as_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataframe_input, "_GROUP_ROWS", 100)
-    monkeypatch.setattr(dataframe_input, "_FILE_ROWS", 200)
+    monkeypatch.setattr(frame_files, "_GROUP_ROWS", 100)
+    monkeypatch.setattr(frame_files, "_FILE_ROWS", 200)
     (note,) = write(config(tmp_path), ratings())
     place = tmp_path / "run" / "data" / "train"
     assert note == f"Wrote 600 rows to {place} as Parquet (once); the run reads its train_data from there"
@@ -122,7 +122,7 @@ def test_failed_write_leaves_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_dataframe_input_rejects_invalid_data(tmp_path: Path) -> None:
     for data, changes, message in (
-        ({"a": [1]}, {}, "train_data: must be a pandas DataFrame or a ray.data.Dataset, got dict"),
+        ({"a": [1]}, {}, "train_data: must be a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset, got dict"),
         (ratings(), {"train_data": {"path": "log"}}, "train_data: cannot use both data and train_data.path log"),
         (ratings().drop(columns="user"), {}, "train_data: has no column named user; did you mean unused"),
         (ratings().assign(user=pd.Timestamp(0)), {}, r"train_data: column user is of type timestamp\[ns\]; text or"),

@@ -1,5 +1,5 @@
-"""Baselines without a neural network, trained on the rows of a click model: gradient-boosted trees (LightGBM) and logistic
-regression on hashed categories (scikit-learn)."""
+"""Baselines without a neural network, trained on the rows of a click model: the click rate, logistic regression on hashed
+categories (scikit-learn), and gradient-boosted trees (LightGBM)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
     from rayrec.workloads.run_config import DataConfig
 
-Kind = Literal["lightgbm", "logistic"]
-PACKAGES: Final[dict[Kind, str]] = {"lightgbm": "lightgbm", "logistic": "sklearn"}
+Kind = Literal["prior", "logistic", "lightgbm"]
+PACKAGES: Final[dict[str, str]] = {"lightgbm": "lightgbm", "logistic": "sklearn"}
 
 _FOLDS: Final = 5
 _SMOOTHING: Final = 20.0
@@ -65,12 +65,20 @@ class Baselines:
 
     def fit(self, kind: Kind, **settings: Any) -> Scorer:
         """Train a baseline. `settings` override LightGBM's defaults, or set `strengths`, the inverse L2 penalties to try."""
+        if kind == "prior":
+            return _Prior.fit(self)
         return _Trees.fit(self, **settings) if kind == "lightgbm" else _Logistic.fit(self, **settings)
+
+    def evaluation_rows(self, first: int, stop: int) -> Iterator[EncodedRows]:
+        """Yield the rows from `first` to before `stop` of the log with the run's held-out rows."""
+        return self._rows(self.config.workload.evaluation_data(self.config), first, stop)
 
     def rows(self, path: str, first: int = 0, stop: int | None = None) -> Iterator[EncodedRows]:
         """Yield the rows of a labeled log in order, all or from row `first` to before `stop`. Raises InputError if it cannot be
         read or has too many invalid lines."""
-        data = self.config.eval_data.replace(path=path, files=())
+        return self._rows(self.config.eval_data.replace(path=path, files=()), first, stop)
+
+    def _rows(self, data: DataConfig, first: int, stop: int | None) -> Iterator[EncodedRows]:
         index = open_run_log(data, self.preprocessor, cache=self.cache, max_bad_fraction=self.config.max_bad_fraction)
         return encode_parts(index.parts(first, index.rows if stop is None else stop), self.preprocessor)
 
@@ -80,7 +88,8 @@ def open_baselines(config: TrainConfig, checkpoint: str, *, max_rows: int, kinds
     bytes for each number and id of these rows, and several times as much while a baseline is trained. Raises InputError for a
     missing package, an unreadable log, and a run without validation rows."""
     for kind in kinds:
-        require(PACKAGES[kind], extra="baselines")
+        if kind in PACKAGES:
+            require(PACKAGES[kind], extra="baselines")
     assert isinstance(config.workload, ClickWorkload)
     preprocessor, cache = load_preprocessor(checkpoint), cache_folder(checkpoint)
     path = config.train_data.path
@@ -142,6 +151,24 @@ class _Rates:
         count, clicks = self.count[ids], self.clicks[ids]
         rate = (clicks + _SMOOTHING * self.prior) / (count + _SMOOTHING)
         return np.stack([rate, np.log1p(count)], axis=1).astype(np.float32)
+
+
+class _Prior:
+    """Click rate of the training rows, the same for every row."""
+
+    parameters = 1
+
+    def __init__(self, rate: float) -> None:
+        self._logit = np.log(rate / (1 - rate))
+
+    @classmethod
+    def fit(cls, baselines: Baselines) -> _Prior:
+        labels = baselines.train.label
+        # One more click and one more row without keep the logit finite if all labels are equal.
+        return cls((float(labels.sum()) + 1.0) / (len(labels) + 2.0))
+
+    def logits(self, rows: EncodedRows) -> np.ndarray:
+        return np.full(len(rows), self._logit, np.float32)
 
 
 class _Trees:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
@@ -68,7 +69,8 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     schema = preprocessor.schema if labelled else preprocessor.schema.unlabelled()
     columns = key_columns(context.slice_by, schema)
     frequencies = frequency_columns(context.slice_by, preprocessor)
-    index, blocks = _blocks(context, schema)
+    index, set_name, (first_row, stop_row) = _index(context, schema)
+    blocks = _blocks(context, index, (first_row, stop_row))
     slice_columns = dict.fromkeys((*columns, *frequencies))
     if slice_columns and index.is_preprocessed:
         raise InputError(
@@ -90,17 +92,23 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
         stretches=tuple(slices_of(index)[1]) if DAY in context.slice_by else (),
         counts_clipped=context.counts_clipped,
     )
-    assert sum(scored.block.rows for scored in blocks) == index.rows
+    assert sum(scored.block.rows for scored in blocks) == stop_row - first_row
+    described = {"bad_rows": index.faults.total, "preprocessor": preprocessor.hash()}
+    if set_name:
+        described = {"set": set_name, "path": context.path, **described}
     return Scoring(
         block_rows=tuple(scored.block.rows for scored in blocks),
         load=process.load,
         make_totals=MeasureTotals
         if measuring
         else functools.partial(_ClickTotals, heads, grouped=group is not None, ks=context.ranking_k or DEFAULT_KS),
-        described={"bad_rows": index.faults.total, "preprocessor": preprocessor.hash()},
+        described=described,
         thread_safe=True,
         is_clicks=isinstance(heads[0], BinaryHead),
         bounded=ClipCounter(preprocessor).names if context.counts_clipped and not measuring else (),
+        set_name=set_name,
+        first_row=first_row,
+        rows_key=_rows_key(index.parts(first_row, stop_row)) if set_name else "",
     )
 
 
@@ -127,23 +135,41 @@ def frequency_columns(slice_by: Sequence[str], preprocessor: Preprocessor) -> tu
     return tuple(columns)
 
 
-def _blocks(context: ScoringContext, schema: Schema) -> tuple[LogIndex, list[ScoredBlock]]:
-    """Return the log index, and its rows in blocks to score."""
-    path, data, console = context.path, context.config.eval_data, context.console
-    engine = context.engine()
+def _index(context: ScoringContext, schema: Schema) -> tuple[LogIndex, str, tuple[int, int]]:
+    """Return the log index, the name of the run's own set if only its rows are scored, and the row range [start, stop)."""
+    config, console = context.config, context.console
+    assert isinstance(config.workload, ClickSettings)
+    data = config.workload.evaluation_data(config) if context.evaluation_rows else config.eval_data.replace(files=())
     with console.preparing():
-        index = LogSource.at(path).index(
+        index = LogSource.at(context.path, data.files).index(
             schema,
             segment_bytes=data.segment_bytes,
-            context=TaskContext(engine, cache_folder(context.checkpoint), console.note, console.progress, console.warn),
-            max_bad_fraction=context.config.max_bad_fraction,
+            context=TaskContext(context.engine(), cache_folder(context.checkpoint), console.note, console.progress, console.warn),
+            max_bad_fraction=config.max_bad_fraction,
         )
-        lines = first_lines(index, segments_per_task=data.segments_per_block, engine=engine)
-    order = BlockOrder(tuple(index.parts(0, index.rows)), shuffle="none", seed=0, segments_per_block=data.segments_per_block)
+    if not context.evaluation_rows:
+        return index, "", (0, index.rows)
+    return index, *config.workload.evaluation_rows(config, index)
+
+
+def _blocks(context: ScoringContext, index: LogIndex, rows: tuple[int, int]) -> list[ScoredBlock]:
+    """Return the rows [start, stop) of the log in blocks to score."""
+    segments_per_block = context.config.eval_data.segments_per_block
+    with context.console.preparing():
+        lines = first_lines(index, segments_per_task=segments_per_block, engine=context.engine())
+    order = BlockOrder(tuple(index.parts(*rows)), shuffle="none", seed=0, segments_per_block=segments_per_block)
     rows_follow = not index.faults.total or index.is_preprocessed
-    return index, [
-        ScoredBlock(block, tuple(lines[part.segment] for part in block.parts), rows_follow) for block in order.blocks(0)
-    ]
+    return [ScoredBlock(block, tuple(lines[part.segment] for part in block.parts), rows_follow) for block in order.blocks(0)]
+
+
+def _rows_key(parts: Iterable[SegmentRange]) -> str:
+    """Return a hash of these rows: of segment checksums, or of file names if segments have none."""
+    digest = hashlib.sha256()
+    for part in parts:
+        segment = part.segment
+        identity = (segment.path, segment.start) if segment.checksum is None else segment.checksum
+        digest.update(repr((identity, segment.rows, part.start, part.stop)).encode())
+    return digest.hexdigest()
 
 
 def cache_folder(checkpoint: str) -> str:

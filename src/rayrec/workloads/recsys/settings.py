@@ -23,6 +23,7 @@ from rayrec.schema import PlaceholderSchema, Schema, load_schema
 from rayrec.sharding.planner import ShardingConfig
 from rayrec.workloads.base import TrainConfig, Workload
 from rayrec.workloads.recsys.distillation import Teacher, TeacherConfig
+from rayrec.workloads.run_config import DataConfig
 
 
 def read_schema(schema: Schema | str) -> Schema:
@@ -178,6 +179,20 @@ class ClickSettings(Workload):
         """Return the row range [start, stop) of each set in a training log. Preprocessed data stores them."""
         data = LogSource.at(path).dataset()
         return (data and data.sets) or self.preset.split.rows(index)
+
+    def evaluation_data(self, config: TrainConfig) -> DataConfig:
+        return config.train_data if config.eval_data.path is None else config.eval_data
+
+    def evaluation_rows(self, config: TrainConfig, index: LogIndex) -> tuple[str, tuple[int, int]]:
+        """Return the name and the row range [start, stop) of a run's test rows, or of its validation rows if it has no test rows.
+
+        `index` is that of `evaluation_data`."""
+        if config.eval_data.path is not None:
+            return "validation", (0, index.rows)
+        assert config.train_data.path is not None
+        sets = self.split_rows(config.train_data.path, index)
+        name = "test" if "test" in sets else "validation"
+        return name, sets[name]
 
     def unpooled(self, inputs: Schema) -> tuple[str, ...]:
         """Return the columns with unpooled embedding lookups in training."""
