@@ -1,6 +1,5 @@
 """Commands of e2eAIOK and torchrec_dlrm, changed only as the tables of docs/from-*.md say, and run."""
 
-import importlib.util
 import json
 import re
 import shlex
@@ -34,10 +33,18 @@ def test_data_process_train_and_inference_of_e2eaiok(click_log: Path, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.extended
-@pytest.mark.parametrize(("module", "line"), [("torch.distributed.run", TORCHRUN), ("torchx.cli.main", TORCHX)])
-def test_lines_of_torchrec_dlrm(module: str, line: str, tmp_path: Path) -> None:
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
-        pytest.skip("torchx is not a dependency")
+def test_lines_of_torchrec_dlrm(tmp_path: Path) -> None:
+    _check_line("torch.distributed.run", TORCHRUN, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_torchx_line_of_torchrec_dlrm(tmp_path: Path) -> None:
+    pytest.importorskip("torchx", reason="torchx is not a dependency")
+    _check_line("torchx.cli.main", TORCHX, tmp_path)
+
+
+def _check_line(module: str, line: str, tmp_path: Path) -> None:
     for old, new in changes("from-torchrec-dlrm"):
         line = line.replace(old, new)
     run_command(sys.executable, "-m", module, *shlex.split(f"{line} {SMALL}"), cwd=tmp_path)

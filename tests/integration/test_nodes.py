@@ -1,7 +1,9 @@
 """A cluster of machines that share nothing but what is said: each an address, a host name, files and memory of its own."""
 
+import itertools
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -9,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from builders.faults import until
 from builders.runs import check_no_rows_lost
@@ -232,6 +235,29 @@ def left(machines: list[Node]) -> list[bytes]:
 
 SSH = ROOT / "deploy" / "ssh" / "run.sh"
 NOTEBOOKS = script("tools", "run_notebook")
+LOSSES_BY_STEP = r"\b\d+: (\d\.\d{4})\b"
+FIGURES = {
+    "dlrm_nodes": r"([\d,]+) rows counted|([\d,]+) ids in 26 tables|'(?:auroc|logloss|rows)': ([\d.]+)",
+    "gpt2_nodes": rf"'(?:blocks|tokens|loss)': ([\d.]+)|{LOSSES_BY_STEP}",
+}
+"""Results that do not depend on the machine's speed."""
+WORKERS = {
+    "dlrm_nodes": [["worker 0", "worker 1"]],
+    "gpt2_nodes": [["worker 0", "worker 1"], ["workers 0 to 3", "workers 4 to 7"]],  # 2x1 and 2x4
+}
+"""Workers of the two nodes in each run of a notebook."""
+
+
+def text_of(notebook: dict[str, Any]) -> str:
+    """Return the text that the cells of a notebook show."""
+    outputs = itertools.chain(*(cell.get("outputs", ()) for cell in notebook["cells"]))
+    return "\n".join("".join(output.get("text") or output["data"]["text/plain"]) for output in outputs)
+
+
+def numbers_in(text: str, pattern: str) -> list[float]:
+    """Return the numbers in the groups of a pattern, in order."""
+    groups = itertools.chain(*(match.groups() for match in re.finditer(pattern, text)))
+    return [float(number.replace(",", "")) for number in groups if number]
 
 
 @pytest.mark.exhaustive
@@ -261,8 +287,17 @@ def test_ssh_script_trains_on_two_machines(click_log: Path, shared: Path, tmp_pa
 @pytest.mark.parametrize("name", ["dlrm_nodes", pytest.param("gpt2_nodes", marks=pytest.mark.exhaustive)])
 def test_notebooks_run_on_nodes(name: str) -> None:
     path = ROOT / "examples" / f"{name}.ipynb"
-    stored, made = (
-        [[output["output_type"] for output in cell.get("outputs", ())] for cell in notebook["cells"]]
-        for notebook in (json.loads(path.read_text()), NOTEBOOKS.run(path))
-    )
-    assert stored == made
+    stored, made = json.loads(path.read_text()), NOTEBOOKS.run(path)
+    assert [len(cell.get("outputs", ())) for cell in made["cells"]] == [len(cell.get("outputs", ())) for cell in stored["cells"]]
+    shown, expected = text_of(made), text_of(stored)
+    assert numbers_in(shown, FIGURES[name]) == pytest.approx(numbers_in(expected, FIGURES[name]), rel=1e-2)
+    runs = WORKERS[name]
+    found = re.findall(r"(node\d+)'?:? \['(workers? [^']+)'", shown)
+    assert sorted(workers for _, workers in found) == sorted(itertools.chain(*runs))
+    assert len({node for node, _ in found}) == 2
+    if name == "dlrm_nodes":
+        (reader,) = re.findall(r"(node\d+) \['data tasks'\]", shown)
+        assert reader not in {node for node, _ in found}
+    else:
+        by_one, by_four = np.array_split(numbers_in(shown, LOSSES_BY_STEP), 2)
+        assert by_one.tolist() == pytest.approx(by_four.tolist(), abs=2e-4)

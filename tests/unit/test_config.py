@@ -172,6 +172,23 @@ def test_dumped_placeholder_declares_no_columns() -> None:
     assert type(declared.workload.schema) is Schema, "a log may have the example's columns"
 
 
+def test_ray_dlrm_matches_template_settings() -> None:
+    """The RecsysConfig of Ray's template, and the counts of its mapping tables."""
+    config = recipes.ray_dlrm()
+    workload = config.workload
+    assert isinstance(workload, ClickWorkload)
+    model: Any = workload.model
+    assert (workload.preset.name, workload.preset.min_count, workload.preset.split.kind) == ("ray-template", 3, "last_file")
+    assert (model.interaction, model.embedding_dim, model.bottom_mlp) == ("cross", 128, (512, 256, 128))
+    assert model.top_mlp == (1024, 1024, 512, 256, 1)
+    assert config.replace(workload={"model": {"interaction": "dot"}}).workload.model.interaction == "dot"  # The "original" one
+    for optimizer in (workload.sparse_optimizer, workload.dense_optimizer):
+        assert (optimizer.kind, optimizer.learning_rate) == ("adagrad", 0.005)
+    assert (config.batch_size, config.eval_batch_size) == (4096, 8192)
+    assert (config.evaluate_every, config.log_every, config.scaling.num_workers) == (1000, 100, 8)
+    assert (config.failure.max_failures, config.checkpoint.num_to_keep) == (2, 1)
+
+
 @pytest.mark.parametrize("name", ["criteo_finalnet_x4", "criteo_finalmlp", "criteo_dcnv3"])
 def test_published_recipes_match_settings(name: str) -> None:
     """Adam 1e-3, a penalty on full tables, joint clipping, lower rates after one bad epoch, stop after two."""

@@ -205,6 +205,32 @@ def test_recipe_supplies_rules(click_log: Path, tmp_path: Path) -> None:
         rejects(problem, rayrec.preprocess, log, out=str(tmp_path / "no"), format=format, recipe=recipe, console=QUIET)
 
 
+def test_vocabulary_maps_counted_values_to_ids(click_log: Path, tmp_path: Path) -> None:
+    """The tables of ray-template: each value, or none, counted three times or more has an id from 2; rarer ones share 1."""
+    lines = (click_log / "train.txt").read_text().splitlines()[:3000]
+    (tmp_path / "train.txt").write_text("".join(f"{line}\n" for line in lines))
+    out = str(tmp_path / "tables")
+    made = vocabulary(str(tmp_path / "train.txt"), out=out, config=PreparationConfig(preset="ray-template"))
+    block, _ = parse(SCHEMA, (tmp_path / "train.txt").read_bytes())
+    columns = list(zip(*(line.split("\t")[14:] for line in lines), strict=True))
+    for name, values, ids in zip(SCHEMA.sparse, columns, Preprocessor.load(out).encode(block).ids, strict=True):
+        counts = Counter(values)
+        mapping = dict(zip(values, np.asarray(ids).tolist(), strict=True))
+        frequent = sorted(mapping[value] for value, count in counts.items() if count >= 3)
+        assert frequent == list(range(2, made["num_embeddings"][name])), name
+        assert {mapping[value] for value, count in counts.items() if count < 3} <= {1}, name
+
+
+@pytest.mark.parametrize(("preset", "reserved", "categories"), [("mlperf-v1", 1, 7), ("rayrec", 2, 6)])
+def test_mlperf_dictionary_includes_evaluation_rows(preset: str, reserved: int, categories: int, tmp_path: Path) -> None:
+    """Each seventh has a category. The last one is for evaluation."""
+    rows = ["\t".join(["0", *["1"] * 13, *[f"{number // 10 + 1:08x}"] * 26]) for number in range(70)]
+    (tmp_path / "train.txt").write_text("".join(f"{row}\n" for row in rows))
+    config = PreparationConfig(preset=preset, split="sevenths", min_count=1)
+    made = vocabulary(str(tmp_path / "train.txt"), out=str(tmp_path / "out"), config=config)
+    assert set(made["num_embeddings"].values()) == {reserved + categories}
+
+
 def test_id_tables_replace_counts(click_log: Path, tmp_path: Path, parsed: Parsed) -> None:
     """Values counted three times or more, from 2 by falling count. The log is not read, unless numbers need its constants."""
     lines = (click_log / "train.txt").read_text().splitlines()[:3000]
