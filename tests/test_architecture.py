@@ -22,7 +22,7 @@ from rayrec.environment.installation import installed_distributions
 
 HOUSE = {
     # count: (at most, margin); a bound that is more than the margin above the count fails too
-    "files": (310, 10),
+    "files": (315, 10),
     "statements": (42_000, 3_000),
     "crowded folders": (1, 0),
     "circles": (0, 0),
