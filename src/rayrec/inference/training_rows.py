@@ -123,7 +123,7 @@ def _has_changed(config: TrainConfig, checkpoint: str) -> bool:
 
 
 def _identity(segment: Segment) -> Any:
-    """Return a key that segments of equal rows fraction: their checksum, or, of preprocessed and random rows, their place."""
+    """Return the key of a segment, equal for equal rows: their checksum, or, for preprocessed and random rows, their place."""
     if segment.checksum is None:
         return segment.path, segment.start, segment.stop
     return segment.checksum, segment.rows
@@ -173,9 +173,9 @@ def _salted(values: np.ndarray, number: int) -> np.ndarray:
 def count_repeated(scored: np.ndarray, *, train: np.ndarray, unseen: np.ndarray) -> int | None:
     """Return how many scored rows are training rows, given the hashes of each set's rows in order, uint64 [rows]. Pure.
 
-    Rows count as members of the shortest runs (of 1, 8 or 64 consecutive rows) that no held-out rows fraction with the training
-    rows. None if even the longest are shared, or if only single rows suggest that the scored rows were drawn from the training
-    rows at random."""
+    Rows count as members of the shortest runs (of 1, 8 or 64 consecutive rows) that are in the training rows, but never in the
+    held-out rows as well. None if even the longest are in both, or if only single rows suggest that the scored rows were drawn
+    from the training rows at random."""
     is_equal = np.isin(scored, train)
     if not is_equal.any():
         return 0
