@@ -137,8 +137,8 @@ def predict(
     settings = ScoringConfig().updated(options)
     config = _scoring_config(checkpoint, recipe, cluster_address, settings)
     if out is None:
-        located = _persistent_path(path, checkpoint, config)
-        return prediction.predict(checkpoint, located, config=config, options=settings, console=_console(console))
+        persistent = _persistent_path(path, checkpoint, config)
+        return prediction.predict(checkpoint, persistent, config=config, options=settings, console=_console(console))
     with _input_path(path, checkpoint, config, labelled=False) as located:
         assert located is not None
         return prediction.predict_to(checkpoint, located, out, config=config, options=settings, console=_console(console))

@@ -52,7 +52,9 @@ def transform(preprocessor: Preprocessor | str | os.PathLike[str], data: pandas.
 
 
 @overload
-def transform(preprocessor: Preprocessor | str | os.PathLike[str], data: pa.Table) -> pa.Table: ...
+def transform(  # type: ignore[overload-cannot-match]  # To mypy, DataFrame is Any: pandas has no types.
+    preprocessor: Preprocessor | str | os.PathLike[str], data: pa.Table
+) -> pa.Table: ...
 
 
 def transform(

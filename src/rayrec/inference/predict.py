@@ -82,6 +82,7 @@ def predict_to(
 def _job_inputs(opened: ScoringJob, request: ScoringRequest) -> dict[str, Any]:
     """Return everything that determines the bytes of the files."""
     path = request.path
+    assert path is not None
     is_folder = storage.exists(path) and storage.size_of(path) is None
     files = storage.files_in(path, recursive=True) if is_folder else storage.list_files(path)  # Size and time reveal changes
     return {

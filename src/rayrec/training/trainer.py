@@ -35,7 +35,7 @@ from rayrec.training.stop_monitor import Signals
 from rayrec.workloads.base import RunContext, TrainConfig, WarmStart
 
 if TYPE_CHECKING:
-    from rayrec.training.dataframe_input import Table
+    from rayrec.data.frame_files import Rows
 
 _PATIENCE_S = 5.0
 """Timeout for an unavailable store in the final writes after an error."""
@@ -44,8 +44,8 @@ _PATIENCE_S = 5.0
 def train(
     config: TrainConfig,
     *,
-    data: Table | None = None,
-    eval_data: Table | None = None,
+    data: Rows | None = None,
+    eval_data: Rows | None = None,
     console: Console | None = None,
     stopwatch: Stopwatch | None = None,
     stop: threading.Event | None = None,
@@ -172,7 +172,7 @@ def _drive(
     config: TrainConfig,
     make_launcher: Callable[[TrainConfig], Launcher],
     *,
-    tables: Mapping[str, Table],
+    tables: Mapping[str, Rows],
     console: Console,
     stopwatch: Stopwatch,
     stop: threading.Event | None,
@@ -269,7 +269,7 @@ def _stopped_text(folder: str) -> str:
 
 
 def _checked(
-    config: TrainConfig, folder: str, tables: Mapping[str, Table], note: Callable[[str], None]
+    config: TrainConfig, folder: str, tables: Mapping[str, Rows], note: Callable[[str], None]
 ) -> tuple[TrainConfig, Changes]:
     """Return the configuration with the paths of given data, after writing it, and the changes from an earlier start. Raises
     InputError for invalid settings and data before anything is written."""
