@@ -225,7 +225,7 @@ def test_rows_are_evaluated_and_predicted(local_ray: None, tmp_path: Path) -> No
     told = rayrec.evaluate(str(tmp_path / "run"), path, **here)
     assert told.pop("loss") == pytest.approx(losses.double().mean().item(), rel=1e-6)
     assert told.pop("perplexity") == pytest.approx(np.exp(losses.double().mean().item()), rel=1e-6)
-    assert told == {"bits": 32.0, "rows": 333, "checkpoint": checkpoint}
+    assert told == {"bits": 32.0, "rows": 333, "training_rows": None, "checkpoint": checkpoint}
 
     out = tmp_path / "out"
     told = rayrec.predict(checkpoint, path, out=str(out), batch_rows=7, **here)
