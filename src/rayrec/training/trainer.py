@@ -63,11 +63,11 @@ def train(
     call.
 
     For a click model, `data` and `eval_data` may replace `train_data.path` and `eval_data.path`: a pandas DataFrame, a
-    `pyarrow.Table` or a `ray.data.Dataset` with the columns of its schema. Before anything starts, these columns are written once, atomically, as
-    Parquet into the run's folder (`data/train`, `data/eval`) and read from there. Thus the run can resume at its exact position
-    even without the original data. The row order of a DataFrame is kept, and NaN and None are missing values. Ray Data's tasks
-    write a Dataset, in its order if `DataContext.execution_options.preserve_order` is set. Without `eval_data` the last rows are
-    held out by default.
+    `pyarrow.Table` or a `ray.data.Dataset` with the columns of its schema. Before anything starts, these columns are
+    written once, atomically, as Parquet into the run's folder (`data/train`, `data/eval`) and read from there. Thus the run
+    can resume at its exact position even without the original data. The row order of a DataFrame is kept, and NaN and None
+    are missing values. Ray Data's tasks write a Dataset, in its order if `DataContext.execution_options.preserve_order` is
+    set. Without `eval_data` the last rows are held out by default.
 
     A resumed run uses the written data. It raises InputError if columns, types or the row count differ, as far as they are
     known without computing a Dataset, but does not detect changed values. A run without a saved step writes its data again."""
