@@ -105,5 +105,5 @@ def test_each_row_has_words() -> None:
         ("Spot instances, GPT-2", "Kubernetes", "test_manifests_match_kuberay_schema"),
     ],
 )
-def test_unrelated_citation_is_found(section: str, row: str, test: str) -> None:
+def test_unrelated_citation_lacks_words(section: str, row: str, test: str) -> None:
     assert lacking(section, row, [test])

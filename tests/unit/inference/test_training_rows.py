@@ -96,13 +96,13 @@ def test_new_rows_are_no_training_rows(trained: Trained, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("edit", ["removed", "changed"])
 def test_training_rows_are_unknown_without_log(edit: str, tmp_path: Path) -> None:
-    own = Trained(tmp_path)
-    copy = shutil.copy(own.log, tmp_path / "copy.txt")
+    run = Trained(tmp_path)
+    copy = shutil.copy(run.log, tmp_path / "copy.txt")
     if edit == "removed":
-        own.log.unlink()
+        run.log.unlink()
     else:
-        own.log.write_bytes(b"".join(own.lines[10:]))
-    assert own.evaluate(str(copy))["training_rows"] is None
+        run.log.write_bytes(b"".join(run.lines[10:]))
+    assert run.evaluate(str(copy))["training_rows"] is None
 
 
 def test_training_rows_are_reported_even_if_quiet(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,11 +149,11 @@ def test_accidentally_equal_rows_count_as_new(repeating: tuple[str, pd.DataFrame
 def test_random_sample_of_repeating_rows_is_unknown() -> None:
     rng = np.random.default_rng(0)
     train = rng.integers(0, 3_000, 4_000).astype(np.uint64)
-    held_out = rng.integers(0, 3_000, 500).astype(np.uint64)
-    assert count_repeated(rng.permutation(train)[:800], train=train, unseen=held_out) is None
-    assert count_repeated(rng.integers(0, 3_000, 800).astype(np.uint64), train=train, unseen=held_out) == 0
-    assert count_repeated(train[50:850], train=train, unseen=held_out) == 800
-    assert count_repeated(np.arange(9_000, 9_100, dtype=np.uint64), train=train, unseen=held_out) == 0
+    unseen = rng.integers(0, 3_000, 500).astype(np.uint64)
+    assert count_repeated(rng.permutation(train)[:800], train=train, unseen=unseen) is None
+    assert count_repeated(rng.integers(0, 3_000, 800).astype(np.uint64), train=train, unseen=unseen) == 0
+    assert count_repeated(train[50:850], train=train, unseen=unseen) == 800
+    assert count_repeated(np.arange(9_000, 9_100, dtype=np.uint64), train=train, unseen=unseen) == 0
 
 
 def test_rows_with_equal_runs_everywhere_are_unknown() -> None:
@@ -178,12 +178,12 @@ def test_hash_uses_all_values() -> None:
 def test_evaluate_without_path_scores_test_rows(trained: Trained, tmp_path: Path) -> None:
     part = tmp_path / "test.txt"
     part.write_bytes(b"".join(trained.lines[-HELD_OUT:]))
-    own, by_file = trained.evaluate(), trained.evaluate(str(part))
+    result, by_file = trained.evaluate(), trained.evaluate(str(part))
     names = ("auroc", "logloss", "calibration", "rows", "label_rate")
-    assert {name: own[name] for name in names} == {name: by_file[name] for name in names}
+    assert {name: result[name] for name in names} == {name: by_file[name] for name in names}
     summary = json.loads(Path(trained.run, "summary.json").read_text())
-    assert own["auroc"] == pytest.approx(summary["metrics"]["auroc"], abs=1e-6)
-    assert (own["set"], own["path"], own["training_rows"]) == ("test", str(trained.log), 0)
+    assert result["auroc"] == pytest.approx(summary["metrics"]["auroc"], abs=1e-6)
+    assert (result["set"], result["path"], result["training_rows"]) == ("test", str(trained.log), 0)
 
 
 def test_evaluate_without_test_rows_scores_validation(trained: Trained, tmp_path: Path) -> None:
@@ -197,9 +197,9 @@ def test_evaluate_without_test_rows_scores_validation(trained: Trained, tmp_path
 
 
 def test_evaluate_without_path_rejects_moved_log(tmp_path: Path) -> None:
-    own = Trained(tmp_path)
-    own.log.rename(tmp_path / "moved.txt")
-    rejects(f"data {own.log} does not exist from here. Run this in the folder", rayrec.evaluate, own.run, console=QUIET)
+    run = Trained(tmp_path)
+    run.log.rename(tmp_path / "moved.txt")
+    rejects(f"data {run.log} does not exist from here. Run this in the folder", rayrec.evaluate, run.run, console=QUIET)
 
 
 def test_baselines_are_scored_beside_model(trained: Trained) -> None:
