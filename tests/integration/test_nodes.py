@@ -292,12 +292,12 @@ def test_notebooks_run_on_nodes(name: str) -> None:
     shown, expected = text_of(made), text_of(stored)
     assert numbers_in(shown, FIGURES[name]) == pytest.approx(numbers_in(expected, FIGURES[name]), rel=1e-2)
     runs = WORKERS[name]
-    found = re.findall(r"(node\d+)'?:? \['(workers? [^']+)'", shown)
-    assert sorted(workers for _, workers in found) == sorted(itertools.chain(*runs))
-    assert len({node for node, _ in found}) == 2
+    placed = re.findall(r"(node\d+)'?:? \['(workers? [^']+)'", shown)
+    assert sorted(workers for _, workers in placed) == sorted(itertools.chain(*runs))
+    assert len({node for node, _ in placed}) == 2
     if name == "dlrm_nodes":
         (reader,) = re.findall(r"(node\d+) \['data tasks'\]", shown)
-        assert reader not in {node for node, _ in found}
+        assert reader not in {node for node, _ in placed}
     else:
         by_one, by_four = np.array_split(numbers_in(shown, LOSSES_BY_STEP), 2)
         assert by_one.tolist() == pytest.approx(by_four.tolist(), abs=2e-4)

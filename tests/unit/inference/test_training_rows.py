@@ -24,7 +24,7 @@ from rayrec.schema import Schema
 
 ROWS, TRAINED = 6_000, 6_000 - 6_000 // 7
 """Rows of the log, and its training rows: six of seven parts."""
-HELD_OUT = (ROWS - TRAINED) // 2
+TESTED = (ROWS - TRAINED) // 2
 
 
 class Trained:
@@ -177,7 +177,7 @@ def test_hash_uses_all_values() -> None:
 
 def test_evaluate_without_path_scores_test_rows(trained: Trained, tmp_path: Path) -> None:
     part = tmp_path / "test.txt"
-    part.write_bytes(b"".join(trained.lines[-HELD_OUT:]))
+    part.write_bytes(b"".join(trained.lines[-TESTED:]))
     result, by_file = trained.evaluate(), trained.evaluate(str(part))
     names = ("auroc", "logloss", "calibration", "rows", "label_rate")
     assert {name: result[name] for name in names} == {name: by_file[name] for name in names}
@@ -208,7 +208,7 @@ def test_baselines_are_scored_beside_model(trained: Trained) -> None:
     prior, logistic = result["baselines"]
     labels = np.array([line[:1] == b"1" for line in trained.lines], np.uint8)
     rate = (labels[:TRAINED].sum() + 1) / (TRAINED + 2)
-    tested = labels[-HELD_OUT:]
+    tested = labels[-TESTED:]
     expected = binary_metrics(np.full(len(tested), np.log(rate / (1 - rate)), np.float32), tested)
     assert {name: prior[name] for name in expected} == pytest.approx(expected, nan_ok=True)
     assert (prior["auroc"], prior["trained_rows"]) == (0.5, TRAINED)
@@ -221,13 +221,13 @@ def test_command_lists_baselines(trained: Trained, capsys: pytest.CaptureFixture
     assert cli.run(["evaluate", trained.run, "--baselines", "-q"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [baseline["name"] for baseline in result["baselines"]] == ["prior", "logistic"]
-    assert result["rows"] == HELD_OUT
+    assert result["rows"] == TESTED
 
 
 def test_compare_without_path_scores_test_rows(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["compare", trained.run, trained.run, "--resamples", "20", "-q"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert (result["rows"], len(result["models"])) == (HELD_OUT, 2)
+    assert (result["rows"], len(result["models"])) == (TESTED, 2)
     assert result["models"][0]["auroc"] == trained.evaluate()["auroc"]
     assert cli.run(["compare", trained.run, "--baselines", "prior", "--resamples", "20", "-q"]) == 0
     assert [model["name"] for model in json.loads(capsys.readouterr().out)["models"]] == ["run", "prior"]
@@ -247,7 +247,7 @@ def test_models_with_copies_of_test_rows_are_compared(trained: Trained, tmp_path
     log.mkdir()
     shutil.copy(trained.log, log / "train.txt")
     run = train(one_worker(log, tmp_path, steps=2, evaluate_every=2, name="copy")).folder
-    assert rayrec.compare([trained.run, run], resamples=20, console=QUIET)["rows"] == HELD_OUT
+    assert rayrec.compare([trained.run, run], resamples=20, console=QUIET)["rows"] == TESTED
 
 
 # -- rows in memory

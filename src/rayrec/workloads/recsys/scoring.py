@@ -163,7 +163,7 @@ def _blocks(context: ScoringContext, index: LogIndex, rows: tuple[int, int]) -> 
 
 
 def _rows_key(parts: Iterable[SegmentRange]) -> str:
-    """Return a hash of these rows: of segment checksums, or of file names if segments have none."""
+    """Hash these rows by the checksums of their segments, or by file names without checksums."""
     digest = hashlib.sha256()
     for part in parts:
         segment = part.segment
