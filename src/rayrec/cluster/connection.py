@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from rayrec.cluster import forked_worker
-from rayrec.cluster.fork_server import ForkServer
+from rayrec.cluster.fork_server import ForkServer, socket_folder
 from rayrec.cluster.layout import Layout, Node, nodes_for_tasks
 from rayrec.cluster.node_storage import RuntimeEnvConfig, job_environment
 from rayrec.config import Config, InputError
@@ -157,6 +157,7 @@ def _start(environment: RuntimeEnvConfig, preload: Sequence[str], settings: Mapp
 
     variables, fields = environment.variables(os.environ), environment.fields()
     added = {name: value for name, value in _LOCAL_ENVIRONMENT.items() if name not in os.environ} | variables
+    added |= {"RAY_TMPDIR": socket_folder()}
     if _fork_server is not None and _fork_server[1] != variables:
         _fork_server[0].close()
         _fork_server = None
@@ -174,8 +175,13 @@ def _start(environment: RuntimeEnvConfig, preload: Sequence[str], settings: Mapp
     except Exception as error:  # Ray 2.60 raises no narrower class if its processes are not up in 30 s
         raise OSError(
             f"cannot start a local Ray ({one_line(error)}). The machine may be short of CPU, memory or disk. Check "
-            "/tmp/ray/session_latest/logs, then run the same command again"
+            f"{session_logs()}, then run the same command again"
         ) from None
+
+
+def session_logs() -> str:
+    """Return the folder with the logs of the newest Ray that this machine's user started."""
+    return os.path.join(socket_folder(), "ray", "session_latest", "logs")
 
 
 @contextlib.contextmanager

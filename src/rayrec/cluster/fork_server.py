@@ -38,6 +38,9 @@ LIBRARIES: Final = (
 """Modules that Ray, Ray Data and Ray Train import."""
 _FILES: Final = 4
 """Number of file descriptors that `forked_worker.send_request` sends with a request."""
+_MAX_FOLDER_BYTES: Final = 37
+"""Maximum length of the path below which a local Ray can have its folder. Linux allows 107 bytes for the path of a socket, and
+Ray's longest is ray/session_YYYY-MM-DD_hh-mm-ss_uuuuuu_PROCESS/sockets/plasma_store."""
 _REQUEST_S: Final = 10.0
 _POLL_S: Final = 2.0
 _WAITING: Final = 1024
@@ -48,12 +51,23 @@ _Next = Callable[[], Any]
 """Continuation of a forked process, called after it has left its parent's stack frames."""
 
 
+def socket_folder() -> str:
+    """Return the folder for the folders of local Rays and their fork servers: RAY_TMPDIR, else TMPDIR unless its path is too long
+    for sockets, else /tmp."""
+    if ray_folder := os.environ.get("RAY_TMPDIR"):
+        return ray_folder
+    folder = os.environ.get("TMPDIR") or "/tmp"
+    return folder if len(os.fsencode(folder)) <= _MAX_FOLDER_BYTES else "/tmp"
+
+
 class ForkServer:
     """Fork server of the local Rays that this process starts. Ends with `close` or with this process."""
 
     def __init__(self, preload: Sequence[str] = (), *, libraries: Sequence[str] = LIBRARIES) -> None:
         """Start the server. `preload`: modules of a template to create at once. `libraries`: modules of every process."""
-        self._folder = Scratch("fork")
+        parent = socket_folder()
+        os.makedirs(parent, exist_ok=True)  # As Ray does
+        self._folder = Scratch("fork", parent=parent)
         self.address = os.path.join(self._folder.path, "fork")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.address)

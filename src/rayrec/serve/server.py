@@ -181,7 +181,7 @@ def _deploy(config: ServeConfig, make: Callable[[], Application], control: Contr
             raise InputError(cause) from None
         raise InputError(
             f"Ray Serve did not start the server: {' '.join(str(error).split())[:500]}. Its logs are in "
-            "/tmp/ray/session_latest/logs/serve."
+            f"{connection.session_logs()}/serve."
         ) from None
     instance = find_instance(APPLICATION)
     assert instance is not None

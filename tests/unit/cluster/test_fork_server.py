@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -174,7 +176,11 @@ class NodeManager:
 
     def __init__(self, folder: Path, command: str = "/bin/echo setup_worker.py") -> None:
         (folder / "session_1").mkdir()
-        self._folder, self._errors = folder, folder / "errors"
+        # The paths of sockets have at most 107 bytes, wherever the temporary folder is.
+        self._short = tempfile.mkdtemp(prefix="rn", dir="/tmp")
+        self._folder = Path(self._short, "ray")
+        self._folder.symlink_to(folder)
+        self._errors = folder / "errors"
         arguments = [sys.executable, "-c", NODE_MANAGER, f"--python_worker_command={command}"]
         with open(self._errors, "wb") as errors:
             pipe = subprocess.PIPE
@@ -192,6 +198,7 @@ class NodeManager:
     def kill(self) -> None:
         self._process.kill()
         self._process.communicate()
+        shutil.rmtree(self._short, ignore_errors=True)
 
 
 @pytest.fixture
@@ -263,6 +270,25 @@ def test_python_paths_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert manager.start(program, forked_worker.python_of_a_job()).startswith(f"{program} --temp-dir"), "Ray's"
     manager.kill()
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({}, "/tmp"),
+        ({"TMPDIR": "/" + "t" * 36}, "/" + "t" * 36),
+        ({"TMPDIR": "/" + "t" * 37}, "/tmp"),
+        ({"TMPDIR": "/" + "t" * 37, "RAY_TMPDIR": "/r"}, "/r"),
+    ],
+)
+def test_sockets_are_not_in_folders_with_long_paths(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], folder: str
+) -> None:
+    for name in ("TMPDIR", "RAY_TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert fork_server.socket_folder() == folder
 
 
 def test_insecure_fork_server_folder_is_rejected(node_manager: NodeManager, tmp_path: Path) -> None:
