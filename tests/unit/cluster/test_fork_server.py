@@ -176,7 +176,7 @@ class NodeManager:
 
     def __init__(self, folder: Path, command: str = "/bin/echo setup_worker.py") -> None:
         (folder / "session_1").mkdir()
-        # The paths of sockets have at most 107 bytes, wherever the temporary folder is.
+        # The paths of sockets have at most 107 bytes, which temporary folders may exceed.
         self._short = tempfile.mkdtemp(prefix="rn", dir="/tmp")
         self._folder = Path(self._short, "ray")
         self._folder.symlink_to(folder)
