@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +17,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from builders.faults import at_first, fails_with, rejects
+from builders.faults import at_first, fails_with, raising, rejects
 from pyarrow import fs
 
 import rayrec
-from rayrec import storage
+from rayrec import recipes, storage
 from rayrec.config import InputError
-from rayrec.storage import files, filesystems, retry
+from rayrec.storage import cache, files, filesystems, retry
 from rayrec.storage.files import Scratch
 from rayrec.storage.stores import AzureLocation, GcsLocation, S3Location
+from rayrec.training.launchers.process_launcher import ProcessLauncher
+from rayrec.training.trainer import launcher_of
 
 
 def found_in(*place: Any, **options: Any) -> list[str]:
@@ -464,6 +467,44 @@ def test_abandoned_folder_is_replaced_and_all_use_scratch(tmp_path: Path, monkey
     source = Path(rayrec.__file__).parent
     own = [path for path in source.rglob("*.py") if re.search(r"TemporaryDirectory|mkdtemp", path.read_text())]
     assert own == [source / "storage" / "files.py"]
+
+
+@pytest.fixture
+def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Set up a user without a home directory, in an empty working directory, which is returned."""
+    for name in ("HOME", "RAYREC_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", raising(KeyError("uid not found")))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", ["~", "~/log.csv", ".cache"])
+def test_missing_home_directory_is_rejected(homeless: Path, path: str) -> None:
+    call = cache.folder if path == ".cache" else partial(storage.absolute, path)
+    rejects(r"^HOME: not set, and the system has no home directory for user \d+\. Set HOME to a folder", call)
+    storage.write_bytes("here/~", b"x")
+    rejects("HOME: not set", storage.write_bytes, "~/here", b"x")
+    assert storage.absolute("~unknown/x") == f"{homeless}/~unknown/x"
+    assert [file.name for file in homeless.iterdir()] == ["here"]
+
+
+def test_home_directory_matches_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", f"{tmp_path}/")
+    monkeypatch.delenv("RAYREC_CACHE", raising=False)
+    assert (storage.absolute("~"), storage.absolute("~/a/../b")) == (str(tmp_path), f"{tmp_path}/b")
+    assert cache.folder() == f"{tmp_path}/.cache/rayrec"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda user: SimpleNamespace(pw_dir="/home/ada"))
+    assert storage.absolute("~/a") == "/home/ada/a"
+
+
+@pytest.mark.usefixtures("homeless")
+def test_ray_without_home_directory_is_rejected() -> None:
+    config = recipes.clicks()
+    assert isinstance(launcher_of(config), ProcessLauncher)
+    two = config.replace(scaling={"num_workers": 2})
+    rejects("HOME: not set, and the system has no home directory", launcher_of, two)
 
 
 @pytest.mark.parametrize("name", ["home", "home/work", "", "link"])

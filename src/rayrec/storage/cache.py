@@ -25,13 +25,14 @@ GUNZIP_BYTES = 8 << 20
 
 
 def folder(of_run: str | None = None) -> str:
-    """Return the cache folder: $RAYREC_CACHE, else a run's if it exists and is writable, else ~/.cache/rayrec."""
+    """Return the cache folder: $RAYREC_CACHE, else a run's if it exists and is writable, else ~/.cache/rayrec. Raises
+    InputError without a home directory."""
     path = os.environ.get("RAYREC_CACHE")
     if path:
         return path
     if of_run and storage.exists(of_run) and (storage.is_url(of_run) or os.access(of_run, os.W_OK)):
         return of_run
-    return os.path.join(os.path.expanduser("~"), ".cache", "rayrec")
+    return os.path.join(storage.home(), ".cache", "rayrec")
 
 
 @final

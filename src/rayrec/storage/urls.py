@@ -29,8 +29,25 @@ def in_object_store(path: str) -> bool:
 
 
 def absolute(path: str) -> str:
-    """Return a path that is valid for all processes on this machine. URLs are returned unchanged."""
-    return path if is_url(path) else os.path.abspath(os.path.expanduser(path))
+    """Return a path that is valid for all processes on this machine. URLs are returned unchanged. Raises InputError for ~ if this
+    user has no home directory."""
+    if is_url(path):
+        return path
+    if path == "~" or path.startswith("~/"):
+        return os.path.abspath(home() + path[1:])
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def home() -> str:
+    """Return the home directory. Raises InputError if HOME is not set and the system's list of users has no directory for this
+    user, as in a container with the user of another machine."""
+    folder = os.path.expanduser("~")
+    if folder == "~":
+        raise InputError(
+            f"HOME: not set, and the system has no home directory for user {os.getuid()}. Set HOME to a folder that "
+            "this user can write"
+        )
+    return folder
 
 
 def local_path(path: str) -> str | None:

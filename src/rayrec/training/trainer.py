@@ -96,6 +96,7 @@ def launcher_of(config: TrainConfig) -> Launcher:
     """Return the launcher for the configuration and environment. Raises InputError for contradictory settings."""
     if trains_in_process(config):
         return ProcessLauncher(config)
+    storage.home()  # Ray Train cannot be imported without one.
     from rayrec.training.launchers.ray_launcher import RayLauncher
 
     return RayLauncher(config)
