@@ -173,6 +173,11 @@ def _start(environment: RuntimeEnvConfig, preload: Sequence[str], settings: Mapp
     except ValueError as error:  # e.g. the object store is too small
         raise InputError(f"cannot start a local Ray: {one_line(error)}") from None
     except Exception as error:  # Ray 2.60 raises no narrower class if its processes are not up in 30 s
+        if "AF_UNIX path" in str(error):  # in the text of both Python and Ray
+            raise InputError(
+                f"RAY_TMPDIR={socket_folder()}: too long for the sockets of a local Ray ({one_line(error)}). Set it to a folder "
+                "with a shorter path, such as /tmp"
+            ) from None
         raise OSError(
             f"cannot start a local Ray ({one_line(error)}). The machine may be short of CPU, memory or disk. Check "
             f"{session_logs()}, then run the same command again"

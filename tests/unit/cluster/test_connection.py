@@ -459,3 +459,14 @@ def test_failed_local_ray_raises_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ray, "init", raising(timed_out))
     told = r"cannot start a local Ray \(The current node timed out.*\. The machine may"
     assert "\n" not in fails_with(OSError, told, connection.connect, "local", num_cpus=1)
+
+
+@pytest.mark.usefixtures("user")
+@pytest.mark.parametrize("server", [pytest.param((Mock(address="unused"), {}), id="ray"), pytest.param(None, id="fork")])
+def test_long_ray_folder_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Any) -> None:
+    folder = tmp_path / ("a" * 100)
+    monkeypatch.setenv("RAY_TMPDIR", str(folder))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(connection, "_fork_server", server)
+    line = rejects(rf"^RAY_TMPDIR={folder}: too long for .* \(.*AF_UNIX path", connection.connect, "local", num_cpus=1)
+    assert line.endswith("Set it to a folder with a shorter path, such as /tmp")
