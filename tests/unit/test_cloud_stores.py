@@ -56,12 +56,12 @@ def test_cloud_files_and_folders_match_local(folder: str, tmp_path: Path) -> Non
     storage.make_folder(folder)
     assert not storage.exists(folder)
     storage.write_bytes(f"{folder}/a.txt", b"abc")
-    storage.write_json(f"{folder}/deep/er/100% b#1 ?.json", {"ä": 1})
+    storage.write_json(f"{folder}/deep.partial/er/100% b#1 ?.json", {"ä": 1})
     storage.write_bytes(f"{folder}/empty", b"")
-    assert storage.list_folder(folder) == ["a.txt", "deep", "empty"]
-    assert storage.list_folder(f"{folder}/deep") == ["er"]
-    assert storage.read_json(f"{folder}/deep/er/100% b#1 ?.json") == {"ä": 1}
-    assert [storage.size_of(f"{folder}/{name}") for name in ("a.txt", "empty", "deep", "none")] == [3, 0, None, None]
+    assert storage.list_folder(folder) == ["a.txt", "deep.partial", "empty"]
+    assert storage.list_folder(f"{folder}/deep.partial") == ["er"]
+    assert storage.read_json(f"{folder}/deep.partial/er/100% b#1 ?.json") == {"ä": 1}
+    assert [storage.size_of(f"{folder}/{name}") for name in ("a.txt", "empty", "deep.partial", "none")] == [3, 0, None, None]
     assert list(storage.read_stream(f"{folder}/empty")) == []
     buffer = np.zeros(4, np.uint8)
     assert [storage.read_into(f"{folder}/a.txt", start, buffer) for start in (1, 3, 9)] == [2, 0, 0]
@@ -72,12 +72,12 @@ def test_cloud_files_and_folders_match_local(folder: str, tmp_path: Path) -> Non
     storage.copy_files(folder, str(tmp_path / "here"))
     storage.copy_files(str(tmp_path / "here"), f"{folder}3")
     storage.copy_files(f"{folder}3", f"{folder}4")
-    assert storage.read_json(f"{folder}4/deep/er/100% b#1 ?.json") == {"ä": 1}
+    assert storage.read_json(f"{folder}4/deep.partial/er/100% b#1 ?.json") == {"ä": 1}
     assert storage.list_folder(f"{folder}2") == ["b.txt"]
     storage.remove_file(f"{folder}/a.txt")
     storage.remove_file(f"{folder}/a.txt")
-    storage.remove_folder(f"{folder}/deep")
-    storage.remove_folder(f"{folder}/deep")
+    storage.remove_folder(f"{folder}/deep.partial")
+    storage.remove_folder(f"{folder}/deep.partial")
     assert storage.list_folder(folder) == ["empty"]
     rejects(r"a\.txt: no such file$", storage.read_bytes, f"{folder}/a.txt")
 

@@ -141,7 +141,7 @@ def test_full_disk_error_keeps_errno(tmp_path: Path) -> None:
 
 
 def test_folders_are_listed_copied_and_removed(tmp_path: Path) -> None:
-    folder = str(tmp_path / "a")
+    folder = str(tmp_path / "a.partial")
     for prefix in ("", "file://"):
         storage.make_folder(f"{prefix}{folder}/deep/empty")
         storage.write_bytes(f"{prefix}{folder}/.hidden.json", b"12")
@@ -153,15 +153,15 @@ def test_folders_are_listed_copied_and_removed(tmp_path: Path) -> None:
         assert storage.files_in(prefix + folder + "/none") == []
         names = ("deep/file", "deep", "none")
         assert [storage.size_of(f"{prefix}{folder}/{name}") for name in names] == [3, None, None]
-        storage.copy_files(prefix + folder, f"{prefix}{tmp_path}/b")
-        found = sorted(str(path.relative_to(tmp_path / "b")) for path in (tmp_path / "b").rglob("*"))
+        storage.copy_files(prefix + folder, f"{prefix}{tmp_path}/b.partial")
+        found = sorted(str(path.relative_to(tmp_path / "b.partial")) for path in (tmp_path / "b.partial").rglob("*"))
         assert found == [".hidden.json", "deep", "deep/empty", "deep/file"]
         storage.remove_file(f"{prefix}{folder}/.hidden.json")
         storage.remove_file(f"{prefix}{folder}/.hidden.json")
         storage.remove_folder(prefix + folder)
         storage.remove_folder(prefix + folder)
-        assert os.listdir(tmp_path) == ["b"]
-        storage.remove_folder(f"{prefix}{tmp_path}/b")
+        assert os.listdir(tmp_path) == ["b.partial"]
+        storage.remove_folder(f"{prefix}{tmp_path}/b.partial")
     rejects("no such folder", storage.copy_files, folder, f"{folder}2")
     assert os.listdir(tmp_path) == []
 
@@ -524,6 +524,50 @@ def test_remove_folder_rejects_working_directory(tmp_path: Path, monkeypatch: py
     (tmp_path / "step_1").mkdir()
     monkeypatch.chdir(tmp_path / "step_1")
     rejects("not removed, because it is or contains", storage.remove_folder, str(tmp_path / "step_1"))
+
+
+@pytest.mark.parametrize("prefix", ["", "file://"])
+@pytest.mark.parametrize("name", ["step", "step_1a", "data/train", "0123456789abcdefg", "models"])
+def test_remove_folder_rejects_foreign_folders(tmp_path: Path, prefix: str, name: str) -> None:
+    (tmp_path / name).mkdir(parents=True)
+    (tmp_path / name / "thesis.txt").write_text("x")
+    pattern = rf"{name}: not removed, because rayrec did not write it: it contains thesis\.txt\. Remove it yourself"
+    rejects(pattern, storage.remove_folder, f"{prefix}{tmp_path}/{name}")
+    assert (tmp_path / name / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize("prefix", ["", "file://"])
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        pytest.param("out.partial", "a", id="unfinished"),
+        pytest.param("step_00000010", "a", id="checkpoint"),
+        pytest.param("checkpoint-10", "a", id="huggingface"),
+        pytest.param("0123456789abcdef", "a", id="cache"),
+        pytest.param("0123456789abcdef-rows", "a", id="cache-part"),
+        pytest.param("offline-run-1", "a", id="wandb"),
+        pytest.param("out", "_job/lock", id="job"),
+        pytest.param("out/_job/done", "a", id="in-job"),
+        pytest.param("beside", "../_job/lock", id="beside-job"),
+        pytest.param("preprocessor", "preprocessor.json", id="preprocessor"),
+        pytest.param("preprocessor", f"tokens.npy.{'0' * 32}.partial", id="half-preprocessor"),
+        pytest.param("weights", "data_00000-1a.safetensors", id="half-checkpoint"),
+        pytest.param("weights", "manifest.json", id="weights"),
+        pytest.param("data/train", "written.json", id="data"),
+        pytest.param("events", "1f-000001.jsonl", id="events"),
+        pytest.param("empty", "", id="empty"),
+    ],
+)
+def test_remove_folder_accepts_rayrec_folders(tmp_path: Path, prefix: str, name: str, file: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir(parents=True)
+    if file:
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text("x")
+        (folder / "other").write_text("x")
+    storage.remove_folder(f"{prefix}{folder}")
+    assert not folder.exists()
+    assert folder.parent.exists()
 
 
 @pytest.mark.parametrize("warnings", [pytest.param(True, id="long"), pytest.param(False, id="short")])

@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 COMPLETE: Final = "_SUCCESS"
 """Last file of a folder copied to a URL, which names the others and marks it as complete."""
-_AIDS: Final = "_job"
+_AIDS: Final = storage.JOB_FOLDER
 _INPUTS: Final = "made_of.json"
 _LOCK: Final = "lock"
 _REMOVALS: Final = 20
@@ -147,10 +147,11 @@ def resumable_job(out: str, job_inputs: dict[str, Any], *, last_file: str | None
 
 def _remove(path: str) -> None:
     """Remove a folder to which ending tasks may still write. Log a warning if it cannot be removed."""
+    failure: Exception | None = None
     for _ in range(_REMOVALS):
         try:
             storage.remove_folder(path)
-        except OSError as error:
+        except (OSError, InputError) as error:  # InputError: half removed, already without its marker
             failure = error
             time.sleep(_REMOVAL_WAIT_S)
         else:

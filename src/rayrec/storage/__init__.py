@@ -25,6 +25,7 @@ from rayrec.storage.files import (
 )
 from rayrec.storage.filesystems import resolve
 from rayrec.storage.folders import (
+    JOB_FOLDER,
     PARTITION,
     File,
     copy_files,

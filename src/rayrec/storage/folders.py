@@ -35,6 +35,14 @@ from rayrec.storage.urls import (
 _GLOB: Final = re.compile(r"[*?\[]")
 PARTITION: Final = re.compile(r"[^=/]+=[^/]*")
 """Hive partition: a folder KEY=VALUE, whose rows all have that value in column KEY."""
+JOB_FOLDER: Final = "_job"
+"""Name of a job's own folder in its output. Also marks the folders beside it as a job's."""
+_RAYREC_NAME: Final = re.compile(rf".+\.partial|step_\d+|checkpoint-\d+|{JOB_FOLDER}|offline-run-.+|[0-9a-f]{{16}}(-.*)?")
+"""Names of folders that only rayrec writes. Others need a marker to be removed."""
+_MARKER: Final = re.compile(
+    rf"{JOB_FOLDER}|(manifest|preprocessor|written)\.json|.*tokens\.npy.*|data_\d{{5,}}[-.].*|.+-\d{{6}}\.jsonl"
+)
+"""Names in rayrec's folders: jobs, data, Preprocessors, checkpoints and event parts, finished or not."""
 _LISTED_FILES: Final = 8
 """Number of files in one folder from which a listing is cheaper than single requests."""
 _NUM_COPIES: Final = 8
@@ -223,8 +231,9 @@ def make_folder(path: str) -> None:
 
 
 def remove_folder(path: str) -> None:
-    """Remove a folder recursively if it exists. Its parent remains, even if empty, in S3 and Azure as well as locally. Raises
-    InputError for file system roots, buckets, the home and working directories, and their parents."""
+    """Remove a folder of rayrec recursively if it exists. Its parent remains, even if empty, in S3 and Azure as well as locally.
+    Raises InputError for file system roots, buckets, the home and working directories, and their parents, and for a folder whose
+    name and contents are not rayrec's."""
     if info_of(path).type == arrow_fs.FileType.Directory:
         _check_removable(path)
         _remove(path)
@@ -247,6 +256,12 @@ def _check_removable(path: str) -> None:
         is_protected = any(os.path.commonpath([resolved, folder]) == resolved for folder in used)
     if is_protected:
         raise InputError(f"{path}: not removed, because it is or contains the home or working directory, or is a root. {fix}")
+    body = split_options(path)[0].rstrip("/")
+    if _RAYREC_NAME.fullmatch(posixpath.basename(body)) or posixpath.basename(posixpath.dirname(body)) == JOB_FOLDER:
+        return
+    names = list_folder(path)
+    if names and not any(map(_MARKER.fullmatch, names)) and JOB_FOLDER not in list_folder(folder_of(path)):
+        raise InputError(f"{path}: not removed, because rayrec did not write it: it contains {names[0]}. {fix}")
 
 
 def copy_files(source: str, target: str) -> None:

@@ -47,7 +47,7 @@ def ratings(rows: int = 600, *, seed: int = 0) -> pd.DataFrame:
     )
 
 
-def config(folder: Path, **changes: Any) -> TrainConfig:
+def config(folder: Path | str, **changes: Any) -> TrainConfig:
     return recipes.clicks(schema=SCHEMA).replace(name="run", storage_path=str(folder), **changes)
 
 
@@ -106,12 +106,29 @@ def test_resumed_run_keeps_written_data(tmp_path: Path) -> None:
     assert pq.read_metadata(written).num_rows == 601
 
 
-def test_data_without_manifest_is_rewritten(tmp_path: Path) -> None:
-    place = tmp_path / "run" / "data" / "train"
-    place.mkdir(parents=True)
-    (place / "a.parquet").write_bytes(b"half")
-    write(config(tmp_path), ratings(), resumes=True)
-    assert sorted(path.name for path in place.iterdir()) == ["part-000000.parquet", "written.json"]
+def test_interrupted_data_is_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed process leaves a part of the files at a URL, where folders cannot be renamed."""
+    at_url = config(f"file://{tmp_path}")
+    written = tmp_path / "run" / "data" / "train"
+
+    def write_half(*_: object) -> None:
+        written.mkdir()
+        (written / "a.parquet").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dataframe_input, "write_rows", write_half)
+        fails_with(KeyboardInterrupt, "", write, at_url, ratings())
+    write(at_url, ratings(), resumes=True)
+    assert sorted(path.name for path in written.iterdir()) == ["part-000000.parquet", "written.json"]
+
+
+def test_data_of_users_is_not_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "data" / "train"
+    folder.mkdir(parents=True)
+    (folder / "a.parquet").write_bytes(b"measured for years")
+    rejects(f"{folder}: not removed, because rayrec did not write it: it contains a.parquet", write, config(tmp_path), ratings())
+    assert [path.name for path in folder.iterdir()] == ["a.parquet"]
 
 
 def test_failed_write_leaves_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
