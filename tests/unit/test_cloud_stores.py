@@ -86,8 +86,8 @@ def test_cloud_globs_and_partitions_list_all_depths(folder: str) -> None:
     names = ["day=1/part-0", "day=1/part-1", "day=2/part-0", "day=10/part-0"]
     for name in names:
         storage.write_bytes(f"{folder}/{name}", b"x")
-    for place, found in (("", names), ("/day=?/part-0", names[:3:2]), ("/day=1", names[:2])):
-        assert [file.path for file in storage.list_files(folder + place)] == [f"{folder}/{name}" for name in found]
+    for suffix, found in (("", names), ("/day=?/part-0", names[:3:2]), ("/day=1", names[:2])):
+        assert [file.path for file in storage.list_files(folder + suffix)] == [f"{folder}/{name}" for name in found]
     storage.write_bytes(f"{folder}/day/a", b"x")  # "day=1/" comes before "day0" and after "day-", which is before "day/"
     storage.write_bytes(f"{folder}/day-/a", b"x")
     assert storage.exists(f"{folder}/day")
@@ -99,9 +99,9 @@ def test_cloud_table_formats_are_rejected(folder: str) -> None:
         storage.write_bytes(f"{folder}/{name}", b"{}")
     for table in ("delta", "iceberg/data", "hudi"):
         storage.write_bytes(f"{folder}/{table}/day=1/a.parquet", b"x")
-        for place in ("", "/day=1", "/day=1/a.parquet", "/*/*.parquet"):
+        for suffix in ("", "/day=1", "/day=1/a.parquet", "/*/*.parquet"):
             kind = table.partition("/")[0].capitalize()
-            rejects(f"the {kind} table|this {kind} table", storage.list_files, f"{folder}/{table}{place}")
+            rejects(f"the {kind} table|this {kind} table", storage.list_files, f"{folder}/{table}{suffix}")
 
 
 def test_large_cloud_file_is_atomic(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
