@@ -828,3 +828,12 @@ def test_shortened_parquet_file_is_rejected(tmp_path: Path, monkeypatch: pytest.
     complete = storage.read_into
     monkeypatch.setattr(storage, "read_into", lambda path, start, buffer: complete(path, start, buffer[:-1]))
     rejects("is shorter than its footer says", parquet._read_span, str(path), (0, 100))
+
+
+@pytest.mark.parametrize("span", [(0, 10), (15, 20), (95, 99), (40, 60), (60, 61), (90, 95), (0, 99)], ids=str)
+def test_bytes_outside_fetched_spans_are_read(tmp_path: Path, span: tuple[int, int]) -> None:
+    path, content = tmp_path / "log.parquet", bytes(range(99))
+    path.write_bytes(content)
+    spans = [(20, 60), (80, 95)]
+    file = parquet._Spans(str(path), len(content), spans, [parquet._read_span(str(path), each) for each in spans])
+    assert file.bytes_of(*span).tobytes() == content[slice(*span)]
