@@ -574,6 +574,14 @@ def test_encoder_error_has_row_number(tmp_path: Path) -> None:
     fails_with(ValueError, "row 0 must have 39 or 40 columns, got 2", Encoder(str(tmp_path)).parse, ["1\t2"])
 
 
+@pytest.mark.parametrize("value", [-(2**63), 2**64 - 1], ids=["lowest", "largest"])
+def test_encoder_reads_64_bit_integers_as_text(tmp_path: Path, value: int) -> None:
+    lists_preprocessor().save(str(tmp_path))
+    _, (ids, _) = Encoder(str(tmp_path)).encode([{"user.id": value}, {"user.id": str(value)}])
+    assert isinstance(ids, np.ndarray)
+    assert ids[0] == ids[1] > 0
+
+
 # Model repository for Triton ------------------------------------------------------------------------------------------
 # The part of Triton's model_config.proto (package inference) that a model like ours uses: name:number:type, * where repeated.
 SCHEMA = {
