@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +339,23 @@ def test_content_types_and_request_sizes_are_checked(app: ScoringApp) -> None:
     for length, parts in (("9" * 30, [b""]), ("-1", [b"x" * 500] * 5)):  # the first is refused before a byte of it is read
         headers = {"content-type": "application/json", "content-length": length}
         error_of(ask(app, "POST", "/v1/score", headers=headers, parts=parts), 413)
+
+
+@pytest.mark.parametrize("headers", [pytest.param({}, id="chunked"), pytest.param({"content-length": "20000"}, id="announced")])
+def test_body_is_read_up_to_four_times_limit(headers: dict[str, str]) -> None:
+    app, sizes = make_app(MODEL, max_body_bytes=2000), []
+
+    async def counted(scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]) -> None:
+        async def counting() -> Any:
+            message = await receive()
+            sizes.append(len(message["body"]))
+            return message
+
+        await app(scope, counting, send)
+
+    form = {"content-type": "application/json", **headers}
+    error_of(ask(counted, "POST", "/v1/score", headers=form, parts=[b"x" * 500] * 40), 413)
+    assert sum(sizes) == 4 * 2000
 
 
 def test_memory_of_waiting_requests_is_limited() -> None:
