@@ -124,6 +124,16 @@ def test_write_stream_is_atomic(tmp_path: Path) -> None:
     assert (storage.write_stream(str(path), []), list(storage.read_stream(str(path)))) == (0, [])
 
 
+def test_stream_reads_one_version_of_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_BUFFER_BYTES", 4)
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"old content")
+    stream = storage.read_stream(str(path))
+    read = next(stream)
+    storage.write_bytes(str(path), b"NEW CONTENT")
+    assert read + b"".join(stream) == b"old content"
+
+
 def test_full_disk_error_keeps_errno(tmp_path: Path) -> None:
     code = (
         "import errno, resource, sys; from rayrec import storage\n"
