@@ -27,7 +27,7 @@ from rayrec.config import InputError
 from rayrec.data.engine import TaskPlacement, ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine, RayShared
 from rayrec.observe.console import Console
-from rayrec.training.launchers import process_launcher, ray_launcher, ray_metrics
+from rayrec.training.launchers import process_launcher, ray_launcher, ray_metrics, ray_worker
 from rayrec.training.launchers.base import Driver, PreparedRun
 from rayrec.training.launchers.process_launcher import ProcessLauncher
 from rayrec.training.launchers.ray_launcher import RayLauncher
@@ -35,6 +35,7 @@ from rayrec.training.launchers.ray_metrics import ObjectStoreMonitor
 from rayrec.training.stop_monitor import Signals
 from rayrec.training.trainer import launcher_of, trains_in_process
 from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.run_config import FailureConfig
 
 DIED = WorkerGroupError("died", {0: ValueError("no")})
 NO_ROOM = ControllerError(WorkerGroupStartupTimeoutError(2))
@@ -428,3 +429,33 @@ def test_driver_engine_depends_on_cluster(monkeypatch: pytest.MonkeyPatch, own: 
     # Workers, which are processes, get what it shares all the same.
     assert isinstance(shared := engine.share("vocabulary"), RayShared)
     assert shared.reference == ("in the object store", "vocabulary")
+
+
+@pytest.mark.parametrize(
+    ("failure", "node", "preloads", "starts"),
+    [
+        pytest.param({}, {"node": 1}, True, True, id="kept"),
+        pytest.param({"max_failures": -1}, {"node": 1}, True, True, id="unlimited restarts"),
+        pytest.param({"max_failures": 0}, {"node": 1}, True, False, id="no restarts"),
+        pytest.param({"standby_after_s": None}, {"node": 1}, True, False, id="off"),
+        pytest.param({}, {}, True, False, id="unknown node"),
+        pytest.param({}, {"node": 1}, False, False, id="no imports"),
+    ],
+)
+def test_standby_starts_only_before_restarts(
+    monkeypatch: pytest.MonkeyPatch, failure: dict[str, Any], node: dict[str, int], preloads: bool, starts: bool
+) -> None:
+    started = threading.Event()
+    start = Mock(side_effect=lambda *arguments, **settings: started.set())
+    monkeypatch.setattr(ray_worker, "prestart", start)
+    monkeypatch.setattr(ray_worker, "preloads_modules", lambda variables: preloads)
+    context = SimpleNamespace(get_runtime_env_string=lambda: "environment")
+    monkeypatch.setattr(ray_worker.ray, "get_runtime_context", lambda: context)
+    with ray_worker._standby(FailureConfig(**{"standby_after_s": 0.0, **failure}), node):
+        assert any(thread.name == "standby" for thread in threading.enumerate()) is starts
+        assert started.wait(60) if starts else not start.called
+    for thread in threading.enumerate():
+        if thread.name == "standby":
+            thread.join(60)
+    if starts:
+        start.assert_called_with(node, "environment", num_processes=1, keep_s=1800.0)
