@@ -149,7 +149,7 @@ def judge(progress: Progress, score: float, *, min_improvement: float) -> None:
 
 def meet_target(progress: Progress, workload: Workload) -> None:
     """Record that an evaluation reached the target, if it is the first. An undefined metric does not."""
-    _, value, sign = workload.objective_value(progress.metrics)
+    _, value, sign = workload.target_value(progress.metrics)
     if progress.target is not None and progress.target_step is None and sign * value >= sign * progress.target:
         progress.target_step, progress.target_rows = progress.step, progress.rows
         progress.target_s = progress.train_s + progress.evaluation_s
@@ -159,7 +159,7 @@ def target_fields(progress: Progress, workload: Workload) -> dict[str, Any]:
     """Return event fields on the target: value, metric, and step, rows and seconds until reached, or None. Empty without one."""
     if progress.target is None or not progress.metrics:
         return {}
-    metric, *_ = workload.objective_value(progress.metrics)
+    metric, *_ = workload.target_value(progress.metrics)
     reached = {name: getattr(progress, name) for name in ("target_step", "target_rows", "target_s")}
     return {"target": progress.target, "target_metric": metric, **reached}
 

@@ -346,6 +346,10 @@ class Workload(Config, abc.ABC):
         value = metrics[name.removeprefix("-")] if name else self.score(metrics)
         return name.removeprefix("-") or "score", value, -1 if name.startswith("-") else 1
 
+    def target_value(self, metrics: dict[str, float]) -> tuple[str, float, int]:
+        """Return the metric of `early_stopping.target`, as `objective_value` does. Default: the same."""
+        return self.objective_value(metrics)
+
     def adapted(self, config: TrainConfig) -> TrainConfig:
         """Return the configuration adapted to its data, such as adopted columns. Runs on the driver first. Reads little."""
         return config

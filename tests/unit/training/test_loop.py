@@ -292,6 +292,8 @@ def test_target_uses_score_metric() -> None:
         ("criteo_demo", {"auroc": math.nan, "logloss": 0.4}, -1.0, False, "auroc"),  # its score is the negative logloss
         ("criteo_demo", {"mse": 0.5, "mae": 0.6}, 0.5, True, "mse"),
         ("criteo_demo", {"mse": 0.5, "mae": 0.6}, 0.4, False, "mse"),
+        ("clicks", {"auroc": 0.8, "logloss": 0.4}, 0.8, True, "auroc"),  # its score is the negative logloss as well
+        ("clicks", {"auroc": 0.7, "logloss": 0.4}, 0.8, False, "auroc"),
         ("gpt2_tiny", {"loss": 3.2, "perplexity": 24.5}, 3.3, True, "loss"),
         ("gpt2_tiny", {"loss": 3.2, "perplexity": 24.5}, 3.1, False, "loss"),
         ("mnist_resnet18", {"loss": 0.1, "accuracy": 0.97}, 0.98, False, "accuracy"),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from rayrec import models, storage
 from rayrec.bounds import Positive
@@ -94,11 +94,24 @@ class ClickSettings(Workload):
     """Sharding of tables over workers."""
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     """Teacher model for distillation."""
+    best_metric: Literal["auroc", "logloss"] = "auroc"
+    """Validation metric that selects the best weights, for labels of clicks and models without another metric. Early stopping and
+    plateaus count its improvements. `early_stopping.target` is always an AUROC."""
 
     def score(self, metrics: dict[str, float]) -> float:
-        return self.model.score(metrics)
+        return -metrics["logloss"] if self._prefers_logloss(metrics) else self.model.score(metrics)
 
     def objective(self, metrics: Mapping[str, float]) -> str:
+        return "-logloss" if self._prefers_logloss(metrics) else self._model_objective(metrics)
+
+    def target_value(self, metrics: dict[str, float]) -> tuple[str, float, int]:
+        return self.replace(best_metric="auroc").objective_value(metrics)
+
+    def _prefers_logloss(self, metrics: Mapping[str, float]) -> bool:
+        """Return whether the log loss is the metric to minimize: for labels of clicks, unless the model has its own metric."""
+        return self.best_metric == "logloss" and "logloss" in metrics and self._model_objective(metrics) == "auroc"
+
+    def _model_objective(self, metrics: Mapping[str, float]) -> str:
         model, base = type(self.model), ClickModelConfig
         has_only_score = model.score is not base.score and model.objective is base.objective
         return "" if has_only_score else self.model.objective(metrics)
