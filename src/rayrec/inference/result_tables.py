@@ -1,5 +1,6 @@
 """Console tables of evaluation and comparison results."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,10 +105,16 @@ def seeded_rows(groups: Sequence[dict[str, Any]]) -> list[list[str]]:
     rows = [["", "seeds", *_SPREADS, *costs, *_TEST]]
     for group in groups:
         row = [group["name"], _number(group.get("seeds"))]
-        row += [f"{_number(group.get(name))} ± {_number(group.get(f'{name}_std'))}" for name in _SPREADS]
+        row += [_spread(group.get(name), group.get(f"{name}_std")) for name in _SPREADS]
         row += ["-" if group.get(name) is None else f"{group[name]:,.0f}" for name in costs]
         rows.append([*row, *(_number(group.get(name)) for name in _TEST)])
     return rows
+
+
+def _spread(mean: float | None, deviation: float | None) -> str:
+    """Return a mean with its standard deviation over seeds, or alone if one seed was trained."""
+    has_deviation = deviation is not None and math.isfinite(deviation)
+    return f"{_number(mean)} ± {_number(deviation)}" if has_deviation else _number(mean)
 
 
 def _difference(difference: dict[str, Any] | None) -> list[str]:

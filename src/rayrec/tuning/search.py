@@ -312,7 +312,8 @@ def _groups(
             scores.append(SeededScores.of([(logits, labels)] * 2))  # Another seed would yield the same model.
             groups.append(described)
     for group, of_group in zip(groups, scores, strict=True):
-        group |= _spread("auroc", of_group.aurocs.tolist()) | _spread("logloss", of_group.loglosses.tolist())
+        seeds = group.get("seeds", 1)  # A baseline was trained once, whatever its copies above
+        group |= _spread("auroc", of_group.aurocs.tolist()[:seeds]) | _spread("logloss", of_group.loglosses.tolist()[:seeds])
     tests = [compare_seeds(of_group, scores[0], confidence=Resampling.confidence) for of_group in scores[1:]]
     for group, test, p_value in zip(groups[1:], tests, holm([test.p_value for test in tests]), strict=True):
         group |= {**vars(test), "corrected_p_value": p_value}

@@ -150,8 +150,10 @@ def test_seeds_compare_models_on_test_rows(config: TrainConfig) -> None:
     assert other["difference"] == pytest.approx(other["auroc"] - dlrm["auroc"])
     assert other["low"] < other["difference"] < other["high"]
     assert 0 < logistic["p_value"] <= logistic["corrected_p_value"] <= 1
+    assert (logistic["auroc_std"], logistic["logloss_std"], "seeds" in logistic) == (None, None, False)
     lines = of_searches.table_text(again).splitlines()
     assert [line.split()[0] for line in lines[-4:-1]] == ["dlrm", own, "logistic"]
+    assert ["±" in line for line in lines[-4:-1]] == [True, True, False]
     assert (lines[-1], lines[-1] in Path(again["report"]).read_text()) == (of_searches.SEEDS_NOTE, True)
 
 
