@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray.data
 import torch
 from builders.faults import fails_with, flip, rejects
 from builders.logs import unlabelled
@@ -19,6 +21,7 @@ from builders.scored_rows import rows_file, scored, trained
 
 import rayrec
 from rayrec import recipes
+from rayrec.datasets.criteo import SCHEMA
 from rayrec.inference import predict as prediction
 from rayrec.inference.config import EvaluationConfig, ScoringConfig
 from rayrec.inference.evaluate import evaluate
@@ -82,6 +85,25 @@ def test_predictions_are_in_order(whole: Columns, model: Model, click_log: Path)
     assert len(np.unique(whole["logit"])) > 10_000
     metrics, by_hand = model.evaluate(click_log), binary_metrics(whole["logit"], whole["label"])
     assert {name: metrics[name] for name in by_hand} == pytest.approx(by_hand, abs=1e-6)
+
+
+def test_datasets_score_like_their_file(local_ray: None, model: Model, tmp_path: Path) -> None:
+    """Blocks of Arrow and of pandas, here with a category type, which Ray Data cannot name in Arrow's types."""
+    values = list(zip(*(line.decode().rstrip("\n").split("\t") for line in model.lines[:900]), strict=True))
+    columns = dict(zip(SCHEMA.columns, values, strict=True))
+    frame = pd.DataFrame({name: pd.to_numeric(pd.Series(columns[name])) for name in ("label", *SCHEMA.dense)})
+    frame = frame.assign(**{name: pd.Categorical(columns[name]) for name in SCHEMA.sparse})
+    part = tmp_path / "part.txt"
+    part.write_bytes(b"".join(model.lines[:900]))
+    options: dict[str, Any] = {"cluster_address": "auto", "console": QUIET}
+    expected = rayrec.evaluate(model.result.folder, part, **options)
+    logits = model.columns(part)["logit"]
+    for dataset in (ray.data.from_pandas(frame), ray.data.from_arrow(pa.Table.from_pandas(frame))):
+        result = rayrec.evaluate(model.result.folder, dataset, **options)
+        assert {name: result[name] for name in ("auroc", "rows")} == {name: expected[name] for name in ("auroc", "rows")}
+        out = str(tmp_path / f"scores_{len(list(tmp_path.iterdir()))}")
+        rayrec.predict(model.result.folder, dataset.drop_columns(["label"]), out=out, **options)
+        np.testing.assert_allclose(pq.read_table(out).column("logit").to_numpy(), logits, atol=1e-6)
 
 
 def test_scores_ignore_labels_packing_and_neighbours(whole: Columns, model: Model, tmp_path: Path) -> None:

@@ -564,6 +564,8 @@ def test_remove_folder_rejects_foreign_folders(tmp_path: Path, prefix: str, name
         pytest.param("weights", "data_00000-1a.safetensors", id="half-checkpoint"),
         pytest.param("weights", "manifest.json", id="weights"),
         pytest.param("data/train", "written.json", id="data"),
+        pytest.param("data/train", "part-000000.parquet", id="half-data"),
+        pytest.param("data/train", "unfinished.json", id="half-dataset"),
         pytest.param("events", "1f-000001.jsonl", id="events"),
         pytest.param("empty", "", id="empty"),
     ],

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _GROUP_ROWS: Final = 8192
 """Rows per row group: small enough to be shuffled as a segment without rewriting."""
 _FILE_ROWS: Final = 64 * _GROUP_ROWS
+_UNFINISHED: Final = "unfinished.json"
 
 
 def is_rows(data: object) -> bool:
@@ -39,8 +40,7 @@ def columns_of(data: Rows, schema: Schema | None, name: str) -> tuple[list[str],
     """Return the columns to write, those of the schema or all, and their types. Ray Data computes one row of a lazy Dataset.
     Raises InputError, which begins with `name`, for a missing column and unusable types."""
     if is_dataset(data):
-        dataset_schema = data.schema()
-        types = dict(zip(dataset_schema.names, dataset_schema.types, strict=True)) if dataset_schema else {}
+        types = _types_of(data)
         numbered = [column for column in types if not isinstance(column, str)]
         if numbered:
             raise InputError(
@@ -58,6 +58,18 @@ def columns_of(data: Rows, schema: Schema | None, name: str) -> tuple[list[str],
         check_types(arrow_schema, schema, path=name)
     # Text from pandas (depending on its version) and Ray Data has 32-bit or 64-bit offsets.
     return columns, {column: str(arrow_schema.field(column).type).replace("large_", "") for column in columns}
+
+
+def _types_of(dataset: ray.data.Dataset) -> dict[Any, Any]:
+    """Return the type of each column by name, None if unknown. Names of DataFrame blocks may be numbers."""
+    schema = dataset.schema()
+    if schema is None:
+        return {}
+    try:
+        types = schema.types
+    except pa.ArrowException:  # Ray cannot convert lists of texts in blocks of pandas
+        types = [None] * len(schema.names)
+    return dict(zip(schema.names, types, strict=True))
 
 
 def column_names(data: Rows) -> list[str]:
@@ -108,8 +120,12 @@ def write_rows(data: Rows, columns: Sequence[str], target: str, write_extra: Cal
 
 
 def _write_dataset(dataset: ray.data.Dataset, target: str, write_extra: Callable[[str, int], None]) -> int:
-    """Write with Ray Data's tasks; at a URL directly, because a folder without a manifest is ignored."""
+    """Write with Ray Data's tasks; at a URL directly, because a folder without a manifest is ignored. A mark makes it removable
+    after a kill: Ray Data chooses the names of files."""
     with contextlib.nullcontext(target) if storage.is_url(target) else storage.writing_folder(target) as folder:
+        storage.make_folder(folder)
+        mark = storage.join(folder, _UNFINISHED)
+        storage.write_json(mark, {})
         filesystem, inner = storage.resolve(folder)
         dataset.write_parquet(inner, filesystem=filesystem, row_group_size=_GROUP_ROWS)
         rows = 0
@@ -119,6 +135,7 @@ def _write_dataset(dataset: ray.data.Dataset, target: str, write_extra: Callable
         if not rows:
             raise InputError(f"{folder}: the Dataset has no rows to train on or to score")
         write_extra(folder, rows)
+        storage.remove_file(mark)
         return rows
 
 
@@ -146,7 +163,7 @@ def written(data: Rows, *, name: str, schema: Schema | None, folder: str) -> str
     if is_frame(data):
         data = with_text_names(data)
     columns, _ = columns_of(data, schema, name)
-    target = storage.join(storage.absolute(folder), "frames", uuid.uuid4().hex)
+    target = storage.join(storage.absolute(folder), "frames", uuid.uuid4().hex[:16])
     with _in_order(data):
         write_rows(data, columns, target, lambda _, __: None)
     return target

@@ -40,7 +40,8 @@ JOB_FOLDER: Final = "_job"
 _RAYREC_NAME: Final = re.compile(rf".+\.partial|step_\d+|checkpoint-\d+|{JOB_FOLDER}|offline-run-.+|[0-9a-f]{{16}}(-.*)?")
 """Names of folders that only rayrec writes. Others need a marker to be removed."""
 _MARKER: Final = re.compile(
-    rf"{JOB_FOLDER}|(manifest|preprocessor|written)\.json|.*tokens\.npy.*|data_\d{{5,}}[-.].*|.+-\d{{6}}\.jsonl"
+    rf"{JOB_FOLDER}|(manifest|preprocessor|written|unfinished)\.json|part-\d{{6}}\.parquet|.*tokens\.npy.*"
+    r"|data_\d{5,}[-.].*|.+-\d{6}\.jsonl"
 )
 """Names in rayrec's folders: jobs, data, Preprocessors, checkpoints and event parts, finished or not."""
 _LISTED_FILES: Final = 8

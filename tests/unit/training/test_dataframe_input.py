@@ -113,7 +113,7 @@ def test_interrupted_data_is_rewritten(tmp_path: Path, monkeypatch: pytest.Monke
 
     def write_half(*_: object) -> None:
         written.mkdir()
-        (written / "a.parquet").write_bytes(b"half")
+        (written / "part-000001.parquet").write_bytes(b"half")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -194,6 +194,24 @@ def test_dataset_is_written_as_parquet(local_ray: None, tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(written, frame[list(COLUMNS)].sort_values(list(COLUMNS), ignore_index=True))
     write(config(tmp_path), dataset, resumes=True)
     assert storage.list_files(str(place)) == files
+
+
+def test_interrupted_dataset_at_url_is_written_again(local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray.data
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    dataset = ray.data.from_arrow(pa.Table.from_pandas(ratings().drop(columns="unused"), preserve_index=False))
+    at_url = config(f"file://{tmp_path}")
+    with monkeypatch.context() as patch:
+        patch.setattr(dataframe_input, "_write_manifest", interrupt)
+        fails_with(KeyboardInterrupt, "", write, at_url, dataset)
+    place = tmp_path / "run" / "data" / "train"
+    assert any(path.suffix == ".parquet" for path in place.iterdir())
+    write(at_url, dataset)
+    assert pq.read_table([str(path) for path in place.glob("*.parquet")]).num_rows == 600
+    assert [path.name for path in place.glob("*.json")] == ["written.json"]
 
 
 def test_resumed_run_does_not_compute_dataset(local_ray: None, tmp_path: Path) -> None:
