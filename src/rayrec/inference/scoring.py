@@ -69,9 +69,9 @@ def plan_pool(
     usable = [(node.resources.get("CPU", 0.0), int(node.resources.get("memory", 0) // needed)) for node in nodes]
     usable = [(cpus, fitting) for cpus, fitting in usable if cpus > 0 and fitting > 0]
     if not usable:
-        largest = max((node.resources.get("memory", 0) for node in nodes), default=0)
+        largest = max((node.resources.get("memory", 0) for node in nodes if node.resources.get("CPU")), default=0)
         raise InputError(
-            f"scoring needs {size_text(needed)} of memory on one node for the weights, got at most "
+            f"scoring needs {size_text(needed)} of memory on one node with CPUs for the weights, got at most "
             f"{size_text(largest)} from Ray. Use larger nodes."
         )
     # As many processes per node as fit, one per core at most.

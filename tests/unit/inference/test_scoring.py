@@ -70,6 +70,10 @@ def test_pool_size_fits_memory_and_cores() -> None:
         assert plan_pool([_node(cpus, memory * GIB)], blocks=blocks, **shared) == Pool(threads, 1, 0)
 
 
+def test_pool_needs_cores() -> None:
+    rejects("got at most 0 B from Ray", plan_pool, [_node(0)], weight_bytes=GIB, blocks=9, spare_cpus=0, device="cpu")
+
+
 def test_pool_has_one_process_per_gpu() -> None:
     nodes = [_node(8, gpus=2), _node(8)]
     assert plan_pool(nodes, weight_bytes=GIB, blocks=9, spare_cpus=1, device="cuda") == Pool(2, 1, 1)
