@@ -257,6 +257,17 @@ def test_swap_rollback_and_shadow(replicas: Replicas) -> None:
     assert [result["shadow"], *(replica["shadow"] for replica in result["replicas"].values())] == [None] * 3
 
 
+def test_register_rejects_second_change(replicas: Replicas) -> None:
+    replicas.start("first")
+    register = replicas.cluster.register
+    desired = register.desired()
+    first, second = swap_model(desired, "b"), swap_model(desired, "c")
+    assert register.accept(first, desired.serial)
+    assert not register.accept(second, desired.serial)
+    assert register.accept(first, desired.serial)  # asked again, as after a lost answer
+    assert register.desired() == first
+
+
 def test_replica_started_during_swap_has_new_model(replicas: Replicas) -> None:
     replicas.start("first")
     replicas.slow["a"] = threading.Event()
@@ -671,3 +682,18 @@ def test_slow_shadow_drops_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dropped in (20 * 11, 20 * 12)  # 8 wait, and one may be at work
     go_on.set()
     app.close()
+
+
+def test_waiting_shadow_rows_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_models, "_SHADOW_BYTES", 100)
+    go_on, counters = threading.Event(), Counters()
+    scorer: Any = SimpleNamespace(model=SimpleNamespace(version="b"), score=lambda raw: go_on.wait(60) and np.zeros(2))
+    shadow = replica_models.Shadow(scorer, counters)
+    raw: Any = SimpleNamespace(nbytes=40)
+    shadow.offer(raw, np.zeros(2))
+    until(lambda: not shadow._waiting_bytes)  # being scored
+    for _ in range(5):
+        shadow.offer(raw, np.zeros(2))
+    assert sample_values(counters.snapshot())["rayrec_serve_shadow_dropped_rows_total", ()] == 3 * 2
+    go_on.set()
+    shadow.close()
