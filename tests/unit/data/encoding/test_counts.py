@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from builders.engines import LoopEngine
-from builders.faults import rejects
+from builders.faults import fails_with, raising, rejects
 from builders.logs import open_index
 from builders.raw_blocks import block_of
 from hypothesis import given, settings
@@ -352,6 +352,25 @@ def test_counting_indexer_matches_count_log(
     assert rows_again < (stop - start) / 4 if read_again is None else rows_again == read_again
     assert made == everything(count_log(job, list(index.parts(start, stop)), engine=HERE))
     assert counted() == (index, made, stop - start)  # the index is in the cache now, so all rows are counted from it
+
+
+def test_counting_indexer_passes_on_errors_and_ends_spill(
+    click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = mock.Mock()
+    monkeypatch.setattr(Counts, "close", closed)
+    context = TaskContext(HERE, str(tmp_path), progress=raising(OSError("progress failed")))
+    with CountingIndexer(CountingJob(CRITEO), lambda index: (0, index.rows)) as indexer:
+        fails_with(
+            OSError,
+            "progress failed",
+            indexer.index,
+            storage.list_files(str(click_log / "train.txt")),
+            CRITEO,
+            segment_bytes=1 << 20,
+            context=context,
+        )
+        closed.assert_called_once()
 
 
 def test_problems_of_counted_rows() -> None:
