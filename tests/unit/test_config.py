@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import re
 import subprocess
 import sys
 import warnings
@@ -127,6 +128,11 @@ def test_old_names_warn_and_tuple_items_are_validated() -> None:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Several(Config):
     items: tuple[Moved, ...] = ()
+
+
+@pytest.mark.parametrize("value", [5, "ab", {"now": 2}], ids=["number", "text", "mapping"])
+def test_tuple_of_items_rejects_other_values(value: object) -> None:
+    rejects(rf"items: has the wrong type .*, got {re.escape(repr(value))}$", Several().updated, {"items": value})
 
 
 # Finding recipes by name or file, and loading of configurations -------------------------------------------------------
