@@ -615,3 +615,43 @@ def test_text_of_pipe_is_read(tmp_path: Path) -> None:
         assert storage.read_text(str(pipe)) == "label: click\n"
     finally:
         writer.join(timeout=10)
+
+
+class Appended:
+    """Store whose object can be appended to. The first request fails, before or after its bytes have arrived."""
+
+    def __init__(self, content: bytes, *, arrives: bool) -> None:
+        self.content = content
+        self.arrives = arrives
+        self.fails = True
+
+    def get_file_info(self, path: str) -> SimpleNamespace:
+        return SimpleNamespace(size=len(self.content))
+
+    def open_append_stream(self, path: str, *, compression: None) -> pa.BufferOutputStream:
+        store = self
+
+        class Stream(pa.BufferOutputStream):
+            def close(self) -> None:
+                if not self.closed:
+                    failing = store.fails
+                    store.fails = False
+                    if store.arrives or not failing:
+                        store.content += self.getvalue().to_pybytes()
+                    if failing:
+                        raise OSError("connection lost")
+
+        return Stream()
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_repeated_append_writes_bytes_once(monkeypatch: pytest.MonkeyPatch, arrives: bool) -> None:
+    store = Appended(b"abc", arrives=arrives)
+
+    def again(path: str, call: Any) -> None:
+        fails_with(OSError, "connection lost", call, store, path)
+        call(store, path)
+
+    monkeypatch.setattr(files, "with_retries", again)
+    assert files._append("gs://bucket/object", 3, bytearray(b"def")) == 6
+    assert store.content == b"abcdef"
