@@ -171,6 +171,18 @@ def test_plan_waits_for_memory_of_other_processes() -> None:
         rejects("Use at least 2 workers", planned, place, can_wait=can_wait)
 
 
+def test_plan_fits_smallest_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Mock()
+    monkeypatch.setattr(worker, "plan_sharding", plan)
+    devices = [
+        RankResources("a", f"cuda:{number}", host_bytes=(4 - number) * GB, max_host_bytes=9 * GB, device_bytes=size * GB)
+        for number, size in enumerate((16, 8, 80))
+    ]
+    _plan_or_wait(recipes.criteo_kaggle().workload, Mock(), devices, batch_size=8, can_wait=False)
+    site = plan.call_args.args[1]
+    assert (site.device, site.memory_bytes, site.host_memory_bytes) == ("cuda", 8 * GB, 2 * GB)
+
+
 # Communication volumes against numbers computed by hand ---------------------------------------------------------------
 ROWS = 10
 """Batch size per worker."""
