@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -379,3 +380,13 @@ def test_pauses_double_and_exit_statuses_are_described() -> None:
     assert describe(AttemptResult("lost")) == "was lost with the head"
     for wrong in ({"max_failures": -2}, {"healthy_after_s": -1.0}, {"max_wait_s": -1.0}):
         rejects("", Policy, **wrong)
+
+
+@pytest.mark.parametrize(("max_wait_s", "longest_s"), [(86_400.0, 1.25), (0.25, 0.25), (0.0, 0.0)])
+def test_pause_in_outage_is_short_and_within_limit(monkeypatch: pytest.MonkeyPatch, max_wait_s: float, longest_s: float) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(supervisor.time, "sleep", pauses.append)
+    jobs: Any = SimpleNamespace(url="http://head", probe=lambda: None)
+    supervisor.Outage(jobs, Policy(max_wait_s=max_wait_s), report=lambda text: None).wait("refused")
+    assert len(pauses) == 1
+    assert 0.0 <= pauses[0] <= longest_s
