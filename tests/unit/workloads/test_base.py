@@ -76,6 +76,11 @@ def test_scaling_config_rejects_invalid_values() -> None:
         rejects(message, ScalingConfig, **changes)
 
 
+@pytest.mark.parametrize("recipe", ["criteo_demo", "mnist_resnet18"])
+def test_evaluation_may_have_fewer_rows(recipe: str) -> None:
+    assert recipes.find(recipe)().replace(eval_rows=9).eval_rows == 9
+
+
 def test_configs_reject_early_stopping_plateau_and_schema(tmp_path: Path) -> None:
     unkept = {"checkpoint": {"keep_best": 0}, "early_stopping": {"patience": 2}}
     rejects("must be at least 1, because early stopping uses the best weights", recipes.criteo_demo().replace, **unkept)
