@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import threading
+import time
 import tracemalloc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -538,6 +539,16 @@ def _samples(app: ScoringApp) -> dict[str, float]:
             labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items())
             result[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
     return result
+
+
+def test_metrics_have_seconds_of_requests() -> None:
+    app = make_app(MODEL)
+    start_s = time.perf_counter()
+    post(app, TEXT)
+    post(app, TEXT)
+    total_s = time.perf_counter() - start_s
+    result = _samples(app)
+    assert 0.0 < result["rayrec_serve_forward_seconds_sum"] < result["rayrec_serve_request_seconds_sum"] < total_s
 
 
 def test_metrics_count_requests_and_failure_affects_one_only(monkeypatch: pytest.MonkeyPatch) -> None:
