@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import yaml
 from builders.faults import raising, rejects
+from builders.runs import QUIET
 
 from rayrec import cli, recipes, train
 from rayrec.cli import print_json, show
@@ -464,3 +466,26 @@ def test_command_lines_match_golden_calls(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("rayrec.recipes.function_in_file", lambda name, returns: recipes.ALL["clicks"])
     failed = {line: (made, expected) for line, expected in LINES if (made := call_of(line)) != expected}
     assert not failed
+
+
+FRAME = pd.DataFrame({"label": [0, 1], "user": [1, 2]})
+FRAME_CALLS: dict[str, dict[str, Any]] = {
+    "schema": {},
+    "validate": {},
+    "vocabulary": {"out": "none"},
+    "split": {"out": "none", "by": "rows"},
+    "preprocess": {"out": "none", "format": "npy"},
+    "adopt": {},
+}
+
+
+@pytest.mark.parametrize("name", FRAME_CALLS)
+def test_data_commands_reject_frames(name: str) -> None:
+    rejects("path: must be a path, got DataFrame. Write its rows to a file", COMMANDS[name].function, FRAME, **FRAME_CALLS[name])
+    rejects("path: must be a path, got int. Pass text", COMMANDS[name].function, 3, **FRAME_CALLS[name])
+
+
+def test_data_commands_accept_path_objects(click_log: Path) -> None:
+    validate = COMMANDS["validate"].function
+    reports = [validate(path, console=QUIET).to_dict() for path in (click_log / "train.txt", str(click_log / "train.txt"))]
+    assert reports[0] == reports[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rayrec.commands.declaration import Argument, LogPath, NewFolder, Shown, command
@@ -85,6 +86,7 @@ def schema(
     from rayrec import storage
     from rayrec.prepare.schema_draft import draft
 
+    path = _path_text(path)
     if out is not None and storage.exists(out):
         raise InputError(f"{out}: exists already; remove it or choose another --out")
     text = draft(path, label=label)
@@ -120,6 +122,7 @@ def validate(
     from rayrec.prepare.validate import Gates as DefaultGates
     from rayrec.prepare.validate import validate as run
 
+    path = _path_text(path)
     return run(
         path, config=_preparation(options), gates=gates or DefaultGates(), preprocessor=preprocessor, console=_console(console)
     )
@@ -154,6 +157,7 @@ def split(
     from rayrec.prepare.split import split as run
 
     of_rows, rest = _split_options(options, RowSplit)
+    path = _path_text(path)
     return run(path, out=out, rows=RowSplit(by=by).updated(of_rows), config=_preparation(rest), console=_console(console))
 
 
@@ -193,6 +197,7 @@ def vocabulary(
     InputError for an unusable log or if `out` exists."""
     from rayrec.prepare.preprocess import vocabulary as run
 
+    path = _path_text(path)
     return run(path, out=out, extend=extend, id_tables=id_tables, config=_preparation(options, recipe), console=_console(console))
 
 
@@ -234,6 +239,7 @@ def preprocess(
     of_text, rest = _split_options(options, TextConfig)
     if recipe is not None and format == "mds":
         raise InputError("--recipe: an option for click logs, not for --format mds. Remove it")
+    path = _path_text(path)
     return run(
         path,
         out=out,
@@ -274,6 +280,7 @@ def adopt(
     from rayrec.prepare.adopt import adopt as run
     from rayrec.prepare.config import reject_options
 
+    path = _path_text(path)
     adoption = AdoptionConfig().updated(options)
     if not path.endswith((".pt", ".pth", ".pkl", ".safetensors")):
         return run(path, out=out, config=adoption, console=_console(console))
@@ -283,6 +290,14 @@ def adopt(
     if out is None or adoption.preprocessor is None:
         raise InputError(f"{path}: needs --preprocessor DIR, with the ids of its rows, and --out DIR for the checkpoint")
     return adopt_dlrm(path, out=out, preprocessor=adoption.preprocessor, config=named_configuration("clicks"))
+
+
+def _path_text(path: object) -> str:
+    """Return a text or path object as text. Raises InputError for others, such as a DataFrame."""
+    if isinstance(path, str | os.PathLike):
+        return os.fspath(path)  # type: ignore[no-any-return]
+    fix = "Write its rows to a file first, such as by `to_parquet`" if hasattr(path, "columns") else "Pass text"
+    raise InputError(f"path: must be a path, got {type(path).__name__}. {fix}")
 
 
 def _split_options(options: dict[str, Any], kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
