@@ -290,8 +290,9 @@ def test_retries_end_at_limit_set_by_environment(monkeypatch: pytest.MonkeyPatch
     assert retry.outage_s() == storage.OUTAGE_S
     monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "2.5")
     assert retry.outage_s() == 2.5
-    with storage.retry_timeout(1):
-        assert retry.outage_s() == 1
+    for limit_s in (1, 0):
+        with storage.retry_timeout(limit_s):
+            assert retry.outage_s() == limit_s
     monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "long")
     rejects("RAYREC_STORAGE_OUTAGE_S", retry.outage_s)
 
@@ -507,6 +508,19 @@ def test_home_directory_matches_shell(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", lambda user: SimpleNamespace(pw_dir="/home/ada"))
     assert storage.absolute("~/a") == "/home/ada/a"
+
+
+def test_cache_folder_is_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAYREC_CACHE", raising=False)
+    run, home = str(tmp_path / "run"), f"{tmp_path}/.cache/rayrec"
+    assert cache.folder(run) == home
+    (tmp_path / "run").mkdir()
+    assert (cache.folder(run), cache.folder(f"file://{run}")) == (run, f"file://{run}")
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    assert cache.folder(run) == home
+    monkeypatch.setenv("RAYREC_CACHE", "/other")
+    assert cache.folder(run) == "/other"
 
 
 @pytest.mark.usefixtures("homeless")

@@ -293,6 +293,16 @@ def test_tables_in_partitions_are_rejected(tmp_path: Path, monkeypatch: pytest.M
     rejects("the Delta table .*log/land=fr as plain files", storage.list_files, f"{scheme}{tmp_path}/log")
 
 
+def test_folders_of_globs_are_checked_evenly(tmp_path: Path) -> None:
+    """Every second of 32 folders is checked for a table, also among the last."""
+    for number in range(32):
+        (tmp_path / f"day_{number:02}").mkdir()
+        (tmp_path / f"day_{number:02}" / "a.parquet").touch()
+    assert len(storage.list_files(f"{tmp_path}/*/a.parquet")) == 32
+    (tmp_path / "day_30" / "_delta_log").mkdir()
+    rejects("the Delta table .*/day_30 as plain files", storage.list_files, f"{tmp_path}/*/a.parquet")
+
+
 @pytest.mark.parametrize("scheme", ["", "slow://"])
 def test_folders_beside_tables_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     SlowStore(latency_s=0).installed(monkeypatch)

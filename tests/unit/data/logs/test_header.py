@@ -33,6 +33,8 @@ def write(folder: Path, text: str) -> str:
         pytest.param(["1", "2", "3"], [["7", "8", "9"]], True, id="few numbers that count up"),
         pytest.param([str(n) for n in range(40)], [["5"] * 40], False, id="names of pandas from 0"),
         pytest.param([str(n) for n in range(1, 41)], [["5"] * 40], False, id="names from 1"),
+        pytest.param([str(n) for n in range(8)], [["5"] * 8], False, id="eight names from 0"),
+        pytest.param([str(n) for n in range(7)], [["5"] * 7], True, id="seven numbers that count up"),
         pytest.param(["label", "1", "2", "3"], [["1", "5", "6", "7"]], False, id="numbered names beside a label"),
         pytest.param(["u1", "2024-05-01", "i1"], [["u2", "2024-05-02", "i2"]], True, id="date"),
         pytest.param(["u1", "3.5", "i1"], [["u2", "4.5", "i2"]], True, id="decimal beside texts"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import Block, LogIndex, Segment, SegmentRange, numbered
 from rayrec.data.logs.reading import distinct_names, good_lines, line_starts, read_raw, slice_of, values_of
-from rayrec.data.logs.splits import Slice, Split, slices_of
+from rayrec.data.logs.splits import MAX_SLICES, Slice, Split, slices_of
 from rayrec.data.logs.text_log import Chunk, index_chunk, read_text
 from rayrec.schema import Schema
 
@@ -205,3 +205,17 @@ def test_slice_of_names_rows(tmp_path: Path) -> None:
     sevenths = Block((SegmentRange(index.segments[1], 1, 3),), None)
     assert slice_of(sevenths, [Slice("a", 0, 4), Slice("b", 4, 5)]).to_pylist() == ["a", "b"]
     assert distinct_names([Slice("a", 0, 1), Slice("b", 1, 2), Slice("a", 2, 3)]) == ["a (1)", "b", "a (2)"]
+
+
+@pytest.mark.parametrize(
+    ("num_files", "kind", "last"),
+    [
+        pytest.param(MAX_SLICES, "file", f"day_{MAX_SLICES - 1}", id="most"),
+        pytest.param(MAX_SLICES + 1, "files", f"day_{MAX_SLICES - 1} ... day_{MAX_SLICES}", id="one more"),
+    ],
+)
+def test_files_are_combined_above_largest_number(num_files: int, kind: str, last: str) -> None:
+    index = LogIndex(numbered((f"day_{number}", 0, 2, 2) for number in range(num_files)), Faults())
+    found, slices = slices_of(index)
+    assert (found, len(slices)) == (kind, MAX_SLICES)
+    assert (slices[-1].name, slices[-1].stop) == (last, 2 * num_files)
