@@ -260,7 +260,8 @@ TEXT: Final = ""
 
 
 def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert settings with dotted names (`scaling.num_workers`) to nested settings."""
+    """Convert settings with dotted names (`scaling.num_workers`) to nested settings. Mappings are merged in any order, and of two
+    values of one setting the later is returned."""
     nested: dict[str, Any] = {}
     for path, value in settings.items():
         *names, last = path.split(".")
@@ -270,11 +271,16 @@ def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(inner, dict):
                 inner = target[name] = {TEXT: inner}
             target = inner
-        if isinstance(target.get(last), dict) and not isinstance(value, Mapping):
-            target[last][TEXT] = value
-        else:
-            target[last] = value
+        target[last] = _merged(target.get(last), value)
     return nested
+
+
+def _merged(before: Any, value: Any) -> Any:
+    """Return a setting's value, with the settings of an earlier mapping that it does not change. Copies mappings."""
+    earlier = before if isinstance(before, dict) else {}
+    if isinstance(value, Mapping):
+        return {**earlier, **{name: _merged(earlier.get(name), inner) for name, inner in value.items()}}
+    return {**earlier, TEXT: value} if isinstance(before, dict) else value
 
 
 @lru_cache(maxsize=1024)

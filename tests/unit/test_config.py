@@ -16,7 +16,7 @@ from builders.faults import rejects
 
 import rayrec
 from rayrec import recipes
-from rayrec.config import Config, InputError
+from rayrec.config import TEXT, Config, InputError, line_of, nest
 from rayrec.optim.config import LearningRateSchedule
 from rayrec.recipes import criteo_demo
 from rayrec.schema import PlaceholderSchema, Schema
@@ -243,3 +243,37 @@ def test_recipe_file_shadows_no_module(name: str, tmp_path: Path, monkeypatch: p
     with pytest.raises(InputError, match=r"another file with this name was already imported. Rename the file"):
         recipes.find(f"{tmp_path}/other/{name}.py:small")
     del sys.modules[f"recipe_file_{name}"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "nested"),
+    [
+        pytest.param({"a.b": 1, "a.c.d": 2, "e": 3}, {"a": {"b": 1, "c": {"d": 2}}, "e": 3}, id="dotted"),
+        pytest.param({"a.b": 1, "a": {"c": 2}}, {"a": {"b": 1, "c": 2}}, id="mapping last"),
+        pytest.param({"a": {"c": 2}, "a.b": 1}, {"a": {"b": 1, "c": 2}}, id="mapping first"),
+        pytest.param({"a.b.c": 1, "a": {"b": {"d": 2}}}, {"a": {"b": {"c": 1, "d": 2}}}, id="mapping in mapping"),
+        pytest.param({"a.b": 1, "a": {"b": 2}}, {"a": {"b": 2}}, id="later value"),
+        pytest.param({"a.b": 1, "a": "x"}, {"a": {"b": 1, TEXT: "x"}}, id="text last"),
+        pytest.param({"a": "x", "a.b": 1}, {"a": {"b": 1, TEXT: "x"}}, id="text first"),
+    ],
+)
+def test_dotted_settings_are_nested(settings: dict[str, Any], nested: dict[str, Any]) -> None:
+    assert nest(settings) == nested
+
+
+def test_nested_settings_are_copied() -> None:
+    choice = {"c": {"d": 2}}
+    assert nest({"a": choice, "a.b": 1, "a.c.e": 3}) == {"a": {"b": 1, "c": {"d": 2, "e": 3}}}
+    assert choice == {"c": {"d": 2}}
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        pytest.param(InputError("log: is\n  empty"), "log: is empty", id="input"),
+        pytest.param(RuntimeError("Traceback\n  the cause \n\n"), "RuntimeError: the cause", id="last line"),
+        pytest.param(KeyError(), "KeyError", id="no text"),
+    ],
+)
+def test_errors_are_shown_in_one_line(error: Exception, line: str) -> None:
+    assert line_of(error) == line
