@@ -521,6 +521,14 @@ def test_file_size_limit_delays_save(hurried: Run) -> None:
     assert_good(hurried, 2)
 
 
+def test_retry_ends_before_delay_exceeds_outage() -> None:
+    causes: list[str] = []
+    policy = save_retry.RetryPolicy("run", 0.1, seed="", ended=threading.Event(), on_failure=causes.append)
+    with mock.patch.object(save_retry, "FIRST_DELAY_S", 5.0):  # Waits 2.5 to 5 s
+        rejects("run: cannot be written for 0 s .busy.", policy.run, raising(OSError("busy")))
+    assert causes == ["busy"]
+
+
 def test_attempt_waits_for_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.01)
     token, lease = partial(checkpoint.write_token, str(tmp_path)), partial(checkpoint.acquire_lease, str(tmp_path / "run"))

@@ -20,7 +20,7 @@ from rayrec import cli, recipes, storage
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import TaskContext
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.partitions import partitions_of
+from rayrec.data.logs.partitions import partitions_of, with_sampled_partitions
 from rayrec.data.logs.reading import read_raw
 from rayrec.schema import Schema, load_schema
 
@@ -238,6 +238,20 @@ def test_partition_columns_of_paths() -> None:
     assert partitions_of(f"/x=1/log/{folder}/part.parquet") == values
     assert partitions_of(f"s3://bucket/log/{folder}/part.parquet?region=eu") == values
     assert partitions_of(f"file:///log/{folder.replace('%', '%25')}/part.parquet") == values
+
+
+@pytest.mark.parametrize(
+    ("num_files", "rows", "days"),
+    [
+        pytest.param(8, 4, ["0", "2", "4", "6"], id="more files"),
+        pytest.param(2, 4, ["0", "1", "0", "1"], id="more rows"),
+        pytest.param(2, 0, [], id="no rows"),
+    ],
+)
+def test_partitions_of_samples_are_spread_over_files(num_files: int, rows: int, days: list[str]) -> None:
+    files = [storage.File(f"/log/day={number}/a.parquet", 1, 0) for number in range(num_files)]
+    sample = with_sampled_partitions(pa.table({"x": list(range(rows))}), files)
+    assert sample["day"].to_pylist() == days
 
 
 TABLES = {

@@ -157,6 +157,16 @@ def test_declared_header_reads_unique_texts(tmp_path: Path) -> None:
     rejects("no column named user", list, read_csv(path, towers.replace(header_row=True)))
 
 
+@pytest.mark.parametrize(
+    ("text", "is_row"),
+    [pytest.param("User,item,x1,x2\n", True, id="half of the names"), pytest.param("user,x1,x2,x3\n", False, id="fewer names")],
+)
+def test_first_row_with_known_names_is_header(text: str, is_row: bool) -> None:
+    towers = Schema(label=None, sparse=("user", "item", "a", "b"), header=("item", "user", "a", "b"))
+    header = read_header(text.encode(), towers.replace(delimiter=","), path="log.csv")
+    assert (header.is_row, header.columns[0]) == (is_row, "User" if is_row else "item")
+
+
 def test_declared_names_in_first_row_are_header(tmp_path: Path) -> None:
     years = Schema(label="click", sparse=("2021", "2022"), header=("2021", "2022", "click"))
     raw, faults = parsed(write(tmp_path, "2021,2022,click\n7,8,1\n"), years)
