@@ -216,6 +216,6 @@ def test_slice_of_names_rows(tmp_path: Path) -> None:
 )
 def test_files_are_combined_above_largest_number(num_files: int, kind: str, last: str) -> None:
     index = LogIndex(numbered((f"day_{number}", 0, 2, 2) for number in range(num_files)), Faults())
-    found, slices = slices_of(index)
-    assert (found, len(slices)) == (kind, MAX_SLICES)
+    unit, slices = slices_of(index)
+    assert (unit, len(slices)) == (kind, MAX_SLICES)
     assert (slices[-1].name, slices[-1].stop) == (last, 2 * num_files)
