@@ -161,7 +161,7 @@ def test_declared_header_reads_unique_texts(tmp_path: Path) -> None:
     ("text", "is_row"),
     [pytest.param("User,item,x1,x2\n", True, id="half of the names"), pytest.param("user,x1,x2,x3\n", False, id="fewer names")],
 )
-def test_half_of_known_names_makes_header(text: str, is_row: bool) -> None:
+def test_header_row_matches_columns(text: str, is_row: bool) -> None:
     towers = Schema(label=None, sparse=("user", "item", "a", "b"), header=("item", "user", "a", "b"))
     header = read_header(text.encode(), towers.replace(delimiter=","), path="log.csv")
     assert (header.is_row, header.columns[0]) == (is_row, "User" if is_row else "item")
