@@ -56,8 +56,6 @@ def write(config: TrainConfig, folder: str, tables: Mapping[str, Rows], *, resum
             continue
         columns, types = columns_of(data, schema, field)
         storage.remove_folder(target)
-        if storage.is_url(target):  # There, an interrupted write leaves files, which the next call may remove only if marked.
-            storage.write_bytes(storage.join(folder, "data", storage.JOB_FOLDER), b"")
         rows = write_rows(data, columns, target, functools.partial(_write_manifest, columns=types))
         if is_dataset(data) and not data.context.execution_options.preserve_order:
             note(f"preserve_order of Ray Data is off, so the order of row blocks may have changed in {target}")

@@ -112,7 +112,7 @@ def test_interrupted_data_is_rewritten(tmp_path: Path, monkeypatch: pytest.Monke
     written = tmp_path / "run" / "data" / "train"
 
     def write_half(*_: object) -> None:
-        written.mkdir()
+        written.mkdir(parents=True)
         (written / "part-000001.parquet").write_bytes(b"half")
         raise KeyboardInterrupt
 
