@@ -158,9 +158,10 @@ def row_hashes(rows: EncodedRows) -> np.ndarray:
         if isinstance(ids, JaggedIds):
             sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(_salted(ids.values, number), dtype=np.uint64)])
             offsets = ids.offsets()
-            total += mix64(sums[offsets[1:]] - sums[offsets[:-1]])
+            of_rows = sums[offsets[1:]] - sums[offsets[:-1]]
         else:
-            total += _salted(ids.reshape(len(rows), -1), number).sum(axis=1, dtype=np.uint64)
+            of_rows = _salted(ids.reshape(len(rows), -1), number).sum(axis=1, dtype=np.uint64)
+        total += mix64(of_rows)  # Alike, because one format has bags of equal sizes as arrays, another as lists
     return total
 
 

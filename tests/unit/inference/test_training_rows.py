@@ -172,6 +172,17 @@ def test_hash_uses_all_values() -> None:
     assert hashes[0] == hashes[5] == hashes[6]
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_hash_of_arrays_matches_lists(size: int) -> None:
+    ids = np.random.default_rng(0).integers(0, 50, (20, size)).astype(np.int32)
+    dense = np.zeros((20, 1), np.float32)
+    labels = {"y": np.zeros(20, np.uint8)}
+    array = ids[:, 0] if size == 1 else ids
+    lists = JaggedIds(ids.reshape(-1), np.full(20, size, np.int32))
+    expected = row_hashes(EncodedRows(dense, [array], labels))
+    np.testing.assert_array_equal(row_hashes(EncodedRows(dense, [lists], labels)), expected)
+
+
 # -- a run's own held-out rows
 
 
