@@ -41,6 +41,7 @@ from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.distillation import RECORD, Teacher, TeacherConfig, load_targets, open_teacher
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, counted_columns, reliability_bins
 from rayrec.workloads.recsys.scorer import PlainModel, empty_model, make_scorer
+from rayrec.workloads.recsys.settings import check_grouped
 
 
 @pytest.fixture(scope="module")
@@ -347,3 +348,23 @@ def test_resumed_run_keeps_teacher_with_weight_and_checkpoint(both: tuple[Saved,
     rejects(r"teacher.weight: must be above 0", none.workload.check, none)
     rejects(r"weight: must be at least 0 and at most 1, got 1\.5", TeacherConfig, checkpoint="runs/teacher", weight=1.5)
     rejects(r"teacher.checkpoint: must be a run or checkpoint", TeacherConfig, checkpoint="", weight=0.5)
+
+
+def test_group_needs_raw_rows_in_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "dataset.json").write_text("{}")
+    line = rejects("schema.group", check_grouped, SCHEMA.replace(group="cat_5"), str(tmp_path))
+    assert "is preprocessed and has no values of cat_5. Evaluate on a raw log" in line
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        pytest.param("cat_5", "log.txt", id="raw rows"),
+        pytest.param("cat_5", None, id="no rows"),
+        pytest.param(None, "dataset", id="no group"),
+    ],
+)
+def test_group_accepts_raw_rows_in_evaluation(tmp_path: Path, group: str | None, name: str | None) -> None:
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset" / "dataset.json").write_text("{}")
+    check_grouped(SCHEMA.replace(group=group), None if name is None else str(tmp_path / name))
