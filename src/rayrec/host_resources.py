@@ -109,7 +109,7 @@ def resident_bytes() -> int:
 def _cpu_quotas(root: Path) -> Iterator[float]:
     for folder in _groups(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
         quota = _numbers(folder / "cpu.max") or (_numbers(folder / "cpu.cfs_quota_us") + _numbers(folder / "cpu.cfs_period_us"))
-        if len(quota) == 2 and min(quota) > 0:
+        if len(quota) == 2:
             yield quota[0] / quota[1]
 
 
