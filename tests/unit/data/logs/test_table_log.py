@@ -837,3 +837,11 @@ def test_bytes_outside_fetched_spans_are_read(tmp_path: Path, span: tuple[int, i
     spans = [(20, 60), (80, 95)]
     file = parquet._Spans(str(path), len(content), spans, [parquet._read_span(str(path), each) for each in spans])
     assert file.bytes_of(*span).tobytes() == content[slice(*span)]
+
+
+def test_parquet_columns_are_checked_before_rows(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"y": [1], "x": [["a"]]}), tmp_path / "log.parquet")
+    (file,) = storage.list_files(str(tmp_path))
+    for column, message in (("z", "has no column named z"), ("x", "column x ")):
+        schema = Schema(label="y", dense=(column,), tokens="any")
+        rejects(message, parquet.prepared, file, schema, 1 << 20, str(tmp_path / "made"))
