@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,16 @@ def test_incompatible_models_are_rejected(models: list[Saved], tmp_path: Path) -
     rejects("damaged, the checksum of", rayrec.ensemble, [str(elsewhere.run)] * 2, out=out)
     assert not Path(out).exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "rounded"]
+
+
+def test_mixed_checkpoint_is_rejected_before_writing(models: list[Saved], tmp_path: Path) -> None:
+    """The folder has the weights of one model and the settings of another."""
+    mixed = tmp_path / "mixed"
+    shutil.copytree(models[0].checkpoint, mixed)
+    shutil.copy(models[1].checkpoint / "config.yaml", mixed / "config.yaml")
+    with_other = [str(models[0].checkpoint), str(mixed)]
+    rejects("Its files are from different checkpoints", rayrec.ensemble, with_other, out=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_chunk_offsets_are_preserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
