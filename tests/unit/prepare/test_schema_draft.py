@@ -275,6 +275,15 @@ def test_two_columns_of_one_name_are_left_out(tmp_path: Path) -> None:
     assert "Left out: user (name of several columns)." in text
 
 
+def test_ambiguous_names_of_csv_header_are_left_out(tmp_path: Path) -> None:
+    lines = [f"{n},{CLICKS[n]},{n % 7},a{n % 5},b{n % 3}" for n in ROWS]
+    (tmp_path / "log.csv").write_text("\n".join([",click,item,user,user", *lines, ""]))
+    text = draft(str(tmp_path / "log.csv"))
+    assert load_schema(text, "draft").sparse == ("item",)
+    assert "user (name of several columns)" in text
+    assert "(has no name)" in text
+
+
 def test_file_without_header_gets_names(tmp_path: Path) -> None:
     log = tmp_path / "log.csv"
     log.write_text("".join(f"{CLICKS[n]},u{n % 9},{PRICES[n]:.2f}\n" for n in ROWS))
