@@ -1,5 +1,6 @@
 """Start of a server, its URL, the run that it follows, and Ray Serve's builder."""
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from functools import partial
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -307,6 +309,27 @@ def test_following_switches_to_new_checkpoints(watched: Watched, tmp_path: Path)
     assert watch.poll()
     watched.follow(run)  # after a rollback that is what the user wants
     assert (watched.changes, watched.desired.model.path) == ([newest], first)
+
+
+def test_server_follows_run_until_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save(tmp_path, 10, None)
+    stop = SimpleNamespace(requested=threading.Event(), begin_serving=lambda: None)
+    followed: list[tuple[str, str]] = []
+
+    def follow(run: str, which: str) -> None:
+        followed.append((run, which))
+        stop.requested.set()
+
+    serving = SimpleNamespace(describe=dict, control=None)
+    watch = SimpleNamespace(poll=lambda: True, follow=follow)
+    monkeypatch.setattr(server, "serving", lambda *_, **__: contextlib.nullcontext(serving))
+    monkeypatch.setattr(server, "_stop_request", lambda: contextlib.nullcontext(stop))
+    monkeypatch.setattr(server, "_announced", lambda control: True)
+    monkeypatch.setattr(server, "_Watch", lambda *_: watch)
+    monkeypatch.setattr(server, "_POLL_EVERY_S", 0.001)
+    config = ServerConfig(follow="best")
+    server.serve_forever(str(tmp_path), config=config, address=None, console=Console(quiet=True), started=lambda described: None)
+    assert followed == [(str(tmp_path), "best")]
 
 
 def test_failed_checkpoint_is_retried(watched: Watched, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
