@@ -91,6 +91,13 @@ def test_model_of_categories_is_rejected_before_indexing(
     assert line.endswith("learns from numbers alone: " + ", ".join(CLICK_MODELS) + ".")
 
 
+def test_preprocessed_numbers_reject_model_of_categories(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("preprocess log.csv --schema schema.yaml --out ready --format npy -q") == 0
+    capsys.readouterr()
+    assert train("--name", "a", "--model", "din", data="ready") == 2
+    assert "must have a sparse column for DINConfig" in capsys.readouterr().err
+
+
 def _train_numbers(folder: str, rank: int) -> None:
     click.train(f"{folder}/{torch.distributed.get_world_size()}", click.NUMBERS, rank)
 
