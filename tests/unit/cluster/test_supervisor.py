@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from builders.faults import fails_with, raising, rejects
@@ -390,3 +392,14 @@ def test_pause_in_outage_is_short_and_within_limit(monkeypatch: pytest.MonkeyPat
     supervisor.Outage(jobs, Policy(max_wait_s=max_wait_s), report=lambda text: None).wait("refused")
     assert len(pauses) == 1
     assert 0.0 <= pauses[0] <= longest_s
+
+
+@pytest.mark.parametrize("name", [None, "mine"])
+def test_supervised_run_has_name(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
+    run = Mock()
+    monkeypatch.setattr(supervisor, "supervise", run)
+    config = recipes.criteo_demo("log").replace(storage_path="/runs", name=name)
+    rayrec.supervise(config, ["criteo_demo"])
+    name_of_run = run.call_args.kwargs["name"]
+    assert re.fullmatch(r"criteo_demo-\d{8}-\d{6}" if name is None else name, name_of_run)
+    assert run.call_args.args[0] == (["criteo_demo", "--name", name_of_run] if name is None else ["criteo_demo"])
