@@ -497,6 +497,26 @@ def test_tune_config_rejects_invalid_values() -> None:
         rejects(message, TuneConfig, **wrong)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param({"train_data": {"path": "log"}, "eval_data": {"path": "other"}}, id="log for validation"),
+        pytest.param({"train_data": {"path": "dataset"}}, id="preprocessed"),
+    ],
+)
+def test_tune_rejects_other_data_than_one_log(data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset" / "dataset.json").write_text("{}")
+    rejects(
+        "tune: requires one raw log",
+        rayrec.tune,
+        recipes.criteo_demo().replace(**data),
+        search={"seed": {"choice": [1, 2]}},
+        console=QUIET,
+    )
+
+
 # Table and page of a search -------------------------------------------------------------------------------------------
 def search_result(**changes: Any) -> dict[str, Any]:
     def trial(number: int, values: dict[str, Any], best: float | None, **others: Any) -> dict[str, Any]:
