@@ -403,3 +403,12 @@ def test_best_auroc_uses_same_test_rows(own_cache: None, tmp_path: Path, capsys:
     ):
         assert cli.run(["train", "criteo_demo", *common, *short, "--name", name, *flags]) == 0
         assert ("best_auroc" in printed(capsys)) is known, name
+
+
+def test_data_version_names_newest_file(tmp_path: Path) -> None:
+    for number, name in enumerate(("day_1", "day_0", "day_2")):
+        (tmp_path / name).write_text("x")
+        os.utime(tmp_path / name, (0, 86400 * (10 - number)))
+    version = data_versions(recipes.criteo_demo(str(tmp_path)))["train_data"]
+    assert (version["newest"], version["files"], version["bytes"]) == ("day_1", 3, 3)
+    assert version["modified"].startswith("1970-01-11")
