@@ -40,7 +40,7 @@ from rayrec.schema import Schema
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.distillation import RECORD, Teacher, TeacherConfig, load_targets, open_teacher
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, counted_columns, reliability_bins
-from rayrec.workloads.recsys.scorer import PlainModel, empty_model, make_scorer
+from rayrec.workloads.recsys.scorer import PlainModel, _limited_weights, empty_model, make_scorer
 from rayrec.workloads.recsys.settings import check_grouped
 
 
@@ -368,3 +368,17 @@ def test_group_accepts_raw_rows_in_evaluation(tmp_path: Path, group: str | None,
     (tmp_path / "dataset").mkdir()
     (tmp_path / "dataset" / "dataset.json").write_text("{}")
     check_grouped(SCHEMA.replace(group=group), None if name is None else str(tmp_path / name))
+
+
+@pytest.mark.parametrize(("mebibytes", "fits"), [(17, True), (19, False)])
+def test_network_is_limited_by_stored_weights(mebibytes: int, fits: bool) -> None:
+    """Twice 1 MiB and 16 MiB more."""
+
+    def build() -> None:
+        with _limited_weights(1 << 20, "checkpoint"):
+            nn.Module().weight = nn.Parameter(torch.empty(mebibytes << 18))
+
+    if fits:
+        build()
+    else:
+        rejects("checkpoint: the network does not match the 1,048,576 bytes of stored weights", build)
