@@ -341,3 +341,9 @@ def test_dense_times_are_equal_in_files_and_requests() -> None:
     schema = Schema(label=None, dense=("at",))
     _, faults = parse_table(pa.table({"at": ["11/17/2019", "2019-11-17"]}), schema)
     assert faults.counts == {"not a finite number": 1}
+
+
+def test_date_is_no_weight() -> None:
+    schema = Schema(label="y", weight="w", dense=("a",))
+    _, faults = parse_table(pa.table({"y": [0, 1], "w": ["2019-11-17", "2"], "a": [1, 2]}), schema)
+    assert faults.total == 1
