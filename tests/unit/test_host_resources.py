@@ -68,13 +68,6 @@ def test_version_1_groups_limit_memory_and_cpus(tmp_path: Path) -> None:
     assert usable_cpus(root=tmp_path) == 1
 
 
-def test_unlimited_version_1_group_keeps_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
-    kernel(tmp_path, "1:cpu,cpuacct:/box")
-    group(tmp_path, "cpu/box", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
-    assert usable_cpus(root=tmp_path) == 6
-
-
 def test_usable_cpus_respect_affinity_and_granted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel(tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))

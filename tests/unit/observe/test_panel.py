@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -319,15 +318,3 @@ def test_console_prints_names_without_markup(stream: Stream, monkeypatch: pytest
         console.table(f"title {name}", [(f"key {name}", f"value {name}")])
         for text in (f"note {name}", f"index {name}", f"of {name}", f"title {name}", f"key {name}", f"value {name}"):
             assert text in stream.getvalue(), text
-
-
-def test_progress_line_has_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([1000.0, 1000.0 + 4 * console_module.PLAIN_INTERVAL_S])
-    monkeypatch.setattr(console_module, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    console, lines = Console(), list[str]()
-    monkeypatch.setattr(console, "note", lines.append)
-    rows = int(8 * console_module.PLAIN_INTERVAL_S)
-    console.progress("rows", 0, 2 * rows)
-    console.progress("rows", rows, 2 * rows)
-    assert len(lines) == 1
-    assert lines[0].endswith(f", 2/s, {4 * console_module.PLAIN_INTERVAL_S:.0f} s left")

@@ -136,19 +136,6 @@ async def test_failure_affects_one_batch(model: Model) -> None:
     assert isinstance(result[1], ZeroDivisionError)
 
 
-@_in_loop
-async def test_close_rejects_waiting_batches(model: Model) -> None:
-    batcher = _batcher(model)
-    busy = batcher._thread.submit(model.may.acquire)
-    (task,) = await _submit(batcher, 1)
-    batcher.close()
-    model.may.release()
-    with pytest.raises(RequestError) as error:
-        await task
-    assert (error.value.status, error.value.headers, model.batches) == (503, {"retry-after": "1"}, [])
-    assert busy.result(60)
-
-
 def test_limits_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, app = threading.Event(), make_app(make_model(), time_limit_s=1.0, max_waiting_requests=2)
     answer = app._batcher._score

@@ -697,31 +697,3 @@ def test_waiting_shadow_rows_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatc
     assert sample_values(counters.snapshot())["rayrec_serve_shadow_dropped_rows_total", ()] == 3 * 2
     go_on.set()
     shadow.close()
-
-
-@pytest.mark.parametrize(("is_alive", "is_healthy"), [(True, True), (False, False), (None, False)])
-def test_listening_replica_is_healthy(monkeypatch: pytest.MonkeyPatch, is_alive: bool | None, is_healthy: bool) -> None:
-    async def reported(replica: object) -> None:
-        pass
-
-    monkeypatch.setattr(deployment._Replica, "check_health", reported)
-    replica = object.__new__(deployment._ListeningReplica)
-    replica._listener = None if is_alive is None else SimpleNamespace(alive=is_alive, close=lambda: None)  # type: ignore[assignment]
-    with contextlib.nullcontext() if is_healthy else pytest.raises(RuntimeError, match="the HTTP server has ended"):
-        asyncio.run(replica.check_health())
-
-
-def test_connected_process_reaches_server_without_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(control.connection, "connect", lambda address: None)
-    monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications=[control.APPLICATION]))
-    with control._reached(None) as server:
-        assert isinstance(server, Control)
-
-
-@pytest.mark.parametrize("address", [None, "", "local"])
-def test_other_process_needs_address_of_server(monkeypatch: pytest.MonkeyPatch, address: str | None) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    rejects("cluster.address: needed to find the server", control._reached(address).__enter__)

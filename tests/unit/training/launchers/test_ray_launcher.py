@@ -27,7 +27,7 @@ from rayrec.config import InputError
 from rayrec.data.engine import TaskPlacement, ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine, RayShared
 from rayrec.observe.console import Console
-from rayrec.training.launchers import process_launcher, ray_backend, ray_launcher, ray_metrics, ray_worker
+from rayrec.training.launchers import process_launcher, ray_launcher, ray_metrics, ray_worker
 from rayrec.training.launchers.base import Driver, PreparedRun
 from rayrec.training.launchers.process_launcher import ProcessLauncher
 from rayrec.training.launchers.ray_launcher import RayLauncher
@@ -459,11 +459,3 @@ def test_standby_starts_only_before_restarts(
             thread.join(60)
     if starts:
         start.assert_called_with(node, "environment", num_processes=1, keep_s=1800.0)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_rendezvous_has_free_port_of_node(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    monkeypatch.setattr(ray_backend.ray.util, "get_node_ip_address", lambda: host)
-    node, port = ray_backend._free_address()
-    assert node == host
-    assert 1024 <= port < 65536

@@ -6,7 +6,6 @@ import pickle
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -383,13 +382,3 @@ def test_network_is_limited_by_stored_weights(mebibytes: int, fits: bool) -> Non
         build()
     else:
         rejects("checkpoint: the network does not match the 1,048,576 bytes of stored weights", build)
-
-
-@pytest.mark.parametrize(("separate", "expected"), [("other", "other"), (None, "log")])
-def test_missing_targets_name_file_of_set(monkeypatch: pytest.MonkeyPatch, separate: str | None, expected: str) -> None:
-    check = Mock()
-    monkeypatch.setattr("rayrec.workloads.recsys.workload.TargetCheck", lambda *_: SimpleNamespace(check=check))
-    config = recipes.next_item("log").replace(eval_data={"path": separate})
-    context = SimpleNamespace(config=config, engine=None)
-    config.workload._check_targets(context, Mock(), {"train": Mock(), "validation": Mock()})  # type: ignore[attr-defined]
-    assert [call.kwargs["path"] for call in check.call_args_list] == ["log", expected]
