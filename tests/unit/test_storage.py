@@ -581,6 +581,8 @@ def test_remove_folder_rejects_foreign_folders(tmp_path: Path, prefix: str, name
         pytest.param("data/train", "part-000000.parquet", id="half-data"),
         pytest.param("data/train", "unfinished.json", id="half-dataset"),
         pytest.param("events", "1f-000001.jsonl", id="events"),
+        pytest.param("night-2026-05-01", "events.jsonl", id="run"),
+        pytest.param("export", "encode.py", id="half-export"),
         pytest.param("empty", "", id="empty"),
     ],
 )

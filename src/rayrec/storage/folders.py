@@ -41,9 +41,9 @@ _RAYREC_NAME: Final = re.compile(rf".+\.partial|step_\d+|checkpoint-\d+|{JOB_FOL
 """Names of folders that only rayrec writes. Others need a marker to be removed."""
 _MARKER: Final = re.compile(
     rf"{JOB_FOLDER}|(manifest|preprocessor|written|unfinished)\.json|part-\d{{6}}\.parquet|.*tokens\.npy.*"
-    r"|data_\d{5,}[-.].*|.+-\d{6}\.jsonl"
+    r"|data_\d{5,}[-.].*|.+-\d{6}\.jsonl|events\.jsonl|encode\.py|(tables|dense)\.safetensors|dense\.pt2"
 )
-"""Names in rayrec's folders: jobs, data, Preprocessors, checkpoints and event parts, finished or not."""
+"""Names in rayrec's folders: jobs, data, Preprocessors, checkpoints, event parts, runs and exports, finished or not."""
 _LISTED_FILES: Final = 8
 """Number of files in one folder from which a listing is cheaper than single requests."""
 _NUM_COPIES: Final = 8
