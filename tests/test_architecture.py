@@ -27,7 +27,7 @@ HOUSE = {
     "crowded folders": (1, 0),
     "circles": (0, 0),
     "long signatures": (0, 0),
-    "statements of tests": (34_000, 5_000),
+    "statements of tests": (34_500, 5_000),
 }
 """Size and shape of src/rayrec, and the size of tests. Size is counted in statements, which line breaks do not change: write
 the plain form. Lower a bound in the commit that lowers its count. A new ability raises it by what it needs, in a commit that
