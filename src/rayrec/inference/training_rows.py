@@ -13,6 +13,7 @@ from rayrec import storage
 from rayrec.checkpoint import SUMMARY
 from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds
+from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex, Segment, SegmentRange
 from rayrec.hashing import GOLDEN, mix64
 from rayrec.workloads.data_versions import data_versions
@@ -23,9 +24,12 @@ from rayrec.workloads.recsys.settings import ClickSettings
 if TYPE_CHECKING:
     from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.workloads.base import TrainConfig
+    from rayrec.workloads.run_config import DataConfig
 
 MAX_ROWS: Final = 1 << 20
 """Maximum rows that are compared one by one: of the training set, and of the rows in segments unknown to it."""
+_MAX_LOG_BYTES: Final = 4 << 30
+"""Maximum bytes of a run's log to read for the comparison, unless it is the scored log, which has to be read anyway."""
 _MAX_UNSEEN_ROWS: Final = 1 << 17
 """Maximum held-out rows that show how often rows repeat."""
 _RUNS: Final = (1, 8, 64)
@@ -40,12 +44,15 @@ def count_training_rows(config: TrainConfig, checkpoint: str, path: str) -> int 
     Segments of the log are compared by checksum with those of the run's log. The rows of other segments, up to `MAX_ROWS`, are
     compared one by one as model inputs with label: a row counts if it and its neighbours equal consecutive training rows. The
     number of neighbours is the least with which no held-out row of the run counts, so rows that repeat at random do not. Reads
-    the run's log, so memory is some 50 bytes for each of these rows. Returns None if that is impossible: the log is missing or
-    has changed, the model is not a click model, or no number of neighbours separates the rows."""
+    the run's log, so memory is some 50 bytes for each of these rows. Returns None if that is impossible: the log is missing, has
+    changed or is another one of more than `_MAX_LOG_BYTES`; or no number of neighbours separates the rows. Also for other models
+    than click models."""
     if not isinstance(config.workload, ClickSettings) or config.train_data.path is None:
         return None
     preprocessor = load_preprocessor(checkpoint)
     try:
+        if _is_too_large(config.train_data, path):
+            return None
         run = _RunRows.open(config, checkpoint, preprocessor)
         if run is None:
             return None
@@ -57,6 +64,15 @@ def count_training_rows(config: TrainConfig, checkpoint: str, path: str) -> int 
     except InputError:  # The run's log is gone or has other columns, so nothing is known of it.
         return None
     return None if repeated is None else matching + repeated
+
+
+def _is_too_large(run: DataConfig, path: str) -> bool:
+    """Return whether a run's log is too large to be read for the comparison with the log at `path`."""
+    assert run.path is not None
+    files = LogSource.at(run.path, run.files).list_files()
+    if sum(file.size_bytes for file in files) <= _MAX_LOG_BYTES:
+        return False
+    return files != LogSource.at(path).list_files()
 
 
 @dataclass(frozen=True)

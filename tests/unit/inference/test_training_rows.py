@@ -18,6 +18,7 @@ import rayrec
 from rayrec import cli, recipes
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.datasets.criteo import SCHEMA
+from rayrec.inference import training_rows
 from rayrec.inference.training_rows import count_repeated, row_hashes
 from rayrec.metrics.binary import binary_metrics
 from rayrec.schema import Schema
@@ -87,6 +88,13 @@ def test_training_rows_of_same_path_and_copy_are_counted(trained: Trained, tmp_p
 def test_training_rows_of_other_format_are_counted(trained: Trained, tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pandas(trained.frame(trained.lines)), tmp_path / "rows.parquet")
     assert trained.evaluate(str(tmp_path / "rows.parquet"))["training_rows"] == TRAINED
+
+
+def test_large_log_is_read_only_if_scored(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_rows, "_MAX_LOG_BYTES", trained.log.stat().st_size - 1)
+    copy = shutil.copy(trained.log, tmp_path / "renamed.txt")
+    result = [trained.evaluate(str(path))["training_rows"] for path in (trained.log, copy)]
+    assert result == [TRAINED, None]
 
 
 def test_new_rows_are_no_training_rows(trained: Trained, tmp_path: Path) -> None:
