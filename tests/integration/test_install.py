@@ -190,6 +190,7 @@ NEEDS_DEBIAN = pytest.mark.skipif(
 def test_plain_clone_runs_demo_and_passes_tests(tmp_path: Path) -> None:
     """The two commands of the README on a machine with Python, make and a compiler alone, for a user who is not root."""
     base = _debian(tmp_path)
+    user = "somebody"
     binds, environment = _network(base)
     root = tmp_path / "machine"
     subprocess.run(["cp", "-a", "--reflink=auto", str(base), str(root)], check=True)
@@ -198,17 +199,17 @@ def test_plain_clone_runs_demo_and_passes_tests(tmp_path: Path) -> None:
     for command in (
         ["apt-get", "update", "-qq"],
         ["apt-get", "install", "-qq", "--yes", "--no-install-recommends", *packages],
-        ["useradd", "--create-home", "--uid", "10002", "somebody"],
+        ["useradd", "--create-home", "--uid", "10002", user],
     ):
         done = machine.run(*command, binds=binds, timeout_s=600)
         assert done.returncode == 0, done.stdout + done.stderr
     (root / "etc/hostname").unlink(missing_ok=True)
-    clone = root / "home/somebody/rayrec"
+    clone = root / "home" / user / "rayrec"
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(clone)], check=True)
     shutil.rmtree(clone / ".git")  # there is no git either
     subprocess.run(["chown", "--recursive", "10002:10002", str(clone)], check=True)
     machine.user = "10002"
-    machine.folder = "/home/somebody/rayrec"
+    machine.folder = f"/home/{user}/rayrec"
     for target in ("demo", "test"):
         done = machine.run("make", target, binds=binds, timeout_s=1700)
         assert done.returncode == 0, done.stdout + done.stderr
