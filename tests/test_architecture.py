@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -183,13 +184,15 @@ def test_private_names_are_detected() -> None:
 
 
 def _own_files() -> Iterator[Path]:
-    """What git tracks or would track; in an unpacked archive, what a checkout holds."""
-    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=False)
-    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    """List what git tracks or would track; in an unpacked archive and without git, what a checkout holds."""
+    paths: list[Path] = []
+    if shutil.which("git"):
+        command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, capture_output=True, text=True, check=False)
+        paths = [ROOT / name for name in listed.stdout.split("\0") if name]
     if not paths:
         folders = ("src", "tests", "docs", "examples", "benchmarks", "packaging", "deploy")
-        paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+        paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if ".egg-info" not in path.parent.name]
     return (path for path in paths if path.is_file() and path.suffix not in (".so", ".pyc"))
 
 

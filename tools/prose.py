@@ -14,6 +14,7 @@ import io
 import itertools
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tokenize
@@ -215,8 +216,8 @@ def faults(source: str, parts: frozenset[str]) -> Iterator[Fault]:
 def tracked_files() -> list[Path]:
     """Return the files that git tracks or would track, or all files outside a checkout."""
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=False)
-    if listed.returncode == 0:
+    listed = subprocess.run(command, capture_output=True, text=True, check=False) if shutil.which("git") else None
+    if listed is not None and listed.returncode == 0:
         return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()]
     hidden = {path for path in ROOT.iterdir() if path.name.startswith(".")}
     return [path for path in ROOT.rglob("*") if path.is_file() and hidden.isdisjoint(path.parents)]
