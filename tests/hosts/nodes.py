@@ -155,6 +155,10 @@ class Node:
 
         return pids(fits)
 
+    def started_processes(self) -> list[int]:
+        """Pids of all processes on this node but its init, which came with the node."""
+        return [pid for pid in self.processes("") if pid != self._space.pid]
+
     def unplug(self) -> None:
         """Cuts the node off the others; its processes do not see it."""
         self._network.switch.call(f"ip link set {self._link} down")

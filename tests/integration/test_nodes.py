@@ -230,7 +230,7 @@ def test_links_with_delay_and_loss_change_no_weights(click_log: Path, shared: Pa
 
 
 def left(machines: list[Node]) -> list[bytes]:
-    return [Path(f"/proc/{pid}/cmdline").read_bytes() for node in machines for pid in node.processes("ray")]
+    return [Path(f"/proc/{pid}/cmdline").read_bytes() for node in machines for pid in node.started_processes()]
 
 
 SSH = ROOT / "deploy" / "ssh" / "run.sh"
@@ -276,10 +276,10 @@ def test_ssh_script_trains_on_two_machines(click_log: Path, shared: Path, tmp_pa
             wait_for_step(shared / "by-ssh-True", 60)
             os.kill(session.process.pid, signal.SIGTERM)
             assert session.wait().status == 128 + signal.SIGTERM
-            until(lambda: not any(node.processes("ray") for node in machines), timeout_s=30)
+            until(lambda: not any(node.started_processes() for node in machines), timeout_s=30, told=lambda: left(machines))
             session = Session(command, environment={**os.environ, **variables}, output=tmp_path / "second")
         result = summary(session.wait(timeout_s=500))
-        until(lambda: not any(node.processes("ray") for node in machines), timeout_s=30, told=lambda: left(machines))
+        until(lambda: not any(node.started_processes() for node in machines), timeout_s=30, told=lambda: left(machines))
     check_no_rows_lost(result)
     assert result["steps"] == LONG["steps"]
 
