@@ -163,7 +163,7 @@ def test_run_survives_store_outage(workers: str, request: pytest.FixtureRequest,
     """For longer than cleaning and one attempt at a save wait for it; the run trains on, on Ray slowed down by evaluations."""
     is_alone = workers == "one"
     expected = request.getfixturevalue("expected_alone" if is_alone else "undisturbed")
-    pace = ALONE if is_alone else {"evaluate_every": 3, "log_every": 3}
+    pace = ALONE if is_alone else {"evaluate_every": 1, "log_every": 3}
     run = begin(storage=s3_server.url(workers), checkpoint={"every": 20 if is_alone else 6, "num_to_keep": 5}, **pace)
     run.wait_for_save()
     s3_server.kill()
