@@ -102,6 +102,7 @@ class Markers:
         return cls(texts, numbers, integral.astype(np.int64).view(np.uint64))
 
     @classmethod
+    @lru_cache(maxsize=64)
     def of_labels(cls, markers: tuple[str, ...], positive: tuple[str, ...]) -> Markers:
         """Return the markers in a label column: none that are numbers or count as 1, since -1 may be a label."""
         texts = [marker.encode() for marker in markers if marker not in positive]
