@@ -26,6 +26,8 @@ from rayrec.serve.requests import RequestBody, RequestError
 from rayrec.serve.row_readers import Outcome, make_reader
 
 if TYPE_CHECKING:
+    from prometheus_client import Counter
+
     from rayrec.inference.model import ServedModel
     from rayrec.schema import Schema
 
@@ -113,9 +115,15 @@ class BatchScorer:
         of_columns = unknown.sum(axis=0)
         for column in np.flatnonzero(of_columns).tolist():
             self._counters.unknown.labels(self._columns[column]).inc(int(of_columns[column]))
-        for name, (values, clipped) in zip(self._clips.names, numbers.tolist(), strict=True):
-            self._counters.numbers.labels(name).inc(values)
-            self._counters.clipped.labels(name).inc(clipped)
+        for (all_values, all_clipped), (values, clipped) in zip(self._clip_counters, numbers.tolist(), strict=True):
+            all_values.inc(values)
+            if clipped:
+                all_clipped.inc(clipped)
+
+    @functools.cached_property
+    def _clip_counters(self) -> list[tuple[Counter, Counter]]:
+        """Counters of values and of clipped values, by column. Found once, since each look takes 2 µs."""
+        return [(self._counters.numbers.labels(name), self._counters.clipped.labels(name)) for name in self._clips.names]
 
 
 _log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ class ClipCounter:
         """Columns with bounds. Empty for Criteo's logs, and for a Preprocessor of an earlier version."""
         with_indicator = [name for name, rule in zip(preprocessor.dense_names, preprocessor.dense, strict=True) if rule.indicator]
         first = len(preprocessor.dense)
-        self._indices = [index for index, _, _ in rules]
+        self._indices = np.array([index for index, _, _ in rules], np.intp)
         self._indicators = {
             number: first + with_indicator.index(name) for number, name in enumerate(self.names) if name in with_indicator
         }
@@ -41,7 +41,7 @@ class ClipCounter:
         self._upper = np.array([rule.upper for _, _, rule in rules], np.float32)
 
     def _clipped(self, dense: np.ndarray) -> np.ndarray:
-        inputs = dense[:, self._indices]
+        inputs = dense.take(self._indices, axis=1)
         return (inputs <= self._lower) | (inputs >= self._upper)
 
     def count(self, dense: np.ndarray) -> np.ndarray:
