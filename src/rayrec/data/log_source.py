@@ -177,38 +177,28 @@ class LogSource:
         data) and its column order in `header`, unless the schema declares one. A `preprocessor` folder has the order of files
         without a header. A schema with another delimiter than a tab keeps its `tokens`."""
         try:
-            return self._with_order(self._with_tokens(schema), preprocessor)
+            return self._completed(schema, preprocessor)
         except InputError:  # The next reader explains a wrong path or column
             return schema
 
-    def _with_tokens(self, schema: Schema) -> Schema:
-        if schema.tokens == "hexadecimal" or schema.delimiter != "\t":
+    def _completed(self, schema: Schema, preprocessor: str | None) -> Schema:
+        has_open_tokens = schema.tokens != "hexadecimal" and schema.delimiter == "\t"
+        if not has_open_tokens and schema.header is not None:
             return schema
         folder = self.preprocessor()
         if folder is not None:
-            return schema.replace(tokens=stored_schema(folder).tokens)
+            stored = stored_schema(folder)
+            schema = schema.replace(tokens=stored.tokens) if has_open_tokens else schema
+            return schema if schema.header is not None else _with_header_of(stored, schema)
         if self.is_random:
-            return schema.replace(tokens="hexadecimal")
+            return schema.replace(tokens="hexadecimal") if has_open_tokens else schema
         files = [file for file in storage.list_files(self.path, names=self.names) if file.size_bytes]
-        if not files or schema.header or any(file.path.lower().endswith(TABLES_ONLY) for file in files):
-            return schema
-        if is_parquet(files[0].path) or count_names(files[0].path, schema):
-            return schema
-        try:
-            hexadecimal = schema.replace(tokens="hexadecimal")
-        except InputError:  # Of columns that only tables have
-            return schema
-        lines = _first_lines_of(files[0].path)[:_SAMPLED_LINES]
-        return hexadecimal if not lines or _has_rows(lines, hexadecimal) else schema
+        if files and has_open_tokens:
+            schema = _with_tokens(schema, files)
+        return self._with_order(schema, files, preprocessor) if files and schema.header is None else schema
 
-    def _with_order(self, schema: Schema, preprocessor: str | None) -> Schema:
-        if schema.header is not None or self.is_random:
-            return schema
-        folder = self.preprocessor()
-        if folder is not None:
-            return _with_header_of(stored_schema(folder), schema)
-        files = [file for file in storage.list_files(self.path, names=self.names) if file.size_bytes]
-        if not files or not is_table(files, schema):
+    def _with_order(self, schema: Schema, files: Sequence[storage.File], preprocessor: str | None) -> Schema:
+        if not is_table(files, schema):
             return schema
         # Each file costs a request to a store, so that of very many only some are read, evenly spread.
         some = files[:: -(-len(files) // _ORDER_FILES)]
@@ -306,6 +296,20 @@ class LogSource:
         if plain != files:  # The next run need not inspect the unpacked files
             cache.write(index)
         return index
+
+
+def _with_tokens(schema: Schema, files: Sequence[storage.File]) -> Schema:
+    """Return the schema with hexadecimal tokens if the files are text without a header, judged by the first."""
+    if schema.header or any(file.path.lower().endswith(TABLES_ONLY) for file in files):
+        return schema
+    if is_parquet(files[0].path) or count_names(files[0].path, schema):
+        return schema
+    try:
+        hexadecimal = schema.replace(tokens="hexadecimal")
+    except InputError:  # Of columns that only tables have
+        return schema
+    lines = _first_lines_of(files[0].path)[:_SAMPLED_LINES]
+    return hexadecimal if not lines or _has_rows(lines, hexadecimal) else schema
 
 
 def _with_header_of(stored: Schema, schema: Schema) -> Schema:
