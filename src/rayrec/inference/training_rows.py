@@ -68,11 +68,8 @@ def count_training_rows(config: TrainConfig, checkpoint: str, path: str) -> int 
 
 def _is_too_large(run: DataConfig, path: str) -> bool:
     """Return whether a run's log is too large to be read for the comparison with the log at `path`."""
-    assert run.path is not None
-    files = LogSource.at(run.path, run.files).list_files()
-    if sum(file.size_bytes for file in files) <= _MAX_LOG_BYTES:
-        return False
-    return files != LogSource.at(path).list_files()
+    files = LogSource.at(str(run.path), run.files).list_files()
+    return sum(file.size_bytes for file in files) > _MAX_LOG_BYTES and files != LogSource.at(path).list_files()
 
 
 @dataclass(frozen=True)

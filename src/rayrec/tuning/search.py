@@ -164,7 +164,6 @@ def _check_same(folder: str, config: TrainConfig, space: Space, options: TuneCon
 
 def _prepare(config: TrainConfig, folder: str, console: Console) -> tuple[Prepared, str]:
     """Return the preparation and the path of the preprocessed rows, created by the first call."""
-    assert isinstance(config.workload, ClickWorkload)
     config = config.workload.adapted(config)  # As `train` does, so that the Preprocessor stores the log's order of columns
     workload = config.workload
     assert isinstance(workload, ClickWorkload)
