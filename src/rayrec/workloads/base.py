@@ -157,6 +157,11 @@ class TrainConfig(Config):
         assert self.global_batch_size is not None
         return self.global_batch_size // self.scaling.max_workers
 
+    @property
+    def evaluated_data(self) -> DataConfig:
+        """Data with the held-out rows: those for evaluation, else a part of the training data."""
+        return self.train_data if self.eval_data.path is None else self.eval_data
+
     def effective_batch_size(self, *, rows: int, world_size: int) -> int:
         """Return the rows per worker and step for a given epoch size."""
         max_workers = self.scaling.max_workers

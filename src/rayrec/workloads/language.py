@@ -259,7 +259,7 @@ class LanguageWorkload(DataParallelWorkload):
     # -- scoring and export
 
     def evaluation_data(self, config: TrainConfig) -> DataConfig:
-        return config.train_data if config.eval_data.path is None else config.eval_data
+        return config.evaluated_data
 
     def open_labelled(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
         """Open token blocks (their validation set, if any), or a plain text, cut into blocks with the checkpoint's tokenizer.

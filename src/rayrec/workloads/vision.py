@@ -272,7 +272,7 @@ class VisionWorkload(DataParallelWorkload):
     # -- scoring and export
 
     def evaluation_data(self, config: TrainConfig) -> DataConfig:
-        return config.train_data if config.eval_data.path is None else config.eval_data
+        return config.evaluated_data
 
     def open_labelled(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
         """Open images and labels of a folder (its test files, else its training files), or an image file with its label file.
@@ -406,7 +406,7 @@ def _classes_of(checkpoint: str) -> list[str]:
 
 
 def _test_folder(config: TrainConfig) -> str:
-    folder = config.train_data.path if config.eval_data.path is None else config.eval_data.path
+    folder = config.evaluated_data.path
     assert folder is not None
     return folder
 

@@ -102,12 +102,10 @@ def parity_rows(config: TrainConfig, preprocessor: Preprocessor, *, settings: Ex
 
 def _of_the_run(config: TrainConfig, preprocessor: Preprocessor, settings: ExportConfig, cache: str) -> ParityRows:
     assert isinstance(config.workload, ClickWorkload)
-    data = config.train_data if config.eval_data.path is None else config.eval_data
+    data = config.evaluated_data
     index = open_run_log(data, preprocessor, cache=cache)
     if config.eval_data.path is None:
-        sets = config.workload.split_rows(data.path or "", index)
-        name = "test" if "test" in sets else "validation"
-        start, stop = sets[name]
+        name, (start, stop) = config.workload.evaluation_rows(config, index)
         if stop - start >= settings.parity_rows:
             return _read(index, (start, stop), preprocessor, settings, origin=f"{name} rows of {data.path}")
         # Training rows are as good for a comparison, and an AUROC of few rows is noise.

@@ -194,7 +194,7 @@ class ClickSettings(Workload):
         return (data and data.sets) or self.preset.split.rows(index)
 
     def evaluation_data(self, config: TrainConfig) -> DataConfig:
-        return config.train_data if config.eval_data.path is None else config.eval_data
+        return config.evaluated_data
 
     def evaluation_rows(self, config: TrainConfig, index: LogIndex) -> tuple[str, tuple[int, int]]:
         """Return the name and the row range [start, stop) of a run's test rows, or of its validation rows if it has no test rows.

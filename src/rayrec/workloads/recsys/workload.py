@@ -49,7 +49,7 @@ class ClickWorkload(ClickSettings):
         schema = self.schema
         if not isinstance(schema, PlaceholderSchema):  # A placeholder stays one, so that `check` rejects it
             schema = source.schema(schema, preprocessor=self.preprocessor)
-        if schema.to_dict() != self.schema.to_dict():
+        if schema.to_dict() != self.schema.to_dict():  # Equality leaves out the order
             return config.replace(workload=self.replace(schema=schema))
         data = source.dataset()
         if data is None or not data.adopted:
@@ -61,7 +61,7 @@ class ClickWorkload(ClickSettings):
     def check_data(self, config: TrainConfig) -> None:
         if config.train_data.path is not None and isinstance(self.schema, PlaceholderSchema):
             self.schema.reject(config.train_data.path)
-        check_grouped(self.schema, config.train_data.path if config.eval_data.path is None else config.eval_data.path)
+        check_grouped(self.schema, config.evaluated_data.path)
         if self.preprocessor is not None:
             Preprocessor.load(self.preprocessor)
         for data in (config.train_data, config.eval_data):
